@@ -1,1 +1,1 @@
-"""Jobs that record runs with worker processes and ingest them."""
+"""Jobs that record runs with worker processes and ingest the runs into the store."""

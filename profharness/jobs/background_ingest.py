@@ -27,11 +27,11 @@ LOWEST = 19  # the lowest priority of a thread
 
 
 class BackgroundIngest:
-    """A thread that creates the store and then parses traces into `parsed` during a capture.
+    """A thread that creates the store and then parses traces during a capture.
 
-    Creating the store takes as long as a cell because of the imports and the schema. Parsed traces
-    are in memory, so a killed process leaves nothing behind. Errors are ignored here, because
-    ingesting the complete run folder reports them.
+    The thread is useful because creating the store takes as long as a cell. The parsed traces are
+    kept in memory, in `parsed`, so a killed process leaves no files behind. Errors are ignored
+    here, because the later ingest of the whole run folder reports them.
     """
 
     def __init__(self, store: Path) -> None:
@@ -60,7 +60,7 @@ class BackgroundIngest:
         return forward
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
-        """Give lanes priority over the thread, and keep it off their cores if there are others."""
+        """Lower the priority of the thread, and let it avoid the cores of the lanes if possible."""
         self._lane_cpus = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:
@@ -69,8 +69,12 @@ class BackgroundIngest:
             self._ended.put(folder)
 
     def finish(self) -> None:
-        """Wait until the store is created and all traces are parsed. Interrupts are raised."""
-        # this thread parses the remaining traces, because the other may have a low priority
+        """Wait until the store is created and all traces are parsed.
+
+        Raise an interrupt that occurs meanwhile.
+        """
+        # the calling thread parses the remaining traces, because the other thread may have low
+        # priority
         with contextlib.suppress(queue.Empty):
             while (path := self._ended.get_nowait()) is not None:
                 self._parse(path)
@@ -113,7 +117,7 @@ def _traces_of(group: Path) -> list[Path]:
     with contextlib.suppress(ProfharnessError, OSError):
         run = read_run(group)
         if any(ON_GPU & cell.samples.keys() for cell in run.cells):
-            # reading the traces of profilers that wrap the worker runs the tools of the profilers
+            # omit the traces of nsys and ncu, because their parsers would start the tools
             inside = {name for name, profiler in PROFILERS.items() if profiler.session is None}
             return [group / trace.path for trace in run.traces if trace.profiler in inside]
     return []
@@ -121,8 +125,9 @@ def _traces_of(group: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_background_ingest(store: Path) -> Iterator[BackgroundIngest]:
-    """Ingest in the background while the block runs."""
-    # an exception during an import would leave a lock that the thread waits for
+    """Yield a BackgroundIngest that works while the block runs, and end its thread after the block."""
+    # An interrupt in the middle of an import would leave an import lock for which the thread waits
+    # forever.
     with defer_signals():
         background = BackgroundIngest(store)
         try:

@@ -1,12 +1,13 @@
-"""Divide a run into a campaign, whose groups of cells run on lanes, each in its own run folder.
+"""Divide a run into a campaign. A campaign consists of groups of cells that run on several lanes.
 
-The campaign's folder is a run folder too. Its run.json lists all cells, and readers take their
-results from the finished groups in `groups/<group>`. A group in progress is in
-`groups/<group>.<host>.part`. There is no state besides these files.
+The folder of a campaign is a run folder. Its run.json lists all cells. Each group has a run folder
+of its own, which is `groups/<group>.<host>.part` while the group runs, and `groups/<group>` when it
+is finished. The results of the cells are read from the folders of finished groups. These files are
+the only state of a campaign.
 
-The scheduler gives each lane one group at a time until all groups are done. It handles retries,
-failing lanes, progress and interrupts. A `Transport` runs the groups, so the scheduler is the same
-for lanes of this host and of other hosts.
+The scheduler assigns one group at a time to each lane until all groups are finished. It handles
+retries, failing lanes, progress and interrupts. A `Transport` runs the groups, so the scheduler
+works in the same way for lanes of this host and of other hosts.
 """
 
 from __future__ import annotations
@@ -48,17 +49,18 @@ from profharness.run import (
 )
 
 SCHEMA = "profharness.campaign/1"
-# Estimated work per group and process; starting a worker (5.5 s on an H200) adds at most a tenth.
+# Estimated duration of a group per process. Starting a worker (5.5 s on an H200) adds at most a
+# tenth.
 GROUP_S = 60.0
-SMALLEST_S = 20.0  # minimum work of the last groups, so that all lanes end at about the same time
-GROUPS_A_LANE = 20  # maximum number of groups per lane; a larger campaign gets longer groups
-# Command -> fixed overhead per cell, in seconds.
+SMALLEST_S = 20.0  # the last groups may be this short, so that all lanes end at about the same time
+GROUPS_A_LANE = 20  # maximum number of groups per lane; the groups of a larger campaign are longer
+# Maps each command to its fixed overhead per cell, in seconds.
 PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
-TURNS_S = 0.2  # duration of a benchmark measurement that becomes precise quickly
+TURNS_S = 0.2  # duration of a benchmark measurement that soon reaches its precision
 CALLS = {"bench": 60, "verify": 20}
 WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
 TRIES = 3  # maximum number of attempts to run a group
-LANE_TRIES = 3  # a lane gets no more groups after this many different groups failed in a row
+LANE_TRIES = 3  # after so many different groups in a row failed on a lane, it gets no more groups
 POLL_S = 0.1
 LEAVING_S = 5.0
 LANES_S = 30.0  # maximum time to wait for a lane to appear or to come back
@@ -68,32 +70,32 @@ OnStep = Callable[[str, Plain], None]
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that the same lane runs one after the other."""
+    """Cells that the same lane runs one after another."""
 
-    group: str  # hash of the work and of the way it is done
+    group: str  # name of the group: a hash of its cells and of all options that affect the results
     cells: tuple[str, ...]
     seconds: float  # estimated duration
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """The contents of campaign.json. run.json has the cells, protocol and profilers."""
+    """The contents of campaign.json. The cells, the protocol and the profilers are in run.json."""
 
-    backends: tuple[str, ...]  # names as the user requested them
+    backends: tuple[str, ...]  # backends as named by the user
     groups: tuple[Group, ...]
-    gpu: str | None = None  # the GPU class that may run it
-    python: str | None = None  # another interpreter for the worker
+    gpu: str | None = None  # GPU class of the lanes that may run the campaign
+    python: str | None = None  # interpreter of the worker, or None for the default
     schema: str = SCHEMA
 
 
 def cut_groups(
     run: Run, backends: Sequence[str], lanes: int, gpu: str | None = None
 ) -> list[Group]:
-    """Divide a run into groups, and return the longest group first.
+    """Divide a run into groups, and return the groups in order of decreasing duration.
 
-    All cells of a config are in the same group. A group has about a minute of estimated work per
-    process, or a twentieth of its lane's work if that is more. With several lanes, the last groups
-    are smaller.
+    All cells of a config are in the same group. Per process, a group takes an estimated minute, or
+    a twentieth of the work of a lane if that is longer. If there are several lanes, the last groups
+    are shorter.
     """
     units = []
     for _, unit in itertools.groupby(run.cells, key=lambda cell: cell.asked or cell.config.label):
@@ -117,7 +119,7 @@ def cut_groups(
             # the cells of a group are in the order of the run
             gathered.sort(key=lambda cell: cell.cell)
             names = tuple(cell.cell for cell in gathered)
-            # groups of the same work on the same code have the same name
+            # groups with the same work, backend code and options have the same name
             work = [(cell.config.label, cell.backend, cell.case) for cell in gathered]
             used = sorted(code.keys() & {cell.backend for cell in gathered})
             asked = work, {each: code[each] for each in used}, run.profilers, run.protocol
@@ -129,7 +131,7 @@ def cut_groups(
 
 
 def _estimate_s(cell: Cell, run: Run) -> float:
-    """Estimate how long a cell takes in all processes, from its FLOPs and bytes."""
+    """Estimate from FLOPs and bytes how long a cell takes in all processes together."""
     device = DEVICE_TYPES[CPU if run.protocol.device == CPU else CUDA]
     config = cell.config.resolve(device.name)
     call = flops(config) / device.flops_per_s + compulsory_bytes(config) / device.bytes_per_s
@@ -166,7 +168,7 @@ def read_campaign(folder: Path) -> Campaign:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if campaign.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
-    # the names are used as folder names, so they must not lead outside of the folder
+    # the names become names of folders, so they must not contain a path such as `..`
     if not all(GROUP_NAME.fullmatch(group.group) for group in campaign.groups):
         raise TraceFormatError(path, "a group has no proper name", expected=f"schema {SCHEMA}")
     return campaign
@@ -178,14 +180,15 @@ def group_folder(folder: Path, group: str) -> Path:
 
 
 def open_groups(folder: Path, campaign: Campaign) -> list[Group]:
-    """Return the groups that are not finished, in order."""
+    """Return the unfinished groups of a campaign in their original order."""
     return [group for group in campaign.groups if not group_folder(folder, group.group).is_dir()]
 
 
 def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> Plain:
-    """Describe a group for a lane, as a dict of plain values.
+    """Return a description of a group, as a dict of plain values that can be sent to a lane.
 
-    `root` is the parent of the group's folder. `run` is the record of the group without any results.
+    The key `root` contains the parent of the group's folder, and `run` contains the record of a run
+    that has only the cells of the group, without results.
     """
     cells = (cell for cell in run.cells if cell.cell in set(group.cells))
     record = replace(
@@ -209,9 +212,9 @@ def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> Plain
 
 
 def _fail_group(folder: Path, spec: Plain, why: str) -> None:
-    """Publish a group that no lane could run.
+    """Publish the folder of a group that no lane could finish.
 
-    Existing results are kept, and all other cells get the status `crashed`.
+    Existing results are kept. All cells without a result get the status `crashed`.
     """
     final = group_folder(folder, spec["group"])
     parts = final.parent.glob(f"{final.name}.*{PART}")
@@ -234,10 +237,10 @@ def merge(folder: Path) -> Run:
 
 
 def is_of_class(lane: Plain, gpu: str | None) -> bool:
-    """Return whether the name of a lane's GPU contains a word, ignoring case.
+    """Return whether a lane belongs to a GPU class, which is a word in the name of its GPU.
 
-    `H100` matches `NVIDIA H100 80GB HBM3`. A lane without a GPU is of class `cpu`. Every lane is of
-    the class None.
+    For example, the class `H100` contains lanes with the GPU `NVIDIA H100 80GB HBM3`. The class
+    `cpu` contains the lanes without a GPU. Case is ignored. If `gpu` is None, the result is True.
     """
     return gpu is None or gpu.casefold() in str(lane.get("gpu") or CPU).casefold().split()
 
@@ -253,36 +256,39 @@ class Transport(Protocol):
         """Return the lanes that are currently available."""
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
-        """Start to run a group on a lane.
+        """Start to run a group on a lane, and return without waiting for it.
 
-        `on_step` may be called with the lane's name and a step, in any thread.
+        `on_step` may be called in any thread, with the lane's name and a step of a cell.
         """
 
     def next_done(self, timeout_s: float, /) -> tuple[str, Plain] | None:
         """Return the name of a lane and the outcome of its group, or None after the timeout.
 
-        The outcome is the return value of `run_group`. The finished folder of the group is then in
-        the folder of the campaign. If it cannot be written there, the key `unwritable` contains the
-        reason.
+        The outcome is the return value of `run_group`. If the group succeeded, its finished folder
+        is in the folder of the campaign. If the folder cannot be written there, the outcome
+        contains the reason under the key `unwritable`.
         """
 
     def end(self, lane: Plain, /) -> None:
-        """Terminate the group that a lane runs, without waiting. If called again, kill the group."""
+        """Terminate the group that a lane runs, without waiting for its end.
+
+        A second call for the same group kills it.
+        """
 
     def close(self) -> None:
-        """Close the connections to all lanes. Groups that are running continue."""
+        """Close the connections to all lanes. Running groups continue."""
 
 
 @dataclass
 class _Task:
-    """A group of the campaign in `folder`, and its failures so far."""
+    """A group of the campaign in `folder`, and the failures of the group so far."""
 
     folder: Path
     campaign: Campaign
     run: Run
     group: Group
     errors: list[str] = field(default_factory=list)
-    failed_on: set[str] = field(default_factory=set)  # names of the lanes on which it failed
+    failed_on: set[str] = field(default_factory=set)  # names of the lanes on which the group failed
 
     @property
     def final(self) -> Path:
@@ -306,8 +312,10 @@ class _Lane:
 
     description: Plain
     task: _Task | None = None
-    done: int = 0  # number of finished cells in the group
-    failed: set[str] = field(default_factory=set)  # groups that failed since the last success
+    done: int = 0  # number of finished cells in the current group
+    failed: set[str] = field(
+        default_factory=set
+    )  # names of the groups that failed since the last success
 
     def release(self) -> _Task | None:
         task, self.task = self.task, None
@@ -317,8 +325,8 @@ class _Lane:
 class CampaignScheduler:
     """Runs campaigns, one per GPU class, on the lanes of one transport.
 
-    `why_not` returns why a lane cannot be used, or None if it can. `on_group` is called with the
-    folder of each finished group, even if an earlier client finished the group.
+    `why_not` returns the reason why a lane cannot be used, or None if it can be used. `on_group` is
+    called with the folder of each finished group, even if an earlier client finished the group.
     """
 
     def __init__(
@@ -341,21 +349,21 @@ class CampaignScheduler:
         self._finished = [task.final for task in tasks if task.final.is_dir()]
         self._queue = deque(task for task in tasks if not task.final.is_dir())
         self._lanes: dict[str, _Lane] = {}
-        self._rejected: dict[str, str] = {}  # lane -> reason why it gets no groups
-        self._reported: set[str] = set()  # warnings, and GPU classes without a lane
+        self._rejected: dict[str, str] = {}  # reason why a lane gets no groups, by lane
+        self._reported: set[str] = set()  # printed warnings, and GPU classes with such a warning
         self._some_vanished = False  # whether a lane has disappeared
         self._groups, self._total = len(tasks), sum(task.steps for task in tasks)
         self._groups_done = self._groups - len(self._queue)
         self._done = self._total - sum(task.steps for task in self._queue)
-        self._suitable_at = time.monotonic()  # when a waiting group last had a suitable lane
+        self._suitable_at = time.monotonic()  # last time when a waiting group had a suitable lane
         self._estimated = self._measured = 0.0  # seconds of the groups finished by this client
 
     def carry_out(self) -> list[Run]:
         """Run all groups, write run.json of each campaign, and return the runs.
 
-        After the first interrupt, raise Interrupted once the running groups have ended; after the
-        second one, immediately. Raise CaptureError if no lane is left, and UnwritableError if the
-        folder cannot be written to.
+        After an interrupt, start no new groups, and raise Interrupted when the running groups have
+        ended. After a second interrupt, end the running groups and raise Interrupted. Raise
+        CaptureError if no lane is left, and UnwritableError if a folder cannot be written to.
         """
         with ExitStack() as locks, defer_signals():
             for folder in self.folders:
@@ -368,7 +376,7 @@ class CampaignScheduler:
                 place = f"{error.filename or 'its groups'}: {error.strerror}"
                 raise unwritable(self._unfinished(), place) from None
             finally:
-                # record finished groups even if the campaign is unfinished
+                # write the results of finished groups even if other groups are unfinished
                 runs = [merge(folder) for folder in self.folders]
             for folder in self.folders:
                 _tidy(folder)
@@ -402,13 +410,13 @@ class CampaignScheduler:
             self._end_all()
 
     def _end_all(self) -> None:
-        """Terminate running groups, and kill those that have not ended after LEAVING_S."""
+        """Terminate all running groups, and kill groups that are still running after LEAVING_S."""
         for _ in range(2):
             for lane in self._busy():
                 self.transport.end(lane.description)
             deadline = time.monotonic() + LEAVING_S
             while self._busy() and time.monotonic() < deadline:
-                # a lost scheduler has been reported before
+                # the loss of the scheduler has already been reported
                 with suppress(CaptureError):
                     done = self.transport.next_done(POLL_S)
                     if done is not None and done[0] in self._lanes:
@@ -417,7 +425,7 @@ class CampaignScheduler:
             lane.release()
 
     def _unfinished(self) -> Path:
-        """Return the folder of the first campaign that has groups left."""
+        """Return the folder of the first campaign that has unfinished groups."""
         left = {task.folder for task in (*self._running(), *self._queue)}
         return next((folder for folder in self.folders if folder in left), self.folders[0])
 
@@ -428,7 +436,7 @@ class CampaignScheduler:
         return [lane.task for lane in self._lanes.values() if lane.task is not None]
 
     def _update_lanes(self) -> None:
-        """Add new lanes, and put the groups of lanes that are gone back into the queue."""
+        """Add new lanes, and remove lanes that are gone. Their groups are tried again or given up."""
         here = {description["lane"]: description for description in self.transport.lanes()}
         for name, description in here.items():
             if name in self._lanes or name in self._rejected:
@@ -453,10 +461,10 @@ class CampaignScheduler:
                 self.transport.submit(lane.description, task.spec, self._step)
 
     def _next(self, name: str, lane: _Lane) -> _Task | None:
-        """Return the first waiting group that suits a lane.
+        """Return the first waiting group that a lane may run, or None.
 
-        A lane gets a group that failed on it only if the group also failed on all other suitable
-        lanes.
+        A lane runs a group again that failed on it only if the group has also failed on all other
+        suitable lanes.
         """
         for task in tuple(self._queue):
             if not task.is_suitable(lane) or (
@@ -466,7 +474,7 @@ class CampaignScheduler:
             self._queue.remove(task)
             if not task.final.is_dir():
                 return task
-            # another lane has finished it
+            # another lane has already finished the group
             self._count_finished(task)
         return None
 
@@ -476,12 +484,12 @@ class CampaignScheduler:
     def _process_outcome(self, name: str, outcome: Mapping[str, Any]) -> None:
         lane = self._lanes.get(name)
         if lane is None or lane.task is None or lane.task.group.group != outcome["group"]:
-            return  # the lane was given up in the meantime
+            return  # the lane no longer runs this group
         task, error = lane.task, outcome["error"]
         lane.release()
         if outcome.get("unwritable"):
-            # The client's disk cannot be written to, so other lanes would fail too. The lane keeps
-            # its result.
+            # The disk of this host cannot be written to, so the results of other lanes would be
+            # lost too. The lane keeps the result of this group.
             raise UnwritableError(outcome["unwritable"])
         if error is None and task.final.is_dir():
             lane.failed.clear()
@@ -493,18 +501,19 @@ class CampaignScheduler:
         why = str(error or "it left no run folder")
         if outcome.get("lost"):
             self._reject(name, why)
-            self._queue.appendleft(task)  # does not count as a failure of the group
+            self._queue.appendleft(task)  # this does not count as a failure of the group
         else:
             self._retry_or_give_up(lane, task, why)
 
     def _retry_or_give_up(self, lane: _Lane, task: _Task, why: str) -> None:
-        """Put a failed group at the end of the queue. After TRIES failures, give it up."""
+        """Put a failed group at the end of the queue. After TRIES failures, give the group up."""
         name = lane.description["lane"]
         lane.failed.add(task.group.group)
         task.errors.append(f"{name}: {why}")
         task.failed_on.add(name)
         if len(lane.failed) >= LANE_TRIES and name in self._lanes:
-            # different groups failed on the lane, so it is at fault, and its failures do not count
+            # Several groups failed on this lane, so the lane is the cause. Its failures do not
+            # count as failures of the groups.
             self._reject(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
             for waiting in (task, *self._queue, *self._running()):
                 kept = [text for text in waiting.errors if not text.startswith(f"{name}: ")]
@@ -519,15 +528,15 @@ class CampaignScheduler:
         self._count_finished(task)
 
     def _require_lanes(self) -> None:
-        """Warn about GPU classes that have no lane.
+        """Warn about GPU classes without a lane.
 
-        Raise CaptureError if no remaining group has a lane.
+        Raise CaptureError if none of the waiting groups has had a suitable lane for LANES_S.
         """
         waiting = {task.campaign.gpu: task for task in self._queue}
         without = {gpu for gpu, task in waiting.items() if not self._suitable(task)}
         if self._busy() or without < waiting.keys() or not waiting:
             self._suitable_at = time.monotonic()
-        # lanes that disappeared may come back, rejected ones do not
+        # wait for lanes that are gone or have not appeared yet, but not for rejected lanes
         patience_s = LANES_S if self._some_vanished or self._lanes or not self._rejected else 0.0
         over = time.monotonic() - self._suitable_at > patience_s
         classes = sorted(filter(None, without))
@@ -548,7 +557,7 @@ class CampaignScheduler:
         )
 
     def _reject(self, name: str, why: str) -> None:
-        """Give a lane no more groups."""
+        """Stop using a lane, and notify the user of the reason."""
         self._lanes.pop(name, None)
         self._rejected[name] = why
         self._notify(f"warning: {name} gets no more groups: {why}")
@@ -559,7 +568,7 @@ class CampaignScheduler:
         self._on_group(task.final)
 
     def _summary(self, name: str, seconds: float) -> str:
-        """Describe the progress, and estimate the remaining time from the finished groups."""
+        """Return a text about the progress, with an estimate of the remaining time."""
         text = f"{name}: {self._groups_done} of {self._groups} groups, {seconds:.1f} s"
         rest = sum(task.group.seconds for task in self._queue)
         rest += sum(task.group.seconds / 2 for task in self._running())
@@ -569,7 +578,7 @@ class CampaignScheduler:
         return f"{text}; about {duration(left)} left"
 
     def _step(self, name: str, row: Plain) -> None:
-        """Report a step of a lane to the progress callback."""
+        """Pass a step of a lane on to the progress callback."""
         lane = self._lanes.get(name)
         if lane is None or lane.task is None:
             return
@@ -598,7 +607,10 @@ class CampaignScheduler:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what lanes that disappeared have left behind of groups that other lanes finished."""
+    """Remove logs, and the partial folders of groups that other lanes have finished.
+
+    Lanes that are gone may have left them behind.
+    """
     groups = folder / GROUPS_FOLDER
     for part in groups.glob(f"*{PART}"):
         if group_folder(folder, part.name.partition(".")[0]).is_dir():

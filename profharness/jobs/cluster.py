@@ -1,7 +1,8 @@
-"""Transport to the workers of a Dask scheduler, each of which is a lane.
+"""Run groups on the workers of a Dask scheduler. Each worker is a lane.
 
-This is the only module that imports distributed. It is loaded only for `--scheduler tls://…`.
-Functions of `lane` are sent by name, with text and plain dicts as arguments and results.
+This is the only module that imports distributed. It is loaded only for a scheduler with an address,
+such as `--scheduler tls://head:8786`. The workers run functions of the module `lane`, which are
+sent by name. Arguments and results are texts and plain dicts.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from profharness.processes import STEP_S, raise_deferred_signals
 from profharness.run import CAMPAIGN_FILE
 
 T = TypeVar("T")
-# A Dask client raises these if its scheduler or worker is gone. While it reconnects, it raises
-# AttributeError.
+# Exceptions that a Dask client raises if its scheduler or worker is gone. It raises AttributeError
+# while it reconnects.
 FAILURES = (OSError, TimeoutError, AttributeError, ValueError)
 CONNECT_S = 10.0
 LOOK_S = 1.0  # minimum time between two queries for the list of workers
@@ -46,7 +47,7 @@ TLS_SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT": "tls_client_cert",
     "DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY": "tls_client_key",
 }
-"""Dask configuration variable -> attribute of `Security`, for the files that a TLS client needs."""
+"""Maps Dask's environment variables for the files of a TLS client to attributes of `Security`."""
 
 
 @dataclass
@@ -55,7 +56,7 @@ class _Worker:
 
     address: str
     description: Plain
-    scratch: str  # a folder on its host that outlives the worker
+    scratch: str  # a folder on the worker's host that still exists after the worker has ended
     future: Future | None = None  # future of the group that the worker runs
     terminated: bool = False  # whether `end` was called for this group
 
@@ -63,16 +64,16 @@ class _Worker:
 class Cluster:
     """The transport to the lanes of a Dask scheduler. A worker that Dask restarts is a new lane.
 
-    If a lane cannot access the folder of the campaign, it returns a finished folder as an archive.
-    Raise UsageError for an invalid or unsafe address, and CaptureError if no scheduler answers, or
-    later if it is gone.
+    A lane that cannot access the folder of the campaign returns the folder of a finished group as
+    an archive. The constructor raises UsageError for an invalid or unsafe address, and CaptureError
+    if no scheduler answers. The other methods raise CaptureError if the scheduler is gone.
     """
 
     def __init__(self, url: str, *, insecure: bool = False) -> None:
         check_address(url, insecure=insecure)
         self._url = url
         self._lanes: dict[str, _Worker] = {}
-        self._used_names: set[str] = set()  # names of all lanes, also of vanished ones
+        self._used_names: set[str] = set()  # names of all lanes, including lanes that are gone
         # Addresses of workers that have not sent their description yet.
         self._awaited: set[str] = set()
         self._descriptions: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
@@ -96,7 +97,8 @@ class Cluster:
         }
         future = worker.future = self._client.submit(
             run_spec,
-            # as text, because Dask searches all values of a dict for tasks (3 ms per cell)
+            # The spec is sent as text. In a dict, Dask would search all values for tasks, which
+            # takes 3 ms per cell.
             json.dumps(spec),
             key=f"profharness-{spec['group']}-{secrets.token_hex(4)}",
             workers=[worker.address],
@@ -111,11 +113,11 @@ class Cluster:
             try:
                 outcome = self._outcome(worker.address, future, home)
             except Exception as error:
-                # a bug or an invalid answer must still reach the campaign scheduler
+                # report even a bug or an invalid answer to the campaign scheduler
                 outcome = {"group": spec["group"], "error": _reason(error)}
             self._done.put((name, future, outcome))
 
-        # a thread per group, because result() never returns if the worker ends too early
+        # each group has its own thread, because result() never returns if the worker ends too early
         _in_thread(wait)
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
@@ -125,20 +127,21 @@ class Cluster:
             return None
         worker = self._lanes.get(name)
         if worker is None or worker.future != future:
-            return None  # the lane was given up
+            return None  # the lane no longer runs this group
         worker.future = None
         if outcome is None:
             raise self._scheduler_gone()
         return name, outcome
 
     def _outcome(self, address: str, future: Future, home: Path) -> Plain | None:
-        """Wait for a group. If its folder arrives as an archive, unpack it below `home`.
+        """Wait until a group has ended. If its folder arrives as an archive, unpack it below
+        `home`.
 
-        Return its outcome, or None if the scheduler has forgotten the group.
+        Return the outcome of the group, or None if the scheduler does not know the group any more.
         """
         try:
             outcome: Plain = future.result()
-        except BaseException as error:  # CancelledError is not an Exception
+        except BaseException as error:  # includes CancelledError, which is no Exception
             if future.status != "error":
                 return None
             return {"group": str(future.key).split("-")[1], "error": _reason(error)}
@@ -153,7 +156,7 @@ class Cluster:
             return outcome | {"unwritable": str(error)}
         except CaptureError as error:
             return outcome | {"error": outcome["error"] or str(error)}
-        # only after unpacking, so that nothing is lost
+        # delete the folder on the lane only after the archive is unpacked, so that nothing is lost
         if not failed:
             self._call(shutil.rmtree, address, outcome["folder"], True)
         return outcome
@@ -172,7 +175,8 @@ class Cluster:
     def _update_lanes(self) -> None:
         """Update the lanes from the scheduler's list of workers.
 
-        Cancel the groups of workers that have disappeared. Dask would wait for these workers forever.
+        Cancel the groups of workers that have disappeared, because Dask would wait for these
+        workers forever.
         """
         try:
             here = _with_timeout(lambda: self._client.scheduler_info(n_workers=-1)["workers"])
@@ -191,7 +195,7 @@ class Cluster:
         for address in here.keys() - known:
             self._awaited.add(address)
             _in_thread(partial(self._describe, address))
-        # wait for all descriptions only if there are no lanes yet
+        # if there are no lanes yet, wait until all workers have sent their descriptions
         patience_s = 0.0 if self._lanes else ANSWER_S
         while self._awaited:
             try:
@@ -223,13 +227,16 @@ class Cluster:
         return next(name for name in names if name not in self._used_names)
 
     def _campaign_file(self, campaign: Path) -> str:
-        """Return the path of the campaign file. A lane with the same storage can read the file."""
+        """Return the path of the campaign file. Only lanes on the same file system can read the
+        file.
+        """
         return str(campaign / CAMPAIGN_FILE)
 
     def _call(self, function: Callable[..., Any], address: str, *given: Any) -> object:
-        """Run a function on a worker, even while it runs a group. Call this in a thread.
+        """Call a function on a worker, even while the worker runs a group.
 
-        Return its result or exception, or None if the worker is gone. It may block forever.
+        Return the result or the exception of the function, or None if the worker is gone. This
+        method may block forever, so it is called in separate threads.
         """
         try:
             answers: dict[str, object] = self._client.run(
@@ -253,7 +260,7 @@ def check_address(url: str, *, insecure: bool) -> None:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise UsageError(f"--scheduler {url}: {error}; give host and port, {EXAMPLE}") from None
-    # Dask would resolve all of user@host as a host name
+    # an address must not contain `@`, because Dask would use `user@host` as the name of the host
     if parts.scheme not in ("tls", "tcp") or not host or port is None or "@" in parts.netloc:
         raise UsageError(f"--scheduler {url}: give host and port, {EXAMPLE}")
     if parts.scheme == "tcp" and not insecure and host not in LOOPBACK:
@@ -272,11 +279,12 @@ def _connect(url: str) -> Client:
                 f"--scheduler {url}: Dask's configuration names no certificate: set "
                 f"{', '.join(missing)}; docs/scale.md shows how to make one"
             )
-    # Dask logs tracebacks about failed connections, which are raised as errors below
+    # do not log tracebacks of failed connections, because errors are raised for them below
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
-        # Dask warns about version differences; `doctor --scheduler` compares those that matter
+        # Dask warns about different versions, but `doctor --scheduler` compares the relevant
+        # versions
         warnings.simplefilter("ignore")
         try:
             return Client(url, security=security, timeout=CONNECT_S, set_as_default=False)
@@ -310,6 +318,6 @@ def _with_timeout(call: Callable[[], T]) -> T:
 
 
 def _reason(answer: object) -> str:
-    """Return the first line of an error, with the type of the exception."""
+    """Return the type of an exception and the first line of its message."""
     kind = f"{type(answer).__name__}: " if isinstance(answer, BaseException) else ""
     return (kind + str(answer)).splitlines()[0] if str(answer) else kind.rstrip(": ")

@@ -1,7 +1,8 @@
 """Execute runs on the lanes of this host or of a cluster.
 
-On this host, a lane is a visible GPU. Without a GPU, a lane is a part of the cores. Each lane runs a
-child process, and a thread waits for it. A small run needs no lanes.
+On this host, each visible GPU is a lane. If there is no GPU, each lane is a part of the cores. A
+lane runs one child process at a time, and a thread waits for that process. A small run uses no
+lanes.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ from profharness.run import Fleet, Run, class_word, read_record, read_run
 
 SCHEDULERS = "local, local:2, tls://head:8786"
 PRIVATE = ("uuid", "cpus", "address")  # keys of a lane's description that are not displayed
-# Keys whose values must be equal on all lanes with the same GPU model.
+# Keys of a lane's description whose values must be equal on all lanes with the same GPU model.
 ONE_ENVIRONMENT = ("torch", "driver")
-# Keys of a lane's description that determine where its groups run.
+# Keys of a lane's description that determine on which GPU and cores its groups run.
 OWN = ("uuid", "gpu_key", "cpus")
-CORES = 2  # minimum number of cores per GPU lane; with fewer, the lanes share all cores
+CORES = 2  # minimum number of cores per GPU lane; if there are fewer, the lanes share all cores
 SYSFS = Path("/sys")
 
 
 def open_transport(fleet: Fleet, device: str) -> Transport | None:
-    """Open the lanes of a scheduler, or return None if the run needs no lanes.
+    """Return the transport to the lanes of a scheduler, or None if the run needs no lanes.
 
-    If no scheduler is named, use the GPUs of this host if it has several. Raise UsageError for an
-    unknown scheduler, MissingExtraError if a package is not installed, and CaptureError if no
-    scheduler answers.
+    If the user names no scheduler, the lanes are the GPUs of this host, if it has several. Raise
+    UsageError for an unknown scheduler, MissingExtraError if a package is not installed, and
+    CaptureError if no scheduler answers.
     """
     if fleet.scheduler is not None and "://" in fleet.scheduler:
         return _open_cluster(fleet)
@@ -92,14 +93,14 @@ def lanes_device(fleet: Fleet, device: str) -> str:
 def _open_cluster(fleet: Fleet) -> Transport:
     if missing_packages("cluster"):
         raise MissingExtraError(f"--scheduler {fleet.scheduler}", "cluster")
-    # the only module that imports distributed
+    # loaded only here, because this module imports distributed
     cluster = import_module("profharness.jobs.cluster")
     remote: Transport = cluster.Cluster(fleet.scheduler, insecure=fleet.insecure)
     return remote
 
 
 def describe_lanes(fleet: Fleet) -> tuple[Plain, ...]:
-    """Return the descriptions of a scheduler's lanes. Raise what `open_transport` raises."""
+    """Return the descriptions of a scheduler's lanes. Raise any error of `open_transport`."""
     transport = open_transport(fleet, "auto")
     if transport is None:
         return ()
@@ -118,10 +119,10 @@ def run_on_lanes(
     background: BackgroundIngest | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> list[RunFolder]:
-    """Run a planned run as one campaign per GPU class, and return their run folders.
+    """Execute a planned run as one campaign per GPU class, and return the folders of the campaigns.
 
-    Return an empty list, and do nothing, if the run needs no lanes. `background` gets each finished
-    group. Raise what `capture` raises.
+    If the run needs no lanes, do nothing and return an empty list. `background` parses the traces
+    of each finished group. Raise the same errors as `capture`.
     """
     transport, run_id = open_transport(fleet, run.protocol.device), run.run
     if transport is None:
@@ -151,8 +152,8 @@ def resume_on_lanes(
 ) -> RunFolder:
     """Resume a campaign, by default on the lanes of this host.
 
-    `background` gets each finished group. Raise UsageError if the campaign is finished. Also raise
-    what `capture` raises.
+    `background` parses the traces of each finished group. Raise UsageError if the campaign is
+    finished, and the same errors as `capture`.
     """
     run, campaign = read_run(folder), read_campaign(folder)
     if why := why_campaign_not_resumed(folder, run):
@@ -173,7 +174,7 @@ def resume_on_lanes(
 
 
 def why_campaign_not_resumed(folder: Path, run: Run) -> str | None:
-    """Return why a campaign cannot be resumed, or None if it can.
+    """Return the reason why a campaign cannot be resumed, or None if it can be resumed.
 
     A campaign can be resumed if a group is unfinished, or if a client was killed before it merged
     the results.
@@ -200,11 +201,12 @@ def _carry_out(
 
 
 def _lane_filter(device: str) -> Callable[[Plain], str | None]:
-    """Return a function that returns why a lane cannot be used, or None if it can.
+    """Return a function that returns the reason why a lane cannot be used, or None if it can be
+    used.
 
-    A lane cannot be used if its version of profharness differs from that of this host, or if it has
-    no GPU although `cuda` is requested. It also cannot be used if its torch or driver differs from
-    that of the first lane with the same GPU model, because a run has only one environment.
+    A lane cannot be used if this host has another version of profharness, or if the lane has no GPU
+    although `cuda` is requested. It also cannot be used if the first lane with the same GPU model
+    has another version of torch or of the driver, because a run has only one environment.
     """
     first: dict[str | None, Plain] = {}
 
@@ -225,9 +227,10 @@ def _lane_filter(device: str) -> Callable[[Plain], str | None]:
 def local_lanes(count: int | None, device: str) -> list[Plain]:
     """Return the lanes of this host, named `gpu 0` or `cpu 0`.
 
-    There is one lane for each of the first `count` visible GPUs, or for all of them if `count` is
-    None. If there is no GPU, or if the device is `cpu`, there are `count` lanes, by default one.
-    Raise UsageError if there are fewer GPUs than `count`.
+    Each of the first `count` visible GPUs is a lane. If `count` is None, each visible GPU is a
+    lane. If there is no GPU, or if the device is `cpu`, there are `count` lanes with an equal
+    number of cores, or one lane if `count` is None. Raise UsageError if there are some GPUs but
+    fewer than `count`.
     """
     gpus = visible_gpus() if device != CPU else ()
     if not gpus:
@@ -261,7 +264,7 @@ def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]
     near = []
     for gpu in gpus:
         local = _read_cores(sysfs / "bus/pci/devices" / gpu.bus / "local_cpulist")
-        # hardware threads of the same core are neighbors, and so rarely in different lanes
+        # hardware threads of the same core are adjacent, so that they are usually in the same lane
         near.append(sorted(local & allowed or allowed, key=core))
     return split_cores(near, CORES)
 
@@ -285,10 +288,10 @@ def parse_cores(text: str) -> set[int]:
 
 
 def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
-    """Split cores equally among the lanes that are close to the same cores.
+    """Return the cores of each lane. Lanes that are close to the same cores share them equally.
 
-    `near` contains the cores that are close to each lane. Return empty lists if a lane would have
-    fewer than `least` cores.
+    `near` contains for each lane the cores that are close to its GPU. Return empty lists if a lane
+    would have fewer than `least` cores.
     """
     parts = []
     for index, cores in enumerate(near):
@@ -296,7 +299,8 @@ def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
         size = len(cores) // len(alike)
         begin = alike.index(index) * size
         parts.append(list(cores[begin : begin + size]))
-    # all lanes get equally many cores: torch's number of threads is part of a run's environment
+    # All lanes get the same number of cores. It determines torch's number of threads, which is part
+    # of the environment of a run.
     size = min(map(len, parts), default=0)
     return [part[: size if size >= least else 0] for part in parts]
 
@@ -310,7 +314,7 @@ class LocalLanes:
         self._lanes = {lane["lane"]: {**lane, **warning} for lane in lanes}
         self._done: queue.SimpleQueue[tuple[str, Plain]] = queue.SimpleQueue()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._terminated: set[int] = set()  # pids of children that got SIGTERM
+        self._terminated: set[int] = set()  # pids of child processes that have received SIGTERM
 
     def lanes(self) -> list[Plain]:
         return list(self._lanes.values())
@@ -327,7 +331,8 @@ class LocalLanes:
             self._children.pop(name, None)
             self._done.put((name, outcome))
 
-        # a daemon thread, so that this process can exit at once; the child ends with the thread
+        # The thread is a daemon, so that this process can exit at once. The child process ends with
+        # its thread.
         threading.Thread(target=work, daemon=True, name=name).start()
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:

@@ -74,8 +74,8 @@ if TYPE_CHECKING:
 
 
 PROFILED_CALLS = 10  # number of calls per benchmark process for the `kernel` measurement
-# Use -> device -> config. They are captured if the user names no config. A CPU computes its config in
-# milliseconds.
+# Maps each use of attention to a config per device. These configs are captured if the user names no
+# config. A CPU computes its configs in milliseconds.
 EVERYDAY = {
     "prefill": {CUDA: "4,16,2048,128,bf16,causal", CPU: "1,8,512,64,fp32,causal"},
     "decode": {CUDA: "16,16,4096,128,bf16,seq_q=1", CPU: "4,8,1024,64,fp32,seq_q=1"},
@@ -90,10 +90,10 @@ EVERYDAY = {
 
 @dataclass(frozen=True)
 class Listener:
-    """Callbacks of a job."""
+    """Functions that a job calls to inform the user."""
 
     say: Callable[[str], None] = lambda _: None  # called with a sentence to print
-    # Called to open a display of a worker's progress.
+    # Opens a display of the progress of the cells.
     progress: Callable[[], AbstractContextManager[Progress | None]] = contextlib.nullcontext
 
 
@@ -101,21 +101,21 @@ SILENT = Listener()
 
 
 def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[str, Config]:
-    """Return the config of each use in EVERYDAY, for a device or for the device of the lanes."""
+    """Return the config of each use in EVERYDAY for a device, or for the device of the lanes."""
     kind = device_type(fleet.lanes_device(lanes or Fleet(), device))
     return {use: parse_config(configs[kind]) for use, configs in EVERYDAY.items()}
 
 
 @dataclass(frozen=True)
 class Captured(RunFolder):
-    """A run folder, and the results of ingesting it into the store."""
+    """The folder of a finished run, and the results of ingesting it into the store."""
 
     ingested: list[IngestResult]
-    others: tuple[Captured, ...] = ()  # runs of the other GPU classes
+    others: tuple[Captured, ...] = ()  # the runs of all other GPU classes
 
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
-    """Return the default backends of a device. There are more of them for an NVIDIA GPU."""
+    """Return the names of the default backends of a device."""
     return DEFAULT_BACKENDS[device_type(device)]
 
 
@@ -132,11 +132,11 @@ def capture_into_store(
     progress: Progress | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> Captured:
-    """Capture a run and ingest it. If `backends` is empty, use the device's default ones."""
+    """Capture a run and ingest it. If `backends` is empty, use the default backends of the device."""
     options = _on_lanes(options or CaptureOptions())
     check_protocol(options.protocol, counted=options.bench is None and not options.cases)
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
-    # This refuses invalid options before a store or a run folder is created.
+    # This raises an error for invalid options before a store or a run folder is created.
     run, tools = plan_capture(configs, chosen, options)
     require_store(store)
     with open_background_ingest(store) as background:
@@ -165,7 +165,7 @@ def capture_into_store(
 
 
 def _on_lanes(options: CaptureOptions) -> CaptureOptions:
-    """Replace the device with the device of the lanes. This host may not have that device."""
+    """Replace the device in the options with the device of the lanes, which may be on other hosts."""
     device = fleet.lanes_device(options.fleet, options.protocol.device)
     return replace(options, protocol=replace(options.protocol, device=device))
 
@@ -178,9 +178,10 @@ def capture_with_each(
     options: CaptureOptions,
     listener: Listener = SILENT,
 ) -> Iterator[Captured]:
-    """Capture with the torch of each interpreter in turn. Probe all of them first.
+    """Capture the same configs with each of several interpreters and its torch.
 
-    Raise CaptureError at the end if any interpreter could not be measured.
+    Probe all interpreters first, and skip unusable ones. Raise CaptureError at the end if any
+    interpreter was skipped or its capture failed.
     """
     profilers = find_profilers(options.profilers)
     wrapped = [profiler.name for profiler in profilers if profiler.session]
@@ -215,9 +216,9 @@ def bench_into_store(
     options: CaptureOptions | None = None,
     progress: Progress | None = None,
 ) -> Captured:
-    """Time the backends of each config in turns, and ingest the run.
+    """Benchmark backends and ingest the run. The backends of each config take turns.
 
-    Traces are recorded only for the measurement `kernel`.
+    Traces are recorded only if the plan contains the measurement `kernel`.
     """
     options = _on_lanes(options or CaptureOptions())
     plan = options.bench or BenchPlan()
@@ -229,7 +230,7 @@ def bench_into_store(
 def observe_into_store(
     argv: Sequence[str], store: Path, options: ObserveOptions
 ) -> tuple[Observed, list[IngestResult]]:
-    """Run a program with the observer in it, and ingest the records if there are any."""
+    """Run a program under the observer. Ingest the run folder if attention calls were recorded."""
     require_store(store)
     observed = observe(argv, options)
     ingested = stores.ingest_path(store, observed.folder) if observed.why is None else []
@@ -237,17 +238,18 @@ def observe_into_store(
 
 
 def find_run_folder(text: str, out: Path) -> Path:
-    """Return the run folder to resume. Raise NotFoundError if there is none.
+    """Return the run folder that the user named in order to resume it.
 
-    `text` is a path, the id of a run in the folder `out`, a unique prefix of such an id, or `latest`
-    for the newest folder that can be resumed.
+    `text` is a path, the id of a run in the folder `out`, a unique prefix of such an id, or
+    `latest` for the newest folder that can be resumed. Raise NotFoundError if there is no such
+    folder.
     """
     for exact in (Path(text), out / text):
         if (exact / RUN_FILE).exists():
             return exact
     if text == LATEST:
         return _find_latest(out)
-    # the text may contain wildcards
+    # wildcards in the text are escaped
     folders = sorted(path.parent for path in out.glob(f"{glob.escape(text)}*/{RUN_FILE}"))
     if len(folders) != 1:
         many = f"{len(folders)} of them fit" if folders else "there is none"
@@ -258,9 +260,11 @@ def find_run_folder(text: str, out: Path) -> Path:
 
 
 def _find_latest(out: Path) -> Path:
-    """Return the newest folder that can be resumed."""
+    """Return the newest run folder in `out` that can be resumed. Raise NotFoundError if there is
+    none.
+    """
     reasons = []
-    # the name of a folder begins with the time of its run
+    # the names begin with the time of the run, so sorting by name sorts by age
     for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
         folder = path.parent
         check = fleet.why_campaign_not_resumed if is_campaign(folder) else why_not_resumed
@@ -275,14 +279,14 @@ def _find_latest(out: Path) -> Path:
 def find_source(text: str, store: Path) -> Path:
     """Return the path of a run folder or trace, or the path from which a stored run was ingested.
 
-    `text` is a path, or the id of a stored run, a unique prefix of it, `latest` or `latest~1`. Raise
-    TraceFormatError if there is no such file and `text` cannot name a stored run, and NotFoundError
-    if the run is unknown or its files no longer exist.
+    `text` is a path, the id of a stored run, a unique prefix of such an id, `latest` or `latest~1`.
+    Raise TraceFormatError if the path does not exist and `text` cannot be the id of a stored run.
+    Raise NotFoundError if the run is unknown or its files no longer exist.
     """
     path = Path(text)
     if path.exists():
         return path
-    # run ids contain no slash
+    # a text with several path components is not a run id, because run ids contain no slash
     if not store.is_file() or len(path.parts) > 1:
         raise TraceFormatError(path, "no such file or folder", expected="a run folder or a trace")
     with open_store(store) as opened:
@@ -298,7 +302,7 @@ def resume_into_store(
 ) -> Captured:
     """Finish an interrupted run and ingest it again.
 
-    `lanes` selects the lanes of a campaign, which are by default those of this host.
+    `lanes` selects the lanes that resume a campaign. By default, these are the lanes of this host.
     """
     require_store(store)
     with open_background_ingest(store) as background:
@@ -312,10 +316,10 @@ def resume_into_store(
 
 
 def require_store(path: Path) -> None:
-    """Raise StoreError if the store cannot be written to. This is called before anything runs."""
+    """Raise StoreError if the store cannot be written to. Jobs check this before they run any cell."""
     refuse_network(path)
     written = path if path.exists() else path.parent
-    # creating a new store takes as long as a cell
+    # do not create a new store here, because that takes as long as a cell
     if written == path or not written.is_dir():
         open_store(path, write=True).close()
     if not os.access(written, os.W_OK):
@@ -325,7 +329,7 @@ def require_store(path: Path) -> None:
 def _ingest_run_folder(
     done: RunFolder, store: Path, cache: ParsedTraceCache | None = None
 ) -> Captured:
-    """Ingest a complete run folder. If interrupted, raise an exception that contains its path."""
+    """Ingest a complete run folder. If it is interrupted, the exception contains the folder's path."""
     with interrupts_name(done.folder):
         ingested = stores.ingest_path(store, done.folder, cache=cache)
         return Captured(done.folder, done.run, ingested)
@@ -338,9 +342,9 @@ def verify_into_store(
     options: CaptureOptions,
     progress: Progress | None = None,
 ) -> list[VerificationRow]:
-    """Verify backends on `options.cases`, ingest the run, and return its rows.
+    """Verify backends on `options.cases`, ingest the run, and return the rows of the verification.
 
-    The default backends are `all,kernels`. A backend with wrong results is not an error. Raise
+    If `backends` is empty, verify `all,kernels`. A wrong result of a backend raises no error. Raise
     UsageError for unknown names, and CaptureError if no worker starts.
     """
     first = capture_into_store(configs, backends or (ALL, KERNELS), store, options, progress)
@@ -353,7 +357,7 @@ def verify_into_store(
 
 
 def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
-    """Capture configs that no stored run has, and return the selection of the new run."""
+    """Capture configs that are not in the store, and return a selection of the new run."""
     count, named = len(selection.configs), ", ".join(selection.backends) or "the usual backends"
     listener.say(f"{store} has no kernels of them yet: capturing {count} config(s) on {named}")
     options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
@@ -369,9 +373,9 @@ def bench(
 ) -> evaluation.BenchResult:
     """Benchmark backends, or evaluate the benchmark of a stored run.
 
-    A stored run is evaluated with its own precision and ranking unless the options contain others.
-    Raise UsageError for invalid options, NotFoundError if the run is not stored, and CaptureError if
-    no worker starts.
+    A stored run is evaluated with its own precision and ranking if the options do not set them.
+    Raise UsageError for invalid options, NotFoundError if the run is not stored, and CaptureError
+    if no worker starts.
     """
     evaluation.check_convention(options.convention)
     precision = PRECISION if options.precision is None else options.precision
@@ -401,7 +405,7 @@ def bench(
     counts = PROFILED_CALLS, options.warmup, options.iterations or 0
     protocol = Protocol(
         *(*counts, options.timeout_s, options.seed, device),
-        # at least one sample per process
+        # no more processes than samples, so that each process measures at least one sample
         processes=min(options.processes, options.iterations or options.processes),
     )
     capture_options = CaptureOptions(
@@ -431,12 +435,13 @@ def bench(
 def time_layers(
     layers: LayerMap, options: BenchOptions, store: Path, listener: Listener = SILENT
 ) -> LayerMap:
-    """Add to a layer map how much time each call would save on the fastest correct backend.
+    """Return a layer map that contains the time each call would save on the fastest correct
+    backend.
 
-    The times of the backends come from the run `options.run`, or from a new benchmark of the map's
-    configs. Backends are ranked by kernel time, because the map contains kernel times. Raise
-    CaptureError if the GPU of this machine differs from that of the trace. Also raise what `bench`
-    raises.
+    The times of the backends come from the stored run `options.run`. If it is None, the configs of
+    the layer map are benchmarked. Backends are ranked by kernel time, because the layer map
+    contains kernel times. Raise CaptureError if a benchmark is necessary and this machine has a
+    different GPU than the trace, and any error of `bench`.
     """
     device = CUDA if layers.gpu else CPU
     backends = options.backends
@@ -457,9 +462,10 @@ def time_layers(
 
 
 def _timed_run(store: Store, options: BenchOptions) -> str:
-    """Return the selected run that has the configs, or else the selected run.
+    """Return the selected run that contains the selected configs.
 
-    An error about missing configs can then list those of the run.
+    If no run contains them, return the selected run without regard to the configs. A later error
+    about missing configs can then list the configs of this run.
     """
     with contextlib.suppress(NotFoundError):
         return store.find_run(Selection(options.run, options.configs), *evaluation.TIMED)
@@ -467,7 +473,7 @@ def _timed_run(store: Store, options: BenchOptions) -> str:
 
 
 def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -> None:
-    """Verify the outputs of the configs and backends that were timed."""
+    """Verify the outputs of all configs and backends that were timed successfully."""
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
     backends = list(dict.fromkeys(cell.backend for cell in cells))

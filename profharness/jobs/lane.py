@@ -1,9 +1,9 @@
 """Run a group of cells on a lane, which is one GPU or some of the cores of a host.
 
-`run_group` takes and returns plain values, so that any transport can call it on any host. The group
-runs in a child process that ends with the calling thread. `main` is the program of that process: it
-runs the group and publishes the finished folder. A lane that cannot access the folder of the
-campaign sends the folder of the group as an archive.
+The arguments and results of `run_group` are plain values, so that any transport can call it on any
+host. The group runs in a child process that ends with the calling thread. The child process calls
+`main`, which runs the group and publishes the finished folder. If a lane cannot access the folder
+of the campaign, it sends the folder of the group as an archive.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ _children: set[subprocess.Popen[bytes]] = set()  # child processes that run grou
 
 
 def describe_lane(uuid: str | None = None) -> Plain:
-    """Describe the lane of this process, or the lane of the GPU with the given UUID.
+    """Return a description of the lane of this process, or of the lane of the GPU with a UUID.
 
-    `problems` lists the reasons why the lane cannot run anything.
+    The key `problems` contains the reasons why the lane cannot run any group.
     """
     gpus = visible_gpus()
     gpu = next((each for each in gpus if uuid in (None, each.uuid)), None)
@@ -89,7 +89,9 @@ def describe_lane(uuid: str | None = None) -> Plain:
 
 
 def host_key() -> str:
-    """Return a key of this host that changes when it boots, and that reveals no name or address."""
+    """Return a hash that identifies this host until it reboots, and that reveals no name or
+    address.
+    """
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -97,7 +99,7 @@ def host_key() -> str:
 
 
 def _own_part(spec: Mapping[str, Any]) -> Path:
-    """Return the folder in which the lanes of this host run a group until it is finished."""
+    """Return the folder of a group that runs on this host and is not finished."""
     return Path(spec["root"]) / f"{spec['group']}.{host_key()}{PART}"
 
 
@@ -106,16 +108,16 @@ def run_group(
     on_step: Callable[[Plain], None] = lambda _: None,
     on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
 ) -> Plain:
-    """Run a group that `make_spec` described, and return its outcome. Never raise an exception.
+    """Run a group that `make_spec` described, and return its outcome. Raise no exception.
 
     The outcome has the keys `group`, `folder`, `seconds`, `error` (None on success) and `lost` (the
-    reason why the lane cannot run any more groups, or None). If the spec sets `pack`,
-    the outcome also contains an archive of the folder and the hash of the archive. If the group failed, the archive
-    contains the partial results.
+    reason why the lane cannot run any more groups, or None). If the spec sets `pack`, the outcome
+    also contains an archive of the folder and the hash of the archive. If the group failed, the
+    archive contains the partial results.
 
-    The spec may contain `uuid` (the GPU to run on), `gpu_key` (the key of this GPU) and `cpus` (the
-    cores to use). `on_step` is called with the progress of the cells, and `on_start` with the child
-    process.
+    The spec may contain `uuid` (the UUID of the GPU to use), `gpu_key` (the key of this GPU) and
+    `cpus` (the cores to use). `on_step` is called with each reported step of a cell, and `on_start`
+    with the child process.
     """
     begin = time.monotonic()
     final = Path(spec["root"]) / spec["group"]
@@ -131,7 +133,7 @@ def run_group(
     except OSError as error:
         outcome["error"] = outcome["lost"] = str(error)
     except Exception as error:
-        # a bug in this program must still reach the caller
+        # report even a bug in this program to the caller
         outcome["error"] = f"{type(error).__name__}: {error}"
     return {
         "group": spec["group"],
@@ -152,11 +154,12 @@ def _in_child(
     if spec.get("uuid"):
         environment[VISIBLE] = spec["uuid"]
     with contextlib.ExitStack() as cleanup:
-        # ncu's lock file in TMPDIR excludes other ncu processes, even on other GPUs
+        # each lane has its own TMPDIR, because ncu's lock file in TMPDIR blocks ncu on other GPUs
+        # too
         if NCU in spec["run"]["profilers"]:
             own = tempfile.TemporaryDirectory(prefix="profharness-", ignore_cleanup_errors=True)
             environment["TMPDIR"] = cleanup.enter_context(own)
-        # the log is not in the folder of the group, because the child may replace that
+        # the log is not in the folder of the group, because the child may replace that folder
         log = root / f".{spec['group']}.{host_key()}.log"
         cleanup.callback(log.unlink, missing_ok=True)
         with log.open("wb") as errors:
@@ -171,7 +174,7 @@ def _in_child(
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps({**spec, "part": str(_own_part(spec))}).encode())
         for line in child.stdout:
-            with contextlib.suppress(ValueError):  # a line cut short by a crash
+            with contextlib.suppress(ValueError):  # a crash may cut off a line
                 row = json.loads(line)
                 if "error" in row:
                     outcome = row
@@ -198,10 +201,10 @@ def _end_child(child: subprocess.Popen[bytes]) -> None:
 
 
 def run_spec(text: str) -> Plain:
-    """Run a group whose spec is JSON text.
+    """Run a group whose spec is a JSON text, and return its outcome.
 
-    `seen` is the path of the campaign file. If this host cannot access that file, the group runs
-    below the folder `scratch`, and the outcome contains the finished folder as an archive.
+    In the spec, `seen` is the path of the campaign file. If this host cannot access that file, the
+    group runs below the folder `scratch`, and the outcome contains the folder as an archive.
     """
     spec = json.loads(text)
     if "seen" in spec and not Path(spec["seen"]).exists():
@@ -212,7 +215,7 @@ def run_spec(text: str) -> Plain:
 def end_groups(at_once: bool) -> None:
     """Terminate the child processes that run groups, or kill them if `at_once` is set.
 
-    Do not wait until they have ended.
+    Return before the child processes have ended.
     """
     for child in tuple(_children):
         kill_group(child, signal.SIGKILL if at_once else signal.SIGTERM)
@@ -221,10 +224,10 @@ def end_groups(at_once: bool) -> None:
 def main() -> None:
     """Read a spec from stdin, run its group, and print each step and the outcome as lines of JSON.
 
-    In the spec, `root` and `group` are the parent and the name of the finished folder, and `part` is
-    the folder of the unfinished group. `run`, `backends` and `python` describe the work. `gpu_key`
-    and `cpus` are the GPU and the cores to use, and `shares_cores` is set if other lanes use these
-    cores too.
+    In the spec, `root` and `group` are the parent and the name of the finished folder, and `part`
+    is the folder of the unfinished group. `run`, `backends` and `python` describe the work.
+    `gpu_key` and `cpus` are the GPU and the cores to use, and `shares_cores` is set if other lanes
+    use these cores too.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     spec = json.load(sys.stdin)
@@ -242,7 +245,7 @@ def main() -> None:
         except CaptureError:
             if results_in(part) != 0:
                 raise
-            carry_on(part, _StepPrinter())  # no worker started, so try once more
+            carry_on(part, _StepPrinter())  # no cell has a result, so try once more
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGTERM)
     except (UnwritableError, OSError) as failure:
@@ -250,11 +253,11 @@ def main() -> None:
     except ProfharnessError as failure:
         error = str(failure)
     if lost is None and (lost := _lost_gpu(spec.get("gpu_key"), part, error)):
-        # results on a failed GPU say nothing about the cells
+        # delete the results, because the failed GPU may have caused the errors of the cells
         shutil.rmtree(part, ignore_errors=True)
         error = lost
     elif error is not None and results_in(part) < 1:
-        lost = error  # no worker starts here, so other groups would fail too
+        lost = error  # no cell has a result, so other groups would fail here too
     if error is None:
         try:
             finish(part, spec)
@@ -264,7 +267,7 @@ def main() -> None:
 
 
 def finish(part: Path, spec: Mapping[str, Any]) -> None:
-    """Publish a group. If lanes shared cores, add a warning to all cells that have host times."""
+    """Publish a finished group. If lanes share cores, add a warning to all cells with host times."""
     if spec.get("shares_cores"):
         run = read_run(part)
         problems = dict.fromkeys((*run.problems, SHARED_HOST))
@@ -279,7 +282,7 @@ def finish(part: Path, spec: Mapping[str, Any]) -> None:
 
 
 def make_part(part: Path, spec: Mapping[str, Any]) -> None:
-    """Create the folder in which a group runs, unless it can be resumed."""
+    """Create the folder in which a group runs, unless there is a folder that can be resumed."""
     if (part / RUN_FILE).is_file():
         return
     # the process that created the folder was killed before it wrote run.json
@@ -296,7 +299,10 @@ def results_in(part: Path) -> int:
 
 
 def _wait_for_predecessor(part: Path) -> None:
-    """Wait until the processes of a killed lane that ran this group have ended."""
+    """Wait until another process that ran this group has released the folder of the group.
+
+    Such a process may still be ending after its lane was killed.
+    """
     deadline = time.monotonic() + LEAVING_S
     while time.monotonic() < deadline:
         with hold_lock_file(part / LOCK_FILE) as holder:
@@ -306,9 +312,9 @@ def _wait_for_predecessor(part: Path) -> None:
 
 
 def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
-    """Return why the lane's GPU is unusable, or None.
+    """Return the reason why the GPU of the lane cannot be used any more, or None.
 
-    The GPU is unusable if a cell or the group failed and the GPU does not answer any more.
+    The GPU is checked only if the group or one of its cells failed.
     """
     if gpu_key is None:
         return None
@@ -320,7 +326,7 @@ def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
 
 
 class _StepPrinter:
-    """Prints the steps of a run: all results and notices, and other steps every QUIET_S at most."""
+    """Prints all results and notices of a run, and at most one other step every QUIET_S seconds."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -342,9 +348,9 @@ class _StepPrinter:
 
 
 def pack(folder: Path) -> bytes:
-    """Return a tar archive of a folder's regular, visible files, without owners and times."""
+    """Return a tar archive of a folder, without hidden files, links, owners and times."""
     buffer = io.BytesIO()
-    # without compression, because traces are already compressed
+    # the archive is not compressed, because traces are already compressed
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder)
@@ -365,9 +371,9 @@ def archive_hash(data: bytes) -> str:
 def unpack(data: bytes, folder: Path, expected: str) -> bool:
     """Create a folder from an archive of `pack`. Return False if the folder already exists.
 
-    The folder appears either complete or not at all. Raise CaptureError if the archive has another
-    hash than `expected`, contains no run record, or has a member that is no regular file or leads
-    outside of the folder. Raise UnwritableError if the folder cannot be written.
+    The folder is created either completely or not at all. Raise CaptureError if the hash of the
+    archive is not `expected`, if the archive contains no run.json, or if it contains a link or a
+    path outside of the folder. Raise UnwritableError if the folder cannot be written.
     """
     if folder.exists():
         return False
@@ -384,7 +390,7 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
             f"{folder}: the archive sent by the lane is no run folder: {error}"
         ) from None
     except OSError as error:
-        # name the campaign's folder, which the user can resume
+        # the message contains the folder of the campaign, because the user can resume it
         raise unwritable(folder.parent.parent, f"{folder.name}: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -396,7 +402,7 @@ def _extract(data: bytes, folder: Path) -> None:
             name = PurePosixPath(member.name)
             path = folder.joinpath(*name.parts)
             plain = member.isreg() and not member.issparse() and "\0" not in member.name
-            # `pack` omits hidden names, and names with `..` are hidden too
+            # `pack` adds no hidden names. This also excludes `..`, which begins with a dot.
             hidden = any(part.startswith(".") for part in name.parts)
             content = archive.extractfile(member) if plain else None
             if content is None or name.is_absolute() or hidden or not name.parts or path.exists():

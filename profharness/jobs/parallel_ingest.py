@@ -1,7 +1,8 @@
 """Ingest many sources in parallel: worker processes parse them, and this process stores them.
 
-Sources are stored in order, so the store is the same as after a sequential ingest. Each source is
-stored completely or not at all, and the next ingest stores those that are missing.
+A source is a run folder or a trace. Sources are stored in order, so the store is the same as after
+a sequential ingest. Each source is stored completely or not at all. The next ingest stores the
+missing sources.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ WORKER = (
     "end_with_parent(int(sys.argv[1])); from profharness.store.ingest_worker import main; main()"
 )
 LOCAL = "local"
-TRIES = 2  # a source is read again if its worker was killed, perhaps because memory ran out
+TRIES = 2  # attempts to read a source whose worker is killed, perhaps because memory ran out
 STEP_S = 0.2
-LEAVING_S = 2 * END_GRACE_S + 1  # a worker first ends its tool, which takes 2 * END_GRACE_S at most
+# Maximum time to wait for a worker to end. The worker first ends its tool in 2 * END_GRACE_S at
+# most.
+LEAVING_S = 2 * END_GRACE_S + 1
 LOG_BYTES, ERROR_CHARS = 4096, 300
 
 
@@ -70,7 +73,7 @@ class WorkerLostError(Exception):
 
 
 def readers_of(scheduler: str) -> list[int]:
-    """Return the CPU on which each worker runs.
+    """Return one CPU per worker, on which the worker runs.
 
     `local` selects one worker per usable CPU, and `local:N` selects N workers. Raise UsageError if
     the scheduler is unknown.
@@ -101,7 +104,7 @@ class _Worker:
         self._mark: dict[str, str] = {}
 
     def start(self, path: Path) -> None:
-        """Start reading a source. The method `source` reports any error."""
+        """Start to read a source. If this fails, the method `source` raises the error."""
         with contextlib.suppress(OSError):
             self._request("source", path)
             self._source = path
@@ -109,7 +112,7 @@ class _Worker:
     def source(self, path: Path, waiting: Callable[[], None]) -> Source:
         """Return a source, and call `waiting` repeatedly while it is being read.
 
-        Raise WorkerLostError if the worker ends. Also raise what reading the source raises.
+        Raise WorkerLostError if the worker ends, or the error that occurs while the source is read.
         """
         if self._source != path:
             self._request("source", path)
@@ -121,7 +124,7 @@ class _Worker:
         return source
 
     def take(self, path: Path, _: str) -> Trace:
-        """Return a trace of the source. Raise what parsing the trace raises."""
+        """Return a trace of the source. Raise any error of the parser."""
         self._request("trace", path)
         trace: Trace
         trace, first = self._reply()
@@ -136,7 +139,7 @@ class _Worker:
         self._streams = False
 
     def _skip_rest(self) -> None:
-        """End the process if it is still sending batches, so that no later request receives them."""
+        """End the process if it still sends batches, because the next request would receive them."""
         if self._streams:
             self.end()
 
@@ -150,7 +153,7 @@ class _Worker:
             stderr=self._log,
             start_new_session=True,
         )
-        # the process may have ended, and other systems than Linux lack this function
+        # the process may have ended already, and only Linux has this function
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setaffinity(process.pid, {self._cpu})
         return process
@@ -160,7 +163,7 @@ class _Worker:
             with delay_signals():
                 self._process = self._start()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # reading the reply reports it
+        with contextlib.suppress(BrokenPipeError):  # reading the reply then raises the error
             self._process.stdin.write(pickle.dumps((name, path)))
             self._process.stdin.flush()
 
@@ -171,7 +174,7 @@ class _Worker:
         except (EOFError, pickle.UnpicklingError):
             raise WorkerLostError(self._end_lost(self._process)) from None
         except BaseException:
-            self.end()  # the rest of the reply would be mistaken for the next reply
+            self.end()  # otherwise, the rest of the reply would be read as the next reply
             raise
         if isinstance(reply, Exception):
             self._streams = False
@@ -179,7 +182,7 @@ class _Worker:
         return reply
 
     def _end_lost(self, process: subprocess.Popen[bytes]) -> str:
-        """Prepare for starting a new process, and describe how this one ended."""
+        """Clean up after a process that ended unexpectedly, and return a description of its end."""
         with delay_signals():
             self._close_pipes()
             _wait(process, time.monotonic() + LEAVING_S)
@@ -198,12 +201,12 @@ class _Worker:
         assert self._process is not None
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # an unread request
+                with contextlib.suppress(BrokenPipeError):  # an unread request is lost
                     stream.close()
 
     def kill(self, number: signal.Signals) -> None:
         """Send a signal to the process and its group."""
-        # the process id of an ended process may belong to another one
+        # the pid of an ended process may already belong to another process
         if self._process is not None and self._process.poll() is None:
             kill_group(self._process, number)
 
@@ -214,13 +217,13 @@ class _Worker:
             self.join(time.monotonic() + LEAVING_S)
 
     def leave(self) -> None:
-        """Ask the process to end, and do not wait for it."""
+        """Terminate the process without waiting until it has ended."""
         if self._process is not None:
-            self._close_pipes()  # the process may be waiting until its reply is read
+            self._close_pipes()  # the process may be blocked until its reply is read
             self.kill(signal.SIGTERM)
 
     def join(self, deadline: float) -> None:
-        """Wait for the process until `deadline`, then kill it. End the tools that it left behind."""
+        """Wait until the process ends, and kill it at `deadline`. Also end tools that it started."""
         process, self._process, self._source, self._streams = self._process, None, None, False
         if process is None:
             return
@@ -240,7 +243,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
 
 @contextlib.contextmanager
 def _workers(store: Path, cpus: Iterable[int]) -> Iterator[list[_Worker]]:
-    """Yield one worker per CPU, and end the workers after the block."""
+    """Yield one worker for each element of `cpus`, and end the workers after the block."""
     workers = [_Worker(store, cpu) for cpu in cpus]
     try:
         yield workers
@@ -259,11 +262,11 @@ def ingest_sources(
     cpus: Sequence[int],
     waiting: Callable[[], None] = lambda: None,
 ) -> Generator[IngestOutcome, None, None]:
-    """Ingest sources with one worker per CPU in `cpus`, and yield their outcomes in order.
+    """Ingest sources with one worker for each element of `cpus`, and yield the outcomes in order.
 
-    Each worker parses at most one source ahead, so memory is bounded by the number of workers.
-    `waiting` is called while no source is ready. Close the generator to end the workers early.
-    Raise StoreError if the store cannot be used.
+    Each worker parses at most one source in advance, so the number of workers limits the memory in
+    use. `waiting` is called repeatedly while no source is ready. Close the generator to end the
+    workers early. Raise StoreError if the store cannot be used.
     """
     refuse_network(store)
     require_folder(store)
@@ -302,7 +305,7 @@ def _ingest(
             fault = str(error)
         except MemoryError:
             fault = f"{name}: there was not enough memory to read it"
-        except OSError as error:  # TMPDIR is full, the file was deleted, no process can be started
+        except OSError as error:  # for example, TMPDIR is full or the file was deleted
             reason = error.strerror or f"{type(error).__name__}: {error}"
             fault = f"{name}: {error.filename or 'TMPDIR'}: {reason}"
         break
@@ -313,8 +316,8 @@ def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[
     """Ingest all sources at or below the given paths.
 
     This process ingests them if `scheduler` is None. Raise TraceFormatError if a path contains no
-    sources. If workers could not ingest some sources, raise ProfharnessError after all other sources
-    are ingested.
+    sources. If workers could not ingest some sources, raise ProfharnessError after all other
+    sources are ingested.
     """
     if scheduler is None:
         results = [result for path in paths for result in stores.ingest_path(store, path)]

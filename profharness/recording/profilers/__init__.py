@@ -139,7 +139,7 @@ def find_tool(name: str) -> Tool | None:
         return None
     same = on_path is not None and path.resolve() == Path(on_path).resolve()
     state = path.stat()
-    # with its time and size as arguments, the cache does not return the version of a replaced tool
+    # the file's time and size are part of the cache key, so that a replaced tool is queried again
     return Tool(name, path, _ask_version(str(path), state.st_mtime_ns, state.st_size), same)
 
 

@@ -142,7 +142,7 @@ _NO_REPORT = {
 
 
 def report_damaged(profiler: str, report: Path, why: str) -> Problem:
-    """Return the problem of a report that cannot be read. `why` is the error message of the reader."""
+    """Return the problem of a report that cannot be read. `why` is the message of the reader."""
     return Problem(
         profiler,
         "report_damaged",
@@ -334,7 +334,7 @@ class ToolSession(Session):
         kill_group(process)
 
     def clear(self, process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-        """Kill the tool, and then the worker, which has its own process session and may still run."""
+        """Kill the tool, and then the worker, which runs in its own process session."""
         kill_group(process)
         if find_workers(self.report.parent):
             self.force(process.pid, SHUTDOWN_AT_ONCE_S if at_once else SHUTDOWN_TIMEOUT_S)

@@ -170,7 +170,7 @@ KILLED = FailureRule(
 )
 
 RULES = (
-    # first, because if nsys was killed, this explains all other messages in the log
+    # first, because the kill explains all other messages in the log
     KILLED,
     *(replace(rule, written=False) for rule in UNWRITTEN_RULES),
     *WRITTEN_RULES,
