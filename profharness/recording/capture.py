@@ -370,7 +370,7 @@ def _carry_out(
                         inherited=inherited,
                         prewarmed=prewarmed if process == 0 else None,
                     )
-            # run nsys and ncu last, and only on cells that succeeded without them
+            # run nsys and ncu last, when it is known which cells fail without them
             for profiler in profilers:
                 if profiler.session is not None:
                     _wrapped_pass(record, profiler, tools, python)

@@ -207,7 +207,7 @@ def ask(
         answers: dict[str, LiveAnswer] = {}
         with contextlib.suppress(FileNotFoundError):
             for line in read_lines(folder / ANSWERS_FILE):
-                with contextlib.suppress(*NOT_A_RECORD):  # a crash may have cut a line short
+                with contextlib.suppress(*NOT_A_RECORD):  # the line may be incomplete after a crash
                     answer = decode_json(line, LiveAnswer)
                     answers[answer.cell] = answer
     for cell in cells:

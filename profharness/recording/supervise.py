@@ -1,7 +1,7 @@
 """Supervise the worker process, and record its results in run.json.
 
 This module reads the journal while the worker runs. It ends a worker that exceeds the time limit.
-If a worker dies, it starts a new one for the remaining cells. At any time, run.json is a valid file.
+If a worker dies, it starts a new one for the remaining cells. run.json is always a valid file.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _JournalReader:
         self._rest = b""
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield the entries written since the last call. Raise OSError if that fails."""
+        """Yield the entries written since the last call. Raise OSError if reading fails."""
         try:
             file = open_input(self._path, within=self._path.parent)
         # the worker has not created the file yet
@@ -158,7 +158,7 @@ class _WorkerProcess:
     at_once: bool = False  # whether the user interrupted twice, which loses reports of nsys or ncu
     inherited: tuple[int, ...] = ()  # file descriptors that the worker keeps open, to hold locks
     prewarmed: PrewarmedWorker | None = None  # used if its environment fits
-    reported_s: float = 0.0  # time the worker was stopped that a warning has already reported
+    reported_s: float = 0.0  # duration of stops (Ctrl-Z) that a warning has already reported
     remedy: str = "`profharness doctor` shows what is missing"
 
     def __post_init__(self) -> None:

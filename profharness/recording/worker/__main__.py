@@ -1,8 +1,8 @@
 """Run a worker: `python -m profharness.recording.worker [MODULE [ARGUMENT ...]] FOLDER`
 
-MODULE is one of the modules with a `body` function; the default is `cell`, which measures the cells
-of plan.json. Without any argument, the process loads torch while it waits on stdin, a socket, for a
-message with these arguments.
+MODULE is a module with a `body` function. The default is `cell`, which measures the cells of
+plan.json. Without any argument, the process loads torch while a thread waits for the arguments on
+stdin, which is then a socket.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Order(threading.Thread):
 if __name__ == "__main__":
     if sys.argv[1:]:
         run_arguments(sys.argv[1:])
-    gc.disable()  # loaded modules contain no garbage
+    gc.disable()  # while modules are imported, collections would find no garbage
     order = Order(daemon=True)
     order.start()
     try:

@@ -93,7 +93,7 @@ class LiveDispatch:
             choice = self.choose(config, asked)
             order: tuple[str, ...] = CPU_ORDER
             if is_gpu(self.device):
-                with asked.context():  # PyTorch sets its priority order at the first choice
+                with asked.context():  # read after a first choice, which sets the order
                     order = tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
             advised = [name for name in permitted if name != "math" or choice == "none"]
             backends = tuple(
@@ -107,7 +107,7 @@ class LiveDispatch:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
     def _backend(self, config: Config, name: str, asked: Backend, *, advice: bool) -> BackendAnswer:
-        oracle = cache(self.ask)  # `blockers` and `advise` query many configs twice
+        oracle = cache(self.ask)  # `blockers` and `advise` query some configs repeatedly
         eligible = oracle(config, name).eligible
 
         def choose(changed: Config) -> str:
@@ -134,7 +134,7 @@ class LiveDispatch:
     def ask(self, config: Config, backend: str) -> Eligibility:
         """Return whether PyTorch accepts the config when only `backend` is enabled, and why not.
 
-        The answer is None if PyTorch raises another error, for example because memory is short.
+        The answer is None if PyTorch raises another error, for example because it is out of memory.
         """
         if self.environment.get(f"sdp_{backend}") is False:
             return Eligibility(False, (_disabled(backend),))

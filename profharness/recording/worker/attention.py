@@ -308,7 +308,7 @@ def flex(kernel_options: dict[str, Any] | None) -> Attention:
 
 
 def varlen_absent() -> str | None:
-    """Return why this torch has no varlen_attn, or None if it has."""
+    """Return why this torch has no varlen_attn, or None if it has one."""
     absent = needs_module("torch.nn.attention.varlen", "")()
     return "torch.nn.attention.varlen needs torch >= 2.10" if absent else None
 
@@ -334,7 +334,7 @@ def varlen() -> Attention:
             options["window_size"] = (-1, 0 if is_causal else -1)
         elif is_causal:
             options["is_causal"] = True
-        # earlier versions without this option accept fewer key heads than query heads anyway
+        # earlier versions have no such option and always accept fewer key heads
         if "enable_gqa" in parameters:
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:

@@ -68,7 +68,7 @@ class TimedCell:
     samples: dict[str, list[int]] = field(default_factory=dict)
     turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     spent_s: float = 0.0
-    cost_ns: dict[str, int] = field(default_factory=dict)  # time per sample
+    cost_ns: dict[str, int] = field(default_factory=dict)  # time per sample in the last turn
     next_look: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     readings: list[dict[str, Any]] = field(default_factory=list)
@@ -143,9 +143,10 @@ def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def copies_of(inputs_bytes: int, cache_bytes: int) -> int:
-    """Return the number of copies of the inputs that together exceed twice the last-level cache.
+    """Return how many copies of the inputs to make, so that they do not stay in the cache.
 
-    The number is at least 1, at most COPIES_MAX, and the copies fit into COPIES_BYTES.
+    Together the copies exceed twice the size of the last-level cache, unless COPIES_MAX or
+    COPIES_BYTES limits their number.
     """
     size = max(1, inputs_bytes)
     enough = 2 * cache_bytes // size + 1

@@ -160,13 +160,13 @@ def _write_trace(session: profile, plain: Path) -> bytes:
 
 @dataclass
 class Attempt:
-    """The first steps with a cell: load its backend and make the first calls."""
+    """Loads the backend of one cell and makes the first calls."""
 
     cell: Cell
     workspace: Workspace
     stage: Stage
     warning_texts: list[str] = field(default_factory=list)
-    known: dict[str, Any] = field(default_factory=dict)  # fields to set even if it fails
+    known: dict[str, Any] = field(default_factory=dict)  # fields of the cell to set on failure
     backend: Backend = field(init=False)
     attention: Attention | None = field(init=False)
     loaded_ns: int = field(init=False)

@@ -23,7 +23,7 @@ from profharness.run import Cell
 
 REFUSALS = ("No available kernel", "No viable backend", CAUSAL_MASK)
 HEADERS = {"memory": "efficient", "flash": "flash", "cudnn": "cudnn"}
-MAX_MESSAGE = 4000  # maximum length, because the output of a compiler can have megabytes
+MAX_MESSAGE = 4000  # maximum length, because a compiler can write megabytes
 OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
 
 
@@ -89,7 +89,7 @@ def reasons_beforehand(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether an exception of PyTorch means that it refuses a call."""
+    """Return whether PyTorch raised an exception because it refuses a call."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in REFUSALS)
 
 

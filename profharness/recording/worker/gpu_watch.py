@@ -26,7 +26,7 @@ MODULE_LOADING = "CUDA_MODULE_LOADING"
 LOCK_TRIES = 50
 LOCK_PAUSE_S = 0.002
 PERIOD_S = 0.5
-NO_SAMPLES = (0, 6)  # NVML's SUCCESS and NOT_FOUND, if no process has used the GPU
+NO_SAMPLES = (0, 6)  # NVML reports SUCCESS or NOT_FOUND if no process has used the GPU
 # NVML's bits of throttle reasons: hardware slowdown, software thermal slowdown, hardware thermal
 # slowdown and power brake.
 SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80

@@ -233,7 +233,7 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
             f"{done / 1e12:,.0f} TFLOP/s, where tensor cores reach {rate / 1e12:,.0f} in any format"
         )
     tensors = tensor_bytes(cell.config)
-    # exclude the output and, unless the L2 is flushed, inputs that fit into the L2
+    # do not count the output and unflushed inputs, because they may stay in the L2
     cached = 0 if name == COLD else peaks.l2_bytes
     width = MEMORY_MARGIN * (peaks.bandwidth_bytes_per_s or 0.0)
     if width and cached is not None:

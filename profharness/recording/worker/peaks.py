@@ -70,7 +70,7 @@ def _bandwidth(device: str) -> float:
 
 
 def _matrix_rate(device: str, dtype: Any, rows: int) -> float:
-    # normally distributed numbers, because zeros would draw less power
+    # random numbers, because products of zeros would draw less power
     left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2.0 * float(rows) ** 3 / _median_s(device, lambda: torch.mm(left, right, out=out))

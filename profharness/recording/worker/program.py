@@ -120,7 +120,7 @@ class JournalWriter:
 
 
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
-    """Return a function that calls `write` and then also writes the problems the watch has found.
+    """Return a function that calls `write` and then writes the problems that `watch` has found.
 
     Looking at the GPU is slow, so most entries skip it, but never the end of the cell `last`.
     """
@@ -161,7 +161,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     write: Write = JournalWriter(folder)
     if warmup is None and starts_cuda(plan):
         warmup = CudaWarmup()
-    gc.disable()  # loaded modules contain no garbage
+    gc.disable()  # while modules are imported, collections would find no garbage
     # imported here because this loads torch, which is slow, and the parent may end meanwhile
     from profharness.recording.worker import environment, isolation, timing
 

@@ -59,7 +59,7 @@ NAN_BYTE = 0xFF  # a number made of this byte alone is NaN in fp16, bf16, fp32 a
 OTHER_BYTE = 0x42  # a number made of this byte alone is finite in these dtypes
 COPIES = 4  # number of poisoned blocks per size, for the output, gradients and workspaces
 FACTOR = 2.0  # allowed error, as a multiple of the error of the reference in the same dtype
-FLOOR_ULPS = 2.0  # added to the allowed error, because the reference may be exact by chance
+FLOOR_ULPS = 2.0  # ULPs added to the allowed error, as the reference may be exact by chance
 NOT_ONE = 0.01  # a wrong factor is only reported if it differs from 1 by more than this
 TILES = (16, 32, 64, 128)
 _M_PERTURB = -6  # option of glibc's mallopt: fill new memory with the complement of a byte
@@ -369,7 +369,7 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
     if first.dtype != inputs.query.dtype:
         return Check(name, False, f"is {first.dtype}; the inputs are {inputs.query.dtype}")
     errors = [_errors(result, reference) for result in (first, second)]
-    # a NaN counts as the largest error; `nan != nan` is true
+    # `x != x` is true only for NaN, which counts as the largest error
     largest, norm = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
     size = float(torch.nan_to_num(reference).norm())
     fault = note = _fault(config, inputs, name, got, expected, errors)
