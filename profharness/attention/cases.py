@@ -63,7 +63,8 @@ class VerificationRow:
 
 
 def _small(config: Config, **changes: Any) -> Config:
-    """Return a small variant of the config, with few batch elements and heads and no explicit strides.
+    """Return a small variant of the config, with few batch elements and heads and no explicit
+    strides.
 
     The number of query heads per key head does not change. `changes` are applied last.
     """

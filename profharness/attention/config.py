@@ -67,7 +67,7 @@ class ConfigOption(NamedTuple):
         return getattr(Config, self.field, None)
 
     def text(self, value: Any) -> str:
-        """Format the option as a part of a label, such as `kv4`, `fp16`, `causal` or `mask=bool`."""
+        """Format the option as a part of a label, such as `kv4`, `fp16` or `mask=bool`."""
         if self.short:
             return f"{self.short}{value}"
         if self.kind == "flag":
@@ -182,7 +182,7 @@ class Config:
     kv_batch: int | None = None
     """Batch size of the key and the value. None means that it equals `batch`."""
     mask_shape: str | None = None
-    """The dimensions that the mask has, such as `b1qk`. None means the shape that `mask` implies."""
+    """The shape of the mask, such as `b1qk`. None means the default shape of the kind of mask."""
     q_strides: tuple[int, ...] | None = None
     k_strides: tuple[int, ...] | None = None
     v_strides: tuple[int, ...] | None = None
@@ -198,8 +198,8 @@ class Config:
 
     @property
     def output_batch(self) -> int:
-        """The batch size of the output. If query and key have different batch sizes, one of the sizes
-        is 1 and is broadcast to the other size.
+        """The batch size of the output. If query and key have different batch sizes, one of the
+        sizes is 1 and is broadcast to the other size.
         """
         return max(self.batch, self.key_batch)
 
@@ -244,15 +244,15 @@ class Config:
         return replace(self, layout="contiguous", q_strides=None, k_strides=None, v_strides=None)
 
     def matches(self, stored: Config) -> bool:
-        """Return whether a stored config equals this config. If this config has no dtype, it matches
-        any dtype.
+        """Return whether a stored config equals this config. If this config has no dtype, it
+        matches any dtype.
         """
         return stored == (self if self.dtype else replace(self, dtype=stored.dtype))
 
 
 def parse_config(text: str) -> Config:
-    """Parse one config, written in the grammar or as a label. Raise UsageError if the text is invalid
-    or expands to several configs.
+    """Parse one config, written in the grammar or as a label. Raise UsageError if the text is
+    invalid or expands to several configs.
     """
     configs = expand_configs(text)
     if len(configs) != 1:
@@ -347,8 +347,8 @@ def expand_configs(text: str) -> list[Config]:
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
-    """Parse the lines of a file that contains configs and `#` comments. Error messages contain `source`
-    and the line number.
+    """Parse the lines of a file that contains configs and `#` comments. Error messages contain
+    `source` and the line number.
     """
     configs: dict[Config, None] = {}
     count = 0  # duplicates count too, because expanding them takes time

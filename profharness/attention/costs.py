@@ -81,8 +81,8 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 
 def matrix_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of the score matrices of all heads, which unfused attention stores in `dtype`.
-    Masked scores are included.
+    """Return the bytes of the score matrices of all heads, which unfused attention stores in
+    `dtype`. Masked scores are included.
     """
     heads = config.output_batch * config.num_heads
     return heads * config.seq_len_q * config.seq_len_kv * DTYPES[dtype].bytes
@@ -130,8 +130,8 @@ class Phase:
 def score_count(config: Config) -> int:
     """Count the scores that one head must compute.
 
-    The causal mask is aligned to the top left: query row i attends to the keys 0 to i. Scores that a
-    mask tensor hides are counted, because a config does not contain the values of the mask.
+    The causal mask is aligned to the top left: query row i attends to the keys 0 to i. Scores that
+    a mask tensor hides are counted, because a config does not contain the values of the mask.
     """
     rows, columns = config.seq_len_q, config.seq_len_kv
     if not config.causal:

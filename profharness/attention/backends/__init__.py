@@ -42,8 +42,8 @@ SOURCES_FILE = "sources.json"
 
 
 def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
-    """Return a function that calls `function` in worker/attention.py. This module imports torch, so it
-    is imported only when the returned function is called.
+    """Return a function that calls `function` in worker/attention.py. This module imports torch, so
+    it is imported only when the returned function is called.
     """
 
     def call() -> Any:
@@ -248,8 +248,8 @@ def stored_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
-    """Return the code version of each backend, such as `sha256:…` or `flash-attn 2.8.3`. Backends whose
-    version is unknown are left out.
+    """Return the code version of each backend, such as `sha256:…` or `flash-attn 2.8.3`. Backends
+    whose version is unknown are left out.
     """
     versions = {backend.name: fingerprint(backend) for backend in backends}
     return {name: version for name, version in versions.items() if version is not None}
@@ -262,8 +262,8 @@ def commits(backends: Iterable[Backend]) -> dict[str, str]:
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
-    """Write the paths of implementations to a file in a run folder, where the worker reads them. The
-    paths are not part of run.json because they are valid only on this machine.
+    """Write the paths of implementations to a file in a run folder, where the worker reads them.
+    The paths are not part of run.json because they are valid only on this machine.
     """
     sources = {backend.name: backend.source for backend in backends if backend.source}
     if sources:

@@ -60,16 +60,16 @@ class Backend:
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Returns the context manager in which the call runs."""
     load: Callable[[], Attention] | None = None
-    """Returns the function that computes attention. Only the worker calls `load`. If `load` is None,
-    the backend calls `scaled_dot_product_attention` with all arguments of the config.
+    """Returns the function that computes attention. Only the worker calls `load`. If `load` is
+    None, the backend calls `scaled_dot_product_attention` with all arguments of the config.
     """
     supports: Callable[[Config], str | None] = no_reason
     """Returns why the backend cannot compute a config, or None if the backend can compute it."""
     absent: Callable[[], str | None] = no_reason
     """Returns why the backend is not available in the worker, or None if it is available."""
     tuning: Callable[[], Any] = no_reason
-    """Returns the tuning parameters of the last call. If the loaded function has an attribute `tuning`,
-    the attribute is called instead.
+    """Returns the tuning parameters of the last call. If the loaded function has an attribute
+    `tuning`, the attribute is called instead.
     """
     refuses: tuple[type[Exception], ...] = ()
     """The exceptions that count as a refusal if the first call raises them."""
@@ -82,8 +82,8 @@ class Backend:
     packages: tuple[str, ...] = ()
     """The distributions that the backend depends on."""
     isolated: bool = False
-    """Whether the cells of the backend run in a separate process, so that side effects of the backend
-    do not change other results.
+    """Whether the cells of the backend run in a separate process, so that side effects of the
+    backend do not change other results.
     """
 
 
@@ -168,8 +168,8 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def refuse_if_unloadable(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
-    """Return a function that calls `load`. If `load` raises an exception, the returned function raises
-    a RefusedError with the code `absent`.
+    """Return a function that calls `load`. If `load` raises an exception, the returned function
+    raises a RefusedError with the code `absent`.
     """
 
     def wrapped() -> Attention:
@@ -268,8 +268,8 @@ def _mask(config: Config, normal: Fill, kept: Fill, written: bool) -> Any:
 
 
 def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
-    """Return the keyword arguments for a call of SDPA. If `own` is true, return the keyword arguments
-    for an `Attention` function, which has no mask and no dropout.
+    """Return the keyword arguments for a call of SDPA. If `own` is true, return the keyword
+    arguments for an `Attention` function, which has no mask and no dropout.
     """
     grouped = config.num_kv_heads != config.num_heads
     arguments: dict[str, Any] = {"is_causal": config.causal, "scale": config.scale}

@@ -96,8 +96,9 @@ class CudaKernel:
 
         `grid` always counts blocks. If the kernel uses clusters, `grid` must be a multiple of the
         cluster. If `cooperative` is true, the driver refuses the launch unless all blocks fit on
-        the device at the same time. If `overlap` is true, blocks may start before the previous kernel in the stream
-        has ended, so the kernel must execute griddepcontrol.wait before it accesses memory.
+        the device at the same time. If `overlap` is true, blocks may start before the previous
+        kernel in the stream has ended, so the kernel must execute griddepcontrol.wait before it
+        accesses memory.
 
         A tensor is passed as its pointer, None as a null pointer, bool and int as int32, float as
         float32, and a numpy scalar as its own type. Raise LaunchError if the arguments do not match
@@ -141,8 +142,8 @@ class CudaKernel:
         return int(occupancy.max_active_blocks_per_multiprocessor(x * y * z, self.shared_bytes))
 
     def _learn(self, types: tuple[type, ...], args: Sequence[Any]) -> list[Convert]:
-        """Return functions that convert arguments of these types, and store them for later calls. Raise
-        LaunchError if the kernel expects arguments of other sizes.
+        """Return functions that convert arguments of these types, and store them for later calls.
+        Raise LaunchError if the kernel expects arguments of other sizes.
         """
         pairs = [converter(index, arg) for index, arg in enumerate(args)]
         given = [size for size, _ in pairs]

@@ -1,8 +1,8 @@
 """Compile CUDA sources at run time with NVRTC, which needs no ATen, linker or host compiler.
 
-A cache contains one cubin file for each combination of source, options and architecture. The program
-cache of cuda.core is not used because it cannot store name expressions and does not track included
-files.
+A cache contains one cubin file for each combination of source, options and architecture. The
+program cache of cuda.core is not used because it cannot store name expressions and does not track
+included files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class CudaSource:
     and compiles nothing.
 
     If `text` is a string literal in the Python file `path`, error messages contain line numbers of
-    this Python file. `options` are options of cuda.core's ProgramOptions, such as `{"max_register_count":
-    128}` or `{"define_macro": [("TILE", "64")]}`. The default options are -std=c++17 and -lineinfo.
-    The source can include files in its folder as `"name.cuh"`. Loaded kernels stay loaded, so an
-    edit of the source takes effect in the next process.
+    this Python file. `options` are options of cuda.core's ProgramOptions, such as
+    `{"max_register_count": 128}` or `{"define_macro": [("TILE", "64")]}`. The default options are
+    -std=c++17 and -lineinfo. The source can include files in its folder as `"name.cuh"`. Loaded
+    kernels stay loaded, so an edit of the source takes effect in the next process.
     """
 
     def __init__(
@@ -197,12 +197,13 @@ def cache_folder() -> Path:
 
 def distrust_reason(path: Path) -> str | None:
     """Return why another user may have written a cache file, judging by the owner and the mode of
-    the file and of its folder. Return None if only this user can write the file, or if the file does
-    not exist.
+    the file and of its folder. Return None if only this user can write the file, or if the file
+    does not exist.
     """
     for each in (path.parent, path):
         try:
-            # Use lstat to detect a symbolic link, because the owner of a link can change its target.
+            # Use lstat to detect a symbolic link, because the owner of a link can change its
+            # target.
             state = each.lstat()
         except OSError:
             return None
@@ -216,9 +217,9 @@ def distrust_reason(path: Path) -> str | None:
 def write_cached(path: Path, compiled: CompiledSource) -> bool:
     """Write a cache file atomically in a folder that only this user can access.
 
-    Return False if the folder is not writable or belongs to another user. The file contains the cubin,
-    the names and versions as JSON, the length of the JSON, a hash of these parts, and MAGIC. The cubin
-    comes first, so that cuobjdump and nvdisasm can read the file.
+    Return False if the folder is not writable or belongs to another user. The file contains the
+    cubin, the names and versions as JSON, the length of the JSON, a hash of these parts, and MAGIC.
+    The cubin comes first, so that cuobjdump and nvdisasm can read the file.
     """
     facts = msgspec.json.encode([dict(compiled.names), compiled.arch, compiled.nvrtc])
     content = compiled.cubin + facts + len(facts).to_bytes(8, "little")

@@ -1,5 +1,5 @@
-"""Backends that call the attention functions of other packages. Each backend has one adapter and one
-row in LIBRARY_BACKENDS.
+"""Backends that call the attention functions of other packages. Each backend has one adapter and
+one row in LIBRARY_BACKENDS.
 
 An adapter converts the tensors from SDPA's layout to the layout of the package, and converts the
 output back. The conversions create views, so they do not copy data.
@@ -66,7 +66,7 @@ def sage() -> Attention:
 
 
 def flashinfer() -> Attention:
-    """Adapt single_prefill_with_kv_cache, which takes one sequence and supports grouped key heads."""
+    """Adapt single_prefill_with_kv_cache, which takes only one sequence, without a batch dimension."""
     from flashinfer import single_prefill_with_kv_cache
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:

@@ -82,8 +82,8 @@ def local_files(source: Path, text: bytes) -> tuple[dict[Path, bytes], bool]:
         path = Path(os.path.normpath(spelled := todo.pop()))
         if path in files or not (path.exists() or path == source):
             continue
-        # Behind a symbolic link, `..` leads to another folder than the normalized path. Then the list
-        # is not complete.
+        # Behind a symbolic link, `..` leads to another folder than the normalized path. Then the
+        # list is not complete.
         complete &= path == spelled or (spelled.exists() and path.samefile(spelled))
         if path != source and not is_source(path):
             complete &= path.is_dir()
@@ -244,8 +244,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def hash_of(texts: Iterable[bytes]) -> str:
-    """Return the SHA-256 hash of a sequence of texts, in hex digits. The sequences `ab`, `c` and `a`,
-    `bc` have different hashes.
+    """Return the SHA-256 hash of a sequence of texts, in hex digits. The sequences `ab`, `c` and
+    `a`, `bc` have different hashes.
     """
     digest = hashlib.sha256()
     for text in texts:

@@ -57,8 +57,8 @@ def _easy_remainder(config: Config) -> Config:
 
 
 def _easy_size(config: Config) -> Config:
-    """Change head_dim to at most 64 without changing its remainder modulo 8, for example from 100 to 60.
-    If head_dim_v is 64, change head_dim to at most 128, so that both dims still differ.
+    """Change head_dim to at most 64 without changing its remainder modulo 8, for example from 100
+    to 60. If head_dim_v is 64, change head_dim to at most 128, so that both dims still differ.
     """
     easy = EASY_DIM * (2 if config.head_dim_v == EASY_DIM else 1)
     head_dim = easy - (-config.head_dim % 8)
@@ -116,13 +116,13 @@ def difficult_properties(config: Config) -> tuple[str, ...]:
 def blockers(
     config: Config, backend: str, oracle: Oracle
 ) -> tuple[tuple[tuple[str, ...], Refusal], ...]:
-    """Return the blockers of a backend. The blocker with PyTorch's first reason comes first. Return ()
-    if the backend is eligible, or if its eligibility is unknown.
+    """Return the blockers of a backend. The blocker with PyTorch's first reason comes first. Return
+    () if the backend is eligible, or if its eligibility is unknown.
 
-    A blocker is a set of properties and a reason. The backend refuses the config for this reason even
-    if the properties of all other blockers have easy values. If the properties of all blockers have
-    easy values, the backend accepts the config. The set is empty if the backend refuses even a config
-    with only easy values, because no change of the config can help in this case.
+    A blocker is a set of properties and a reason. The backend refuses the config for this reason
+    even if the properties of all other blockers have easy values. If the properties of all blockers
+    have easy values, the backend accepts the config. The set is empty if the backend refuses even a
+    config with only easy values, because no change of the config can help in this case.
     """
     verdict = oracle(config, backend)
     if verdict.eligible is not False:
@@ -182,8 +182,8 @@ def _remaining(
     """Yield further blockers, as long as the backend refuses the config although the properties in
     `gone` have easy values.
 
-    A property belongs to such a blocker if the backend accepts the config after the property is made
-    easy too.
+    A property belongs to such a blocker if the backend accepts the config after the property is
+    made easy too.
     """
     while (reason := refusal(make_easy(config, gone))) is not None:
         needed = [name for name in difficult_properties(config) if name not in gone]
@@ -203,8 +203,8 @@ def rule_oracle(
     device: str = CUDA,
     adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
 ) -> Oracle:
-    """Return an oracle that applies the rules. `adjust` can set parameters of the call that a config
-    does not contain, such as runtime flags.
+    """Return an oracle that applies the rules. `adjust` can set parameters of the call that a
+    config does not contain, such as runtime flags.
     """
 
     def ask(config: Config, backend: str) -> Eligibility:
@@ -238,8 +238,8 @@ class ConfigChange(NamedTuple):
     exact: bool = True
     """Whether the output stays the same, apart from rounding errors."""
     group: str | None = None
-    """The name of a group of alternative changes. Only the first change in the group that removes the
-    reason is used.
+    """The name of a group of alternative changes. Only the first change in the group that removes
+    the reason is used.
     """
 
 
@@ -344,7 +344,8 @@ def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
     """Return Python code that converts the tensors of the config `before` to those of the config
     `after` and calls SDPA. The output has the shape and the dtype of the output of `before`.
 
-    If `backend` is not `auto`, the code uses `sdpa_kernel` to permit only this backend, set or order.
+    If `backend` is not `auto`, the code uses `sdpa_kernel` to permit only this backend, set or
+    order.
     """
     imports = ["import torch", "import torch.nn.functional as F"]
     contexts = ["torch.inference_mode()"] if before.bwd and not after.bwd else []
@@ -485,8 +486,8 @@ def advise(
     """Return at most three ways to let a backend compute a config, each with as few steps as
     possible.
 
-    `choose` returns the backend that PyTorch selects under `asked`, which is `auto` or a setting. If
-    `asked` is a setting, the code in the advice uses this setting. The config must have a dtype.
+    `choose` returns the backend that PyTorch selects under `asked`, which is `auto` or a setting.
+    If `asked` is a setting, the code in the advice uses this setting. The config must have a dtype.
     Changes that the grammar cannot express come last, and their `verified` is None. Return () if
     PyTorch already selects the backend, if its eligibility is unknown, or if no change helps.
     """

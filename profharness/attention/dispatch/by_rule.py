@@ -49,8 +49,8 @@ SCHEMA = "profharness.explain/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The explanation of which backend computes one config. The fields predicted, choice and observed
-    contain the name of a backend, `none` if PyTorch raises an exception, or `unknown`.
+    """The explanation of which backend computes one config. The fields predicted, choice and
+    observed contain the name of a backend, `none` if PyTorch raises an exception, or `unknown`.
     """
 
     config: Annotated[str, column(meaning="label of the attention problem")]
@@ -125,15 +125,15 @@ def environment_text(answer: Explanation) -> str:
 
 
 def chosen(answer: Explanation) -> str:
-    """Return the backend that the rules predict if the explanation is by rule. Otherwise, return the
-    backend that PyTorch reports.
+    """Return the backend that the rules predict if the explanation is by rule. Otherwise, return
+    the backend that PyTorch reports.
     """
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
 
 
 def settle(answer: Explanation) -> Explanation:
-    """Return the explanation with its field `agree` set. The field is None if fewer than two choices are
-    known.
+    """Return the explanation with its field `agree` set. The field is None if fewer than two
+    choices are known.
     """
     witnesses = (answer.predicted, answer.choice, answer.observed)
     names = [name for name in witnesses if name not in (None, "unknown")]
@@ -183,12 +183,13 @@ def named_platforms(
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
 ) -> list[Platform]:
-    """Return the platforms that the options name, one per release, oldest first. Return an empty list if
-    neither `torch` nor `gpu` is given, which means that PyTorch itself is queried.
+    """Return the platforms that the options name, one per release, oldest first. Return an empty
+    list if neither `torch` nor `gpu` is given, which means that PyTorch itself is queried.
 
-    `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. The default is the installed release. `gpu` is
-    a name, a capability such as sm90, or `cpu`. The default is the GPU of this machine. `cudnn` is the
-    version at run time, and `cudnn_compiled` is the version that PyTorch was built with.
+    `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. The default is the installed release.
+    `gpu` is a name, a capability such as sm90, or `cpu`. The default is the GPU of this machine.
+    `cudnn` is the version at run time, and `cudnn_compiled` is the version that PyTorch was built
+    with.
 
     Raise UsageError for an invalid version, for an unknown GPU, and if a cuDNN or CUDA version is
     given without `torch` and `gpu`.
@@ -289,8 +290,8 @@ def explain_by_rule(
     advice: bool = True,
     asked: str = AUTO,
 ) -> Explanation:
-    """Explain which backend PyTorch selects for a config if `asked`, which is `auto` or a setting, is
-    active. If `backends` is given, the explanation contains advice only for these backends.
+    """Explain which backend PyTorch selects for a config if `asked`, which is `auto` or a setting,
+    is active. If `backends` is given, the explanation contains advice only for these backends.
     """
     config = config.resolve(platform.device)
     machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
@@ -404,7 +405,7 @@ LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
 def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """Yield the assumptions that may be wrong, and caveats that apply to every choice of PyTorch."""
+    """Yield assumptions that may be wrong, and caveats that apply to every choice of PyTorch."""
     machine, on_gpu = platform.machine, is_gpu(platform.device)
     release = release_text(machine.torch)
     if not machine.known:

@@ -1,7 +1,8 @@
 """The inputs of a prediction: a machine (PyTorch release, compute capability, cuDNN) and the
 parameters of one SDPA call.
 
-Table rows in this package are NamedTuples, because creating a dataclass slows the start of commands.
+Table rows in this package are NamedTuples, because creating a dataclass slows the start of
+commands.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def parse_cudnn(value: int | str) -> int:
 
 
 def parse_release(text: str) -> Release:
-    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`. The default patch number is that of
-    the newest known patch release. Raise UsageError if the text is not a version.
+    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`. The default patch number is
+    that of the newest known patch release. Raise UsageError if the text is not a version.
     """
     match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
     if not match:
@@ -170,7 +171,7 @@ def _supported(text: str) -> Release:
 
 
 def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
-    """Return the releases of a range that the rules cover, and the releases that they do not cover."""
+    """Return the releases of a range whose rules are known, and those whose rules are unknown."""
     low, high = _supported(first), parse_release(last)
     low = low if first.count(".") > 1 else (*low[:2], 0)
     text = f"release range '{first.strip()}..{last.strip()}'"
@@ -342,7 +343,7 @@ def permitted(params: AttentionParams, setting: SdpaSetting | None) -> Attention
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """Return the machine that a recorded environment describes. A value of a wrong type is unknown."""
+    """Return the machine that a recorded environment describes. Invalid values are unknown."""
     try:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:

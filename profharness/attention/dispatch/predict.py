@@ -155,8 +155,8 @@ class Eligibility(NamedTuple):
     """None if it is unknown whether the backend accepts the call."""
     reasons: tuple[Refusal, ...] = ()
     certain: tuple[Refusal, ...] = ()
-    """The reasons that apply for all possible values of unknown properties. PyTorch stops at the first
-    of these reasons and does not report the others.
+    """The reasons that apply for all possible values of unknown properties. PyTorch stops at the
+    first of these reasons and does not report the others.
     """
 
 
@@ -219,7 +219,7 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
 
 
 def raises_later(verdict: Eligibility) -> bool:
-    """Return whether the dispatcher selects the backend although its code then raises an exception."""
+    """Return whether the dispatcher accepts the call, but the code of the backend then raises."""
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
@@ -234,8 +234,8 @@ def predict(params: AttentionParams, machine: Machine) -> Prediction:
 
 
 def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -> str | None:
-    """Predict the outcome of a cell of a run. Return None if the outcome is unknown, or if PyTorch's
-    dispatcher does not know the backend.
+    """Predict the outcome of a cell of a run. Return None if the outcome is unknown, or if
+    PyTorch's dispatcher does not know the backend.
 
     For `auto`, `all-disabled`, a set or an order, return the backend that PyTorch selects, or
     `none` if PyTorch raises an exception. For a single backend, return `eligible` or `refused`.
@@ -260,7 +260,7 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
 def every_refusal(
     config: Config, backend: str, refusals: Sequence[Refusal], environment: Mapping[str, Any]
 ) -> tuple[Refusal, ...]:
-    """Return the refusals that PyTorch reported for a cell, followed by the reasons that the rules add.
+    """Return the refusals that PyTorch reported for a cell, and further refusals by rule.
 
     PyTorch stops at the first reason, so it does not report all reasons. If the rules do not cover
     the cell, return only `refusals`.
@@ -277,7 +277,7 @@ def every_refusal(
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set[str]:
-    """Return each backend that PyTorch may select, and `none` if the call may raise an exception."""
+    """Return each backend that PyTorch may select, and `none` if PyTorch may raise an exception."""
     choices: set[str] = set()
     for backend in order:
         eligible = verdicts[backend].eligible
@@ -291,8 +291,8 @@ def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set
 
 
 def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """Return the orders in which PyTorch may try the backends. There can be several orders if a property
-    of the machine is unknown. Return () if the rules do not cover the release.
+    """Return the orders in which PyTorch may try the backends. There can be several orders if a
+    property of the machine is unknown. Return () if the rules do not cover the release.
     """
     if not machine.known:
         return ()

@@ -25,7 +25,7 @@ NEVER: Release = (99,)
 
 
 class Rule(NamedTuple):
-    """One condition under which a backend refuses a call, or fails although it accepted the call."""
+    """One condition under which a backend refuses a call, or accepts the call but then fails."""
 
     code: str
     """The reason code, such as `head_dim`."""
@@ -67,8 +67,8 @@ def takes_d256(machine: Machine) -> bool:
 
 
 def cudnn_head_dim_limit(params: AttentionParams, machine: Machine) -> int:
-    """Return the largest head_dim that cuDNN accepts. The fields `cudnn` and `cudnn_compiled` of the
-    machine must be known.
+    """Return the largest head_dim that cuDNN accepts. The fields `cudnn` and `cudnn_compiled` of
+    the machine must be known.
     """
     torch, cudnn = machine.torch, machine.cudnn or 0
     if torch < (2, 8):
@@ -89,7 +89,7 @@ def cudnn_head_dim_limit(params: AttentionParams, machine: Machine) -> int:
 
 
 def gemm_alignment(params: AttentionParams, machine: Machine) -> int:
-    """Return the number of elements that head_dim must be a multiple of for the efficient kernels."""
+    """Return the number by which head_dim must be divisible for the efficient kernels."""
     half = params.dtype in HALF
     if machine.major >= 8:
         return 8 if half else 4
@@ -97,7 +97,7 @@ def gemm_alignment(params: AttentionParams, machine: Machine) -> int:
 
 
 def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
-    """Return the number of bytes that storage offsets must be a multiple of."""
+    """Return the number by which storage offsets, in bytes, must be divisible."""
     return gemm_alignment(params, machine) * DTYPES[params.dtype].bytes
 
 
@@ -137,7 +137,9 @@ def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
 
 
 def mask_rows(params: AttentionParams, _: Machine) -> bool:
-    """Return whether the last two dimensions of attn_mask are neither the sequence lengths nor 1."""
+    """Return whether the last two dimensions of attn_mask cannot be broadcast to the sequence
+    lengths.
+    """
     mask = params.mask
     if mask is None or len(mask.shape) < 2:
         return False
@@ -145,7 +147,7 @@ def mask_rows(params: AttentionParams, _: Machine) -> bool:
 
 
 def mask_shape(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether attn_mask is not 2-D and cannot be broadcast to [batch, heads, seq_q, seq_kv]."""
+    """Return whether attn_mask is neither 2-D nor a mask that fits the batch and the heads."""
     mask = params.mask
     if mask is None or mask_rows(params, machine) or len(mask.shape) == 2:
         return False
@@ -191,8 +193,8 @@ def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
     return None if machine.major in (9, 10) else True
 
 
-# Known failures of a backend that accepts the call. They were observed on an H200 with 2.11. From 2.13
-# on, the dispatcher checks the alignment itself.
+# Known failures of a backend that accepts the call. They were observed on an H200 with 2.11. From
+# 2.13 on, the dispatcher checks the alignment itself.
 HAZARDS = {
     "efficient": Rule(
         "alignment", "kernel", misaligned,
@@ -461,9 +463,9 @@ CUDNN = (
 )  # fmt: skip
 
 
-# The dispatcher does not check whether a call has both a mask and is_causal. If it selects math, the
-# code of math raises an exception. The fused backends apply both the mask and is_causal (measured on
-# an H100 with 2.11 and on a CPU with 2.13).
+# The dispatcher does not check whether a call has both a mask and is_causal. If it selects math,
+# the code of math raises an exception. The fused backends apply both the mask and is_causal
+# (measured on an H100 with 2.11 and on a CPU with 2.13).
 RAISED_LATER = "causal_mask"
 CAUSAL_MASK = (
     "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"

@@ -1,8 +1,8 @@
 """Identify kernels by their names.
 
 `parse_kernel_name` parses the name of a GPU function or an ATen op. It determines the family, the
-backend, the compile-time properties and a short name. This module contains the rules for the kernels
-in the namespace at::native, for the kernels in the folder kernels/ and for ATen ops.
+backend, the compile-time properties and a short name. This module contains the rules for the
+kernels in the namespace at::native, for the kernels in the folder kernels/ and for ATen ops.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ATTENTION_FAMILIES = frozenset(
 COLLECTIVE = "collective"
 """The family of kernels that communicate between GPUs."""
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
-# ATen ops that correspond to one kernel each, by the family of the kernel.
+# ATen ops that each run one kernel, by the family of this kernel.
 _GROUPS = {
     "gemm": """bmm mm addmm baddbmm addbmm mkldnn_linear mkldnn_matmul _int_mm _scaled_mm
         _addmm_activation""",
@@ -78,8 +78,8 @@ _ATTENTION = {
 def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
     """Parse a kernel name in the spelling of any profiler.
 
-    `kind` is `kernel`, `memcpy`, `memset` or `op`. If no rule matches the name, the family is `other`.
-    Only the first 16 KiB of the name are read. This function never raises an exception.
+    `kind` is `kernel`, `memcpy`, `memset` or `op`. If no rule matches the name, the family is
+    `other`. Only the first 16 KiB of the name are read. This function never raises an exception.
     """
     if kind == "op":
         return _op(name)
@@ -129,8 +129,8 @@ _PLAIN_TYPE = rf"{_TYPES}|bool|unsigned char|signed char|short|int|long"
 _FUNCTION = re.compile(r"([A-Za-z_]\w*?)(?:<[^<>()]{0,200}>)?\(at::(?:Tensor|TensorIter\w*)\b")
 _FUNCTOR = re.compile(rf"([A-Za-z_]\w*[Ff]unctor\w*)(?:<({_PLAIN_TYPE})[,>])?")
 _LAMBDA = re.compile(rf"\{{lambda\((?:bool, )?({_PLAIN_TYPE})[,)]")
-# Matches the template argument that contains the operation. If the name is a short name, a copy is a
-# single word.
+# Matches the template argument that contains the operation. In a short name, a copy is a single
+# word such as `direct_copy`.
 _COMPUTES = re.compile(r"::|unctor|^\w*copy\w*$", re.ASCII)
 _WRAPPERS = {"BinaryFunctor", "UnaryFunctor", "func_wrapper_t"}
 _SUFFIX = re.compile(r"_kernel(?:_cuda|_impl(?:_cuda)?)?$")
@@ -194,11 +194,14 @@ def _computed(head: Head, parts: list[str | None], family: str, dtype: str | Non
 
 
 def _softmax(text: str, head: Head) -> KernelName:
-    """Parse `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>` or `cunn_…`."""
+    """Parse a name such as `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>`,
+    or a name that starts with `cunn_`.
+    """
     arguments, numbers = _arguments(text, head)
     types = [OF_CPP_TYPE[argument] for argument in arguments if argument in OF_CPP_TYPE]
     flags = [argument == "true" for argument in arguments if argument in ("true", "false")]
-    # If the tensors have 16 bits, the accumulator is fp32. The input or the output may also be fp32.
+    # Prefer a 16-bit type, because the accumulator for 16-bit tensors is fp32, and either the input
+    # or the output may be fp32 too.
     dtype = next((word for word in types if word != "fp32"), types[0] if types else None)
     is_log = bool(flags and flags[0]) or "LogSoftMax" in text[:600]
     is_masked = "warp" in head.base and len(flags) > 1 and flags[1]
@@ -209,14 +212,14 @@ def _softmax(text: str, head: Head) -> KernelName:
 
 
 _CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", "combine_splits"})
-# Matches the Triton kernels. The pattern excludes CUDA kernels that have the same name, because the name
-# of a CUDA kernel contains a parameter list.
+# Matches the Triton kernels in the folder kernels/. The pattern does not match CUDA kernels of the
+# same name, because their names also contain a parameter list.
 _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
 
 
 def _own(text: str, head: Head) -> KernelName | None:
-    """Parse a kernel from the folder kernels/, such as `tiled_attention<T, BM, BN, …>`, whose tile has BM
-    queries and BN keys.
+    """Parse a kernel from the folder kernels/, such as `tiled_attention<T, BM, BN, …>`, whose tile
+    has BM queries and BN keys.
     """
     if _TRITON.match(text):
         direction = "bwd" if "backward" in text else "fwd"

@@ -1,8 +1,8 @@
-"""Parse the names of kernels that begin like those of a known library.
+"""Parse kernel names that start like the names of a known library.
 
 These are attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN, flex_attention,
-Triton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS, TensorRT-LLM and Tensile) and the
-kernels of CUB.
+Triton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS, TensorRT-LLM and Tensile) and
+the kernels of CUB.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from profharness.traces.kernel_names.text import (
     template_arguments,
 )
 
-# Number of characters of an attention kernel's name that are parsed. The template contains all fields,
-# and the parameter list after it only repeats them.
+# Maximum number of characters to parse in the name of an attention kernel. The parameter list at
+# the end of a long name only repeats the template arguments.
 READ = 2048
 Fields = dict[str, Any]
-"""Fields of a KernelName. By default, the short name is the last part of the path, the family and the
-backend are those of the rule, and a backward kernel is in the family for the backward pass.
+"""The fields of a KernelName that a parser determines. By default, the short name is the last part
+of the path, and the rule determines the family and the backend. The family of a backward kernel
+ends with `_bwd`.
 """
 
 
@@ -71,7 +72,9 @@ _FA2_SHORT = {
 
 
 def fa2_flags(base: str, text: str) -> dict[str, bool]:
-    """Return the compile-time flags of a FlashAttention 2 kernel by name. Old releases have fewer flags."""
+    """Return the compile-time flags of a FlashAttention 2 kernel by name. Kernels of old releases
+    have fewer flags.
+    """
     match = _FLAGS.search(text)
     if match is None or "combine" in base:
         return {}
@@ -234,7 +237,9 @@ _TRTLLM_DTYPE = {"Bfloat16": "bf16", "Fp16": "fp16", "E4m3": "fp8_e4m3"}
 
 
 def _trtllm(_text: str, head: Head, match: re.Match[str]) -> Fields:
-    """Parse `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`."""
+    """Parse a name such as
+    `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`.
+    """
     kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
     kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
     short = head.base.replace("fmhaSm", "fmha_sm", 1).replace("Kernel_", "_", 1)
@@ -264,7 +269,9 @@ def _element(text: str) -> str | None:
 
 
 def _gemm(text: str, _head: Head, match: re.Match[str]) -> Fields:
-    """Parse `ampere_sgemm_128x64_tn` or `cutlass_80_tensorop_…gemm_…`, alone or in `cutlass::Kernel2<…>`."""
+    """Parse a name such as `ampere_sgemm_128x64_tn` or `cutlass_80_tensorop_…gemm_…`, which may be
+    inside `cutlass::Kernel2<…>`.
+    """
     name = match["name"]
     if _CONVOLUTION.search(name) or "gemm" not in name:
         backend = "cudnn" if "cudnn" in text[:200] else "cutlass"
@@ -281,7 +288,7 @@ def _gemm(text: str, _head: Head, match: re.Match[str]) -> Fields:
 
 
 def _xmma(_text: str, _head: Head, match: re.Match[str]) -> Fields:
-    """Parse `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
+    """Parse a name such as `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
     if match["gemm"] is None:
         return {"family": "other", "backend": "cudnn", "arch": match["sm"]}
     tail = match["tail"]
@@ -302,8 +309,10 @@ def _xmma(_text: str, _head: Head, match: re.Match[str]) -> Fields:
 
 
 def _nvjet(_text: str, _head: Head, match: re.Match[str]) -> Fields:
-    """Parse `nvjet_sm90_hsh_256x128_64x4_…`: architecture, types of A, B and D (h is fp16, t is bf16), tile,
-    depth of a step and number of stages.
+    """Parse a name such as `nvjet_sm90_hsh_256x128_64x4_…`.
+
+    The parts are the architecture, the types of A, B and D (h is fp16, t is bf16), the tile, the
+    depth of a step and the number of stages.
     """
     return {
         "arch": match["sm"],
@@ -330,7 +339,9 @@ def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> Fields:
 
 
 def _cutlass3(text: str, _head: Head, match: re.Match[str]) -> Fields:
-    """Parse `cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>` or a CUTLASS 2 name."""
+    """Parse a CUTLASS 2 name, or a CUTLASS 3 name such as
+    `cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>`.
+    """
     tile = re.search(r"GemmShape<(\d+), (\d+), \d+>", text[:4096])
     element = re.search(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t)\b", text[:4096])
     return {
@@ -347,8 +358,10 @@ def _cub(text: str, head: Head, _match: re.Match[str]) -> Fields:
 
 
 def _trtllm_product(_text: str, _head: Head, match: re.Match[str]) -> Fields:
-    """Parse `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`: types of C, of A and B, and of the
-    accumulator, tile, and number of stages.
+    """Parse a name such as `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`.
+
+    The parts are the type of C, the types of A and B, the type of the accumulator, the tile and the
+    number of stages.
     """
     of_a_and_b = {"E4m3E4m3": "fp8_e4m3", "Bfloat16": "bf16", "Fp16": "fp16"}
     return {
@@ -359,7 +372,9 @@ def _trtllm_product(_text: str, _head: Head, match: re.Match[str]) -> Fields:
 
 
 def _tensile(_text: str, head: Head, match: re.Match[str]) -> Fields:
-    """Parse `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…`, a name of rocBLAS or hipBLASLt."""
+    """Parse a name from rocBLAS or hipBLASLt, such as
+    `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…`.
+    """
     isa = re.search(r"_ISA(\d+)", head.base)
     return {
         "short": match[0],  # the rest of the name contains about sixty settings
@@ -379,8 +394,8 @@ def _rules(
     return [(re.compile(row[0], re.ASCII), *row[1:]) for row in rows]
 
 
-# The rules are tried in this order. The first rule that matches determines the family, the backend and
-# the parser.
+# Each rule contains a pattern, a family, a backend and a parser. The first rule whose pattern
+# matches the name is used.
 _ATTENTION = _rules(
     # this pattern must not match flash_fwd_splitkv_mla_kernel, which belongs to FlashMLA
     (

@@ -1,9 +1,10 @@
 """Define the vocabulary of kernel names: families, libraries, compile-time flags and template
 parameters.
 
-Both the short names of kernels and the descriptions of names are derived from these tables. Parameters
-and flags have the same names as in the source code: flash-attention 2.8 (csrc/flash_attn/src and
-hopper), PyTorch (ATen/native/transformers/cuda/mem_eff_attention) and kernels/tiled.cu.
+Both the short names of kernels and the descriptions of names are derived from these tables.
+Parameters and flags have the same names as in the source code of flash-attention 2.8
+(csrc/flash_attn/src and hopper), of PyTorch (ATen/native/transformers/cuda/mem_eff_attention) and
+of kernels/tiled.cu.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class Flag:
 
     name: str
     on: str
-    """What it means if the flag is set."""
+    """The meaning if the flag is set."""
     off: str
-    """What it means if the flag is not set."""
+    """The meaning if the flag is not set."""
     shown: str = ""
-    """The word that a short name contains if the flag is set, or "" if it contains no word."""
+    """The word in a short name if the flag is set. "" if a short name does not show this."""
     unset: str = ""
-    """The word that a short name contains if the flag is not set, or "" if it contains no word."""
+    """The word in a short name if the flag is not set. "" if a short name does not show this."""
 
 
 _CAUSAL = Flag("causal", "a query attends to no later key", "no causal mask", "causal")
@@ -147,14 +148,16 @@ FA3_BWD = "causal local softcap varlen deterministic"
 
 
 def flag_words(table: tuple[Flag, ...], flags: Mapping[str, bool]) -> list[str]:
-    """Return the words of a short name: first for flags that are set, then for flags that are not set."""
+    """Return the words for flags in a short name. Words for flags that are set come before words
+    for flags that are not set.
+    """
     words = [flag.shown for flag in table if flag.shown and flags.get(flag.name)]
     unset = [flag.unset for flag in table if flag.unset and flags.get(flag.name) is False]
     return words + unset
 
 
-# The template parameters of tiled_attention in kernels/tiled.cu, and their meanings. {} stands for the
-# value.
+# The template parameters of tiled_attention in kernels/tiled.cu, and their meanings. {} stands for
+# the value.
 TILED = {
     "T": "type of the tensors: {}",
     "BM": "tile: {} queries",
@@ -227,7 +230,7 @@ _PARAMETERS = {
 
 
 def _layout(names: str, **own: str) -> dict[str, str]:
-    """Map each parameter to its meaning. `own` has the meanings that apply only to this kernel."""
+    """Return the meaning of each parameter. `own` replaces meanings for a specific kernel."""
     return {name: own.get(name, _PARAMETERS[name]) for name in names.split()}
 
 
@@ -237,8 +240,8 @@ _FA3_TYPES = f"Element ElementAccum ArchTag {FLAGS}"
 _SWAPS = "SdP_swapAB dKV_swapAB dQ_swapAB"
 _QUERY_BUFFERS = "{} buffers of queries in shared memory"
 _SOFTMAX = _layout("input_t output_t acc_t log2_elements is_log_softmax is_masked WARP_SIZE")
-# The template parameters of each kernel, in order. A key is the beginning of the template, up to the
-# bracket. FLAGS stands for the flags of the kernel.
+# The template parameters of each kernel, in order. A key is the name of the template with the
+# opening bracket.
 LAYOUTS = {
     "Flash_fwd_kernel_traits<": _layout(f"{_FA2_TRAITS} Is_Q_in_regs Share_Q_K_smem elem_type"),
     "Flash_bwd_kernel_traits<": _layout(
@@ -271,7 +274,7 @@ LAYOUTS = {
     "softmax_warp_forward<": _SOFTMAX,
     "softmax_warp_backward<": _SOFTMAX,
 }
-# The parameters that follow the traits in the combine kernel of FlashAttention 2.
+# The template parameters after the traits in the combine kernel of FlashAttention 2.
 FA2_COMBINE = {
     "kBlockM": "{} rows a block",
     "Log_max_splits": "combines at most 2^{} parts",

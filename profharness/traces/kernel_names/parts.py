@@ -1,4 +1,4 @@
-"""Describe the name of a kernel: its family, its library and the meaning of each of its parts."""
+"""Describe the name of a kernel: the family, the library and the meaning of each part."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from profharness.traces.kernel_names.text import (
 
 Word = tuple[str, str, Mapping[str, object]]
 """A pattern that matches a token in a name, the meaning of the token, and the values of fields of a
-KernelName that the token implies. The named groups of the pattern are fields, too. In the meaning,
-{0} stands for the token, and {1} for the first group.
+KernelName that the token implies. A named group of the pattern also sets the field of that name. In
+the meaning, {0} stands for the token, and {1} for the first group.
 """
 
 
@@ -205,7 +205,7 @@ WORDS["fa3"] = _words(
     (r"Preprocess", "sums output times its gradient over rows, before the backward"),
     (r"PostprocessConvertdQ", "turns fp32 gradients into the tensors' type"),
 )
-# Libraries whose short names do not say which build of the library the kernel comes from.
+# Maps a library to a less specific one, because short names do not show the build of the library.
 SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
 CAMEL = frozenset({"fa3", "trtllm"})  # libraries whose words begin with a capital letter
 _FLASH = r"flash_|FlashAttn"
@@ -225,8 +225,9 @@ _TILED_NUMBERS = tuple(
 )
 _LOG = (r"log", "logarithm of the softmax")
 _COMPUTED = "what is computed, or on which type"
-# The meanings of the tokens between the brackets of a short name: a pattern that matches the beginning
-# of the name, the meanings of the numbers in order, the words, and the meaning of all other tokens.
+# The meanings of the tokens between the brackets of a short name. Each row contains a pattern that
+# matches the beginning of the name, the meanings of the numbers in order, the words, and the
+# meaning of all other tokens.
 BRACKETS: tuple[tuple[str, tuple[str, ...], tuple[Word, ...], str | None], ...] = (
     (_FLASH, ("head dimension: up to {0}",), _ATTENTION_WORDS, None),
     (r"tiled_attention", _TILED_NUMBERS, _TILED_WORDS, None),
@@ -248,8 +249,8 @@ BRACKETS: tuple[tuple[str, tuple[str, ...], tuple[Word, ...], str | None], ...] 
     (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE), None),
     (r"", (), (), None),
 )
-# Patterns that match a short name or a fragment of a name, and the text with which to replace the match,
-# so that the rules for whole names can parse the result.
+# Patterns that match short or incomplete names, and the replacement for the match. The rules for
+# whole names can parse the result.
 WHOLE = tuple(
     (re.compile(pattern, re.ASCII), text)
     for pattern, text in (
@@ -268,7 +269,7 @@ WHOLE = tuple(
 
 @dataclass(frozen=True, slots=True)
 class NamePart:
-    """A part of a kernel's name."""
+    """A word or a template parameter in a kernel's name, and its meaning."""
 
     token: Annotated[str, column("part", shrink=True, meaning="the part as the name spells it")]
     parameter: Annotated[
@@ -279,14 +280,16 @@ class NamePart:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The description of a kernel's name."""
+    """The properties of a kernel that its name shows, and the meaning of each part of the name."""
 
     kernel: KernelName
-    """The fields of the name. They include the fields that were found only by parsing its parts."""
+    """The parsed name, including the fields that were found only by parsing the parts."""
     library: str
     parts: tuple[NamePart, ...]
     untold: tuple[str, ...]
-    """The properties that other names of the family contain, but that this name does not contain."""
+    """The properties that names in this family usually contain, but that this name does not
+    contain.
+    """
 
     @property
     def is_known(self) -> bool:
@@ -307,7 +310,8 @@ class Description:
         return tuple(part.token for part in self.parts if part.meaning is None)
 
 
-# The properties of a kernel. The description is shown if no single part of the name contains the value.
+# The properties of a kernel, and their descriptions. A property is listed separately only if no
+# single part of the name contains it.
 FACTS = {
     "direction": {"fwd": "forward", "bwd": "backward"},
     "arch": "code for this architecture; newer GPUs may run it too",
@@ -322,7 +326,8 @@ FACTS = {
 # The properties that are shown even if the template parameters are described, because no template
 # parameter contains them.
 _ALWAYS = ("direction", "arch")
-# The properties that names of the family usually contain. If a name lacks them, that is reported.
+# The properties that names in a family usually contain. A description lists missing ones as
+# `untold`.
 _EXPECTED = {
     "gemm": ("dtype", "tile"),
     **dict.fromkeys(("gemv", "softmax", "norm", "flash_combine", "fmha_combine"), ("dtype",)),
@@ -370,7 +375,7 @@ def describe(name: str) -> Description:
 
 
 def _parsed(name: str) -> tuple[KernelName, str]:
-    """Parse a name, and determine its library. A short name is first completed."""
+    """Parse a name and determine the library. A short name is first completed by means of WHOLE."""
     made = (pattern.sub(text, name, count=1) for pattern, text in WHOLE if pattern.match(name))
     for candidate in (*made, name):
         if candidate.startswith("aten::"):
@@ -388,7 +393,7 @@ def _parsed(name: str) -> tuple[KernelName, str]:
 
 
 def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
-    """Yield the template parameters in a name, in order. Yield nothing if their layout is unknown."""
+    """Yield the template parameters in a name. Yield nothing if no layout matches the name."""
     is_fa2 = kernel.backend.startswith("flash2")
     head = split_head(text, "")
     table = {flag.name: flag for flag in FLAG_TABLES.get(kernel.backend, ())}
@@ -431,7 +436,7 @@ def _arguments(
 
 
 def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePart]:
-    """Yield the words in the name of the function. Add the fields that they imply to `values`."""
+    """Yield the words in the name of a function. Add the fields that they imply to `values`."""
     rows = WORDS.get(library)
     if rows is None:
         return
@@ -453,8 +458,8 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePa
 def _word(
     base: str, at: int, rows: Iterable[Word], end: str, values: dict[str, object]
 ) -> tuple[NamePart | None, int]:
-    """Return the part of the name that the first matching row describes, and its end. Return None and the
-    position if no row matches.
+    """Find the first row that matches the word at base[at]. Return the described word and the
+    position after the word. Return None and `at` if no row matches.
     """
     for pattern, meaning, implied in rows:
         match = re.compile(f"(?:{pattern}){end}", re.ASCII).match(base, at)
@@ -468,7 +473,7 @@ def _word(
 
 
 def _subject(text: str, head: Head, library: str) -> str:
-    """Return the name of the function itself, without the wrappers around it."""
+    """Return the name of the function, without wrappers such as `cutlass::device_kernel<…>`."""
     if library == "fa3":
         match = _FA3_BASE.search(text)
         return match[0] if match else head.base
@@ -479,7 +484,9 @@ def _subject(text: str, head: Head, library: str) -> str:
 
 
 def _bracket(short: str, values: dict[str, object]) -> Iterator[NamePart]:
-    """Yield the parts between the brackets of a short name. Add the fields that they imply to `values`."""
+    """Yield the parts between the brackets of a short name. Add the fields that the parts imply to
+    `values`.
+    """
     at = short.find("<")
     base, numbers, words, rest = next(row for row in BRACKETS if re.match(row[0], short, re.ASCII))
     is_flash = base == _FLASH

@@ -1,9 +1,9 @@
-"""Parse the kernels of serving and training programs by the words in their names.
+"""Parse the names of kernels in serving and training programs by the words in the names.
 
-These kernels compute attention (of libraries that PyTorch does not contain), collectives, experts,
-rotary embedding, norms, quantization or caches. The words come from the source files that the comments
-name, and from public traces of vLLM, SGLang and xDiT in TraceLens (171dd74). The traces were recorded
-on H100, B200, MI210 and MI300.
+These kernels compute attention (in libraries outside of PyTorch), collectives, experts, rotary
+embeddings, norms and quantization, or write to caches. The words come from the source files that
+are named in comments, and from public traces of vLLM, SGLang and xDiT in TraceLens (171dd74). The
+traces were recorded on H100, B200, MI210 and MI300.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _READ = 2048
 _WORD, _END = r"(?<![a-z\d])", r"(?![a-z])"
 
 # The patterns are searched in the words of the path, in this order. The first match determines the
-# family. The order gives the main purpose of a kernel priority over a norm, a rotation or a quantization
-# that is fused into the kernel. Each row also contains plain texts. Every match of the pattern contains at
-# least one of them, and searching for them first is a hundred times faster.
+# family. The order gives the main purpose of a kernel priority over a norm, a rotation or a
+# quantization that is fused into the kernel. Each row also contains plain texts. Every match of the
+# pattern contains at least one of these texts. Searching for the texts first is a hundred times
+# faster.
 _ROWS = (
     (
         "fmha_combine",
@@ -47,8 +48,8 @@ _ROWS = (
     (
         "fmha",
         "attention attn fmha mla_ pa_ _stage1 _with_ kernel_mha qk_int sage_fwd",
-        # Triton kernels in vLLM triton_unified_attention.py and chunked_prefill_paged_decode.py, and
-        # in SGLang
+        # Triton kernels in vLLM triton_unified_attention.py and chunked_prefill_paged_decode.py,
+        # and in SGLang
         r"^_?kernel_(?:unified|paged)_attention_\w*\dd|^_fwd_(?:grouped_)?kernel_stage1"
         # vLLM csrc/attention/paged_attention_v1.cu and csrc/rocm/attention.cu; aiter
         r"|(?:^|::)paged_attention_(?:v[12]_kernel|ll4mi_qkv)|^_?paged_attn_decode_v"
@@ -183,9 +184,9 @@ def _family(words: str) -> str | None:
 
 
 def _subject(text: str, head: Head) -> tuple[str, bool]:
-    """Return the path of the kernel, also inside a wrapper, and whether it comes from a mangled name.
+    """Return the path of the kernel without wrappers, and whether the name is mangled.
 
-    A name can still be mangled here if it contains newer types (`DF16b`) or is very long.
+    A name that contains newer types (`DF16b`) or is very long may not have been demangled.
     """
     if not head.path.startswith("_ZN"):
         inner = _WRAPPED.match(text, head.end) if WRAPPER.search(head.path) else None
@@ -198,7 +199,9 @@ def _subject(text: str, head: Head) -> tuple[str, bool]:
 
 
 def _lengths(text: str, at: int) -> tuple[list[str], int]:
-    """Return the names in the mangled path at text[at], such as `5aiter3abc`, and the end of the path."""
+    """Return the names in the mangled path at text[at], and the position after the path. For
+    example, the path `5aiter3abc` contains the names `aiter` and `abc`.
+    """
     parts: list[str] = []
     while (match := _LENGTH.match(text, at)) and len(parts) < 12:
         at = match.end() + int(match[0])
@@ -219,13 +222,14 @@ _MANGLED_TYPES = re.compile(
 _TYPE_WORD = re.compile(
     r"(?<![a-z\d])(?:(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|f16)|(?P<fp8_e4m3>e4m3))(?![a-z\d])"
 )
-# If a product has operands with fewer bits, the 16-bit type in its name is the type of the result.
+# Matches types of fewer than 16 bits. If a product has operands of such a type, a 16-bit type in
+# the name is the type of the result.
 _NARROW = re.compile(r"fp8|fp4|mx|i8|int\d|a\d+w\d")
 
 
 def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
-    """Return the first 16-bit or 8-bit type in the template arguments, else the type in the name if it is
-    the type of the tensors.
+    """Return the first 16-bit or 8-bit type in the template arguments. If there is no such type,
+    return the type in the words of the name, provided that it is the type of the tensors.
     """
     if head.path.startswith("_Z") and (mangled := _MANGLED_TYPES.search(text)):
         return mangled.lastgroup
@@ -239,8 +243,8 @@ def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
     return "fp32" if arguments[:1] == ["float"] else None
 
 
-# The template in FlashInfer 0.6 is KernelTraits<mask, rows of Q, MMAs of Q, MMAs of KV, MMAs of D, MMAs
-# of the D of V, warps of Q, warps of KV>.
+# The template in FlashInfer 0.6 is KernelTraits<mask, rows of Q, MMAs of Q, MMAs of KV, MMAs of D,
+# MMAs of the D of V, warps of Q, warps of KV>.
 _FLASHINFER = re.compile(
     r"KernelTraits<\(flashinfer::MaskMode\)(?P<mask>\d), (?P<m>\d{1,6})u?, \d+u?, (?P<kv>\d{1,6})u?, "
     r"(?P<d>\d{1,6})u?, \d+u?, (?P<wq>\d{1,6})u?, (?P<wkv>\d{1,6})u?,"
@@ -250,8 +254,8 @@ _FLASHINFER = re.compile(
 _FLASHINFER_DECODE = re.compile(
     r"<\(flashinfer::PosEncodingMode\)\d, (?P<stages>\d{1,6})u?, \d+u?, (?P<vec>\d{1,6})u?, (?P<row>\d{1,6})u?, \d"
 )
-# The template in SageAttention 2.2 is <rows of Q, rows of K, rows of Q and K per warp, D, …>. On sm90,
-# it contains the number of threads in place of the rows per warp.
+# The template in SageAttention 2.2 is <rows of Q, rows of K, rows of Q and K per warp, D, …>. On
+# sm90, it contains the number of threads in place of the rows per warp.
 _SAGE = re.compile(r"<(?P<m>\d+)u?, (?P<n>\d+)u?, \d+u?, (?:(\d+)u?, )?(?P<d>\d+)u?, \(")
 # The template in Composable Kernel is
 # TileFmhaShape<sequence<M, N, K, D of V, K of the second product, D>, …>.
@@ -259,7 +263,8 @@ _CK = re.compile(
     r"TileFmhaShape(?:<ck_tile::sequence<|INS_8sequenceIJ)"
     r"(?:Li)?(\d+)(?:, |ELi)(\d+)(?:, |ELi)\d+(?:, |ELi)\d+(?:, |ELi)\d+(?:, |ELi)(\d+)"
 )
-# Matches names such as fmha_v2_flash_attention_bf16_64_128_S_q_paged_kv_128_causal_tma_ws_sm90_kernel.
+# Matches names such as
+# fmha_v2_flash_attention_bf16_64_128_S_q_paged_kv_128_causal_tma_ws_sm90_kernel.
 _FMHA_V2 = re.compile(r"_(?P<m>\d+)_(?P<n>\d+)_s_[a-z_]+?_(?P<d>\d+)(?=_|x)(?:\w*?_sm(?P<sm>\d+))?")
 _MASK = re.compile(r"\((?:flashinfer::)?MaskMode\)(\d)")
 _HEAD_DIM = re.compile(r"_hd(\d+)")

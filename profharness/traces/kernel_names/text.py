@@ -19,7 +19,7 @@ MAX_SHORT = 64  # maximum length of a short name, in characters
 
 @dataclass(frozen=True)
 class KernelName:
-    """The properties of a kernel that its name contains. Others are None."""
+    """The properties of a kernel that its name contains. All other properties are None."""
 
     name: str
     short: str
@@ -32,8 +32,8 @@ class KernelName:
     """
     dtype: str | None = None
     head_dim: int | None = None
-    """The largest head dimension that the compiled kernel supports. The kernels of efficient attention
-    use 65536 if they support any head dimension.
+    """The largest head dimension that the compiled kernel supports. The kernels of efficient
+    attention use 65536 if they support any head dimension.
     """
     tile_m: int | None = None
     """Number of rows in a tile: queries in attention, rows of the output in a matrix product."""
@@ -54,8 +54,8 @@ class KernelName:
 
     @property
     def tile(self) -> str | None:
-        """The tile as text, such as `128x64`, or `128x64x32` if tile_k is known. None if the rows or
-        the columns are unknown.
+        """The tile as text, such as `128x64`, or `128x64x32` if tile_k is known. None if the rows
+        or the columns are unknown.
         """
         if self.tile_m is None or self.tile_n is None:
             return None
@@ -94,7 +94,7 @@ def canonical(name: str) -> str:
     """Demangle a name that starts with `_Z`, as c++filt and Kineto do. Never raise an exception."""
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
-    # Imported here, because it imports ctypes, which commands that only read a store do not need
+    # Import cxxfilt here: it loads ctypes, which commands that only read a store do not need.
     import cxxfilt
 
     try:
@@ -106,9 +106,9 @@ def canonical(name: str) -> str:
 def normalise(name: str) -> str:
     """Convert a name to the spelling that the rules for kernel names expect.
 
-    nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, whereas Kineto writes `4`, `true`
-    and `(anonymous namespace)::`. The result contains `4`, `true` and `> >`, and no anonymous
-    namespaces. It is cut after MAX_READ characters.
+    nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, whereas Kineto writes `4`,
+    `true` and `(anonymous namespace)::`. The result contains `4`, `true` and `> >`, and no
+    anonymous namespaces. It is cut after MAX_READ characters.
     """
     text = name[:MAX_READ]
     if "(bool)" in text:
@@ -119,7 +119,7 @@ def normalise(name: str) -> str:
 
 
 def split_head(text: str, name: str) -> Head:
-    """Find the path of the function in the normalized text of `name`, after its return type."""
+    """Find the path of the function in `text`, which is the normalized form of `name`."""
     start = _RETURN_TYPE.match(text)
     begin = start.end() if start else 0
     match = _PATH.match(text, begin)
@@ -167,8 +167,8 @@ def integer(argument: str) -> int | None:
 def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]:
     """Convert the group of each field to an integer. Return {} if `match` is None.
 
-    A group that did not match becomes None. So does a number of ten or more digits, which cannot be a
-    size, and which a store may not be able to contain.
+    A group that did not match becomes None. A number of ten or more digits becomes None too,
+    because it cannot be a size and may be too large for the store.
     """
     if match is None:
         return {}
@@ -190,7 +190,8 @@ def short_type(argument: str) -> str:
 def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
     """Return the template arguments that a short name contains: all numbers, and each type once.
 
-    Bools are included if there are at most 3 arguments. An ellipsis replaces all after `most`.
+    Bools are included if there are at most 3 arguments. If more than `most` arguments remain, an
+    ellipsis replaces the last arguments.
     """
     parts: list[str] = []
     for argument in arguments:
@@ -205,7 +206,9 @@ def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
 
 
 def generic_short(text: str, head: Head) -> str:
-    """Return the last part of the path with its `reduced_arguments`."""
+    """Return the last part of the path, followed by the template arguments from
+    `reduced_arguments`.
+    """
     if not head.base:
         return text
     parts = reduced_arguments(template_arguments(text, head.end))
@@ -219,5 +222,5 @@ def join_short(base: str, *parts: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """Remove the middle of a text of more than MAX_SHORT characters."""
+    """Replace the middle of a text by an ellipsis if it has more than MAX_SHORT characters."""
     return text if len(text) <= MAX_SHORT else f"{text[:47]}…{text[-16:]}"
