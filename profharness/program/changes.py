@@ -1,4 +1,4 @@
-"""The verdicts of a comparison of two sides, and the differences between their environments."""
+"""The verdicts of a diff, and the differences between the environments of two runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from profharness.columns import column
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 MIN_LAUNCHES = 3
-RESOLUTION_NS = 64  # two ticks of the 32 ns clock of device timestamps
+RESOLUTION_NS = 64  # two ticks of the clock of device timestamps, which has a resolution of 32 ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class EnvChange:
     ]
 
 
-# What a change of a key can cause, the most important keys first. The sentences describe how
-# PyTorch dispatches on CUDA: the order of the backends and the checks of their constraints.
+# Maps patterns of environment keys to the possible effect of a change. The most important keys come
+# first. The texts describe how PyTorch dispatches on CUDA.
 _EXPLAINS = {
     "device_type": "another kind of device runs other kernels; times do not compare",
     "gpu|capability|num_sms": "the GPU decides which backends are allowed, whether cuDNN comes first,"
@@ -68,7 +68,8 @@ EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLA
 
 # Keys that describe the trace file instead of the machine.
 OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUnit"})
-# Keys that say which of several equal GPUs was used. Different GPU models differ in other keys too.
+# Keys that identify one of several equal GPUs. They are ignored, because GPUs of different models
+# also differ in other keys.
 OF_ONE_GPU = frozenset({"gpu_key", "env.CUDA_VISIBLE_DEVICES"})
 UNIMPORTANT = re.compile(
     r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
@@ -78,11 +79,12 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Return every key whose value differs between two environments, those that can explain other
-    kernels or times first.
+    """Return every key whose value differs between two environments. Keys that can explain
+    different kernels or times come first.
 
-    Nested dicts are flattened to dotted keys. A key that only one side has counts only in a section
-    that both sides have, such as `env`. Keys in OF_A_FILE and OF_ONE_GPU do not count.
+    Nested dicts are flattened to dotted keys. A key that only one environment has is returned only
+    if both environments have its section, such as `env`. Keys in OF_A_FILE and OF_ONE_GPU are
+    ignored.
     """
     both = base_env.keys() & cand_env.keys()
     base, cand = ({key: env[key] for key in both} for env in (base_env, cand_env))
@@ -98,7 +100,9 @@ def environment_changes(
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to dotted keys. Tuples become lists, as in a stored environment."""
+    """Flatten nested dicts to dotted keys such as `env.NAME`. Convert tuples to lists, as in a
+    stored environment.
+    """
     flat: dict[str, Any] = {}
     for key, value in environment.items():
         name = f"{prefix}{key}"

@@ -46,7 +46,7 @@ Value = float | None
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The counters of a kernel launch, or None if not collected. Shares are from 0 to 1."""
+    """The counters of a kernel. Shares are from 0 to 1. Missing counters are None."""
 
     tensor_pipe: Annotated[Value, column("tensor%", "percent", meaning="share of cycles")] = None
     tensor_instructions: float | None = None
@@ -65,7 +65,7 @@ class Counters:
         None
     )
     issue_active: Annotated[Value, column("issue%", "percent", meaning="share of cycles")] = None
-    # The share of each state in the time of all resident warps, in descending order.
+    # The share of each warp state in the time of all resident warps, in descending order.
     warp_states: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -80,12 +80,12 @@ class Counters:
 
 
 def read_counters(metrics: Metrics) -> Counters:
-    """Return the counters of a kernel. The keys of `metrics` are ncu's names."""
+    """Return the counters of a kernel. The keys of `metrics` are ncu's metric names."""
     tensor = _share(metrics, TENSOR_PIPE_OF_ADA)
     conflicts, passes = metric(metrics, BANK_CONFLICTS), metric(metrics, SHARED_WAVEFRONTS)
     states = {name: value for name in WARP_STATES if (value := metric(metrics, warp_state(name)))}
     whole = sum(states.values())
-    # without a request, ncu reports 0 sectors per request
+    # ncu reports 0 sectors per request if there are no requests
     loads, stores = metric(metrics, LOAD_REQUESTS), metric(metrics, STORE_REQUESTS)
     return Counters(
         tensor_pipe=_share(metrics, TENSOR_PIPE) if tensor is None else tensor,
@@ -101,7 +101,7 @@ def read_counters(metrics: Metrics) -> Counters:
 
 
 def metric(metrics: Metrics, name: str) -> float | None:
-    """Return the value of a metric, or None if ncu has no number for it."""
+    """Return the value of a metric, or None if the metric is missing or is not a finite number."""
     value = metrics[name][0] if name in metrics else None
     return value if value is not None and math.isfinite(value) else None
 

@@ -1,4 +1,7 @@
-"""Gates on the map of a program: `--fail-on`, and `--expect flash@'model.layers.*'`."""
+"""Check the gates `--fail-on` and `--expect` on the layer map of a program.
+
+An example of an expectation is `flash@'model.layers.*'`.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """The gates that the user requested. The object is false if there are none."""
+    """The gates that the user requested. An object without gates is false."""
 
     fail_on: tuple[str, ...] = ()
-    # By the text of an expectation: the backends that may compute the calls, and a glob pattern of
-    # the modules.
+    # Maps the text of an expectation to the backends that may compute the calls, and to a glob
+    # pattern for the names of the modules.
     expected: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -34,7 +37,9 @@ class Gates:
 
 
 def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
-    """Parse gates, and expectations such as `flash,cudnn@GLOB`. Raise UsageError for unknown names."""
+    """Parse the values of `--fail-on` and `--expect`, such as `flash,cudnn@GLOB`. Raise UsageError
+    for unknown names.
+    """
     names = split_names(fail_on)
     for name in names:
         if name not in GATES:
@@ -55,14 +60,17 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
 
 
 def require_recorded(layers: LayerMap, gates: Gates) -> None:
-    """Raise UsageError if a gate needs something that the run does not record."""
+    """Raise UsageError if a gate of `--fail-on` needs data that the run does not contain."""
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
             raise UsageError(f"--fail-on {name}: run {layers.run} does not tell it, {why}")
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
-    """Raise GateError with all failures. A gate on what ran also fails if this is unknown."""
+    """Raise GateError if a gate fails. The message lists all failures.
+
+    A gate that checks which backend ran also fails if this backend is unknown.
+    """
     lines: list[str] = []
     blind = all(row.ran is None for row in layers.rows)
     for name in gates.fail_on:
@@ -83,11 +91,13 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
 
 
 def _why_missing(gate: str, layers: LayerMap) -> str | None:
-    """Return why a run records for no call what a gate checks, or None if it does."""
+    """Return why no call of a run has the data that a gate checks. Return None if a call has it, or
+    if the gate needs no such data.
+    """
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
         return "which a recorded step alone shows, and none was recorded"
     needed = {"noop-mask": "mask", "asked-not-ran": "asked"}.get(gate)
-    # for an observed program, each call that lacks the information is listed instead
+    # In an observed program, each call without this information fails on its own.
     if needed is None or layers.processes:
         return None
     if any(getattr(row, needed) is not None for row in layers.rows):
@@ -96,11 +106,13 @@ def _why_missing(gate: str, layers: LayerMap) -> str | None:
 
 
 def _fault(gate: str, row: LayerRow) -> str | None:
-    """Return the fault of a row, which may be an empty text, or None if it passes."""
+    """Return a description of why a row fails a gate, or None if it passes. The description may be
+    empty.
+    """
     if gate == "math-fallback" and "math" in _backends(row) and row.asked != "math":
         return "; ".join(row.reasons)
     if gate == "eager-attention":
-        # flex_attention without torch.compile computes separate products too
+        # flex_attention without torch.compile also runs separate matrix products
         return "" if row.kind == "eager" or (row.kind, row.mode) == ("flex", "eager") else None
     if gate == "noop-mask" and row.mask == NO_MASK_EFFECT:
         return "its mask hides nothing"
@@ -145,7 +157,9 @@ def _backends(row: LayerRow) -> set[str]:
 
 
 def _matches(row: LayerRow, glob: str) -> bool:
-    """Match the full names of the row's modules and their last parts. `*` matches a row without."""
+    """Return whether a pattern matches the full name of one of the row's modules, or the last part
+    of the name. `*` also matches a row without modules.
+    """
     names = [part for name in row.names for part in (name, name.rpartition(".")[2])]
     return any(fnmatchcase(name, glob) for name in names or [""])
 
@@ -157,7 +171,7 @@ def _at(row: LayerRow, text: str) -> str:
 
 
 def _changes(rows: Sequence[LayerRow]) -> list[str]:
-    """Return the modules whose equal calls ran on different backends."""
+    """Return a line for each module whose equal calls ran on different backends."""
     alike: dict[object, list[tuple[str, str]]] = {}
     for row in rows:
         if row.config is not None and row.ran:

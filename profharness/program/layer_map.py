@@ -1,4 +1,4 @@
-"""The map of a program's attention, in which equal calls of equal layers are one row."""
+"""The layer map of a program. Equal attention calls of equal layers are one row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
 )
 
-# By the effect of a mask: a reason, and the change that makes the mask unnecessary.
+# Maps the effect of a mask to a reason, and to the change that makes the mask unnecessary.
 _MASKS = {
     NO_MASK_EFFECT: ("the mask masks nothing", "drop the mask"),
     "causal": ("the mask is what is_causal=True says", "is_causal=True in place of the mask"),
@@ -50,8 +50,10 @@ FUSE = "torch.compile(flex_attention): one fused kernel"
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Equal calls of equal layers. Calls and times are averages per step, and None for calls of an
-    observed program that are in no recorded step. The config is then that of the first call.
+    """Equal calls of equal layers.
+
+    Numbers of calls and times are averages per step. They are None for observed calls that are in
+    no trace. The config of such calls is that of the first call.
     """
 
     run: Annotated[str, column(meaning="id of the run")]
@@ -161,17 +163,19 @@ class LayerRow:
 
     @property
     def kernel_ns(self) -> float:
-        """The time of all kernels of the row, or 0 if it has no kernels."""
+        """The time of all kernels of the row per step, or 0 if it has no kernels."""
         return (self.forward_ns or 0) + (self.backward_ns or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """The time per step that the fastest correct backends save. Savings of one direction are None
-    if a forward pass was not timed on its own, or if there is no such pass.
+    """The time per step that the fastest correct backends would save.
+
+    The savings of the forward and of the backward pass are None if a forward pass was not timed on
+    its own. The savings of the backward pass are also None if no call has a backward pass.
     """
 
-    run: str  # id of the run of the bench
+    run: str  # id of the run that contains the benchmark
     measurement: str  # the measurement, such as `kernel`
     gpu: Text
     saves_ns: float
@@ -180,13 +184,15 @@ class Regret:
     timed_calls: float
     untimed_calls: float
     launch_bound: bool
-    # sentences about what follows from the figures, and about what the bench does not cover
+    # sentences about the results, and about calls that the benchmark does not cover
     conclusions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerForecast:
-    """The prediction of one row for another GPU. Kernel times include the backward with `bwd`."""
+    """The prediction for one row on another GPU. Times include the backward pass if the config has
+    `bwd`.
+    """
 
     predicted_backend: Annotated[
         Text, column("takes", meaning="PyTorch's choice there among the allowed backends, by rule")
@@ -231,7 +237,7 @@ class LayerForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The predictions of all rows for another GPU, in the order of the rows of the map."""
+    """The predictions for all rows on another GPU, in the order of the rows of the layer map."""
 
     gpu: str
     torch: str
@@ -249,14 +255,14 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """The map of one run. The rows are in descending order of time."""
+    """The layer map of one run. The rows with the longest kernel times come first."""
 
     run: str
     rows: tuple[LayerRow, ...]
     steps: tuple[StepRow, ...]
     gaps: tuple[GapRow, ...]
     caveats: tuple[str, ...]
-    platform: Platform | None = None  # the platform that the rules are applied to; None if unknown
+    platform: Platform | None = None  # platform to which dispatch rules are applied
     gpu: str | None = None  # name of the GPU; None for a CPU
     regret: Regret | None = None
     processes: int = 0  # number of observed processes
@@ -264,12 +270,12 @@ class LayerMap:
 
     @property
     def busy_ns(self) -> float:
-        """The time in which the GPU was busy, per step on average."""
+        """The average time per step in which the GPU was busy."""
         return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
     @property
     def attention_ns(self) -> float:
-        """The time of all kernels of attention, per step."""
+        """The time of all attention kernels per step."""
         return sum(row.kernel_ns for row in self.rows)
 
     @property
@@ -281,9 +287,11 @@ class LayerMap:
 def find_layers(
     store: Store, run: str, *, step: int | None = None, torch: str | None = None
 ) -> LayerMap:
-    """Return the map of a run. `step` selects one step, counted from 0 over all traces. `torch` is
-    the PyTorch release if the run does not record it. Raise NotFoundError without attention calls
-    or such a step, and UsageError for an unknown release.
+    """Return the layer map of a run.
+
+    `step` selects one step, counted from 0 over all traces. `torch` names the PyTorch release if
+    the run does not record it. Raise NotFoundError if there are no attention calls or no such step,
+    and UsageError for an unknown release.
     """
     calls = store.calls(run)
     observed = ObservedCalls(store.templates(run), calls)
@@ -303,7 +311,7 @@ def find_layers(
             there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
             raise NotFoundError(f"run {run} has {there}")
         (only,) = steps = [steps[step]]
-        # a trace without steps counts as one step, and its calls have no step
+        # A trace without steps counts as one step, but the `step` of its calls is None.
         inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
         calls = [call for call in calls if call.trace == only.trace and call.step in inside]
     platform = _platform(store, run, torch)
@@ -314,7 +322,7 @@ def find_layers(
         _row(run, name, group, steps, platform, observed, made)
         for group, made in zip(groups, counts, strict=True)
     ]
-    # sort by time in descending order, and calls without times by their number
+    # Rows with the longest times come first. Rows without times are sorted by number of calls.
     rows.sort(key=lambda row: (-row.kernel_ns, row.calls is None, -(row.program_calls or 0)))
     problems = [problem.message for problem in store.problems(run)]
     return LayerMap(
@@ -339,7 +347,9 @@ def find_layers(
 def group_calls(
     calls: Iterable[CallRow], observed: ObservedCalls | None = None
 ) -> list[list[CallRow]]:
-    """Group equal calls in the order of their first calls. Decoding calls may differ in keys."""
+    """Group equal calls. The groups are in the order of their first calls. Decoding calls of a
+    group may differ in the number of keys.
+    """
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
         kind = observed.kind(call) if observed else None
@@ -383,19 +393,25 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
 
 
 def module_name(call: CallRow) -> str | None:
-    """Return the dotted path of the call's module, else the numbered classes around the call."""
+    """Return the dotted path of the call's module. If it is unknown, join the numbered classes of
+    the modules around the call. Return None if there are no modules.
+    """
     return call.path or ".".join(call.modules) or None
 
 
 def any_length(config: Config, phase: str | None) -> Config:
-    """Return the config, without what changes from token to token if the call decodes."""
+    """Return the config of a call. If the call decodes, reset the number of keys and the strides,
+    which change from token to token.
+    """
     if phase != "decode":
         return config
     return replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
 
 
 def phase_of(call: CallRow) -> str | None:
-    """Return the phase of the model that a call belongs to, or None if its shapes are unknown."""
+    """Return the phase of a call: `prefill`, `decode`, `cross` or `train`. Return None if the
+    shapes of the call are unknown.
+    """
     if call.backward or call.recompute:
         return "train"
     if call.config is None:
@@ -407,14 +423,16 @@ def phase_of(call: CallRow) -> str | None:
 
 
 def actual_backend(call: CallRow) -> str | None:
-    """Return the backend that computed a call, by its op or else the families of its kernels."""
+    """Return the backend that computed a call, or None if it is unknown. The backend follows from
+    the op, or else from the families of the kernels.
+    """
     if call.kind in ("eager", "flex"):
         return call.kind
     by_op = backend_of_op(call.sdpa_op)
     if by_op and by_op != "fused":
         return by_op
     families = {FAMILY_BACKENDS.get(kernel.family) for kernel in call.kernels} - {None}
-    # the iteration order of a set differs from run to run
+    # sorted, because the order of a set differs between processes
     return " and ".join(sorted(map(str, families))) or None
 
 
@@ -424,8 +442,8 @@ def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
 
 
 def merge_numbered(names: Sequence[str]) -> str | None:
-    """Merge names that differ only in numbers, as in `layers.{0-2}.attn`. Return None without
-    names.
+    """Merge names that differ only in numbers. For example, merge `layers.0.attn` and
+    `layers.1.attn` to `layers.{0-1}.attn`. Return None if there are no names.
     """
     if not names:
         return None
@@ -435,7 +453,7 @@ def merge_numbered(names: Sequence[str]) -> str | None:
 
 
 def join_numbered(names: Iterable[str]) -> str:
-    """Merge names that differ only in numbers, and join the results by commas."""
+    """Merge names that differ only in numbers, and join the results with commas."""
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         alike.setdefault(NUMBER.sub("{}", name), []).append(name)
@@ -463,7 +481,7 @@ def _row(
     observed: ObservedCalls,
     made: int | None,
 ) -> LayerRow:
-    # an observed program may have no recorded step
+    # `count` is at least 1, because an observed program may have no recorded step.
     first, count = group[0], max(len(steps), 1)
     kind, traced = observed.kind(first), first.trace != UNTRACED
     configs = [parse_config(call.config) for call in group if call.config]
@@ -516,11 +534,11 @@ def _row(
 
 
 def points_of(calls: Iterable[CallRow], count: int) -> Points:
-    """Return the configs of the calls with the smallest, the median and the largest seq_kv. Each
-    has a weight, the number of calls per step that it represents, for calls from `count` steps.
+    """Return the configs with the smallest, the median and the largest seq_kv. Each comes with the
+    number of calls per step that it represents. The calls are from `count` steps.
 
-    A call between two of these configs is divided between both, in inverse proportion to the
-    distance. A call that is recomputed in the backward pass counts as a forward call.
+    A call whose seq_kv is between two of these configs counts partly for each of them, and more for
+    the closer config. A call that is recomputed in the backward pass counts as a forward call.
     """
     configs = [
         replace(config, bwd=False) if call.recompute else config
@@ -549,7 +567,7 @@ def points_of(calls: Iterable[CallRow], count: int) -> Points:
 
 
 def median_config(configs: Sequence[Config]) -> Config | None:
-    """Return the config of median seq_kv, or None if there are no configs."""
+    """Return the config with the median seq_kv, or None if there are no configs."""
     if not configs:
         return None
     ordered = sorted(configs, key=lambda config: config.seq_len_kv)
@@ -597,8 +615,8 @@ def _reasons_and_advice(
 
 
 def suggestions(config: Config, platform: Platform) -> list[tuple[str, str, Advice | None]]:
-    """Return the backends except math that the rules refuse, each with the reason, and the first
-    change after which the backend supports the config.
+    """Return the backends except math that the rules refuse. Each comes with the first reason, and
+    with the first change, if any, after which the backend supports the config.
     """
     return [
         (side.backend, side.reasons[0].message, next(iter(side.advice), None))
@@ -639,7 +657,9 @@ def _caveats(
 
 
 def replay_lines(layers: LayerMap) -> list[str]:
-    """Return the lines of `--configs`: a config that replays calls, and their modules."""
+    """Return the output lines of `--configs`. A line consists of a config that replays calls, and
+    the modules of these calls.
+    """
     lines: dict[str, list[str]] = {}
     for row in layers.rows:
         if row.config and row.replayable:
@@ -648,8 +668,8 @@ def replay_lines(layers: LayerMap) -> list[str]:
 
 
 def short_module(module: str | None) -> str | None:
-    """Return the innermost modules of a path. If the first would be the number of a layer, the name
-    of its list is kept too.
+    """Return the last MODULES_SHOWN names of a module's path. If the first of them is a number,
+    also keep the name before the number, as in `layers.0.self_attn`.
     """
     parts = (module or "").split(".")
     if "{" in parts[0] or not module:

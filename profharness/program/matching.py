@@ -1,4 +1,4 @@
-"""Match the attention calls of several programs layer by layer, and compare two programs."""
+"""Match the layers of several programs by their attention calls, and compare two programs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from profharness.program.observed_calls import ObservedCalls
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
 
-# Wrappers around a model that are not layers of the model, such as those of torch.compile and
-# DistributedDataParallel.
+# Modules that wrap a model, such as those of torch.compile and DistributedDataParallel. They are
+# not layers of the model.
 WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The attention calls of a program."""
+    """The attention calls of a program and the steps that contain them."""
 
     calls: tuple[CallRow, ...]  # the calls in traces
     steps: tuple[StepRow, ...] = ()
     device: str | None = None  # name of the program's GPU, if known
-    # one call for each observed kind that has calls that are in no trace
+    # one representative call for each observed kind of which some calls are in no trace
     untraced: tuple[CallRow, ...] = ()
     observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
 
@@ -63,7 +63,7 @@ class LayerSide:
         column("forward µs/call", right=True, meaning="median time of the kernels of one call"),
     ]
     backward_ns: Annotated[float | None, column("backward µs/call", right=True)]
-    # The following are recorded by the observer only.
+    # Only the observer records the following values.
     asked: Annotated[str | None, column("asked", meaning="backends that the program allowed")] = (
         None
     )
@@ -72,20 +72,20 @@ class LayerSide:
     program_calls: Annotated[
         int | None, column("calls in all", right=True, meaning="calls of the whole program")
     ] = None
-    # The configs to time instead of the calls. Each comes with the number of calls that it
-    # represents, per step or, if no step was recorded, in the whole program. Empty if no config
-    # replays the calls.
+    # The configs to time instead of the calls, each with the number of calls that it represents.
+    # This is a number per step, or for the whole program if no step was recorded. The tuple is
+    # empty if no config replays the calls.
     points: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedLayers:
-    """Equal layers of several programs. The side of a program without them is None."""
+    """Equal layers of several programs. The side of a program without these layers is None."""
 
     direction: str
     sides: tuple[LayerSide | None, ...]
     call_ns: tuple[float | None, ...]  # median time of the kernels of one call; None if unknown
-    basis: str | None  # what was timed in all programs that have times
+    basis: str | None  # what `call_ns` includes: `forward` or `forward and backward`
     # the differences between each program and the first program that has the layers
     reasons: tuple[tuple[str, ...], ...]
 
@@ -97,7 +97,7 @@ class MatchedLayers:
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """Equal layers on both sides. A side that does not have these layers is None."""
+    """Equal layers of the baseline and the candidate. A side without these layers is None."""
 
     direction: str
     baseline: LayerSide | None = None
@@ -110,7 +110,7 @@ class LayerDiff:
         Verdict,
         column("verdict", meaning="`changed` if another backend or mode ran, else as `speed`"),
     ] = "unknown"
-    speed: Verdict = "unknown"  # the verdict on the times
+    speed: Verdict = "unknown"  # the verdict if only times are compared
     changed: bool = False
     backend_changed: bool = False  # whether both backends are known and differ
     reasons: tuple[str, ...] = ()
@@ -128,11 +128,11 @@ class _Site:
     """The calls of one layer that have the same shape and direction."""
 
     name: str | None  # name of the module without wrappers; None if unknown
-    number: int  # for calls without a module, the position among the sites of the same shape
+    number: int  # position among the sites of the same shape if the module is unknown, else 0
     shape: Hashable
     core: Hashable
     direction: str
-    dotted: bool  # whether the name is a path, and not made of classes
+    dotted: bool  # whether the name is a module path instead of class names
     calls: tuple[CallRow, ...] = ()
 
     @property
@@ -145,14 +145,14 @@ class _Site:
 
 
 SIDES = ("baseline", "candidate")
-# values that only the observer records, for a group of calls
+# fields of LayerSide that only the observer records
 RECORDED = ("asked", "choice", "mask")
 _Pair = tuple[list[_Site], list[_Site]]
-_Group = tuple[str, list[list[CallRow]]]  # direction, and the calls by program
+_Group = tuple[str, list[list[CallRow]]]  # a direction, and the calls of each program
 
-# The keys that must be equal for two sites to be paired, the strictest key first. The later keys
-# are for layers that are compiled on one side only, have another mask, or repeat their key-value
-# heads. Names are ignored if one side has no names, or names of another kind.
+# Two sites are paired if one of these keys is equal. The strictest key comes first. The less strict
+# keys pair layers that only one program compiles, and layers with different masks or different
+# numbers of key-value heads. If names cannot be compared, `_paired` ignores them.
 _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
     lambda site: (site.name or site.number, site.shape),
     lambda site: (site.pattern, site.shape),
@@ -163,8 +163,8 @@ _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
 
 
 def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Program | None:
-    """Return the attention calls of a run, if not empty those with the given configs. Return None
-    if the run has cells or no such calls.
+    """Return the program of a run. If `configs` is not empty, keep only calls with these configs.
+    Return None if the run has cells or if no calls are left.
     """
     if store.cells(run):
         return None
@@ -187,8 +187,8 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
-    """Return one row per group of equal layers. `threshold` is the relative change of a time from
-    which it is faster or slower.
+    """Return one row per group of equal layers. A relative change of a time counts as faster or
+    slower if it exceeds `threshold`.
     """
     doubts = _doubts(baseline, candidate)
     groups = _equal_layers((baseline, candidate))
@@ -220,7 +220,9 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
-    """Return one row per group of equal layers, in the order of the first program that has them."""
+    """Return one row per group of equal layers. The layers of the first program come first, in the
+    order of the program.
+    """
     rows = []
     for direction, calls in _equal_layers(programs):
         sides = [
@@ -246,8 +248,10 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
 
 
 def _equal_layers(programs: Sequence[Program]) -> list[_Group]:
-    """Return the groups of equal layers, in the order of the first program that has them."""
-    # if one of the programs has no trace, calls that are in no trace are included
+    """Return the groups of equal layers. The layers of the first program come first, in the order
+    of the program.
+    """
+    # If a program has no calls in traces, include the untraced calls of all programs.
     whole = not all(program.calls for program in programs)
     layers: list[list[list[_Site]]] = []  # the sites of each layer, by program
     for place, program in enumerate(programs):
@@ -256,7 +260,7 @@ def _equal_layers(programs: Sequence[Program]) -> list[_Group]:
         pairs, added = _paired(heads, _sites(program, whole))
         for left, right in pairs:
             kept, *rest = (owners[id(head)] for head in left)
-            for layer in rest:  # layers whose names do not distinguish them become one row
+            for layer in rest:  # layers that names cannot distinguish become one row
                 kept[:] = [[*sites, *more] for sites, more in zip(kept, layer, strict=True)]
             layers = [layer for layer in layers if not any(layer is other for other in rest)]
             kept[place] += right
@@ -295,8 +299,11 @@ def _sites(program: Program, whole: bool) -> list[_Site]:
 
 
 def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
-    """Return two keys of a call: its config without dtype and strides, and its sizes without masks
-    and grouped heads. Both lack the number of keys in decoding.
+    """Return a strict and a loose key for the shape of a call.
+
+    The strict key is the config without dtype and strides. The loose key contains only sizes,
+    without the number of key-value heads. Neither key contains the sequence length of K and V if
+    the call decodes.
     """
     if config is None:
         dims = tuple(dims for dims in call.dims if dims is not None)
@@ -311,13 +318,13 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
 
 
 def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Site]]:
-    """Return the pairs of sites in the order of the baseline, and the other sites of the candidate.
+    """Return pairs of sites, in the order of `base`, and the sites of `cand` that have no pair.
 
-    Sites with an equal key are paired in order if both sides have the same number of them. If the
-    names of the two sides cannot be compared, all sites with an equal key form one pair.
+    Sites with an equal key are paired in order if both programs have the same number of such sites.
+    If the names in the two programs cannot be compared, all sites of equal size form one pair.
     """
     pairs: list[_Pair] = []
-    paired: set[int] = set()  # identities, because sites of the two sides may be equal
+    paired: set[int] = set()  # ids of objects, because sites of both programs may compare equal
     for key in (*_KEYS, None):
         left, right = (_by(key or (lambda site: site.core), sites) for sites in (base, cand))
         for value in left.keys() & right.keys():
@@ -334,7 +341,7 @@ def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Si
                 continue
             paired |= {id(site) for site in chain(sites, others)}
         base, cand = ([site for site in sites if id(site) not in paired] for sites in (base, cand))
-    # the order of the keys above is arbitrary, because they are in sets
+    # sorted, because the keys above are visited in an arbitrary order
     pairs.sort(key=lambda pair: (pair[0][0].calls[0].trace, pair[0][0].calls[0].call))
     return pairs, cand
 
@@ -358,7 +365,9 @@ def _group_key(program: Program, site: _Site, calls: Sequence[CallRow]) -> Hasha
 
 
 def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
-    """Return the backend that ran, or several if steps differ. Return None if it is unknown."""
+    """Return the backend that ran, or a text such as `flash and math` if the calls ran on several.
+    Return None if the backend is unknown.
+    """
     names = (actual_backend(call) or program.observed.common_field(call, "ran") for call in calls)
     return " and ".join(sorted(set(filter(None, names)))) or None
 
@@ -398,7 +407,10 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
 
 
 def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
-    """Return the times of a call's forward and backward kernels, each None if there are none."""
+    """Return the times of a call's forward kernels and of its backward kernels.
+
+    The second time is None if there are no backward kernels. Return None if there are no kernels.
+    """
     if not call.kernels:
         return None
     backward = [kernel.total_ns for kernel in call.kernels if kernel.direction == "backward"]
@@ -470,7 +482,7 @@ def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
 def _speed(
     base: Sequence[int], cand: Sequence[int], threshold: float
 ) -> tuple[float | None, Verdict, str]:
-    """Return the ratio of the times, the verdict and its reason."""
+    """Return the ratio of the times, the verdict, and the reason for the verdict."""
     if not base or not cand or not median(base) or not median(cand):
         return None, "unknown", "no times of kernels on both sides"
     times = median(base), median(cand)
@@ -496,7 +508,7 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
     devices = baseline.device, candidate.device
     if None not in devices and devices[0] != devices[1]:
         return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
-    on_cpu = set()  # on a CPU, ops take the place of kernels
+    on_cpu = set()  # whether each program's kernels are ops that ran on a CPU
     for program in (baseline, candidate):
         names = [kernel.kernel for call in program.calls for kernel in call.kernels]
         if names:

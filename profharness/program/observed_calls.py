@@ -1,6 +1,6 @@
 """Match the templates that the observer recorded with the attention calls in traces.
 
-A template describes calls that are equal except for their lengths.
+A template describes attention calls of one process that are equal except for their lengths.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from dataclasses import replace
 from profharness.attention.config import Config, parse_config
 from profharness.rows import UNTRACED, CallRow, CallSignature
 
-# the batch size and the numbers of queries and keys; the number of keys is None in decoding
+# The batch size, the number of queries, and the number of keys. The number of keys is None if the
+# call decodes.
 Lengths = tuple[int | None, ...]
 MOST_POINTS = 16  # maximum number of configs that represent the calls of one row
-# the number of a kind, and its lengths, which are None for a call that is in no trace
+# The template number of a kind of call, and the lengths of a call. The lengths are None if the call
+# is in no trace.
 KindLengths = tuple[int, Lengths | None]
 
 
 class ObservedCalls:
-    """The observed calls of a run. Equal templates of several processes form one kind, with the
-    number of the first. `traced` are the calls in traces.
+    """The observed calls of a run.
+
+    Equal templates of several processes are merged into one kind, which has the number of its first
+    template. `traced` contains the calls in traces.
     """
 
     def __init__(self, templates: Iterable[CallSignature], traced: Sequence[CallRow]) -> None:
@@ -32,7 +36,7 @@ class ObservedCalls:
             bare = replace(row, template=0, pid=0, rank=None, calls=0, lengths=())
             alike.setdefault(repr(bare), []).append(row)
         self._distinct: list[CallSignature] = []
-        self._kinds: dict[int, CallSignature] = {}  # kinds by the number of each of their templates
+        self._kinds: dict[int, CallSignature] = {}  # maps numbers of templates to kinds
         for equal in alike.values():
             counted = Counter[tuple[int, ...]]()
             for row in equal:
@@ -52,8 +56,10 @@ class ObservedCalls:
         return None if call.template is None else self._kinds[call.template]
 
     def common_field(self, call: CallRow, name: str) -> str | None:
-        """Return the value of a field of a call's kind. A fused call in compiled code may belong to
-        any kind there, so it has a value only if all those kinds agree.
+        """Return the value of a field of a call's kind, or None if it is unknown.
+
+        A fused op in compiled code may belong to any kind of call in compiled code. The value is
+        known only if it is the same for all these kinds.
         """
         kinds: Iterable[CallSignature | None] = [self.kind(call)]
         if call.compiled and call.template is None and call.kind == "inner":
@@ -62,11 +68,13 @@ class ObservedCalls:
         return values.pop() if len(values) == 1 else None
 
     def hidden(self) -> list[CallSignature]:
-        """Return the kinds of calls in compiled code, which match no particular call in a trace."""
+        """Return the kinds of calls in compiled code, which cannot be matched with particular calls
+        in a trace. Return no kinds if no traced call is compiled.
+        """
         return [kind for kind in self._distinct if kind.compiled and self._compiled]
 
     def untraced(self) -> list[CallRow]:
-        """Return one call for each kind that has calls that are in no trace."""
+        """Return one representative call for each kind of which some calls are in no trace."""
         linked = {number for number, _ in self._shown}
         return [
             _as_call(kind)
@@ -76,12 +84,12 @@ class ObservedCalls:
         ]
 
     def lengths(self, group: Iterable[CallRow]) -> list[int]:
-        """Return the numbers of keys of those calls in a group that are in no trace."""
+        """Return the numbers of keys for the calls of a group that are in no trace."""
         kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
         return [key[2] for kind in kinds if kind for key in self._untraced_lengths(kind) if key]
 
     def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
-        """Return the configs of a group's calls that are in no trace, with their numbers of calls."""
+        """Return the configs of calls in a group that are in no trace, with numbers of calls."""
         made = Counter[Config]()
         for call in group:
             kind = self.kind(call)
@@ -93,8 +101,10 @@ class ObservedCalls:
         return tuple((config.label, calls) for config, calls in _representatives(made))
 
     def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
-        """Return how often the whole program made the calls of each group. The number is None if
-        unknown: for replays of a CUDA graph, compiled code, and calls in several groups.
+        """Return how often the whole program made the calls of each group.
+
+        The number is None if it is unknown. It is unknown for replays of a CUDA graph, for compiled
+        code, and for calls that belong to several groups.
         """
         found = [{self._kind_lengths(call) for call in group} for group in groups]
         groups_with = Counter(each for group in found for each in group)
@@ -124,7 +134,7 @@ class ObservedCalls:
         return kind.template, _key(kind, lengths)
 
     def _untraced_lengths(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
-        """Return the lengths of calls of a kind that are in no trace, with the number of calls."""
+        """Return the number of a kind's untraced calls by the lengths of the calls."""
         return {
             key: count
             for key, count in kind.lengths
@@ -139,7 +149,7 @@ class ObservedCalls:
 
 
 def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
-    """Return the config with other lengths, without the strides, which are of the first call."""
+    """Return the config with other lengths. Drop the strides, which only the first call has."""
     own = (config.batch, config.seq_len_q, config.seq_len_kv)
     if lengths in ((), own) or config.kv_batch is not None:
         return config
@@ -170,7 +180,9 @@ def _representatives(made: Counter[Config]) -> list[tuple[Config, int]]:
 
 
 def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
-    """Return the lengths that the calls of a row share. In decoding, the number of keys is None."""
+    """Return the lengths that the calls of a row have in common. The number of keys is None for
+    decoding calls, because it differs between them.
+    """
     if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
         return lengths
     return (*lengths[:2], None)

@@ -1,5 +1,6 @@
-"""The time that a program's attention would save on the fastest correct backends, according to a
-bench of its configs.
+"""Compute the time that a program would save if its attention ran on the fastest correct backends.
+
+The times come from a benchmark of the program's configs.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ from profharness.measurements.evaluation import BenchResult
 from profharness.program.layer_map import LayerMap, LayerRow, Regret, suggestions
 from profharness.rows import COLD, KERNEL
 
-# measurements of a bench; the first that is available ranks the backends
+# measurements of a benchmark; the first one that is available ranks the backends
 MEASUREMENTS = KERNEL, COLD
 Points = Sequence[tuple[str, float]]
 # if the GPU is busy for less than this share of a step, the program counts as launch-bound
 LAUNCH_BOUND = 0.9
-# minimum ratio of the times of a call in the trace and in the bench for which a doubt is reported
+# A warning is reported if the times of a call in the trace and in the benchmark differ by more than
+# this factor.
 UNLIKE = 1.5
 
 
 class BenchTimes:
-    """The samples of a bench, by config and backend. Only cells with correct output count. Points
-    are pairs of a config label and a number of calls.
+    """The samples of a benchmark by config and backend. Cells with wrong output are left out.
+
+    Points are pairs of a config label and a number of calls.
     """
 
     def __init__(self, benched: BenchResult) -> None:
@@ -45,7 +48,7 @@ class BenchTimes:
         }
 
     def median(self, label: str, backend: str) -> float | None:
-        """Return the median time of a call in ns, or None if it was not timed."""
+        """Return the median time of a call in ns, or None if the call was not timed."""
         values = self.samples.get((label, backend))
         return stats.summarize(values).median if values else None
 
@@ -60,8 +63,9 @@ class BenchTimes:
         return whole
 
     def fastest(self, points: Points) -> str | None:
-        """Return the backend with the shortest time among those that were timed on all points.
-        Settings that let PyTorch choose do not count.
+        """Return the fastest of the backends that were timed on all points, if there are any.
+
+        Backends that let PyTorch choose, such as `auto`, are ignored.
         """
         labels = {label for label, _ in points}
         timed = Counter(backend for label, backend in self.samples if label in labels)
@@ -72,8 +76,8 @@ class BenchTimes:
         return min(times, key=lambda name: times[name], default=None)
 
     def verdict(self, points: Points, backend: str, than: str) -> stats.Speed:
-        """Return whether `backend` is slower on at least one point, else `unknown` if one is
-        undecided.
+        """Return `slower` if `backend` is slower than `than` on at least one point. Otherwise,
+        return `unknown` if at least one comparison is `unknown`, else `same`.
         """
         verdicts = {
             stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
@@ -83,9 +87,10 @@ class BenchTimes:
 
 
 def regret_configs(layers: LayerMap) -> list[Config]:
-    """Return the configs to time: those of calls that can be replayed and those after the changes
-    that the rules suggest, with and without the backward pass. Raise NotFoundError if there are
-    none.
+    """Return the configs to time, with and without the backward pass.
+
+    These are the configs of calls that can be replayed, and the configs after changes that the
+    rules suggest. Raise NotFoundError if there are no such configs.
     """
     configs: dict[Config, None] = {}
     for row in layers.rows:
@@ -107,8 +112,10 @@ def regret_configs(layers: LayerMap) -> list[Config]:
 
 
 def timed_configs(layers: LayerMap) -> list[Config]:
-    """Return the configs that a bench of the layers must time. Without a recorded step, these are
-    the configs of the whole program. Raise NotFoundError if there are none.
+    """Return the configs that a benchmark of the layers must time.
+
+    If no step was recorded, these are the configs of the whole program. Raise NotFoundError if
+    there are no configs to time.
     """
     labels = dict.fromkeys(label for row in layers.rows for label, _ in row.program_points)
     if labels and all(row.calls is None for row in layers.rows):
@@ -117,7 +124,7 @@ def timed_configs(layers: LayerMap) -> list[Config]:
 
 
 def regret_backends(layers: LayerMap) -> list[str]:
-    """Return the backends that ran. They must be timed, regardless of which backends are requested."""
+    """Return the backends that ran. They must be timed even if they are not requested."""
     return list(dict.fromkeys(str(row.ran) for row in layers.rows if _timeable(row)))
 
 
@@ -126,13 +133,17 @@ def _timeable(row: LayerRow) -> bool:
 
 
 def _median(row: LayerRow) -> Config:
-    """Return the config of median length. A recomputed call is timed without the backward pass."""
+    """Return the config of median length, without the backward pass if the call is a
+    recomputation.
+    """
     config = parse_config(str(row.config))
     return replace(config, bwd=False) if row.direction == "recompute" else config
 
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[tuple[str, Advice]]:
-    """Return the changes, if configs express them, after which others support a row of math."""
+    """Return the changes after which other backends support a row that ran on math. Changes that no
+    config can express are left out.
+    """
     if row.ran != "math" or row.config is None or layers.platform is None:
         return []
     changes = suggestions(_median(row), layers.platform)
@@ -140,8 +151,8 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[tuple[str, Advice]]:
 
 
 def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
-    """Return the map with the savings of each row per step. Raise NotFoundError if the bench ran on
-    another device, or has no time of any row.
+    """Return the layer map with the savings of each row per step. Raise NotFoundError if the
+    benchmark ran on another device, or contains no times for any row.
     """
     gpu = benched.gpu
     if gpu != layers.gpu:
@@ -186,7 +197,9 @@ def _launch_bound(layers: LayerMap) -> bool:
 def _with_best(
     row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes
 ) -> LayerRow:
-    """Add the best backend, which is the one that ran if the samples show no other to be faster."""
+    """Add the best backend to a row. It is the backend that ran, unless the samples show that
+    another backend is faster.
+    """
     if not _timeable(row):
         return row
     calls, actual = sum(weight for _, weight in row.points), str(row.ran)
@@ -233,7 +246,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
-    """Return the advice of the rules, with the gain of each change that was timed."""
+    """Return the advice of a row. Add the gain to each change that the benchmark timed."""
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
     for backend, change in _changes(row, layers):
@@ -320,9 +333,9 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
 
 
 def bench_doubts(benched: BenchResult) -> list[str]:
-    """Return doubts about the times of a bench, and the cells that are left out."""
+    """Return warnings about unreliable times in a benchmark, and about cells that are left out."""
     texts = []
-    # `wall` is measured on a CPU, where there are no launches
+    # `wall` is measured on a CPU, which launches no kernels
     if benched.ranking not in ("kernel", "wall"):
         texts.append(
             f"run {benched.run} has no kernel times: {benched.ranking} counts launches too"

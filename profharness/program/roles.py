@@ -1,5 +1,7 @@
-"""The role of each kernel of a cell, by its family, its op stack and the order of the kernels. In a
-foreign trace, kernels outside of attention are named after their ops.
+"""Determine the role of each kernel in a cell, such as `softmax`.
+
+The role follows from the family and the op stack of the kernel, and from the order of the kernels.
+In a foreign trace, kernels outside of attention are named after their ops.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from profharness.rows import KernelRow
 
-# The roles in the order in which a diff lists them: the kernels that compute attention, their
-# parts, and auxiliary kernels.
+# The roles in the order in which a diff lists them. Fused attention kernels come first, then
+# kernels that compute only one operation of attention, then auxiliary kernels.
 ROLES = (
     *("attention", "attention_bwd", "combine", "bwd_preprocess", "bwd_postprocess"),
     *("qk", "softmax", "softmax_guard", "pv", "qk+pv", "mask", "scale", "dropout"),
@@ -34,9 +36,9 @@ _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
 
 
-# Parts of an op stack that show that a kernel belongs to attention, for foreign traces. A batched
-# product may belong to attention that a program computes with separate ops. The product of a linear
-# layer does not.
+# Ops in an op stack that show that a kernel of a foreign trace may belong to attention. Batched
+# matrix products are included, because a program may compute attention with separate ops. Other
+# matrix products belong to linear layers.
 _ATTENTION_PART = re.compile(
     r"^aten::(_?scaled_dot_product|_?softmax|_safe_softmax)|ScaledDot|Softmax"
 )
@@ -55,8 +57,8 @@ def _compiled(*rows: tuple[str, str]) -> _Table:
     return tuple((role, re.compile(pattern)) for role, pattern in rows)
 
 
-# Roles by the name of the kernel. The first match decides. These names are unambiguous, regardless
-# of the op stack.
+# Roles by patterns of kernel names, which are unambiguous regardless of the op stack. The first
+# match decides.
 _NAMED = _compiled(
     ("combine", r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction"),
     ("combine", r"\bcombine_splits\b"),
@@ -77,7 +79,7 @@ _NAMED = _compiled(
 _BACKWARD_NAME = re.compile(r"bwd|backward|bprop|cutlassB_|_dk_?dv|_dq\b", re.IGNORECASE)
 
 
-# Roles by the op directly below the attention op, or by the autograd node.
+# Roles by the op that the attention op calls directly, or by the autograd node.
 _OP_ROLES = _compiled(
     ("softmax_guard", r"aten::_safe_softmax|SafeSoftmaxBackward\d+"),
     ("softmax", r"aten::softmax|aten::_softmax|SoftmaxBackward\d+"),
@@ -96,7 +98,7 @@ _OP_ROLES = _compiled(
     ),
     ("reduce", r"(Expand|RepeatInterleave|IndexSelect|Repeat)Backward\d+|aten::sum"),
 )
-# Roles by the name of the kernel, for profilers that record no op stack (nsys, ncu).
+# Roles by patterns of kernel names, for profilers that record no op stack (nsys, ncu).
 _BARE = _compiled(
     ("softmax_guard", r"isneginf|ReduceOp<bool"),
     ("mask", r"where_kernel|masked_fill|logical_not"),
@@ -109,8 +111,10 @@ _FILLS = ("aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros", "aten:
 
 
 def role(row: KernelRow) -> str:
-    """Return the role of a row on its own. Matrix products are `qk` or `gemm_bwd` until
-    assign_roles distinguishes them.
+    """Return the role of a kernel, regardless of the other kernels of the cell.
+
+    The role of a matrix product is `qk`, or `gemm_bwd` in a backward pass, until `assign_roles`
+    determines which product it is.
     """
     if row.kernel_kind in ("memcpy", "memset"):
         return "memory_bwd" if _is_backward(row) else "memory"
@@ -129,10 +133,10 @@ def role(row: KernelRow) -> str:
 
 
 def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
-    """Return the rows of one cell or foreign range, from one profiler, with their roles. They are
-    sorted by first_ns.
+    """Return rows with their roles, sorted by `first_ns`. All rows must be from one profiler, and
+    from one cell or one range of a foreign trace.
     """
-    # rows that start at the same time need a deterministic order, or their roles would vary
+    # Rows that start at the same time need a fixed order, because roles depend on the order.
     ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
     roles = [
         _neutral_role(row) if row.cell is None and not _shows_attention(row) else role(row)
@@ -161,7 +165,9 @@ def _shows_attention(row: KernelRow) -> bool:
 
 
 def _neutral_role(row: KernelRow) -> str:
-    """Return the op that launched a kernel outside of attention, such as `linear`, else its family."""
+    """Return the op that launched a kernel outside of attention, such as `linear`. If the op is
+    unknown, return the family of the kernel.
+    """
     parts = [part.removeprefix(f"{AUTOGRAD}: ") for part in _path(row)]
     if not parts:
         return row.family
@@ -174,10 +180,11 @@ def _neutral_role(row: KernelRow) -> str:
 
 
 def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str | None:
-    """Return the dtype of the score matrices in memory, or None if a fused kernel stores none.
+    """Return the dtype of the score matrices in memory, or None if fused kernels do not store them.
 
-    `inputs` is the dtype of the inputs. `kernels` contains roles, each with the dtype in the name
-    of the kernel. Casts to fp32 count unless the names of the matrix products contradict them.
+    `inputs` is the dtype of the inputs. `kernels` contains pairs of a role and the dtype in the
+    name of the kernel. If there is a cast, the scores are fp32 unless the name of a matrix product
+    contains another dtype.
     """
     roles = {role for role, _ in kernels}
     if not roles & set(SCORE_ROLES) or roles & set(FUSED_ROLES):
@@ -195,12 +202,14 @@ def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
 
 
 def launches_per_call(row: KernelRow, calls: int) -> float:
-    """Return the launches of a row per call, computed from `calls` if not recorded."""
+    """Return the number of a row's launches per call. If it is not recorded, divide all launches by
+    `calls`.
+    """
     return row.launches_per_call or row.launches / max(1, calls)
 
 
 def call_ns(row: KernelRow, calls: int) -> float | None:
-    """Return the time of a row's launches per call. Return None if the time was not measured."""
+    """Return the time of a row's launches in one call, or None if the time was not measured."""
     if row.total_ns is None:
         return None
     return row.total_ns / row.launches * launches_per_call(row, calls)
@@ -211,7 +220,7 @@ def _is_backward(row: KernelRow) -> bool:
 
 
 def _is_gemm(row: KernelRow) -> bool:
-    """Return whether the row is a matrix product, or the reduction of a split-K product."""
+    """Return whether a kernel computes a matrix product or the reduction of a split-K product."""
     if row.kernel_kind == "op":
         return row.kernel in _GEMM_OPS
     return row.family in ("gemm", "gemv") or _SPLIT_K.search(row.kernel) is not None
@@ -227,7 +236,9 @@ def _path(row: KernelRow) -> list[str]:
 
 
 def _helper_role(row: KernelRow) -> str:
-    """Return the role of an elementwise, copy, fill or reduction kernel by its op stack."""
+    """Return the role of an elementwise, copy, fill or reduction kernel. The role follows from the
+    op stack, or from the kernel's name if there is no op stack.
+    """
     path = _path(row)
     if not path:
         return _first(_BARE, row.kernel) or "helper"
@@ -240,7 +251,7 @@ def _helper_role(row: KernelRow) -> str:
     ]
     if not inside:
         return "grad_init" if path[-1] in _FILLS else "helper"
-    below = path[inside[-1] :][:2]  # the attention op, and the op directly below
+    below = path[inside[-1] :][:2]  # the attention op, and the op that it calls
     return _op_role(below[-1]) or "helper"
 
 
@@ -249,7 +260,7 @@ def _backward_helper_role(path: Sequence[str]) -> str:
     name = _op_role(nodes[0]) if nodes else None
     if name is None and path[-1] in _FILLS:
         return "bwd_init"
-    if name is None:  # ops in a fused op, which make gradients contiguous
+    if name is None:  # a fused op may call ops that make gradients contiguous
         inner = [part for part in path if part.startswith("aten::") and "attention" not in part]
         name = _op_role(inner[0]) if inner else None
     if name == "softmax_guard":
@@ -280,7 +291,7 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
         forward, backward = _split_bare(rows, roles, forward, softmax)
     calls = _calls(rows, roles)
     _name_phase(rows, roles, forward, softmax, (("qk",), ("pv",)), calls)
-    # autograd computes the gradient of the second factor first
+    # For each product, autograd computes the gradient of the second factor first.
     names = (("dV", "dP"), ("dK", "dQ"))
     _name_phase(rows, roles, backward, _index(roles, "softmax_bwd"), names, calls)
 
@@ -288,7 +299,9 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
 def _split_bare(
     rows: Sequence[KernelRow], roles: list[str], products: Sequence[int], softmax: int
 ) -> tuple[list[int], list[int]]:
-    """Separate forward and backward products by their order alone."""
+    """Separate forward from backward matrix products by the order of the kernels. Rename the roles
+    of other kernels after the first backward product.
+    """
     after = [n for n in products if n > softmax]
     cut = next((n for n in after[1:] if not _SPLIT_K.search(rows[n].kernel)), len(rows))
     for n in range(cut, len(rows)):
@@ -312,7 +325,7 @@ def _name_phase(
         n: round(rows[n].launches_per_call or (rows[n].launches / calls if calls else 1))
         for n in main
     }
-    # in a foreign trace, only their number shows whether products belong to attention
+    # In a foreign trace, products may belong to attention only if their number is right.
     unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:
         foreign = rows[n].cell is None and MATH_OP not in _path(rows[n])
@@ -335,7 +348,9 @@ def _name_phase(
 
 
 def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
-    """Return the launches of the softmax, if the trace does not record the number of calls."""
+    """Return the number of calls, which is the number of softmax launches. Return None if there is
+    no softmax, or if the launches per call are recorded.
+    """
     for name in ("softmax", "softmax_bwd"):
         n = _index(roles, name)
         if n is not None and not rows[n].launches_per_call:
@@ -344,7 +359,9 @@ def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
 
 
 def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Name the helpers of attention by separate ops after the outermost op in their stacks."""
+    """If attention consists of separate ops, derive the roles of helpers from the outermost op in
+    their op stacks.
+    """
     if "softmax" not in roles or set(roles) & set(FUSED_ROLES):
         return
     for n, row in enumerate(rows):
@@ -354,7 +371,9 @@ def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
 
 
 def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Name the longest kernel of no ATen op `attention`, for a backend outside of PyTorch."""
+    """If no kernel has the role `attention`, assign it to the longest kernel that no ATen op
+    launched. Such a kernel belongs to a backend outside of PyTorch.
+    """
     if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
         return
     if any(row.cell is None for row in rows):
