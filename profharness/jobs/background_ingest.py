@@ -125,7 +125,7 @@ def _traces_of(group: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_background_ingest(store: Path) -> Iterator[BackgroundIngest]:
-    """Yield a BackgroundIngest that works while the block runs, and end its thread after the block."""
+    """Yield a BackgroundIngest, and end its thread after the block."""
     # An interrupt in the middle of an import would leave an import lock for which the thread waits
     # forever.
     with defer_signals():

@@ -313,9 +313,7 @@ class _Lane:
     description: Plain
     task: _Task | None = None
     done: int = 0  # number of finished cells in the current group
-    failed: set[str] = field(
-        default_factory=set
-    )  # names of the groups that failed since the last success
+    failed: set[str] = field(default_factory=set)  # groups that failed since the last success
 
     def release(self) -> _Task | None:
         task, self.task = self.task, None
@@ -436,7 +434,9 @@ class CampaignScheduler:
         return [lane.task for lane in self._lanes.values() if lane.task is not None]
 
     def _update_lanes(self) -> None:
-        """Add new lanes, and remove lanes that are gone. Their groups are tried again or given up."""
+        """Add new lanes, and remove lanes that are gone. Retry or give up the removed lanes'
+        groups.
+        """
         here = {description["lane"]: description for description in self.transport.lanes()}
         for name, description in here.items():
             if name in self._lanes or name in self._rejected:

@@ -132,7 +132,7 @@ def capture_into_store(
     progress: Progress | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> Captured:
-    """Capture a run and ingest it. If `backends` is empty, use the default backends of the device."""
+    """Capture a run and ingest it. If `backends` is empty, use the device's default backends."""
     options = _on_lanes(options or CaptureOptions())
     check_protocol(options.protocol, counted=options.bench is None and not options.cases)
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
@@ -165,7 +165,7 @@ def capture_into_store(
 
 
 def _on_lanes(options: CaptureOptions) -> CaptureOptions:
-    """Replace the device in the options with the device of the lanes, which may be on other hosts."""
+    """Replace the device in the options with the device of the lanes."""
     device = fleet.lanes_device(options.fleet, options.protocol.device)
     return replace(options, protocol=replace(options.protocol, device=device))
 
@@ -316,7 +316,7 @@ def resume_into_store(
 
 
 def require_store(path: Path) -> None:
-    """Raise StoreError if the store cannot be written to. Jobs check this before they run any cell."""
+    """Raise StoreError if the store cannot be written to. Jobs check this before any cell runs."""
     refuse_network(path)
     written = path if path.exists() else path.parent
     # do not create a new store here, because that takes as long as a cell
@@ -329,7 +329,7 @@ def require_store(path: Path) -> None:
 def _ingest_run_folder(
     done: RunFolder, store: Path, cache: ParsedTraceCache | None = None
 ) -> Captured:
-    """Ingest a complete run folder. If it is interrupted, the exception contains the folder's path."""
+    """Ingest a complete run folder. An exception after an interrupt contains the folder's path."""
     with interrupts_name(done.folder):
         ingested = stores.ingest_path(store, done.folder, cache=cache)
         return Captured(done.folder, done.run, ingested)

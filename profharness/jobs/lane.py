@@ -267,7 +267,7 @@ def main() -> None:
 
 
 def finish(part: Path, spec: Mapping[str, Any]) -> None:
-    """Publish a finished group. If lanes share cores, add a warning to all cells with host times."""
+    """Publish a finished group. If lanes share cores, add a warning to cells with host times."""
     if spec.get("shares_cores"):
         run = read_run(part)
         problems = dict.fromkeys((*run.problems, SHARED_HOST))

@@ -139,7 +139,7 @@ class _Worker:
         self._streams = False
 
     def _skip_rest(self) -> None:
-        """End the process if it still sends batches, because the next request would receive them."""
+        """End the process if it still sends batches. Otherwise, the next reply would be wrong."""
         if self._streams:
             self.end()
 
@@ -223,7 +223,7 @@ class _Worker:
             self.kill(signal.SIGTERM)
 
     def join(self, deadline: float) -> None:
-        """Wait until the process ends, and kill it at `deadline`. Also end tools that it started."""
+        """Wait until the process ends, and kill it at `deadline`. End the tools that it started."""
         process, self._process, self._source, self._streams = self._process, None, None, False
         if process is None:
             return

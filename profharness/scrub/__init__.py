@@ -1,4 +1,4 @@
-"""Make copies of runs and traces that contain only harmless data, and audit such copies."""
+"""Make copies of runs and traces that contain only harmless data, and audit files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Replace each text, or the end of a text, that is not known to be harmless.
+"""Replace texts that are not known to be harmless, except for a harmless start of the text.
 
-A harmless text consists of known words of software and of small numbers, or matches one of a few
-patterns.
+A harmless text consists of small numbers and of technical words that are listed in words.txt, or
+matches one of a few patterns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from profharness.environment import CHANGED
 from profharness.traces.demangle import canonical_names
 
-REPLACEMENT = "removed_"  # followed by a number; also a valid name of a kernel or a module
+REPLACEMENT = "removed_"  # a number follows; the result is also a valid name of a kernel or module
 MAX_TEXT = 1 << 16
-MAX_DIGITS = 5  # maximum number of digits of a number
+MAX_DIGITS = 5  # maximum number of digits in a number
 MAX_DIGITS_IN_NAME = 6
 EXCERPT = 80
 MAX_KEY = 24
@@ -30,7 +30,6 @@ _WORD_LIST = resources.files(__package__).joinpath("words.txt").read_text("ascii
 
 
 def words(text: str) -> frozenset[str]:
-    """Split a text into its words."""
     return frozenset(text.split())
 
 
@@ -38,8 +37,8 @@ _MARKED = words(_WORD_LIST.partition("\n")[2])
 NUMBERED_WORDS = frozenset(word[:-1] for word in _MARKED if word.endswith("#"))
 WORDS = frozenset(word.rstrip("#") for word in _MARKED)
 
-# Words that begin with a capital letter, and groups of digits. For example, `CompiledFxGraph2`
-# consists of `Compiled`, `Fx`, `Graph` and `2`.
+# Matches the words and the groups of digits in a name. For example, `CompiledFxGraph2` consists of
+# `Compiled`, `Fx`, `Graph` and `2`.
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _EXTENTS = re.compile(r"[1-9][0-9]{0,4}(?:x[0-9]{1,5})+")
 _CONFIG = re.compile(
@@ -62,11 +61,12 @@ _NUMBER = re.compile(
     r"[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,2}/[0-9]{1,2}"
     rf"|[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?|[0-9]{{1,4}}\.[0-9]{{1,3}}\.[0-9]{{1,3}}"
 )
-# A number that may be the whole text.
+# Matches a text that consists of a single harmless number.
 _ALONE = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?")
 _SPELLED = re.compile(r"(?<![A-Za-z0-9])(?:[A-Za-z][^A-Za-z0-9]{1,3}){5,}[A-Za-z](?![A-Za-z0-9])")
-# Shapes of chunks that may be an address, a path or a date. In a shape, `w` stands for a name, `n`
-# for a whole number and `f` for a number with a decimal point.
+# Matches the shapes of chunks that may be an address, a path or a date. A chunk is a text without
+# spaces. In its shape, `w` stands for a name, `n` for a whole number and `f` for a number with a
+# decimal point. For example, the shape of `a.b/8` is `w.w/n`.
 _UNSAFE = re.compile(
     r"[nf][-:.+/]+[-+]?[nf]|f,f|w\+w|\.\.+/|//|(?:\A|[^wnf)\]>*])/+[wnf.<]|w[.:]n[.:]n|n\.w.*n\.w|n-w-n"
     r"|:f|\A(?!\.\.\.\Z|--\Z)[.-]{2,}\Z|\[\.|&#|(?<![\[(<,n])n(?:,n){3}|%w|\Aw?:/"
@@ -80,7 +80,7 @@ _INDUCTOR = r"[a-z2-7]{51,52}"
 _VERSION = re.compile(
     r"[0-9]{1,4}(?:\.[0-9]{1,4}){1,2}(?:[a-z]{1,3}[0-9]{1,8})?(?:\+[a-z]{2,4}[0-9]{0,4})?"
 )
-# Patterns of values that are harmless only under a certain key.
+# Maps keys to patterns of values that are harmless only under this key.
 BY_KEY = {
     "torch_git": HASH,
     "backend_code": HASH,
@@ -96,17 +96,18 @@ BY_KEY = {
     "run": re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}"),
     "created": re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(?:\.[0-9]{1,6})?(?:\+00:00|Z)"),
 }
-# Text that PyTorch appends to the name of an NVTX range.
+# Matches the text that PyTorch appends to the name of an NVTX range.
 _TAIL = re.compile(
     r"(?:, seq = [0-9]{1,12})?(?:, op_id = [0-9]{1,12})?(?:, sizes = [][0-9, ]*)?"
     r"(?:, input_op_ids = [][()0-9, -]*)?\Z"
 )
-# Name of the range around a compiled graph, which contains the key of the graph.
+# Matches the name of the range around a compiled graph. The name contains the hash of the graph.
 _GRAPH = re.compile(rf"## Call CompiledFxGraph {_INDUCTOR} ##")
 _PACKAGES = re.compile(r"[^\s\"'(]*?[/\\](?:site-packages|dist-packages|lib/python3\.[0-9]+)[/\\]+")
 
 
-# The keys of these objects are names of backends. An unknown key is replaced and not dropped.
+# Objects whose keys are names of backends. An unknown key in these objects is replaced, not
+# dropped.
 BY_BACKEND = frozenset({"backend_code", "backend_commit", "implementations"})
 _BACKEND = re.compile(r"(?P<file>.+\.(?:py|cu|ptx)):(?P<function>\w+)")
 
@@ -124,7 +125,7 @@ def _is_known_part(part: str) -> bool:
     lengths = [len(token) for token in tokens if not token.isdigit()]
     groups = len(tokens) - len(lengths)
     short = sum(length < 3 for length in lengths)
-    # alternating letters and digits are a key or a hash
+    # a name with many alternations between letters and digits may be a key or a hash
     if groups > 2 or short > MAX_SHORT or (groups and lengths.count(1) > 1):
         return False
     if groups == 2 and lengths.count(1) and len(part) > 4:
@@ -133,14 +134,14 @@ def _is_known_part(part: str) -> bool:
 
 
 def _may_follow(before: str, token: str) -> bool:
-    """Return whether a token is known, and may follow the token before it."""
+    """Return whether a token is known and may follow the token `before`."""
     if token.isdigit():
         return len(token) <= MAX_DIGITS_IN_NAME and (len(before) < 2 or before in NUMBERED_WORDS)
     return (len(token) == 1 or token in WORDS) and not _HEX.fullmatch(before + token)
 
 
 def _shape(chunk: str) -> str | None:
-    """Return the shape of a chunk, or None if it has an unknown part or its shape is unsafe."""
+    """Return the shape of a chunk, or None if the chunk has an unknown part or an unsafe shape."""
     shape = []
     at = 0
     while at < len(chunk):
@@ -152,7 +153,7 @@ def _shape(chunk: str) -> str | None:
             if not is_known_name(text):
                 return None
             if text[0].isdigit() and at and chunk[at - 1] in ".-:":
-                return None  # it may be a part of an address or an id
+                return None  # it may be part of an address or an id
             shape.append("w")
         elif kind == "number":
             if not _NUMBER.fullmatch(text):
@@ -166,10 +167,10 @@ def _shape(chunk: str) -> str | None:
 
 
 def _unknown_at(text: str) -> int:
-    """Return the position of the first unknown chunk, or the length of the text."""
-    number = ""  # the shape of the previous chunk if that was a number
+    """Return the position of the first unknown chunk, or the length of the text if there is none."""
+    number = ""  # shape of the previous chunk if that chunk was a number
     word_before = False
-    depth = 0  # of open brackets; only within brackets may a number follow a number and a comma
+    depth = 0  # number of open brackets; a list of numbers must be in brackets
     for match in re.finditer(r"[^ \t\n]+", text):
         shape = _shape(match[0])
         if shape is None:
@@ -196,8 +197,8 @@ def _word_follows(text: str, at: int) -> bool:
 def known_length(text: str, key: str = "") -> int:
     """Return how many characters at the start of a text are known to be harmless.
 
-    `key` is the name of the member, column or argument that contains the text. Some patterns are
-    harmless only under a certain key.
+    `key` is the name of the member, column or argument that contains the text. Some texts are
+    harmless only under certain keys.
     """
     form = BY_KEY.get(key)
     if not text or (form is not None and form.fullmatch(text)) or _GRAPH.fullmatch(text):
@@ -223,25 +224,25 @@ def _known_start(text: str) -> int:
 class Scrubber:
     """Replaces texts, and records each replacement once.
 
-    A private text gets the same number wherever it occurs in one copy. Unlike the hash of a short
-    text, the number reveals nothing about the text.
+    In one copy, the same private text is always replaced with the same number. Unlike a hash, the
+    number reveals nothing about the text.
     """
 
     changes: dict[tuple[str, str, str], None] = field(default_factory=dict)
-    """Place, kind of change, and an excerpt of at most EXCERPT characters without the private part."""
+    """The keys are tuples of a place, the kind of change, and a short text without private data."""
     where: str = ""
     looks_for_deleted: bool = False  # whether to look for deleted texts in SQLite pages
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def record(self, kind: str, text: str, where: str = "") -> None:
-        """Record that something is replaced or dropped."""
+        """Record that data at a place is replaced or dropped. `text` must not be private."""
         self.changes.setdefault((where or self.where, kind, text[:EXCERPT]))
 
     def clean(self, text: str, key: str = "", *, where: str = "") -> str:
         """Return the text up to its first unknown word, with a placeholder for the rest."""
         if key == "Call stack" and ";" in text:
             return ";".join(self.clean(frame, key, where=where) for frame in text.split(";"))
-        # paths of installed packages become relative to the folder of the packages
+        # make paths of installed packages relative to the folder that contains the packages
         plain = _PACKAGES.sub("", text) if "/" in text or "\\" in text else text
         length = known_length(plain, key)
         if length == len(plain):
@@ -261,7 +262,7 @@ class Scrubber:
     def value(self, value: Any, key: str = "") -> Any:
         """Return a JSON value with cleaned texts and without members whose keys are unknown.
 
-        `key` is the name of the innermost member that contains the value.
+        `key` is the key of the innermost member that contains the value.
         """
         if isinstance(value, str):
             return self.clean(value, key)
@@ -290,6 +291,6 @@ class Scrubber:
         return re.fullmatch(r"\w{1,80}", name, re.ASCII) is not None and is_known_name(name)
 
     def drop(self, key: str) -> None:
-        """Record that the member of an object is dropped."""
+        """Record that a member with an unknown key is dropped from an object."""
         is_plain = re.fullmatch(rf"[A-Za-z_]{{1,{MAX_KEY}}}", key) is not None
         self.record("key", key if is_plain else "a key that is not known")

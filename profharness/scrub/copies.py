@@ -1,4 +1,4 @@
-"""Copy a run folder or a trace so that the copy can be published, and audit files.
+"""Make a copy of a run folder or a trace that can be published, and audit files.
 
 An audit reports everything that `scrub` would replace or drop.
 """
@@ -37,17 +37,18 @@ from profharness.traces import GZIP, GZIP_SUFFIX, unpacked
 from profharness.traces.nsys_export import MAGIC
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
-MAX_JSON = 1 << 28  # maximum bytes of a document; a larger one that is no trace is read by lines
+# Maximum bytes of a JSON document that is no trace. A larger document is read line by line.
+MAX_JSON = 1 << 28
 SHOWN = 5
 
 
 class PrivateDataError(ProfharnessError):
-    """A copy contained something that is not known to be harmless. The copy was deleted."""
+    """A copy contained data that is not known to be harmless. The copy was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that `scrub` replaces or drops. `text` is its replacement."""
+    """A place with data that `scrub` replaces or drops. `text` contains no private data."""
 
     path: Path
     where: str
@@ -62,9 +63,9 @@ class Finding:
 class Scrubbed:
     """The result of `scrub`.
 
-    `files` are the files of the copy, and `left_out` the files of the source that were not copied.
-    `replaced` pairs each raw report with the export that replaces it. The names are relative to the
-    folder.
+    `files` are the files of the copy, and `left_out` are the files of the source that were not
+    copied. `replaced` contains pairs of a raw report and the export that replaces it in the copy.
+    All names are relative to the folder.
     """
 
     output: Path
@@ -74,9 +75,10 @@ class Scrubbed:
 
 
 def audit(path: Path) -> list[Finding]:
-    """Return what `scrub` would replace in a file, or in the files of a folder and in their names.
+    """Return a finding for everything that `scrub` would replace or drop in a file or a folder.
 
-    Raise TraceFormatError for files that cannot be read.
+    In a folder, the names of the files are checked too. Raise TraceFormatError if a file cannot be
+    read.
     """
     if not path.is_dir():
         return list(_findings(path, Scrubber()))
@@ -139,8 +141,11 @@ def _check(path: Path, scrubber: Scrubber) -> None:
 
 
 def _scrub_trace(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
-    """Write the scrubbed copy of a trace, which may be packed. Raise TraceFormatError."""
-    # the reader of Kineto traces unpacks them itself
+    """Write the scrubbed copy of a trace, which may be compressed.
+
+    Raise TraceFormatError if the trace cannot be read.
+    """
+    # the reader of Kineto traces decompresses them itself
     is_kineto = path.name.lower().endswith(".json.gz")
     with contextlib.nullcontext(path) if is_kineto else unpacked(path) as plain:
         with open_input(plain) as file:
@@ -156,13 +161,13 @@ def _scrub_trace(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     with path.open("rb") as plain:
-        packed = plain.read(len(GZIP)) == GZIP  # the suffix may be wrong
+        packed = plain.read(len(GZIP)) == GZIP  # the suffix of the file may be wrong
     with gzip.open(path, "rb") if packed else path.open("rb") as file:
         yield cast("IO[bytes]", file)
 
 
 def _json_of(file: IO[bytes]) -> tuple[bool, Any]:
-    """Return whether a file is a Kineto trace, and the content of any other JSON document.
+    """Return whether a file is a Kineto trace, and the decoded content of any other JSON file.
 
     The content is None if the file is a Kineto trace, is too large or is no JSON.
     """
@@ -182,9 +187,9 @@ def _json_of(file: IO[bytes]) -> tuple[bool, Any]:
 
 
 def default_output(source: Path) -> Path:
-    """Return the path `<name>-scrubbed` beside the source.
+    """Return the path `<name>-scrubbed` in the folder of the source.
 
-    It has the suffix of the source. If the source is a raw report, it has the suffix of an export.
+    The path has the suffix of the source, or the suffix of an export if the source is a raw report.
     """
     source = source.resolve()
     if source.is_dir():
@@ -194,18 +199,20 @@ def default_output(source: Path) -> Path:
 
 
 def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> Scrubbed:
-    """Copy a run folder or a trace, and replace or drop everything not known to be harmless.
+    """Copy a run folder or a trace, and replace or drop all data that is not known to be harmless.
 
-    The source is never changed. `force` replaces an existing output (a folder only if it is a run
-    folder). Raise UsageError for an invalid output, TraceFormatError for a source that cannot be read,
-    and PrivateDataError if the copy fails its audit. On an error the output is unchanged.
+    The source is never changed. If `force` is set, an existing output is replaced, but an existing
+    folder only if it is a run folder. Raise UsageError for an invalid output, TraceFormatError for
+    a source that cannot be read, and PrivateDataError if the audit of the copy finds anything.
+    After an error, the output is unchanged.
     """
     if not source.exists():
         raise TraceFormatError(source, "no such file or folder", expected="a run folder or a trace")
     output = default_output(source) if output is None else output
     _check_output(source, output, force=force)
     try:
-        # on the file system of the output, so that a rename moves the whole copy
+        # The temporary folder is on the file system of the output, so that the copy can be renamed
+        # to the output.
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as made:
             work = Path(made)
             copy = work / output.name
@@ -253,9 +260,10 @@ def _copy_file(source: Path, copy: Path, work: Path) -> Scrubbed:
 
 def _copy_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     run = read_run(source)
-    # the file to read and the name in the copy, by the name of each trace
+    # maps the name of each trace to the file to read and to the name of the trace in the copy
     traces = {trace.path: _find_trace(source, trace.path, work) for trace in run.traces}
-    # a report and its export have the same name in the copy, and the export of the run is preferred
+    # a report and its export get the same name in the copy; an export in the run folder is
+    # preferred
     files: dict[str, Path] = {}
     for original, (file, name) in traces.items():
         if name == original or name not in files:
@@ -265,7 +273,7 @@ def _copy_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
         _, name = traces[trace.path]
         first = merged.get(name, replace(trace, path=name))
         merged[name] = replace(first, cells=tuple(dict.fromkeys((*first.cells, *trace.cells))))
-    # lines that are not events are dropped
+    # omit lines of journals that are not valid events
     journals = {
         path.name: [row for row in observed_rows(path) if row is not None]
         for path in (observed_journals(source) if run.kind == OBSERVE else ())
@@ -278,7 +286,7 @@ def _copy_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     for name, rows in journals.items():
         lines = (msgspec.json.encode(scrubber.value(row)) + b"\n" for row in rows)
         (copy / name).write_bytes(b"".join(lines))
-    # the copied journals contain the counts
+    # the rows of the copied journals contain the counts, so the files of counts are not copied
     counts = {counts_file(source / name).name for name in journals}
     used = {RUN_FILE, *traces, *journals, *counts, *files}
     present = {str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()}
@@ -291,7 +299,7 @@ def _copy_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
 
 
 def _clean_run(run: Run, scrubber: Scrubber) -> Run:
-    """Return the record with cleaned texts and without environment variables."""
+    """Return the record of a run with cleaned texts and without environment variables."""
     scrubber.where = RUN_FILE
     plain: dict[str, Any] = msgspec.to_builtins(run)
     cleaned = scrubber.value(plain)
@@ -303,9 +311,9 @@ def _clean_run(run: Run, scrubber: Scrubber) -> Run:
 
 
 def _find_trace(folder: Path, name: str, work: Path) -> tuple[Path, str]:
-    """Return the file to read for a trace of the folder, and the name of the trace in the copy.
+    """Return the file to read for a trace of a run, and the name of the trace in the copy.
 
-    Export a raw report first.
+    If the trace is a raw report, the file is an export, which is made if necessary.
     """
     source = folder / name
     if not source.resolve().is_relative_to(folder.resolve()):
@@ -329,7 +337,7 @@ def _copy_trace(source: Path, target: Path, scrubber: Scrubber) -> None:
     with target.open("xb") as file, contextlib.ExitStack() as stack:
         out: Any = file
         if target.suffix == ".gz":
-            # the file contains no name and no time, so equal sources give equal bytes
+            # omit the name and the time, so that copies of equal traces have equal bytes
             packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6)
             out = stack.enter_context(packed)
         _scrub_trace(source, out, scrubber)

@@ -1,6 +1,6 @@
-"""Scrub a Kineto trace event by event in bounded memory. Only known keys and texts are kept.
+"""Scrub a Kineto trace event by event in bounded memory.
 
-Numbers keep their digits.
+Only known keys and texts are kept. Numbers are copied without rounding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _encode = msgspec.json.Encoder().encode
 def scrub_kineto(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     """Write a scrubbed copy of a Kineto trace as uncompressed JSON, with one event per line.
 
-    Raise TraceFormatError if the file is no Kineto trace or is cut short.
+    Raise TraceFormatError if the file is no Kineto trace or is cut off.
     """
     with closing(Window(path)) as window:
         layout = probe(window)
@@ -72,9 +72,9 @@ def scrub_kineto(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
 
 
 def _tail(window: Window, scrubber: Scrubber) -> bytes:
-    """Return the known members that follow the events, as JSON without braces.
+    """Return the known members of the trace that follow its events, as JSON without braces.
 
-    The window must be at the closing bracket of the events.
+    The window must be at the closing bracket of the list of events.
     """
     data = window.rest()[1:]
     at = skip_space(data, 0)
@@ -105,7 +105,7 @@ def _only(members: dict[str, Any], keys: frozenset[str], scrubber: Scrubber) -> 
 
 
 def _events(window: Window, layout: Layout) -> Iterator[bytes]:
-    """Yield the events as bytes, and leave the window at the closing bracket."""
+    """Yield each event as bytes. At the end, the window is at the closing bracket of the list."""
     window.seek(layout.first)
     at = 0
     while True:
@@ -135,14 +135,14 @@ def _events(window: Window, layout: Layout) -> Iterator[bytes]:
 
 
 class _Events:
-    """Scrubs events, and caches the cleaned values."""
+    """Scrubs events. Cleaned values are cached, because most texts occur many times."""
 
     def __init__(self, scrubber: Scrubber) -> None:
         self.scrubber = scrubber
         self.cleaned: dict[tuple[str, bytes], msgspec.Raw] = {}
 
     def scrub(self, data: bytes) -> bytes:
-        """Return the event with only its known keys, and with cleaned texts."""
+        """Return an event with cleaned texts and without unknown keys."""
         try:
             event = _only(_decode(data), EVENT_KEYS, self.scrubber)
             args = event.get("args", msgspec.Raw(b"null"))
@@ -153,8 +153,8 @@ class _Events:
                 event["args"] = msgspec.Raw(_encode(self._members(_decode(args))))
             return _encode(self._members(event))
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            # The event contains NaN or a control character. It is kept, because the parser of traces
-            # reads it too. Its numbers may lose digits.
+            # The event is not valid JSON, because it contains NaN or a control character. It is
+            # kept, because the parser of traces accepts such an event too. Numbers may be rounded.
             lenient = self.scrubber.value(decode_lenient(data))
             is_object = isinstance(lenient, dict)
             return _encode(_only(lenient, EVENT_KEYS, self.scrubber) if is_object else {})
@@ -182,7 +182,10 @@ class _Events:
         return self.cleaned[key, data]
 
     def _metadata(self, name: msgspec.Raw | None, args: Any) -> Any:
-        """Return the arguments of a metadata event. Keep only the names that Kineto generates."""
+        """Return the cleaned arguments of a metadata event.
+
+        The name of a process or thread is kept only if it is a name that Kineto generates.
+        """
         kind = bytes(name or b"").strip(b'"')
         if not isinstance(args, dict):
             return {}

@@ -1,11 +1,11 @@
 """Scrub an nsys SQLite export: write a new file that contains only the allowed values.
 
-The new file has all tables and columns with known names, because other readers expect them. Tables
+The new file has all tables and columns with known names, because other programs expect them. Tables
 and columns that are not allowed are empty.
 
-A column name in TABLES begins with a mark for the contents of the column: `$` for a text, `@` for a
-key of the table StringIds, `#` for a serialized process and thread id, and `%` for a process id. A
-column without a mark contains numbers.
+A mark before the name of a column in TABLES shows what the column contains: `$` a text, `@` a key
+of the table StringIds, `#` a serialized process and thread id, and `%` a process id. A column
+without a mark contains numbers.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ TYPE = re.compile(r"[A-Za-z ]{0,30}")
 DIAGNOSTICS = re.compile(r"Number of [A-Za-z ]{1,40} events collected: [\d,]{1,15}\.?")
 _NUMBER = re.compile(r"[0-9]{1,5}")
 _VERSION = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,3}){0,2}")
-# In a table of names and values, a row is copied only if its name is one of these keys and its value
-# matches the pattern.
+# Maps names in the tables NAMED_VALUES to patterns. A row of such a table is copied only if its
+# value matches the pattern of its name.
 VALUES = {
     "EXPORT_PRODUCT_NAME": re.compile("NVIDIA Nsight Systems"),
     "EXPORT_PRODUCT_VERSION": re.compile(
@@ -123,7 +123,7 @@ _PLAIN_TABLES = "type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' AND name NOT 
 
 
 def columns_of(table: str) -> dict[str, str]:
-    """Return the columns of a table that may be copied, and their marks.
+    """Return the marks of the columns that may be copied from a table, by column.
 
     The name of the table may end with a version such as `_V2`.
     """
@@ -133,7 +133,7 @@ def columns_of(table: str) -> dict[str, str]:
 
 
 def row_allowed(table: str, row: dict[str, object]) -> bool:
-    """Return whether a row may be copied. In most tables, all rows may be copied."""
+    """Return whether a row may be copied. Only a few tables have rows that may not be copied."""
     if table == "DIAGNOSTIC_EVENT":
         return DIAGNOSTICS.fullmatch(str(row.get("text"))) is not None
     if table not in NAMED_VALUES:
@@ -145,13 +145,13 @@ def row_allowed(table: str, row: dict[str, object]) -> bool:
 def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     """Write a scrubbed copy of an nsys export.
 
-    Replace process and thread ids with small numbers that are the same in all tables. Do not copy
-    texts to which no copied row refers. Raise TraceFormatError if the file is no export of nsys.
+    Each process or thread id is replaced with the same small number in all tables. Texts are copied
+    only if a copied row refers to them. Raise TraceFormatError if the file is no export of nsys.
     """
-    # this raises an error if the file is foreign, cut off or being written
+    # `opened` raises an error if the file is no export, is cut off or is still being written
     with opened(path, path) as export, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
         with closing(sqlite3.connect(file.name)) as target:
-            # a copy that fails is deleted, so it needs neither journal nor fsync
+            # no journal and no fsync are necessary, because an incomplete copy is deleted
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
             copied = _Export(export.connection, target, scrubber)
             if not copied.kept:
@@ -184,7 +184,7 @@ class _Export:
         self, source: sqlite3.Connection, target: sqlite3.Connection, scrubber: Scrubber
     ) -> None:
         self.source, self.target, self.scrubber = source, target, scrubber
-        self.kept: dict[str, dict[str, str]] = {}  # table -> column -> mark
+        self.kept: dict[str, dict[str, str]] = {}  # marks of columns to copy, by table and column
         for table in _tables(source):
             allowed = columns_of(table)
             if columns := [name for name in _columns(source, table) if name in allowed]:
@@ -193,7 +193,6 @@ class _Export:
         self.used: set[int] = set()  # keys of StringIds in copied rows
 
     def copy(self) -> None:
-        """Copy every table."""
         empty = self._declare()
         for table, columns in self.kept.items():
             self._copy_rows(table, columns, empty[table])
@@ -201,7 +200,7 @@ class _Export:
 
     def _copy_rows(self, table: str, columns: dict[str, str], empty: dict[str, str]) -> None:
         converts: dict[str, Callable[[str, Any], Any]] = {
-            # a numeric column of SQLite may also contain a text
+            # in SQLite, a column of numbers may also contain texts
             "": lambda _, value: value if isinstance(value, int | float) else None,
             "@": lambda _, value: value if isinstance(value, int) else None,
             "#": lambda _, value: self._renumber(value) if isinstance(value, int) else None,
@@ -213,7 +212,7 @@ class _Export:
             ),
         }
         if table in (*NAMED_VALUES, "DIAGNOSTIC_EVENT"):
-            converts["$"] = lambda _, value: value  # `row_allowed` checks the whole row
+            converts["$"] = lambda _, value: value  # `row_allowed` has checked the texts of the row
         strings = [index for index, mark in enumerate(columns.values()) if mark == "@"]
         names = ", ".join(map(_quoted, columns))
         cursor = self.source.execute(f"SELECT {names} FROM {_quoted(table)} ORDER BY rowid")
@@ -258,9 +257,10 @@ class _Export:
                 self.scrubber.record("text", "a text that no copied row refers to", where)
 
     def _declare(self) -> dict[str, dict[str, str]]:
-        """Create the tables of the source without rows, as other readers expect each table and column.
+        """Create the tables of the source without rows.
 
-        For each table, return the columns that must not be null, and an empty value for each column.
+        For each table, return the columns that must not be null, and an empty value for each of
+        these columns.
         """
         empty: dict[str, dict[str, str]] = {}
         for table in _tables(self.source):
@@ -291,15 +291,16 @@ class _Export:
         return empty
 
     def _renumber(self, value: int) -> int:
-        """Return a serialized id with new process and thread numbers, and the same 16 machine bits."""
+        """Return a serialized id with new process and thread numbers and unchanged machine bits."""
         machine, pid = value >> (2 * PID_SHIFT), (value >> PID_SHIFT) & PID_MASK
         ids = self.numbers[pid] << PID_SHIFT | self.numbers[value & PID_MASK]
         return machine << (2 * PID_SHIFT) | ids
 
     def _numbers(self) -> dict[int, int]:
-        """Return the number 1, 2, … that replaces each process or thread id.
+        """Return the numbers that replace process and thread ids in the copy, by id.
 
-        A process and its first thread have the same id, and get the same number.
+        The numbers are 1, 2, … in the order of the ids. A process and its first thread have the
+        same id and get the same number.
         """
         ids = {0}
         for table, columns in self.kept.items():
@@ -315,11 +316,11 @@ class _Export:
 
 
 def _has_deleted(path: Path, copy: Path) -> bool:
-    """Return whether the unused parts of an SQLite file contain a text that the copy lacks.
+    """Return whether the unused parts of an SQLite file contain a text that is not in the copy.
 
-    Sections 1.5 and 1.6 of the SQLite file format describe these parts. The old bytes of a row
-    remain in them when SQLite moves the row. Such a text does not count as deleted: the copy
-    contains it, or contains both of the texts into which it can be cut.
+    Sections 1.5 and 1.6 of the SQLite file format describe the unused parts. When SQLite moves a
+    row, the old bytes of the row remain there. Therefore a text does not count as deleted if the
+    copy contains it, or contains both halves of the text for some way to cut it in two.
     """
     found: set[bytes] = set()
     with path.open("rb") as file:
@@ -342,7 +343,7 @@ def _has_deleted(path: Path, copy: Path) -> bool:
 
 def _free_parts(page: bytes, start: int) -> Iterator[bytes]:
     kind = page[start]
-    # any other page is a free page, or contains the end of a long row
+    # a page of another kind is a free page, or contains the end of a long row
     if kind not in (2, 5, 10, 13):
         yield b"" if kind == 0 and any(page[:4]) else page
         return

@@ -1,6 +1,6 @@
 """Replace raw reports of nsys and ncu with exports, and scrub exports of ncu.
 
-A raw report contains the environment of its process.
+Raw reports are never copied, because they contain the environment of the profiled process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def scrub_ncu(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
 
 
 def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
-    """Return the cleaned text of a cell. Clean each domain and name in an NVTX cell separately."""
+    """Return the cleaned text of a cell of the CSV.
+
+    In a column of NVTX ranges, each domain and each name is cleaned separately.
+    """
     if column in NUMBERED or _TRIPLE.fullmatch(cell):
         return cell
     if NUMBER_CELL.fullmatch(cell) and column not in TEXTS and scrubber.is_known_key(column):
@@ -72,7 +75,7 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
     cleaned = cell
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         cleaned = cleaned.replace(text, scrubber.clean(text, where=column))
-    # without the names, the cell may contain only punctuation, numbers and words of ncu
+    # apart from domains and names, the cell may contain only punctuation, numbers and words of ncu
     left = cell
     for text in sorted(texts, key=len, reverse=True):
         left = left.replace(text, "")
@@ -84,19 +87,19 @@ EXPORTS = {
     for packed in (GZIP_SUFFIX, "")
     for report, export in ((".nsys-rep", ".sqlite"), (".ncu-rep", ".csv"))
 }
-"""Suffix of a report, which may be packed -> suffix of its export."""
+"""Maps the suffix of a raw report, which may be compressed, to the suffix of its export."""
 SUFFIXES = (".json.gz", ".sqlite.gz", ".csv.gz", *EXPORTS)
 """Suffixes that `split_name` recognizes."""
 
 
 class StaleExportError(ProfharnessError):
-    """The export beside a report cannot be trusted, and another one cannot be made."""
+    """The export beside a report is invalid or too old, and no other export can be made."""
 
 
 def split_name(name: str) -> tuple[str, str]:
     """Split a file name into its stem and suffix.
 
-    Return the suffix of a report or a packed trace in lower case.
+    The suffix of a report or a compressed trace is returned in lower case.
     """
     for suffix in SUFFIXES:
         if name.lower().endswith(suffix):
@@ -105,7 +108,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_name(source: Path, output: Path) -> None:
-    """Raise UsageError if the suffix of the output does not fit its content."""
+    """Raise UsageError if the suffix of an output file does not fit the copy of the source."""
     (_, suffix), (stem, wrong) = split_name(source.name), split_name(output.name)
     made = EXPORTS.get(suffix)
     if made is None:
@@ -123,9 +126,10 @@ def check_name(source: Path, output: Path) -> None:
 def exported(report: Path, made: Path) -> Path:
     """Return the path of an export of a report.
 
-    If the export beside the report is valid and not older than the report, return its path.
-    Otherwise export the report to `made`. Raise StaleExportError if the existing export is invalid
-    and no new one can be made, and the errors of the exporters.
+    If the export beside the report is valid and not older than the report, return the path of this
+    export. Otherwise, export the report to `made`. Raise StaleExportError if the existing export is
+    invalid or too old and no other export can be made. If there is no export, raise any error of
+    the exporter.
     """
     stem, suffix = split_name(report.name)
     beside = report.with_name(f"{stem}{EXPORTS[suffix]}")
@@ -150,7 +154,7 @@ def exported(report: Path, made: Path) -> Path:
 
 
 def _doubt(export: Path, report: Path) -> str | None:
-    """Return why an export cannot have been made from the report, or None if it can."""
+    """Return why an export cannot be used instead of a report, or None if it can be used."""
     if export.stat().st_mtime_ns < report.stat().st_mtime_ns:
         return "is older than the report"
     try:
