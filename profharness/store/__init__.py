@@ -1,7 +1,7 @@
 """The SQLite store of runs and traces.
 
-The functions that ingest are imported on first use, so that commands that only read the store
-import neither numpy nor a parser.
+The functions that ingest traces are imported on first use, so that commands that only read the
+store import neither numpy nor a parser.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Convert rows to pandas DataFrames.
 
-Integer columns stay integers, and the frame of an empty result has its columns.
+Integer columns stay integers, and a DataFrame without rows still has all columns.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def to_frame(rows: Sequence[Any], kind: Any = None) -> pd.DataFrame:
     `kind` is the type of the rows. It determines the columns if there are no rows. A grid or block
     becomes three columns (`grid_x`, …). A tuple of strings becomes one string joined by "; ". Raw
     samples become a count and a median (`event_samples`, `event_median_ns`). Each metric becomes a
-    column with the profiler's own name, without the unit. Other dicts become one column per key.
-    Unknown values are missing, never 0.
+    column with the profiler's name of the metric, without the unit. Other dicts become one column
+    per key. Unknown values are missing, never 0.
     """
     kind = type(rows[0]) if rows else kind
     if kind is None:
@@ -43,7 +43,7 @@ def to_frame(rows: Sequence[Any], kind: Any = None) -> pd.DataFrame:
         for row in rows
     ]
     integers = [column for name in names if hints[name] in _INTEGERS for column in _flat(name)]
-    # the columns of a dict depend on its value
+    # Dicts are left out, because their columns depend on their keys.
     plain = (name for name in names if not str(hints[name]).startswith("dict"))
     columns = None if records else list(chain.from_iterable(map(_flat, plain)))
     return frame(records, columns, integers=integers)
@@ -54,16 +54,16 @@ def frame(
 ) -> pd.DataFrame:
     """Return a DataFrame of rows or records.
 
-    Columns of integers with missing values have the dtype Int64, and so do the columns of
-    `integers` that have missing values.
+    A column of integers with missing values has the dtype Int64. A column in `integers` has this
+    dtype even if all its values are missing.
     """
-    # imported late: only frames need pandas
+    # imported here, because most commands do not need pandas
     import pandas as pd
 
     made = pd.DataFrame(rows, columns=columns)
     for index, name in enumerate(made.columns):
         column = made.iloc[:, index]
-        # pandas converts integers with gaps to floats, which are inexact beyond 2**53
+        # pandas converts integers with missing values to floats, which are inexact beyond 2**53
         if column.dtype.kind not in "fO" or not (column.isna().any() or name in integers):
             continue
         values = [row.get(name) if isinstance(row, dict) else row[index] for row in rows]
@@ -87,7 +87,7 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
         return frame(cursor.fetchall(), columns)
     except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning) as error:
         if is_damage(error) or find_damage(connection):
-            raise  # Store.__exit__ reports a damaged file
+            raise  # Store.__exit__ reports that the file is damaged
         raise UsageError(f"the query failed: {error}; {_READS}") from None
     except sqlite3.DatabaseError as error:
         # sqlite3 has no separate exception for a denied statement

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-TIMED = (TORCH, NSYS)  # not ncu, because it serializes kernels and so has no real start times
+TIMED = (TORCH, NSYS)  # without ncu, whose start times are useless because it serializes kernels
 MERGE_ROWS = 1 << 20  # number of rows above which rows of the same group and duration are merged
 
 
 def group(
     key: Column, duration: Column, start: Column, count: Column
 ) -> tuple[Column, dict[str, Column]]:
-    """Group rows by key, and return groups that are sorted by key. There must be at least one row.
+    """Group rows by key, and sort the groups by key. There must be at least one row.
 
     `count` is the number of launches that each row represents. Return the index of one row of each
     group, and the columns of `launch_groups`. The median of an even number of durations is the mean
-    of the two in the middle, rounded down.
+    of the two middle durations, rounded down.
     """
     order = np.argsort(pack([key, duration]))  # faster than lexsort, with the same order
     ordered_key, ordered, counts = key[order], duration[order], count[order]
@@ -56,7 +56,7 @@ def group(
 
 
 class Grouping:
-    """Group rows that arrive in blocks by the columns `names`.
+    """Groups rows by the columns `names`. The rows arrive in blocks.
 
     Memory grows with the number of distinct durations in each group, not with the number of rows.
     """
@@ -68,7 +68,7 @@ class Grouping:
         self._rows, self._merge_rows, self._merge_at = 0, merge_rows, merge_rows
 
     def add(self, keys: Sequence[Column], duration: Column, start: Column) -> None:
-        """Add rows. `keys` are columns of integers, none of them below -1."""
+        """Add rows. `keys` contains integer columns whose values are -1 or more."""
         _, index, member_of = np.unique(pack(keys), return_index=True, return_inverse=True)
         rows = zip(*(column[index].tolist() for column in keys), strict=True)
         ids = np.array([self._ids.setdefault(row, len(self._ids)) for row in rows], np.int64)
@@ -84,10 +84,12 @@ class Grouping:
             self._merge_at = max(self._merge_rows, 2 * self._rows)
 
     def finish(self) -> tuple[dict[str, Column], dict[str, Column]]:
-        """Return the columns of coarse and of fine groups. There must be at least one row.
+        """Return the columns of the coarse groups and of the fine groups. There must be at least
+        one row.
 
-        Coarse groups ignore the last column of the keys. They contain its most frequent value, or the
-        one that started first if there are several.
+        Coarse groups ignore the last key column. In the result, this column contains the value with
+        the most launches. If several values have equally many, it contains the value that started
+        first.
         """
         ids, *columns = map(np.concatenate, zip(*self._blocks, strict=True))
         keys = np.array(list(self._ids), np.int64)
@@ -104,7 +106,7 @@ class Grouping:
 
 
 class DeviceTimes:
-    """Collect the device, kernel, start and duration of each launch on a GPU, in 24 bytes."""
+    """Collects the device, kernel, start and duration of each GPU launch in 24 bytes per launch."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[NDArray[Any], ...]] = []

@@ -58,16 +58,16 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Contents = dict[tuple[str, str], int]
-"""What a run contains, such as the number of ("measurements of cell", "c0001")."""
+"""Numbers of the items in a run, by pairs such as ("measurements of cell", "c0001")."""
 
 UNREADABLE = "trace_unreadable"
 MEASURED, LAUNCHED = "measurements of cell", "launches of"
 PENDING = "pending"
 FEW = 5  # maximum number of sources or losses that a message lists
 MAX_COUNTS_SHOWN = 20
-MAX_INT = (1 << 63) - 1  # the largest integer of SQLite
+MAX_INT = (1 << 63) - 1  # the largest integer in SQLite
 LAST_SECOND = 253402300799.0  # end of the year 9999, the latest time that datetime supports
-EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range is Unix time
+EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096; times in this range are Unix times
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,15 @@ class IngestResult:
     launches: int  # number of launches now stored
     cells: int  # number of cells now stored
     warnings: tuple[str, ...] = ()
-    """warnings stored with the run; each begins with its trace or cell"""
-    kept: Path | None = None  # folder that the run was ingested from, if the source is a copy of it
+    """Warnings stored with the run. Each begins with the name of a trace or a cell."""
+    kept: Path | None = None  # folder of the stored run if the source is a copy of it
 
 
 _Parsed = tuple[Raw, Trace]
 
 
 class _RawError(Exception):
-    """Reading a raw trace failed. The arguments are the Raw and the TraceFormatError."""
+    """A raw trace cannot be read. The arguments are the Raw and the TraceFormatError."""
 
 
 def ingest_path(
@@ -98,21 +98,22 @@ def ingest_path(
     progress: Progress | None = None,
     cache: ParsedTraces | None = None,
 ) -> list[IngestResult]:
-    """Ingest a run folder, a trace file, or all of them below a folder, in sorted order.
+    """Ingest a run folder, a trace file, or all run folders and trace files below a folder.
 
-    `progress` is called with the name of the trace, the number of launches stored so far and the
-    total. `cache` contains traces that were parsed before. An unreadable trace of a run folder
-    becomes a problem and a warning of the stored run.
+    Sources are ingested in sorted order. `progress` is called with the name of a trace, the number
+    of its launches that were read so far, and the number of all its launches. `cache` contains
+    traces that were parsed before. An unreadable trace of a run folder becomes a problem and a
+    warning of the stored run.
 
-    All sources are ingested before TraceFormatError is raised for one that cannot be read. Rows
-    that the store already has of that source are kept. A missing store is not created if no source
-    can be read. Raises StoreError if the store cannot be used or does not contain what was written
-    to it.
+    If a source cannot be read, TraceFormatError is raised after the other sources are ingested.
+    Rows of this source that are already stored are kept. A missing store is not created if no
+    source can be read. Raises StoreError if the store cannot be used or does not contain what was
+    written to it.
     """
     results, failures = [], []
     # The store is opened late, so that an unreadable source does not create a store. Foreign keys
-    # are not checked: six per launch would double the cost of writing it, and all ids are assigned
-    # here.
+    # are not checked, because six checks per launch would double the time to write it, and all ids
+    # are assigned by this program.
     with closing(Writer(store)) as writer:
         for path in find_sources(source):
             try:
@@ -161,7 +162,8 @@ def ingest_source(
 ) -> IngestResult:
     """Parse and store one source. Raises the errors of `ingest_path`.
 
-    `writer` opens the store. It is called only once the source is known to be readable.
+    `writer` opens the store. If there is no store, `writer` is called only after the traces could
+    be parsed.
     """
     try:
         return _ingest_source(store, writer, source, progress, cache)
@@ -184,7 +186,7 @@ def _ingest_source(
 ) -> IngestResult:
     if source.run is not None:
         _check_record(source.path / RUN_FILE, source.run)
-    # checked before parsing, and again in the transaction: another process may store it first
+    # checked before parsing, and again below, because another process may store the source first
     same = waiting(lambda: unchanged(writer(), source)) if store.exists() else None
     if same:
         return same
@@ -216,7 +218,7 @@ def _ingest_source(
 def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
     """Parse a trace up to its first batch.
 
-    This is most of the work, and it is done before the store is locked.
+    Most of the work happens here, before the store is locked.
     """
     try:
         kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
@@ -232,7 +234,7 @@ def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
 
 
 def _check_record(path: Path, run: Run) -> None:
-    """Raise TraceFormatError if a run record contains values that tables cannot contain."""
+    """Raise TraceFormatError if a run record contains values that cannot be stored."""
     (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
     if count > 1:
         raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
@@ -273,7 +275,7 @@ def _original(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | 
     if row is None:
         return None
     source = Path(row[0])
-    # if the source was deleted, the copy replaces it
+    # if the original folder was deleted, the copy replaces it
     if not (source / RUN_FILE).is_file() or source.resolve() == folder.resolve():
         return None
     here = {
@@ -282,7 +284,7 @@ def _original(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | 
         if cell.status != PENDING
     }
     there = _stored_contents(connection, run.run)
-    # the number of launches is unknown before parsing
+    # traces are compared by path, because their numbers of launches are unknown before parsing
     traces = {(LAUNCHED, trace.path) for trace in run.traces}
     same = (
         here.items() <= there.items()
@@ -292,7 +294,7 @@ def _original(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | 
 
 
 def _stored_contents(connection: sqlite3.Connection, run: str) -> Contents:
-    """Return the contents of a stored run. They are empty if the store does not contain the run."""
+    """Return the contents of a stored run, or an empty dict if the run is not stored."""
     rows = connection.execute(
         f"SELECT '{MEASURED}', cell, (SELECT count(*) FROM samples s WHERE s.cell_id = c.id) "
         "+ (SELECT count(*) FROM verifications v WHERE v.cell_id = c.id) FROM cells c "
@@ -309,7 +311,7 @@ def _stored_contents(connection: sqlite3.Connection, run: str) -> Contents:
 def require_no_less(
     connection: sqlite3.Connection, source: Source, run: str, before: Contents
 ) -> None:
-    """Raise TraceFormatError if the stored run now contains less than it did before."""
+    """Raise TraceFormatError if the stored run contains less than `before`."""
     after = _stored_contents(connection, run)
     missing = []
     for (what, name), number in before.items():
@@ -341,13 +343,13 @@ def _write(
     query = "SELECT 1 FROM runs WHERE run = ?"
     status = "replaced" if connection.execute(query, (name,)).fetchone() else "new"
     before = _stored_contents(connection, name)
-    # require_no_less at the end rolls this back if the new run contains less
+    # if the new run contains less, require_no_less raises an error, which rolls this back
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
     # the launches of an observed program belong to no cell
     planned = run is not None and run.kind != OBSERVE
     cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
-    # without cells all launches are kept, as for a foreign trace
+    # if there are no cells, all launches are kept, as for a foreign trace
     results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{raw.name}: {text}" for raw, trace in parsed for text in trace.warnings]
@@ -418,10 +420,10 @@ def _insert_run(
 
 
 def _created(path: Path, trace: Trace) -> str:
-    """Return when a foreign trace was recorded.
+    """Return the date and time at which a foreign trace was recorded.
 
-    Use the date in the trace, else its clock if that is Unix time, else the file's modification
-    time.
+    Use the date in the trace. If there is none, use the start of the first range if it is Unix
+    time. Otherwise, use the modification time of the file.
     """
     stamps = [] if trace.created_s is None else [trace.created_s * 10**9]
     starts = stamps + [item.start_ns for item in trace.ranges[:1]]
@@ -485,19 +487,19 @@ def _insert_raw(
             progress(raw.name, done, trace.num_launches)
 
     times = DeviceTimes()
-    # the calls of cells run one at a time, so their busy times would be meaningless
+    # Busy times of cells would be meaningless, because their calls run one at a time.
     watched = cells is None and trace.profiler in TIMED
     batches = times.watch(trace.batches()) if watched else trace.batches()
     try:
         row = fields_of(connection, "traces", raw, trace)
         row |= {"run_id": run_id, "path": raw.name}
-        # insert_trace updates these at the end
+        # insert_trace sets these values at the end
         row |= dict.fromkeys(("launches", "dropped", "first_launch_id", "last_launch_id"), 0)
         trace_id = insert_row(connection, "traces", row)
         for device in trace.devices:
             row = {"run_id": run_id, "device_index": device.index, **asdict(device)}
             del row["index"]
-            # values that an earlier trace of the run lacks are filled in
+            # fill in values that are missing in earlier traces of the run
             filled = ", ".join(f"{name} = coalesce({name}, excluded.{name})" for name in row)
             statement = insert_statement("devices", dict.fromkeys(row, "?"))
             statement += f" ON CONFLICT DO UPDATE SET {filled}"
@@ -529,7 +531,9 @@ def _update_cells(
     ids: dict[str, int],
     results: list[tuple[str, Inserted]],
 ) -> list[str]:
-    """Store the SDPA ops and warnings of cells that result from traces. Return the new warnings."""
+    """Store the SDPA op of each cell, and warnings that follow from its traces. Return the new
+    warnings.
+    """
     warnings = []
     for cell in run.cells:
         traces = [

@@ -1,10 +1,10 @@
-"""Read sources in a child process of the process that stores them.
+"""Read sources in a child process. The parent process writes them to the store.
 
-Requests on stdin are pickled pairs of a name and a path; replies on stdout are pickled too:
+Requests on stdin are pickled pairs of a name and a path. Replies on stdout are pickled too.
 
 * `source` replies with the Source at a path. Its traces are parsed unless the store contains them.
 * `trace` replies with the Trace of a file and a list that contains its first batch.
-* `batches` replies with each other batch of that trace, and then with None.
+* `batches` replies with each further batch of this trace, and then with None.
 
 If a request fails, the reply is an exception that the receiver must raise.
 """
@@ -44,7 +44,9 @@ class SourceReader:
         self._rest: dict[Path, Iterator[LaunchBatch]] = {}
 
     def source(self, path: Path) -> Source:
-        """Read a source instead of the previous one. Parse its traces unless it is already stored."""
+        """Read a source, and parse its traces unless the store contains them. Close the traces of
+        the previous source.
+        """
         self.close()
         source = read_source(path)
         if not self._is_stored(source):
@@ -65,7 +67,7 @@ class SourceReader:
         return replace(trace, batches=_nothing, close=_nothing), first
 
     def batches(self, path: Path) -> Iterator[LaunchBatch | None]:
-        """Yield the batches of a trace after the first one, then None."""
+        """Yield all batches of a trace except the first batch, and then None."""
         yield from self._rest.pop(path)
         yield None
 
@@ -81,7 +83,7 @@ class SourceReader:
         return trace, list(islice(batches, 1)), batches
 
     def _is_stored(self, source: Source) -> bool:
-        # the writer reports a store that cannot be used
+        # Errors are ignored here, because the process that writes the store reports them.
         with (
             suppress(StoreError, sqlite3.Error),
             closing(connect(self._store, write=False)) as connection,
@@ -91,14 +93,14 @@ class SourceReader:
 
 
 def _nothing() -> Any:
-    """Replace a function that cannot be pickled."""
+    """Do nothing. This function replaces attributes that cannot be pickled."""
 
 
 def main() -> None:
     """Reply to requests until stdin ends or SIGTERM is received. Close all traces at the end."""
     signal.signal(signal.SIGTERM, _exit)
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries must not be read as a reply
+    os.dup2(2, 1)  # so that the parent does not read the output of libraries as replies
 
     with closing(SourceReader(Path(sys.argv[2]))) as reader, suppress(EOFError, BrokenPipeError):
         while True:

@@ -1,7 +1,7 @@
-"""Insert a parsed trace: ranges, launches in column blocks, groups, counters and attention calls.
+"""Insert a parsed trace with its ranges, launches, groups, hardware counters and attention calls.
 
-The columns of launches and calls are the attributes of `LaunchBatch` and `AttentionCall` by the same
-name.
+Columns of `launches` and `calls` have the same names as attributes of `LaunchBatch` and
+`AttentionCall`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     Column = NDArray[np.int64]
 
 Calls = dict[str, dict[int, int]]
-"""Profiled calls by cell: the ordinal of the call of each range, by the index of the range."""
+"""For each cell, the number of the profiled call of each range, by the index of the range."""
 
 SDPA_OP = re.compile(r"aten::_scaled_dot_product_\w*attention\w*")
 BLOCK = 8192
@@ -69,21 +69,21 @@ KERNEL_COLUMNS = (
 
 
 def sdpa_op(path: str) -> str | None:
-    """Return the innermost op in a path of ops that implements SDPA, or None if no op does.
+    """Return the innermost op of an op path that implements SDPA, or None if there is no such op.
 
-    The composite op scaled_dot_product_attention does not count.
+    The composite op scaled_dot_product_attention is ignored, because it calls one of these ops.
     """
     return next((op for op in reversed(path.split(";")) if SDPA_OP.fullmatch(op)), None)
 
 
 @dataclass(slots=True)
 class Inserted:
-    """The result of inserting a trace: the number of launches stored and dropped, and its cells."""
+    """The result of inserting a trace, with the numbers of stored and dropped launches."""
 
     launches: int = 0
     dropped: int = 0
     cells: dict[str, tuple[list[int], str | None]] = field(default_factory=dict)
-    """launches in each profiled call of a cell, and the op that implements SDPA"""
+    """For each cell, the number of launches in each profiled call, and the SDPA op."""
     unknown_cells: tuple[str, ...] = ()
 
 
@@ -97,8 +97,8 @@ def insert_trace(
 ) -> Inserted:
     """Insert the contents of a trace that has a row in `traces`, in the caller's transaction.
 
-    `cells` maps the names of a run's cells to row ids. Launches outside of these cells are not
-    stored, but counted. `cells` is None for a foreign trace. Then all launches are stored.
+    `cells` maps the names of a run's cells to row ids. Launches outside of these cells are
+    counted but not stored. `cells` is None for a foreign trace, whose launches are all stored.
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
@@ -109,7 +109,7 @@ def insert_trace(
     kept: list[Column] = []
     grouping = Grouping(GROUP_KEYS)
     names = [name for name in columns_of(connection, "launches") if name != "id"]
-    # the calls of a cell were stored together with the cell
+    # attention calls are stored only if there are no cells
     calls_of = CallLaunches(trace) if cells is None else None
     for batch in chain.from_iterable(map(_pieces, batches)):
         keep = slice(None) if cells is None else ids["cell"][batch.cell_range] != NONE
@@ -155,9 +155,10 @@ def insert_trace(
 def _insert_trace_cell(
     connection: sqlite3.Connection, row: Mapping[str, int], calls: int
 ) -> tuple[list[int], str | None]:
-    """Insert a row of `trace_cells`. Return the launches in each call, and the op that implements SDPA.
+    """Insert a row of `trace_cells`. Return the number of launches in each call, and the SDPA op.
 
-    A forward op is preferred to a backward op, then the op with the most launches.
+    Forward ops are preferred to backward ops. Of several forward ops, return the op with the most
+    launches.
     """
     launches = [0] * calls
     for iteration, number in connection.execute(
@@ -180,7 +181,7 @@ def _insert_trace_cell(
 def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:
     """Yield views of a batch with at most PIECE launches each.
 
-    Raise ValueError for a negative device or duration, which would make groups wrong.
+    Raise ValueError for a device or duration below NONE, because it would be grouped wrongly.
     """
     for name in ("device", "duration_ns"):
         least = int(getattr(batch, name).min(initial=0))
@@ -222,11 +223,11 @@ def _row_ids(
     calls: Calls,
     cells: Mapping[str, int],
 ) -> dict[str, Column]:
-    """Insert the small tables of a trace, and return arrays that map its indices to row ids.
+    """Insert rows of small tables, and return arrays that map indices in the trace to row ids.
 
-    The last element of each array is NONE. It is selected by the index -1, which means that there is
-    no value. `origin` contains the start of the first call of the cell that each range belongs to.
-    It is 0 for other ranges.
+    The last element of each array is NONE. It is selected by the index -1, which means that there
+    is no value. `origin` contains the start of the first call in the cell of each range. It is 0
+    for a range outside of all cells.
     """
     cell = np.full(len(trace.ranges) + 1, NONE, np.int64)
     iteration, origin = cell.copy(), np.zeros(len(trace.ranges) + 1, np.int64)
@@ -302,7 +303,9 @@ def _insert_ranges(
 def _launch_columns(
     trace_id: int, batch: LaunchBatch, ids: Mapping[str, Column], keep: NDArray[np.bool_] | slice
 ) -> dict[str, Column]:
-    """Return the columns of `launches` for the launches to keep, and two more columns for grouping."""
+    """Return the columns of `launches` for the launches to keep. Add the columns `range_name_id`
+    and `first_ns`, which are used for grouping.
+    """
     cell_range = batch.cell_range[keep]
     inner = batch.range[keep]
     inner = np.where(inner == NONE, cell_range, inner)
@@ -349,9 +352,9 @@ def _insert_columns(
 def _insert_groups(
     connection: sqlite3.Connection, trace_id: int, grouping: Grouping, *, foreign: bool
 ) -> None:
-    """Insert the groups of launches without (coarse) and with (fine) the op path in their key."""
+    """Insert the coarse groups of launches, which ignore the op path, and the fine groups."""
     grouped = grouping.finish()
-    # in a run, times are already relative to the first call of the cell
+    # In cells, times are already relative to the first call.
     origin = int(grouped[1]["first_ns"].min()) if foreign else 0
     for by_op, groups in enumerate(grouped):
         order = np.lexsort((groups["first_ns"], groups["cell_id"]))
@@ -388,7 +391,7 @@ def _insert_metrics(
 
 
 class CallLaunches:
-    """Sum the launches of each attention call in a foreign trace, batch by batch."""
+    """Sums the launches of each attention call in a foreign trace. Launches arrive in batches."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -415,7 +418,7 @@ class CallLaunches:
         (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM calls").fetchone()
         configs = config_ids(connection, (call.config for call in calls))
         json_of = cache(to_json)
-        # the columns of calls that need no conversion
+        # columns of `calls` whose values need no conversion
         shared = {item.name for item in fields(AttentionCall)} - {"modules", "tensors"}
         names = tuple(shared & columns_of(connection, "calls").keys())
         values_of = attrgetter(*names)
@@ -444,10 +447,10 @@ class CallLaunches:
 
 
 def _sum_by_key(rows: Column) -> Column:
-    """Sum the launches that have equal keys.
+    """Sum the launches that have equal keys. The first four columns of `rows` are the key.
 
-    Return the columns call, direction, kernel, launch configuration, launches, total and first,
-    sorted by key.
+    Return the call, direction, kernel and launch configuration of each key, with the number of
+    launches, their total time and the earliest start. The result is sorted by key.
     """
     rows = rows[:, np.lexsort(rows[3::-1])]
     is_new = (rows[:4, 1:] != rows[:4, :-1]).any(axis=0)
@@ -463,9 +466,9 @@ def insert_journals(
     journals: Journals,
     calls: Sequence[AttentionCall],
 ) -> list[str]:
-    """Insert observed calls, and link the stored calls of the traces to them.
+    """Insert the calls that the observer recorded, and link the stored calls of traces to them.
 
-    Values that the trace of a linked call lacks are copied from the observed call. Return warnings.
+    Copy values that are missing in a trace from the observed call. Return the warnings.
     """
     from profharness.traces.observed import completed, match_calls
 

@@ -57,16 +57,17 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Metrics = dict[str, tuple[float, str]]
 
-# Errors that reading a damaged file can raise. The file is checked only after one of them.
+# Errors that reading a damaged file can raise. The file is checked only after such an error.
 OF_DAMAGE = (
     *(sqlite3.Error, ValueError, LookupError, TypeError, ArithmeticError, msgspec.MsgspecError),
 )
 GAPS = 5  # number of gaps to return
-FORWARD = ("out", "inputs")  # what a check of a forward pass compares
+FORWARD = ("out", "inputs")  # values of `VerificationRow.what` for the forward pass
 _SAME_ENVIRONMENT = ("torch", "gpu", "device_type", "flash_attention_impl", "cudnn")
 _CELL_FIELDS = tuple(field.name for field in fields(CellRow))
 _KERNEL_FIELDS = tuple(field.name for field in fields(KernelRow))
-# The launches of a device in a period of time, each with the latest end of all earlier launches.
+# The launches of a trace in a period of time. `busy_until` is the latest end of the earlier
+# launches on the same device in this period.
 _ENDS = """
     SELECT l.id, l.device, l.start_ns, l.duration_ns, l.launch_ns, l.kernel_id, l.op_path_id,
         max(l.start_ns + l.duration_ns) OVER (
@@ -87,7 +88,7 @@ class Store(RunFinder):
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        """Close the store. If a damaged file caused the error, raise StoreError instead of it."""
+        """Close the store. If a damaged file caused the error, raise StoreError instead."""
         with closing(self.connection):
             if isinstance(error, OF_DAMAGE) and not isinstance(error, ProfharnessError):
                 known = is_damage(error) or is_altered(error)
@@ -162,12 +163,14 @@ class Store(RunFinder):
         )
 
     def device_name(self, run: str | None = None) -> str | None:
-        """Return the name of the GPU on which a run was recorded, or of the processor if it used no GPU."""
+        """Return the name of the GPU on which a run was recorded. If the run used no GPU, return
+        the name of the processor.
+        """
         name = device_name(self.environment(run))
         return name or next((device.name for device in self.devices(run)), None)
 
     def peaks(self, run: str | None = None, source: str | None = None) -> Peaks | None:
-        """Return the measured peaks of the run's device, or those in its data sheet if none are stored.
+        """Return the latest measured peaks of the run's device, else the peaks in its data sheet.
 
         `source` restricts the result to `measured` or `data sheet`.
         """
@@ -234,7 +237,9 @@ class Store(RunFinder):
         configs: Sequence[Config] | None = None,
         **filters: Iterable[Any] | None,
     ) -> tuple[str, list[Any]]:
-        """Return an SQL condition, and its parameters, for a run, configs and values of columns."""
+        """Return an SQL condition and its parameters. The condition selects rows by run, by config,
+        and by the values of other columns.
+        """
         name = self.find_runs(Selection(run), need)
         filters["run"] = None if name == ALL_RUNS else [name]
         filters["config_id"] = None if configs is None else self.config_ids(configs)
@@ -254,9 +259,9 @@ class Store(RunFinder):
     ) -> list[KernelRow]:
         """Return one row per cell, profiler, range, kernel, launch configuration and device.
 
-        `run` is None for the latest run with kernels, or `all` for the whole store. A config without
-        a dtype matches any dtype. If `by_op` is True, return one row per op path. Otherwise `op_path`
-        is the op path with the most launches.
+        `run` is None for the latest run with kernels, or `all` for the whole store. A config
+        without a dtype matches any dtype. If `by_op` is True, return one row per op path. Otherwise
+        `op_path` is the op path with the most launches.
         """
         where, values = self._where(
             run,
@@ -268,7 +273,7 @@ class Store(RunFinder):
             cell=cells,
         )
         # A share is relative to the total time of the cell, or of the range if there is no cell. It
-        # is unknown if a part of the total is.
+        # is unknown if the time of any row in this total is unknown.
         rows = records(
             self.connection,
             "SELECT *, CASE WHEN count(*) OVER whole = count(total_ns) OVER whole "
@@ -300,13 +305,13 @@ class Store(RunFinder):
         return occupancy_of
 
     def _group_metrics(self, rows: Sequence[Record], by_op: bool) -> list[Metrics]:
-        """Return the metrics of rows of `kernel_groups`, as medians over the launches of each row."""
+        """Return the metrics of each row of `kernel_groups`, as medians over its launches."""
         keys = ("trace_id", *(GROUP_KEYS if by_op else GROUP_KEYS[:-1]))
         groups = [tuple(row[name] for name in keys) for row in rows]
         found: dict[tuple[Any, ...], dict[tuple[str, str], list[float]]]
         found = {group: {} for group in groups}
         columns = ("g.name_id" if name == "range_name_id" else f"l.{name}" for name in keys)
-        # CROSS JOIN fixes the order of the loops: a trace without metrics costs one lookup
+        # CROSS JOIN fixes the order of the loops, so that a trace without metrics costs one lookup
         for name, unit, value, *group in self.connection.execute(
             f"SELECT m.name, m.unit, m.value, {', '.join(columns)} FROM traces t "
             "CROSS JOIN metrics m ON m.launch_id BETWEEN t.first_launch_id AND t.last_launch_id "
@@ -333,7 +338,7 @@ class Store(RunFinder):
         configs: Sequence[Config] | None = None,
         backends: Sequence[str] | None = None,
     ) -> list[CellRow]:
-        """Return cells in the run's order. `run` may be `all` for the whole store."""
+        """Return cells in the order of the run. `run` may be `all` for the whole store."""
         where, values = self._where(run, "run", configs, backend=backends)
         rows = records(
             self.connection,
@@ -378,13 +383,13 @@ class Store(RunFinder):
         )
 
     def verdicts(self, run: str | None = None) -> dict[tuple[str, str], bool]:
-        """Return whether each (config label, backend) of the run's cells passed its checks.
+        """Return whether the cells of a run passed their checks, by (config label, backend).
 
-        Checks of all runs are used that had the same device, the same PyTorch and, for a backend
-        whose code is recorded, the same code. If a check was repeated, only its latest result is
-        used. If any check failed, the cell failed. Checks of gradients are ignored for a cell without
-        a backward pass. A cell passes only if its own config was checked, including the gradients if
-        the cell has a backward pass. Unchecked cells are omitted.
+        Checks of other runs are also used if they had the same device, the same PyTorch and, if it
+        is recorded, the same code of the backend. If a check was repeated, only its latest result
+        is used. Checks of gradients are ignored for a cell without a backward pass. A cell fails if
+        any check failed. It passes only if its own config was checked, including the gradients if
+        the cell has a backward pass. Other cells are omitted.
         """
         run = self.resolve(run)
         here = self.environment(run)
@@ -393,8 +398,8 @@ class Store(RunFinder):
             "WHERE r.id IN (SELECT c.run_id FROM cells c JOIN verifications v ON v.cell_id = c.id)"
         )
         environments = {name: json.loads(data) for name, data in stored}
-        # by problem and backend, then by case, checked value, and whether the cell's own config was
-        # checked
+        # The key is a problem and a backend. The inner key is a case, the checked value, and
+        # whether the cell's own config was checked.
         latest: dict[tuple[Config, str], dict[tuple[str, str, bool], bool]] = {}
         # oldest first, so that a later check replaces an earlier one
         for row in self._checks("v.passed IS NOT NULL ORDER BY r.created, r.id"):
@@ -429,9 +434,9 @@ class Store(RunFinder):
         return by_cell
 
     def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
-        """Return the (config label, backend) of cells whose checks failed.
+        """Return the (config label, backend) of each cell that failed a check.
 
-        They must not be ranked.
+        Such cells must not be ranked.
         """
         return {cell for cell, passed in self.verdicts(run).items() if not passed}
 
@@ -466,7 +471,7 @@ class Store(RunFinder):
         return msgspec.convert(rows, list[CallRow], strict=False)
 
     def templates(self, run: str | None = None) -> list[CallSignature]:
-        """Return the distinct calls of an observed program, sorted by process and first call."""
+        """Return the kinds of calls in an observed program, sorted by process and first call."""
         return rows_of(
             self.connection,
             CallSignature,
@@ -477,7 +482,7 @@ class Store(RunFinder):
         )
 
     def steps(self, run: str | None = None) -> list[StepRow]:
-        """Return the steps of a run's traces, with how long the GPU was busy in each.
+        """Return the steps of a run's traces, each with the time in which the GPU was busy.
 
         If a trace has no steps, return one step that contains all its launches.
         """
@@ -494,10 +499,10 @@ class Store(RunFinder):
                 "ORDER BY ordinal",
                 (trace,),
             ).fetchall() or [(0, WHOLE_TRACE, first, last - first)]
-            # the end is exclusive, and the last launch may have no duration
+            # +1, because the end is exclusive and the last launch may have no duration
             ends = [*(step[2] for step in steps[1:]), last + 1]
             for step, end in zip(steps, ends, strict=True):
-                # summed over devices, of the kernels that started in the step
+                # the busy time of all devices together, for kernels that started in the step
                 (busy,) = self.connection.execute(
                     "SELECT coalesce(sum(max(0, start_ns + duration_ns - max(start_ns, "
                     f"coalesce(busy_until, start_ns)))), 0) FROM ({_ENDS})",
@@ -523,7 +528,7 @@ class Store(RunFinder):
     def launches(
         self, run: str | None = None, *, profiler: str | None = None, cell: str | None = None
     ) -> Iterator[LaunchRow]:
-        """Stream the launches of a run by trace, in the order of the trace files."""
+        """Yield the launches of a run, trace by trace, in the order of the trace files."""
         where, values = self._where(
             self.find_run(Selection(run)),
             "kernels",
@@ -535,14 +540,14 @@ class Store(RunFinder):
         return map(LaunchRow._make, self.connection.execute(query, values))
 
     def launch_metrics(self, launch_id: int) -> Metrics:
-        """Return the hardware counters of one launch, with their units, by the names that ncu uses."""
+        """Return the hardware counters of one launch with their units, by ncu's metric names."""
         rows = self.connection.execute(
             "SELECT name, value, unit FROM metrics WHERE launch_id = ? ORDER BY name", (launch_id,)
         )
         return {name: (value, unit) for name, value, unit in rows}
 
     def ranges(self, run: str | None = None) -> list[RangeRow]:
-        """Return the user ranges of a run's traces, in trace order."""
+        """Return the user ranges of a run's traces, in the order of the traces."""
         rows = self.connection.execute(
             "SELECT g.id, t.profiler, n.name, g.start_ns, g.duration_ns, g.pid, g.tid, "
             "g.parent_id, c.cell, g.iteration FROM ranges g JOIN traces t ON t.id = g.trace_id "
@@ -556,9 +561,9 @@ class Store(RunFinder):
 def open_store(path: Path, *, write: bool = False) -> Store:
     """Open a store for reading, or for writing if `write` is True.
 
-    A missing store is created if `write` is True. Raises NotFoundError if there is no store to read.
-    Raises StoreError if the file belongs to another program or was written by a newer version. Such a
-    file is not changed.
+    A missing store is created if `write` is True. Raises NotFoundError if there is no store to
+    read. Raises StoreError if the file belongs to another program or was written by a newer
+    version. Such a file is not changed.
     """
     return Store(path, connect(path, write=write))
 
@@ -596,8 +601,8 @@ def _problem(label: str) -> Config:
 
 
 def median(numbers: Sequence[float]) -> float:
-    """Return the median."""
-    # importing the module statistics takes longer than most commands
+    """Return the median of a nonempty sequence."""
+    # `statistics.median` is not used, because importing it takes longer than most commands
     ordered, middle = sorted(numbers), len(numbers) // 2
     if len(ordered) % 2:
         return ordered[middle]

@@ -1,6 +1,7 @@
-"""Find the stored runs that are the ranks of one job, and their launches.
+"""Find the stored runs that are the ranks of one job, and the launches of these ranks.
 
-The rank, host and GPU of a run are separated from its environment.
+The rank, host and GPU of a run are separated from its environment, so that all ranks of a job have
+the same environment.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 DISTRIBUTED = "distributedInfo"  # name of a section in the header of a Kineto trace
 IDENTITY = ("rank", "world_size", "host_key", "gpu_key")
 MAX_RANK = 1 << 24
-_COPIED = ("run", "rank", "host_key", "gpu_key", "created", "device")  # from runs to RankRow
-# file names of tensorboard_trace_handler: HOST_PID.NANOSECONDS.pt.trace.json
+_COPIED = ("run", "rank", "host_key", "gpu_key", "created", "device")  # copied to RankRow
+# File names of tensorboard_trace_handler have the form HOST_PID.NANOSECONDS.pt.trace.json.
 TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
 NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 NEED = (
@@ -77,10 +78,12 @@ def rank_number(value: object) -> int | None:
 
 
 def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
-    """Return the ranks of a job, sorted by rank. Each rank is that of its newest run.
+    """Return the ranks of a job, sorted by rank. If several runs contain a rank, use the newest
+    run.
 
-    `refs` are runs, prefixes of runs or folders. Without `refs`, the newest job is selected. A single
-    run selects the job that it belongs to. Raises NotFoundError if fewer than two ranks match.
+    `refs` contains ids of runs, prefixes of ids, or folders. If it is empty, return the newest job.
+    If it selects a single run, return the job of this run. Raises NotFoundError if fewer than two
+    ranks match.
     """
     stored = _members(store.connection)
     wanted = _wanted(store, refs, stored)
@@ -125,15 +128,15 @@ def _members(connection: sqlite3.Connection) -> list[Record]:
         "WHERE t.launches > 0 AND r.kind NOT IN ('verify', 'explain') "
         f"{NEWEST_FIRST}, t.id",
     )
-    # traces may contain any values here
+    # a foreign trace may contain invalid ranks
     return [row | {key: rank_number(row[key]) for key in ("rank", "size")} for row in rows]
 
 
 def _wanted(store: Store, refs: Sequence[str], stored: Sequence[Record]) -> set[str]:
     """Return the ids of the selected runs.
 
-    The newest job is that of the newest trace that has a rank. If no trace has a rank, it is that of
-    the newest trace file that has others of the same kind in its folder.
+    If `refs` is empty, select the job of the newest trace that has a rank. If no trace has a rank,
+    select the newest folder that contains several trace files of the same kind.
     """
     if not refs:
         for record in stored:
@@ -143,7 +146,7 @@ def _wanted(store: Store, refs: Sequence[str], stored: Sequence[Record]) -> set[
         return next((job for job in jobs if len(job) > 1), set())
     runs: set[str] = set()
     for ref in refs:
-        # a folder is compared with the recorded path and with the absolute path
+        # compare the folder with the recorded paths, as given and as absolute paths
         folder = Path(ref)
         real = folder.resolve() if folder.is_dir() else None
         below = {
@@ -164,9 +167,9 @@ def _wanted(store: Store, refs: Sequence[str], stored: Sequence[Record]) -> set[
 
 
 def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
-    """Return the runs in the same folder with the same number of ranks.
+    """Return the runs in the folder of a trace that have the same number of ranks.
 
-    If ranks are missing in that folder, search its parent folders too.
+    If ranks are missing in this folder, search its parent folders too.
     """
 
     def kind(each: Record) -> tuple[object, ...]:
@@ -188,9 +191,9 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
 
 
 def _by_rank(stored: Sequence[Record]) -> list[list[Record]]:
-    """Return the traces of each rank.
+    """Return a list of traces for each rank.
 
-    The traces of a rank are from its newest run and from one profiler.
+    All traces of a rank are from the newest run of the rank, and from one profiler.
     """
     members: dict[object, list[Record]] = {}
     for record in stored:
@@ -218,7 +221,7 @@ def rank_launches(store: Store, ranks: Sequence[RankRow]) -> RankLaunches:
         "(SELECT value FROM json_each(?)))",
         traces,
     ):
-        # a cell is identified by its config and backend, because runs have cells of their own
+        # a cell is identified by config and backend, because its id differs between runs
         cells[cell] = numbers.setdefault(text, -1 - len(numbers))
         places[cells[cell]] = text
     groups = execute(

@@ -3,7 +3,8 @@
 Migrations use sqlite_utils. They are never edited after a release.
 
 SQLite's write-ahead log does not work on a network file system. Its index is in shared memory,
-which other hosts cannot access, and file locks are unreliable. See https://sqlite.org/wal.html.
+which other hosts cannot access, and file locks are unreliable there. See
+https://sqlite.org/wal.html.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def network_type(path: Path) -> str | None:
         for line in MOUNTS.read_text(errors="surrogateescape").splitlines():
             mount, _, source = line.partition(" - ")
             folder = _OCTAL.sub(lambda match: chr(int(match[1], 8)), mount.split(" ")[4])
-            # a later mount covers an earlier one at the same point
+            # a later mount covers an earlier mount at the same point
             if real.startswith(f"{folder.rstrip('/')}/") and len(folder) >= len(point):
                 point, kind = folder, source.split(" ")[0].removeprefix("fuse.")
-    is_sandbox = (point, kind) == ("/", "9p")  # its root is often mounted with 9P
+    is_sandbox = (point, kind) == ("/", "9p")  # the root of a sandbox is often mounted with 9P
     return kind if kind in NETWORK and not is_sandbox else None
 
 
@@ -128,7 +129,7 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
 
     Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to
     another program, is damaged or has another schema version, or if a store on a network file
-    system is to be written. The file is not changed then.
+    system is to be written. In these cases, the file is not changed.
     """
     if write:
         require_folder(path)
@@ -150,9 +151,9 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
 
 
 class Writer:
-    """Open a store for writing on the first call.
+    """Opens a store for writing on the first call.
 
-    Open it again if its file was deleted or replaced.
+    Later calls open the store again if its file was deleted or replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -220,7 +221,7 @@ def is_altered(error: object) -> bool:
 def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
     """Return the first problem that SQLite finds in a store, or None if it finds no problem.
 
-    If tables are given, only these are checked. The check reads about 200 MB per second.
+    If tables are given, only these tables are checked. The check reads about 200 MB per second.
     """
     try:
         for name in tables or ("1",):
@@ -309,14 +310,15 @@ def _check_header(path: Path, write: bool) -> None:
             "remove the other links, or copy the store and name the copy with --store"
         )
     with closing(_raw(path, "mode=ro&immutable=1")) as connection:
-        connection.execute("PRAGMA writable_schema = ON")  # another process may be writing the file
+        # Ignore errors in the schema, because another process may be writing it.
+        connection.execute("PRAGMA writable_schema = ON")
         objects = 0
         try:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             if application == 0:
                 with suppress(sqlite3.DatabaseError):
                     (objects,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-                # read again: another process may have created the store meanwhile
+                # read again, because another process may have created the store meanwhile
                 (application,) = connection.execute("PRAGMA application_id").fetchone()
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
@@ -376,7 +378,7 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path}: made by an unreleased profharness (schema {version}); delete it or name "
             "another --store, then take the run folders in again: profharness ingest FOLDER"
         )
-    # a trigger would run at the next ingest; users may add tables and views
+    # Users may add tables and views, but not triggers, which would run at the next ingest.
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger' LIMIT 1"
     for (name,) in connection.execute(query):
         raise damaged(path, f"contains a trigger, {name!r}", ALTERED)
@@ -394,7 +396,7 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
     with _closed_on_error(connection):
         if not _is_made(connection, path):
             with transaction(connection):
-                if not _is_made(connection, path):  # another process may have created it first
+                if not _is_made(connection, path):  # another process may have created the store
                     migrate(connection)
         if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
             connection.execute("PRAGMA journal_mode = WAL")

@@ -1,6 +1,6 @@
 """Select the stored run that a command shows.
 
-A run can be given by its id or a prefix of it. `latest` selects the newest run that has the
+A run can be given by its id or by a prefix of its id. `latest` selects the newest run that has the
 data that the command needs.
 """
 
@@ -31,7 +31,7 @@ Need = Literal[
 """The data that a command needs. `run` is satisfied by any run that a user captured, timed or
 ingested."""
 
-# if there are no kernels, the cells show why
+# If no run has kernels, select any run, because its cells show why there are no kernels.
 KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")
 _some = partial(join_few, most=8)
 LATEST = "latest"
@@ -43,7 +43,8 @@ NEWEST_FIRST = "ORDER BY r.created DESC, r.id DESC"
 
 # SQL conditions on a trace t, a cell c and a run r
 _REQUESTED = "(SELECT value FROM json_each(:profilers))"
-_NO_RESULT = "c.status NOT IN ('ok', 'pending')"  # counts as data: running it again gives no more
+# A cell without a result counts as data, because running it again gives no more.
+_NO_RESULT = "c.status NOT IN ('ok', 'pending')"
 _RECORDED = f"EXISTS (SELECT 1 FROM json_each(r.profilers) WHERE value IN {_REQUESTED})"
 _LAUNCHED = f"""EXISTS (SELECT 1 FROM trace_cells tc JOIN traces t ON t.id = tc.trace_id
     WHERE tc.cell_id = c.id AND tc.launches > 0 AND t.profiler IN {_REQUESTED})"""
@@ -64,7 +65,8 @@ _CONDITIONS: dict[Need, tuple[str, str]] = {
     "attention calls": (f"({_CALLED} OR {_OBSERVED})", "1"),
     "traced attention calls": (_CALLED, "1"),
 }
-"""For each need, whether a run r satisfies it for any config, and whether a cell c of r does."""
+"""Maps each need to two SQL conditions. The first one is true if run r satisfies the need for any
+config. The second one is true if cell c satisfies the need."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Selection:
     """A selection of stored rows. An empty filter selects all rows."""
 
     run: str | None = None
-    """an id, a unique prefix, `latest`, `latest~N` or `all`
+    """An id, a unique prefix of an id, `latest`, `latest~N` or `all`.
 
     None means `latest`, the newest run that has all the configs on all the backends.
     """
@@ -97,7 +99,7 @@ class RunFinder:
         return self.find_run(Selection(ref), "run")
 
     def find_runs(self, selection: Selection, *needs: Need) -> str:
-        """Return `all` if all runs are selected, else the id of the run that `find_run` returns."""
+        """Return `all` if all runs are selected. Otherwise, return the result of `find_run`."""
         return ALL_RUNS if selection.run == ALL_RUNS else self.find_run(selection, *needs)
 
     def find_run(self, selection: Selection, *needs: Need) -> str:
@@ -111,7 +113,7 @@ class RunFinder:
         names = self._run_ids()
         if not names:
             raise NotFoundError(f"{self.path} holds no run; `profharness capture` makes one")
-        # a complete id may also be the prefix of another one
+        # an id may also be the prefix of another id
         if ref in names:
             return ref
         if back := _BACK.fullmatch(ref):
@@ -131,8 +133,8 @@ class RunFinder:
     def shown_by(self, run: str) -> str:
         """Return the command that shows the contents of a run.
 
-        It shows the calls of an observed program, else kernels, else calls, else times, else the
-        report.
+        The command is `layers` for an observed program. For other runs, it is the first of
+        `kernels`, `layers`, `bench` and `report` for which the run has data.
         """
         has_calls = self.has(run, "attention calls")
         if has_calls and self._is(run, f"r.kind = '{OBSERVE}'"):
@@ -148,7 +150,7 @@ class RunFinder:
     def lack_of_kernels(self, run: str) -> str | None:
         """Return a message if a run has no kernels, else None.
 
-        The message contains how the run was made and the command that shows the run.
+        The message describes how the run was made, and contains the command that shows it.
         """
         if self.has(run, "kernels"):
             return None
@@ -158,7 +160,7 @@ class RunFinder:
         return f"run {run} ({how}) has no kernels; see it with: {self.shown_by(run)}"
 
     def config_ids(self, configs: Sequence[Config]) -> list[int]:
-        """Return the ids of stored configs that match any of the configs.
+        """Return the ids of stored configs that match any of the given configs.
 
         A config without a dtype matches any dtype.
         """
@@ -219,14 +221,17 @@ class RunFinder:
                 yield str(run)
 
     def _latest(self, selection: Selection, needs: Sequence[Need], back: int) -> str:
-        """Return the newest matching run, or the one `back` runs before it. Raises NotFoundError."""
+        """Return the newest matching run. If `back` is not 0, skip the `back` newest matching runs.
+
+        Raises NotFoundError if there is no such run.
+        """
         runs: list[str] = []
         for need in needs:
             # evaluated lazily, because each run costs a query
             runs = runs or list(islice(self._matching(selection, need), back + 1))
         if back < len(runs):
             return runs[back]
-        # such as `kernels of b2-…-fp16 on flash, math`
+        # build a text such as `kernels of b2-…-fp16 on flash, math`
         word = needs[0].removesuffix(" of configs") if selection.configs else needs[0]
         of_kernels = needs[0].startswith("kernels")
         parts: list[tuple[str, Sequence[str]]] = [

@@ -46,7 +46,7 @@ class Raw:
     path: Path
     content_hash: str
     cells: tuple[str, ...] = ()  # the cells that run.json lists for this trace
-    problem: str | None = None  # the reason why the trace cannot be read; None if it can
+    problem: str | None = None  # why the trace cannot be read; None if it is readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Source:
     """A run folder or trace file whose traces are not parsed yet."""
 
     path: Path
-    run: Run | None  # none for a trace file outside of a run folder
+    run: Run | None  # None for a trace file outside of a run folder
     raws: tuple[Raw, ...]
     content_hash: str
 
@@ -87,12 +87,12 @@ def _walk(folder: Path) -> Iterator[Path]:
             try:
                 yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
             except PermissionError:
-                yield entry  # reading it raises the error
+                yield entry  # reading this folder later raises the error
         elif entry.is_file():
             try:
                 is_source = is_trace(entry) and sniff(entry) is not None
             except TraceFormatError:
-                is_source = True  # reading it raises the error
+                is_source = True  # reading this file later raises the error
             if is_source:
                 yield entry
 
@@ -100,7 +100,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 def read_source(path: Path) -> Source:
     """Read a run folder or trace file and compute its content hash, without parsing traces.
 
-    Raises TraceFormatError.
+    Raises TraceFormatError if the source is invalid or cannot be read.
     """
     if path.is_file():
         # the uncompressed content is hashed, because a compressed copy is the same trace
@@ -145,7 +145,7 @@ def _real_path(folder: Path, trace: TraceFile) -> str:
         real = os.path.realpath(folder / trace.path)
         if Path(real).is_relative_to(os.path.realpath(folder)) and len(trace.path) <= MAX_PATH:
             return real
-    except (OSError, ValueError):  # ValueError: the path contains a NUL
+    except (OSError, ValueError):  # ValueError if the path contains a NUL
         pass
     shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
     raise TraceFormatError(
@@ -201,7 +201,7 @@ class ParsedTraceCache:
                 self._bytes += size
             try:
                 content_hash, trace = hash_file(path), open_trace(path)
-                with closing(trace):  # its temporary file
+                with closing(trace):  # removes the temporary file of the trace
                     batches = list(trace.batches())
                 self._kept[path] = content_hash, replace(trace, batches=lambda: iter(batches))
             finally:
@@ -212,7 +212,7 @@ class ParsedTraceCache:
     def take(self, path: Path, content_hash: str) -> Trace | None:
         """Remove a parsed trace from the cache and return it.
 
-        Return None if the trace is not cached or if its file has changed since.
+        Return None if the trace is not cached or if its file has changed since it was parsed.
         """
         known, trace = self._kept.pop(path, (None, None))
         return trace if known == content_hash else None

@@ -17,7 +17,7 @@ import msgspec
 if TYPE_CHECKING:
     from profharness.attention.config import Config
 
-# a statement that inserts many rows takes half the time of statements for single rows
+# inserting many rows with one statement takes half the time of one statement per row
 ROWS_PER_STATEMENT = 64
 T = TypeVar("T")
 JSON_COLUMNS = frozenset({
@@ -32,7 +32,8 @@ GROUP_KEYS = (
     "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device", "op_path_id"
 )  # fmt: skip
 
-# peaks has no reference to environments, because an environment is deleted with its last run.
+# The table `peaks` does not refer to `environments`, because an environment is deleted with its
+# last run.
 TABLES = """
 CREATE TABLE environments (
     id INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, data TEXT NOT NULL) STRICT;
@@ -327,7 +328,7 @@ def records(
 def rows_of(
     connection: sqlite3.Connection, kind: type[T], sql: str, values: Sequence[Any] = ()
 ) -> list[T]:
-    """Return the rows of a query as objects. Columns that the class lacks are ignored."""
+    """Return the rows of a query as objects of a class. Columns without a field are ignored."""
     return msgspec.convert(records(connection, sql, values), list[kind], strict=False)  # type: ignore[valid-type]
 
 
@@ -349,7 +350,7 @@ def insert_rows(
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
 ) -> None:
-    """Insert rows of values in the order of `columns`."""
+    """Insert rows. The values of each row must be in the order of `columns`."""
     marks = dict.fromkeys(columns, "?")
     whole = insert_statement(table, marks, ROWS_PER_STATEMENT)
     left = iter(rows)
@@ -366,7 +367,7 @@ def columns_of(connection: sqlite3.Connection, table: str) -> dict[str, bool]:
 
 
 def fields_of(connection: sqlite3.Connection, table: str, *records: object) -> dict[str, Any]:
-    """Return the attributes of objects that are columns of a table by the same name."""
+    """Return the attributes of `records` that have the same names as columns of a table."""
     names = columns_of(connection, table)
     return {
         name: getattr(record, name) for record in records for name in names if hasattr(record, name)
@@ -405,9 +406,9 @@ def row_id(
 def config_ids(
     connection: sqlite3.Connection, configs: Iterable[Config | None]
 ) -> dict[Config | None, int | None]:
-    """Return the ids of attention configs. Insert configs that are missing. The id of None is None."""
+    """Return the ids of attention configs. Insert missing configs. The id of None is None."""
     ids: dict[Config | None, int | None] = {None: None}
-    # not a set, because its order, and so the ids, would differ between processes
+    # not a set, because the order of a set, and so the ids, would differ between processes
     for config in dict.fromkeys(configs):
         if config is not None:
             ids[config] = row_id(connection, "configs", {"label": config.label, **asdict(config)})
