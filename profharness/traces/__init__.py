@@ -233,9 +233,9 @@ def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """Yield the path of an unpacked file.
+    """Yield the path of a file that has the unpacked content of `path`.
 
-    If the file is compressed, this is the path of a temporary file. Otherwise, it is `path`.
+    If `path` is compressed, this is a temporary file. Otherwise, it is `path` itself.
     Errors that are raised inside the `with` block always name `path`. Raise TraceFormatError if the
     file is damaged or cannot be read.
     """

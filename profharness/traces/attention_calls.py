@@ -44,7 +44,7 @@ from profharness.traces.ops import (
 # Names of modules such as `Dropout_0`. A call inside such a module is assigned to its parent
 # module.
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")
-MARKER = "profharness-attention:"  # prefix of ranges named by a path: `layers.0.self_attn`
+MARKER = "profharness-attention:"  # prefix of range names; a module's dotted path follows
 
 _Stretch = tuple[int, str, int, int, int]
 """The index of a call, a direction, and the thread, start and end of a span of the call."""
@@ -52,7 +52,7 @@ _Stretch = tuple[int, str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
-    """The attention calls of a trace, and the time spans in which their forward and backward ran."""
+    """The attention calls of a trace, and the time spans of their forward and backward passes."""
 
     calls: tuple[AttentionCall, ...]  # sorted by start
     spans: tuple[CallSpan, ...]
@@ -332,7 +332,7 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
 
 
 def _eager_signature(scores: HostSpan, output: HostSpan) -> _Signature | None:
-    """Return the signature of a call with these matrix products, or None if their shapes differ."""
+    """Return the signature of eager attention, or None if its products' shapes do not match."""
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
     if not (query and keys and weights and value):
@@ -418,7 +418,7 @@ def _stretch(index: int, op: HostSpan) -> _Stretch:
 def _by_arrows(
     drafts: Sequence[_ForwardCall], evaluations: AutogradNodes, flows: Ints
 ) -> dict[int, list[HostSpan]]:
-    """Return for each call the autograd nodes to which the arrows from its ops lead.
+    """Return for each call the autograd nodes to which arrows from the call's ops lead.
 
     If arrows of several calls lead to a node, the node belongs to the call whose arrow starts
     first.

@@ -41,7 +41,7 @@ Chunk = tuple[GpuRows, LaunchRows, Ints]
 
 
 class Attribution:
-    """Finds the ranges, the attention calls and the op stacks of launches, and makes a Trace of them.
+    """Finds the ranges, attention calls and op stacks of launches, and makes a Trace of them.
 
     Each row of `flows` is an arrow from a forward op to its backward op. The row contains a thread
     and a time at which the forward op runs, and a thread and a time at which the backward op runs.
@@ -75,7 +75,8 @@ class Attribution:
     ) -> Trace:
         """Return a Trace whose launches are in a temporary file until `stack` is closed.
 
-        `kernels` contains the (kind, name) of each kernel id. `facts` are other fields of the Trace.
+        `kernels` contains the (kind, name) of each kernel id. `facts` are more fields of
+        the Trace.
         """
         spool, blocks, count = Spool(stack), list[Block](), 0
         kernel_ids, config_ids, path_ids, api_ids = (Renumber() for _ in range(4))
@@ -225,8 +226,8 @@ def _lookup(rows: Ints, group: Ints, start: Ints, stop: Ints) -> Lookup:
 
 def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
     """Return a function that counts the threads with an open range at each (process, t)."""
-    # A stretch is a time interval in which a thread always has an open range. It starts with a range
-    # at whose start no earlier range of the thread is open.
+    # A stretch is a time interval in which a thread always has an open range. It starts with a
+    # range at whose start no earlier range of the thread is open.
     first = np.flatnonzero(ranges.parent == NONE)
     owner, start = pids[ranges.thread[first]], ranges.start[first]
     stop = np.maximum.reduceat(ranges.stop, first) if len(first) else start
@@ -247,10 +248,7 @@ def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
 
 
 def _forward(evaluations: Intervals, flows: Ints) -> Callable[[Ints, Ints], tuple[Ints, Ints]]:
-    """Return a function that finds the thread and time of the forward op for each (thread, t).
-
-    (thread, t) is a time in a backward op.
-    """
+    """Return a function that maps a (thread, t) in a backward op to one in its forward op."""
     arrows = flows.T
     at = evaluations.innermost(arrows[2], arrows[3])
     origins = np.full((2, len(evaluations.start) + 1), NONE, np.int64)
@@ -440,7 +438,7 @@ class Stacks:
         return OpSlice(intervals, ops.name[intervals.rows], durations, nothing(len(durations)))
 
     def folded(self) -> list[str]:
-        """Return the stacks as folded text, in the order of their ids. The outermost op is first."""
+        """Return the stacks in the order of their ids as text such as `outer op;inner op`."""
         names = [name.replace(";", ",") for name in self._tables.names]
         texts: list[str] = []
         for above, *below in self.paths.rows:
@@ -464,7 +462,7 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
 def _own_times(
     ops: OpSlice, border: int, waiting: dict[tuple[int, ...], int]
 ) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
-    """Return the ops that end in a time slice, their own times in ns, and the next `waiting`.
+    """Return the ops that end in a time slice, their own times in ns, and a new `waiting`.
 
     The own time of an op is its duration minus the time that its children cover. For each op that
     continues in the next slice, `waiting` contains the time that its children have covered so far.
@@ -477,7 +475,7 @@ def _own_times(
     def key(row: int) -> tuple[int, ...]:
         return tuple(int(column[row]) for column in columns)
 
-    stop = intervals.stop - (ops.durations == 0)  # an interval lasts at least 1 ns
+    stop = intervals.stop - (ops.durations == 0)  # intervals last at least 1 ns
     latest = max((start for _, start, *_ in waiting), default=-FAR)
     carried = intervals.start <= latest
     covered = np.zeros(len(stop), np.int64)

@@ -1,7 +1,7 @@
 """Parse Kineto's Chrome traces, the JSON files that torch.profiler writes, in bounded memory.
 
-A file is read in small blocks. The scanner divides it into segments that end at event boundaries, and
-decodes one segment after another. The file may be compressed with gzip.
+A file is read in small blocks. The scanner divides the file into segments that end at event
+boundaries, and decodes one segment after another. The file may be compressed with gzip.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ SEGMENT = 1 << 21  # number of bytes that the compiled scanner reads at once
 MAX_PIECE = 32 << 20  # maximum size of an event, of the header and of the trailer, in bytes
 FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # maximum number of bytes in which to search for the end of a broken event
-# The ends of this many broken events are searched up to REACH. Because the search is slow, any
-# further broken event is assumed to end at the next separator.
+# The end of a broken event is searched within REACH bytes for this number of events. The search is
+# slow, so any further broken event is assumed to end at the next separator.
 MAX_UNCLOSED = 8
 MAX_FRAME = 1 << 12  # maximum size of the event of a Python frame, in bytes
 # Repeated ops are reported only if they are more than this fraction of all ops, because short ops
@@ -92,8 +92,8 @@ def parse_chrome(
     """Parse a Kineto trace. The caller must close the returned Trace.
 
     The launches of the Trace are kernels, memcpys and memsets. If the trace contains none of these,
-    the launches are ATen ops, and the duration of an op excludes its child ops. Events that cannot be
-    read are skipped and counted. `chunk_rows` and `slice_rows` affect the memory that the parser
+    the launches are ATen ops, and the duration of an op excludes its child ops. Events that cannot
+    be read are skipped and counted. `chunk_rows` and `slice_rows` affect the memory that the parser
     uses, but not the result.
 
     Raise TraceFormatError if the file is truncated, damaged or not a Kineto trace.
@@ -183,7 +183,7 @@ def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
     key, begins, thread, t = np.concatenate([np.empty((4, 0), np.int64), *arrows], axis=1)
     sides = []
     for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
-        # if an arrow has several starts or several ends, the last one counts
+        # if an arrow has several starts or ends, the last start and the last end are used
         keys, last = np.unique(key[rows][::-1], return_index=True)
         sides.append((keys, rows[len(rows) - 1 - last]))
     (keys, starts), (others, ends) = sides
@@ -366,7 +366,7 @@ class FileScanner:
                     continue
             if not mark:
                 break
-            # Something other than an event follows, so the event is broken
+            # Something other than an event follows, so the previous event is broken
             tables.skipped += tables.skipped == before
             border = segment.find(separator, position)
             position = len(segment) if border < 0 else border + lead
@@ -389,7 +389,7 @@ class Layout:
 
     first: int  # offset of the first event, or of the `]` if traceEvents is `[]`
     separator: bytes = b""  # from the `}` that ends an event to the beginning of the next event
-    gap: int = 0  # number of bytes between that `}` and the `{` of the next event
+    gap: int = 0  # number of bytes between this `}` and the next event's `{`
     # Whether the separator contains a newline. A JSON string cannot contain a newline, so every
     # occurrence of such a separator is an event boundary.
     certain: bool = True
@@ -492,7 +492,7 @@ class Window:
 
 
 def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
-    """Return the offset after the JSON object at `start`, or None if it does not end before `stop`."""
+    """Return the offset after the JSON object at `start`, or None if `stop` comes first."""
     depth = 0
     for match in _TOKEN.finditer(data, start, len(data) if stop is None else stop):
         token = data[match.start()]

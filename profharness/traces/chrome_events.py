@@ -1,8 +1,8 @@
 """Decode Kineto's events to int64 columns.
 
 The compiled scanner writes most events directly to columns, without creating an object for each
-event. If the scanner cannot be certain that it reads an event correctly, the decoder reads the event
-instead. The structs below define which fields the decoder reads.
+event. If the scanner cannot be certain that it reads an event correctly, the decoder reads the
+event instead. The structs below define which fields the decoder reads.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from profharness.traces.ops import (
 Triple = tuple[int, int, int]
 Thread = int | str | float | None
 ReadArguments = Callable[[list[int]], "list[tuple[OpArguments, int] | None]"]
-"""A function that returns the arguments and the sequence number of the op in each of some rows.
+"""A function that returns the arguments and the sequence number of each op in the given rows.
 
 The result contains None for a broken op.
 """
 
-# A double below this limit is precise enough to give the right nanosecond.
+# A double below this limit is precise enough to be converted to the right nanosecond.
 MAX_DURATION_US = float(1 << 43)
 MAX_ARGUMENTS = 4096  # maximum number of distinct op arguments in the cache
 MODULE_MARK = f'"{MODULE}'.encode()
@@ -458,7 +458,7 @@ def _nanoseconds(values: list[Decimal], keep: Flags) -> Ints:
     """Convert microseconds to nanoseconds. Set `keep` to False for impossible values."""
     result = []
     for position, value in enumerate(values):
-        # Compare first, because arithmetic raises exceptions for NaN and for too many digits
+        # Check the value first, because arithmetic fails for NaN and for too many digits
         known = value.is_finite() and -MAX_NS < value < MAX_NS
         exact = round(value * 1000) if known else MAX_NS
         keep[position] &= abs(exact) < MAX_NS
@@ -528,14 +528,16 @@ _RESOLVED = {
     Role.FRAME: (Column.NAMED, Column.THREAD),
     Role.ARROW: (Column.THREAD,),
 }
-# The columns of ops and modules, of API calls and arrows, and of kernels, in the tables' order.
+# The columns of ops and modules, of API calls and arrows, and of GpuRows, in the order in which
+# they are written to the tables.
 _SPAN = [Column.START, Column.DURATION, Column.THREAD, Column.NAMED]
 _KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
 _DEVICE = [
     Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
     Column.KEY, Column.NODE, Column.BYTES,
 ]  # fmt: skip
-# Kinds of texts in the scanner's table. Smaller numbers are positions of categories in ROLES.
+# Kinds of texts in the scanner's table. The kind of an event's name is less than these numbers: it
+# is the position of the event's category in ROLES.
 ARGUMENTS, THREADS, CONFIGS = 253, 254, 255
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
 NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
@@ -584,7 +586,7 @@ class EventColumns:
             self._ids = np.append(self._ids, [self._number(text[0], text[1:]) for text in texts])
 
     def _number(self, kind: int, text: bytes) -> int:
-        """Return the id of a text, or -1 if it is unreadable. NUL separates the values in a text."""
+        """Return the id of a text, or -1 if it is unreadable. Its values are separated by NUL."""
         tables = self._collector.tables
         try:
             if kind == THREADS:

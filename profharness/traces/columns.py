@@ -1,7 +1,7 @@
 """Store the rows of a trace as int64 columns in a temporary file, and check the properties of GPUs.
 
-All strings are replaced by integer ids. The file is unlinked as soon as it is open, so it disappears
-when the process ends. Impossible properties of a GPU are left out with a warning.
+All strings are replaced by integer ids. The file is unlinked as soon as it is open, so it
+disappears when the process ends. Impossible properties of a GPU are left out with a warning.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OpRows(NamedTuple):
 
 
 class Ids(dict[Any, int]):
-    """Assigns ids to values in the order of first use. Looking up a new value assigns the next id."""
+    """Assigns ids to values in the order of first use. The lookup of a new value assigns an id."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)
@@ -156,7 +156,8 @@ class Tables:
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
     range_names: list[str] = field(default_factory=list)
-    # Four numbers for each range: start, duration, thread, and 1 if it applies to the whole process
+    # Four numbers for each range: start, duration, thread, and 1 if the range applies to all
+    # threads of the process or 0 otherwise
     ranges: array[int] = field(default_factory=lambda: array("q"))
     details: list[HostSpan] = field(default_factory=list)
     # Columns of the ops in which autograd evaluates its nodes: start, end, thread, and sequence
@@ -240,8 +241,8 @@ def make_device(
 ) -> tuple[Device | None, list[str]]:
     """Return a Device with the given properties, and warnings about impossible values.
 
-    A property that is missing or impossible becomes None. If this is the index, the name or one of
-    CORE_FIELDS, the function returns None instead of a Device.
+    A property that is missing or impossible becomes None. If the index, the name or one of
+    CORE_FIELDS is missing or impossible, the result is None instead of a Device.
     """
     used: dict[str, Any] = {}
     for key, value in limits.items():

@@ -1,9 +1,9 @@
 """Find the attention calls that CUDA graphs replay.
 
-A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the trace
-contains the capture of the graph, the ops that were captured describe the kernels. Otherwise, only
-the names of the kernels are known. A graph that was captured on one stream replays its nodes in the
-order of their capture.
+A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the
+trace contains the capture of the graph, the ops that were captured describe the kernels. Otherwise,
+only the names of the kernels are known. A graph that was captured on one stream replays its nodes
+in the order of their capture.
 """
 
 from __future__ import annotations
@@ -281,14 +281,14 @@ def _capture_of(
 
 
 def _groups(tables: Tables, replay: _Replay) -> Iterator[tuple[bool, list[int]]]:
-    """Yield groups of attention kernels: whether they are backward kernels, and their indices.
+    """Yield (is backward, indices in the replay) for each group of attention kernels.
 
     A group consists of consecutive kernels of one direction. No kernel occurs twice in a group.
     """
     kernels = list(tables.kernels)
     parsed = {at: parse_kernel_name(kernels[at][1]) for at in distinct(replay.kernels)}
     attention = {at: name for at, name in parsed.items() if name.family in ATTENTION_FAMILIES}
-    group: dict[int, int] = {}  # the index of each kernel
+    group: dict[int, int] = {}  # maps a kernel id to an index in the replay
     backward = False
     for place, kernel in enumerate(replay.kernels.tolist()):
         name = attention.get(kernel)

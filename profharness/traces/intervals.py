@@ -25,11 +25,12 @@ _COLUMNS = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
 class Intervals:
     """Intervals sorted by thread, start and descending length.
 
-    `rows` contains the position of each interval before the sort. `parent` contains the index of the
-    last earlier interval of the thread that encloses the start of the interval, or -1. An interval,
-    its parent, the parent of the parent and so on form the chain of the interval. All intervals
-    that enclose a time t are on the chain of the last interval that starts at or before t. `nested`
-    is True for an interval if all intervals on the chain of the interval end within their parents.
+    `rows` contains the position of each interval before the sort. `parent` contains the index of
+    the last earlier interval of the thread that encloses the start of the interval, or -1. An
+    interval, its parent, the parent of the parent and so on form the chain of the interval. All
+    intervals that enclose a time t are on the chain of the last interval that starts at or before
+    t. `nested` is True for an interval if all intervals on the chain of the interval end within
+    their parents.
     """
 
     def __init__(self, thread: Ints, start: Ints, end: Ints) -> None:
@@ -55,7 +56,7 @@ class Intervals:
         return columns.T
 
     def innermost(self, thread: Ints, t: Ints) -> Ints:
-        """Return for each (thread, t) the index of the enclosing interval that starts last, or -1."""
+        """Return for each (thread, t) the enclosing interval that starts last, or -1."""
         result = nothing(len(t))
         if not len(t) or not len(self.start):
             return result
@@ -79,18 +80,21 @@ class Intervals:
         return result
 
     def enclosing(self) -> Ints:
-        """Return for each interval the index of the nearest interval that encloses all of it, or -1."""
+        """Return for each interval the nearest other interval that encloses all of it, or -1."""
         return self._ending_after(self.parent.copy(), self.stop - 1)
 
     def _ending_after(self, at: Ints, t: Ints) -> Ints:
-        """Return for each index in `at` the nearest interval on its chain that ends after t, or -1."""
+        """Return for each index in `at` the first interval of its chain that ends after t.
+
+        The result is -1 if no interval of the chain ends after t.
+        """
         return _climb(at, self.parent, self.thread, self.stop, t)
 
 
 def _order(thread: Ints, start: Ints, stop: Ints) -> Ints:
     """Return the indices that stably sort intervals by thread, start and descending length."""
     key = pack([column - column.min(initial=MAX_NS) for column in (thread, start)])
-    rows = np.argsort(key, kind="stable")  # faster than lexsort, because traces are nearly sorted
+    rows = np.argsort(key, kind="stable")  # faster than lexsort for nearly sorted traces
     ordered = key[rows]
     tied = np.zeros(len(rows), np.bool_)
     tied[1:] = ordered[1:] == ordered[:-1]
@@ -150,8 +154,8 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
         here = maxima[node[searching]] > limits[searching]
         level_of[searching[here]] = level
         searching = searching[~here]
-        # If the node is even, continue with the left neighbour of its parent. If it is odd, continue
-        # with its parent, which contains only the node itself and its left sibling.
+        # If the node is even, continue with the left neighbour of its parent. If it is odd,
+        # continue with its parent, which contains only the node itself and its left sibling.
         node[searching] = (node[searching] >> 1) - 1 + (node[searching] & 1)
         searching = searching[node[searching] >= 0]
     for level in range(len(tree) - 1, 0, -1):

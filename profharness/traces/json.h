@@ -22,8 +22,8 @@ typedef struct {
 
 static inline int is_string(Slice text) { return text.begin && *text.begin == '"'; }
 
-/* The text before a value: separator, key and colon. Programs write the same text
- * for each object, so comparing with a known lead saves the parsing of the key.
+/* The text before a value: separator, key and colon. Programs write the same text for each object,
+ * so comparing it with a known lead saves the parsing of the key.
  */
 #define MAX_LEAD 32
 typedef struct {
@@ -38,7 +38,7 @@ typedef Lead Leads[MAX_LEADS][SPELLINGS]; /* by the index of the member in its o
 
 typedef struct {
     Place stop;
-    int unread; /* the number of the key whose object is not read, or -1 */
+    int unread; /* the number of the key whose object is skipped without reading it, or -1 */
     int asked;  /* the number of the key after which to call is_needless, or -1 */
     int (*is_needless)(const void *owner, const Slice *values);
     const void *owner;
@@ -336,8 +336,8 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
 }
 
 /* The positions of special characters in a block of 64 characters, with one bit per character. In
- * `strings`, the bits from an opening quote to the character before the closing quote are set: each
- * bit is the parity of the number of quotes up to its position.
+ * `strings`, the bits from an opening quote to the character before the closing quote are set,
+ * because each bit is the parity of the number of quotes up to its position.
  */
 typedef struct {
     uint64_t strings, controls, opens, closes, begins, ends, escapes;

@@ -166,7 +166,7 @@ def _dims(launch: NcuLaunch, what: str) -> Triple | None:
 
 
 def _whole(launch: NcuLaunch, name: str) -> int | None:
-    """Return a metric as an integer, or None if its value is impossible for a count.
+    """Return a metric as an integer, or None if it is missing or impossible for a count.
 
     Counts are doubles in old reports.
     """
@@ -177,8 +177,8 @@ def _whole(launch: NcuLaunch, name: str) -> int | None:
 def _open_ranges(launch: NcuLaunch) -> list[str]:
     """Return the names of the ranges that were open at a launch, outermost first.
 
-    ncu does not record how ranges of different domains are nested. The range of a cell is assumed to
-    be the outermost range, so that no other range divides it into several calls.
+    ncu does not record how ranges of different domains are nested. The range of a cell is assumed
+    to be the outermost range, so that no other range divides it into several calls.
     """
     plain = (OWN_DOMAIN, DEFAULT_DOMAIN)
     ranges = (*launch.start_end, *launch.push_pop)

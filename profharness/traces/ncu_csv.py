@@ -41,29 +41,30 @@ AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --cs
 DAMAGED = "{n} lines look like damaged rows and are left out"
 MAX_LINE = 1 << 22  # maximum length of a line, in characters
 WITNESSES = 1000  # maximum number of numbers that are read to find the decimal mark
-# Number of parts between the name of a range and its message. They contain the payload, the colour and
-# the type of the message.
+# Number of parts between the name of a range and its message. These parts contain the payload, the
+# colour and the type of the message.
 ITEM_TAIL = 5
 MAX_DOMAIN_PARTS = 8  # maximum number of colon-separated parts of a domain's name
-# If at least this fraction of the kernels has a metric, the metric is reported as missing in the other
-# kernels.
+# If at least this fraction of the kernels has a metric, the metric is reported as missing in the
+# other kernels.
 MOST = 0.9
 DEVICE_PREFIX = "device__attribute_"
-# Prefixes of metrics that are constants of the machine, and so have the same value for every kernel.
+# Prefixes of metrics that are constants of the machine, so their values are the same for all
+# kernels.
 CONSTANTS = (DEVICE_PREFIX, "nvlink__")
-# A report may use at most PLACES_A_BYTE slots of memory for each byte of the file, but MIN_PLACES slots
-# are always allowed. A slot has 8 bytes.
+# A report may use at most PLACES_A_BYTE slots of memory for each byte of the file, but MIN_PLACES
+# slots are always allowed. A slot has 8 bytes.
 PLACES_A_BYTE, MIN_PLACES = 0.25, 1 << 24
 LAUNCH_PLACES, RANGE_PLACES, ENTRY_PLACES = 48, 24, 16  # slots per launch, range and dict entry
-# A table of metrics may use at most PLACES_A_VALUE slots for each value, but MIN_TABLE_PLACES slots are
-# always allowed. If a table needs more, its kernels have hardly any metrics in common.
+# A table of metrics may use at most PLACES_A_VALUE slots for each value, but MIN_TABLE_PLACES slots
+# are always allowed. If a table needs more, its kernels have hardly any metrics in common.
 PLACES_A_VALUE, MIN_TABLE_PLACES = 64, 1 << 20
 
 _MARKS = " \u00a0\u202f'\u2019\ufffd"  # thousands separators of locales, in addition to , and .
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
 _NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
-_WHOLE = re.compile(r"\d{1,18}")  # an integer that the store can hold
+_WHOLE = re.compile(r"\d{1,18}")  # an integer that fits into the store
 _TRIPLE = re.compile(r"\(\s*(\d{1,18}),\s*(\d{1,18}),\s*(\d{1,18})\s*\)")
 _NO_VALUE = re.compile(r"(?:\(!\)\s*)?(?:n/?a|[+-]?nan|[+-]?inf(?:inity)?|-*)", re.IGNORECASE)
 _PROFILED = '==PROF== Profiling "'  # ncu prints this before the table, once for each result
@@ -81,7 +82,7 @@ _KernelCells = tuple[int, dict[str, str], Iterable[tuple[str, str]]]
 class NcuLaunch:
     """A profiled kernel."""
 
-    name: str  # the mangled name, or the name that ncu demangled if a CSV contains only that
+    name: str  # the mangled name, or the demangled name if a CSV contains no mangled names
     # `values` contains the numeric metrics in the units of the report, and `texts` the other
     # metrics. The constants of a device are stored only in the first launch on the device.
     values: Mapping[str, float]
@@ -107,8 +108,8 @@ class NcuReport:
 class Values(Mapping[str, float]):
     """A compact mapping of the numeric metrics of a kernel.
 
-    All kernels of a report share the dict that maps the name of a metric to its position. NaN means that
-    the kernel has no value for the metric.
+    All kernels of a report share the dict that maps the name of a metric to its position. NaN means
+    that the kernel has no value for the metric.
     """
 
     __slots__ = ("_places", "_row")
@@ -154,7 +155,7 @@ class LaunchCompactor:
             raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
 
     def compact(self, launch: NcuLaunch) -> NcuLaunch:
-        """Convert a launch to its compact form, unless it is the first on its device."""
+        """Convert a launch to its compact form, unless it is the first launch on its device."""
         ranges = len(launch.start_end) + len(launch.push_pop)
         self.allocate(LAUNCH_PLACES + ENTRY_PLACES * len(launch.texts) + RANGE_PLACES * ranges)
         if launch.device not in self.devices:
@@ -196,8 +197,8 @@ class TableWarnings(Counter[str]):
 def read_csv_text(source: str | Path, path: Path) -> NcuReport:
     """Parse the CSV that ncu printed. `source` is the text itself or a file.
 
-    Raise TraceFormatError, which contains `path`, if the table is damaged or truncated, if metrics have
-    labels instead of names, or if the report needs too much memory.
+    Raise TraceFormatError, which contains `path`, if the table is damaged or truncated, if metrics
+    have labels instead of names, or if the report needs too much memory.
     """
     table = Table(source, path)
     size = len(source) if isinstance(source, str) else source.stat().st_size
@@ -241,8 +242,8 @@ def read_text(path: Path) -> str:
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of ncu's table, which have as many cells as the header.
 
-    The first row contains the units and has no ID. The long form has no such row. Raise TraceFormatError
-    if something is missing or truncated.
+    The first row contains the units and has no ID. The long form has no such row. Raise
+    TraceFormatError if something is missing or truncated.
     """
     table = Table(text, path)
     first = [] if table.is_long else [table.first]
@@ -327,7 +328,7 @@ class Table:
                 yield part, ended
 
     def _records(self, lines: Iterator[tuple[str, bool]]) -> Iterator[_Row]:
-        """Yield the row of units and the rows of kernels, and count lines like damaged rows."""
+        """Yield the row of units and the rows of kernels, and count damaged rows."""
         width = len(self.columns)
         for count, (line, ended) in enumerate(lines, start=1):
             cells = self._row(line, count, ended=ended)
@@ -632,8 +633,8 @@ def _dims(launch: NcuLaunch, what: str, triple: Triple | None) -> str:
 def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
     """Return the text of an NVTX cell.
 
-    Each range consists of its domain, its name, four unknown fields, the type of the message, and the
-    name again.
+    Each range consists of its domain, its name, four unknown fields, the type of the message, and
+    the name again.
     """
     return "  ".join(
         f'"{f"{place}:" if numbered else ""}{domain}:{name}:none:none:none:none:ASCII:{name}"'

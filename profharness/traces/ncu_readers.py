@@ -49,21 +49,22 @@ MODULE = "ncu_report"
 EXTRAS = Path("extras", "python", f"{MODULE}.py")
 CHILD = "from profharness.traces.ncu_readers import main; main()"
 IMPORT_TIMEOUT_S = 600.0
-# The value of IAction.workload_type() for a kernel. Ranges, command lists and graphs have larger values.
+# The value of IAction.workload_type() for a kernel. Ranges, command lists and graphs have larger
+# values.
 KERNEL = 0
 STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # values of IMetric.kind()
-# The index of a device or stream must be less than this. A larger value means that -1 was stored in an
-# unsigned field.
+# The index of a device or stream must be less than this. A larger value means that -1 was stored in
+# an unsigned field.
 MAX_INDEX = 1 << 31
 MAX_NAMES = 1 << 16  # maximum number of ranges per launch and domain
 # Limits on processor time. A real report of 1.2 MB takes 0.4 s of processor time and 180 MB of
 # memory, of which the library itself uses 120 MB.
 CPU_S, CPU_S_PER_MB = 12.0, 4.0
-# A child that uses ENOUGH_KIB of memory leaves the rest of the report to the next child. MOST_BYTES is
-# the maximum memory of a child.
+# If a child uses more than ENOUGH_KIB of memory, the next child reads the rest of the report.
+# MOST_BYTES is the maximum memory of a child.
 ENOUGH_KIB, MOST_BYTES = 240 << 10, 450 << 20
-# Ratio of the limit on wall time to the limit on processor time. Wall time may be longer, because a
-# child may sleep or share its processor with other processes.
+# Ratio of the limit on wall time to the limit on processor time. Wall time may be longer than
+# processor time, because a child may sleep or share its processor with other processes.
 WAITING = 4
 NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
@@ -72,9 +73,10 @@ def report_to_csv(report: Path, output: Path) -> None:
     """Convert an .ncu-rep to a CSV, as `ncu --csv --page raw --print-units base
     --print-kernel-base mangled` does.
 
-    `parse_ncu` reads the same launches and metrics from the CSV as from the .ncu-rep. Doubles have all
-    digits, whereas ncu rounds them to two decimals. The ids of processes and the threads of ranges are
-    0. The names of processes and hosts are empty. Raise the errors of `read_report`.
+    `parse_ncu` reads the same launches and metrics from the CSV as from the .ncu-rep. Doubles have
+    all digits, whereas ncu rounds them to two decimals. The ids of processes and the threads of
+    ranges are 0. The names of processes and hosts are empty. Raise the errors that `read_report`
+    raises.
     """
     write_csv(read_report(report, check_file(report)), output)
 
@@ -188,8 +190,8 @@ def has_package() -> bool:
 def _read_native(path: Path, folder: Path | None = None) -> NcuReport | str | None:
     """Read a report with the installed `ncu_report` module, or with the module in `folder`.
 
-    Return None if the module cannot be imported, "" if it does not recognize the file, and a description
-    of any other failure.
+    Return None if the module cannot be imported, "" if it does not recognize the file, and a
+    description of any other failure.
     """
     size = path.stat().st_size
     seconds = math.ceil(CPU_S + CPU_S_PER_MB * size / 1e6)
@@ -205,7 +207,7 @@ def _read_native(path: Path, folder: Path | None = None) -> NcuReport | str | No
             return part
         names = part.names
         for name, device, stream, values, texts, start_end, push_pop in part.launches:
-            # each child reads the constants of the device again
+            # each child reads the constants again; drop them if they are known
             left_out = CONSTANTS if device in compactor.devices else ()
             kept = {names[at]: v for at, v in values.items() if not names[at].startswith(left_out)}
             words = {
@@ -230,7 +232,7 @@ def _children_s() -> float:
 
 
 def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Report | str | None:
-    """Return the part of a report from the result `first` on that a child reads.
+    """Return the part of a report that a child reads, starting with the result `first`.
 
     If the child fails, return the same values as `_read_native`.
     """
@@ -299,7 +301,7 @@ class _Reader:
         self._unreadable = 0  # number of names and metrics that the module could not return
 
     def read(self, context: Any, first: int) -> _Report:
-        """Read the results from the index `first` on, until the process uses ENOUGH_KIB of memory."""
+        """Read results from the index `first` on, until the process uses ENOUGH_KIB of memory."""
         parts = [context.range_by_idx(place) for place in range(context.num_ranges())]
         results = [(part, index) for part in parts for index in range(part.num_actions())]
         launches: list[_Launch] = []

@@ -5,8 +5,8 @@ A report (.nsys-rep) is first exported to SQLite.
 Device activities, API calls and NVTX ranges become int64 columns in a temporary file.
 
 Some NVTX ranges are ops. PyTorch's `emit_nvtx`, which `nsys profile --pytorch=autograd-shapes-nvtx`
-enables, describes an op in the range's text: `aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]],
-input_op_ids = [(1,0), (2,0)]`.
+enables, describes an op in the range's text:
+`aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]], input_op_ids = [(1,0), (2,0)]`.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ RANGES = "eventType IN (59, 60, 70, 71)"
 START_END = (60, 71)
 DOMAINS = "eventType = 75"
 MAX_RANGE_NAME = 4096
-# Patterns for the names of the API calls that start most activities. An export can contain ten times
-# as many other calls, so the other calls are read only if the call of an activity is not found.
+# Patterns for the names of the API calls that start most activities. An export can contain ten
+# times as many other calls. They are read only if the call of an activity is not found.
 LAUNCHING = ("cu%Launch%", "cu%Memcpy%", "cu%Memset%")
 KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # API calls that start exactly one kernel
 # After such an API call, launches are added to a CUDA graph and do not start kernels.
 CAPTURES = ("cu%StreamBeginCapture%",)
 MAX_DURATION_NS = 1 << 53  # this is 104 days
-MAX_SMALL = 1 << 62  # devices, streams, nodes and bytes in the store must be less than this
+MAX_SMALL = 1 << 62  # the store accepts only devices, streams, nodes and sizes below this
 BLOCK_ROWS = 65536
 # The end of a range's text, in the format of getNvtxStr in torch/csrc/profiler/util.cpp. nsys may
 # truncate the lists in it.
@@ -115,7 +115,7 @@ def parse_nsys(path: Path) -> Trace:
     launch_ns, range and cell_range of the launch are NONE.
 
     Raise TraceFormatError if the file is not an export, or is damaged or incomplete. Also raise the
-    errors of `export_report`.
+    errors that `export_report` raises.
     """
     path = Path(path)
     if not path.name.lower().endswith(REPORT_SUFFIX):
@@ -190,7 +190,7 @@ def _parse(path: Path, shown: Path) -> Trace:
 def _describe(export: schema.Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]:
     """Return the kernels as (kind, name), the launch configurations, an array and warnings.
 
-    Column i of the array contains the ids of the kernel and of the launch configuration of variant i.
+    Column i of the array contains the ids of the kernel and the launch configuration of variant i.
     """
     kernels, configs = Ids(), Ids()
     string = cache(export.text)
@@ -228,24 +228,24 @@ def _config(values: _Row) -> LaunchConfig:
 class Reader:
     """Reads one export into tables.
 
-    A variant is a distinct combination of the values that describe an activity: the names and the launch
-    configuration of a kernel, or the kinds of memory of a memcpy or memset. The column `kernel` of
-    GpuRows contains an index into `variants`, and `config` is always 0. The column `correlation` contains
-    the key that is defined at PROCESS_SHIFT. The rows are sorted by key.
+    A variant is a distinct combination of the values that describe an activity: the names and the
+    launch configuration of a kernel, or the kinds of memory of a memcpy or memset. The column
+    `kernel` of GpuRows contains an index into `variants`, and `config` is always 0. The column
+    `correlation` contains the key that is defined at PROCESS_SHIFT. The rows are sorted by key.
     """
 
     def __init__(self, export: schema.Export, tables: Tables) -> None:
         self.variants = Ids()
-        self.flows = np.empty((0, 4), np.int64)  # see Attribution
+        self.flows = np.empty((0, 4), np.int64)  # the `flows` for Attribution
         self._tables = tables
         self._export = export
-        self._doubts: Counter[str] = Counter()  # number of each warning, which replaces {n}
+        self._doubts: Counter[str] = Counter()  # how often each warning occurred; replaces {n}
         self._processes = Ids()
         # The keys of activities outside and inside of CUDA graphs
         self._keys = {False: array("q"), True: array("q")}
         self._copies = False  # whether the export may contain copies of activities
-        # The sorted keys of the activities, then a larger number, and whether the call of each is
-        # found
+        # `_needed` contains the sorted keys of the activities and, at the end, a larger number.
+        # `_found` contains for each key whether its API call has been found.
         self._needed, self._found = nothing(0), np.empty(0, np.bool_)
         self._nameless: set[int] = set()  # ids of names that are not in StringIds
         self._string = cache(export.text)
@@ -429,13 +429,13 @@ class Reader:
             return _array(good, width), good
 
     def _to_keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
-        """Return a key for each row, or -1 if the correlation id or the process is invalid."""
+        """Return a key for each row, or -1 if the correlation ID or the process is invalid."""
         process = _mapped(thread_or_process >> 24, self._process)
         valid = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
         return np.where(valid, process * CORRELATIONS + correlation, -1)
 
     def _process(self, number: int) -> int:
-        if number == -1:  # unknown; if only one process made API calls, use it
+        if number == -1:  # unknown, so assume the process that made the API calls
             calls = self._export.processes_of_calls
             if len(calls) != 1:
                 return -1
@@ -532,7 +532,7 @@ class OpRanges:
         self._numbered = array("q")
 
     def collect(self, text: str, start: int, stop: int, thread: int) -> str | None:
-        """Collect a range if it is an op, and return None. Otherwise, return the name of the range."""
+        """Collect a range that is an op, and return None. For other ranges, return the name."""
         op = read_text(text)
         if op is None:
             return text
@@ -566,9 +566,9 @@ class OpRanges:
     def finish(self) -> tuple[Ints, int]:
         """Write the pending ops, and match forward ops with backward ops by their sequence numbers.
 
-        Return the flows of `Attribution`, and the number of backward ops whose forward op is unknown because
-        several threads used the sequence number. If no op was found, the ranges do not come from PyTorch, so
-        the whole texts become their names again.
+        Return the `flows` for `Attribution`, and the number of backward ops whose forward op is
+        unknown because several threads used the sequence number. If no op was found, the ranges do
+        not come from PyTorch, so the whole texts become their names again.
 
         Autograd numbers the backward ops that each thread prepares. Of the ops that have the same
         sequence number in a thread, the forward op is the op that started last.

@@ -106,7 +106,7 @@ _GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *NSYS_KEYS.values())
 
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
-    """Return a name such as `Memcpy HtoD (Pinned -> Device)` for nsys's numbers."""
+    """Return a name such as `Memcpy HtoD (Pinned -> Device)` for nsys's numbers of the kinds."""
     start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
     return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
 
@@ -120,8 +120,8 @@ class Export:
     """An open export.
 
     Its methods return rows as tuples, with the columns in the requested order. A column that the
-    table does not have is NULL. `tables` contains, by the name of a table without a
-    version suffix such as `_V2`, the full name, quoted for use in SQL, and the columns.
+    table does not have is NULL. The keys of `tables` are names of tables without version suffixes
+    such as `_V2`. The values contain the full name, quoted for use in SQL, and the columns.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -139,7 +139,7 @@ class Export:
     def batches(
         self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
     ) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield lists of up to FETCH_ROWS rows. In the first `filled` columns, NULL is replaced by -1."""
+        """Yield lists of up to FETCH_ROWS rows. In the first `filled` columns, NULL becomes -1."""
         if name not in self.tables:
             return
         table, present = self.tables[name]
@@ -286,7 +286,7 @@ def _check_file(path: Path, shown: Path) -> None:
 def check_schema(export: Export) -> list[str]:
     """Return warnings about missing columns, and about tables that have rows but are not read.
 
-    Raise TraceFormatError if the kernels cannot be read, because a trace without kernels is useless.
+    Raise TraceFormatError if the kernels cannot be read, because then the trace is useless.
     """
     warnings = []
     for table, needed in NEEDED.items():

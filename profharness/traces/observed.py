@@ -51,7 +51,7 @@ class ObservedCall:
     file: str | None = None
     line: int | None = None
     function: str | None = None
-    asked: str | None = None  # `auto`, or the allowed backends, joined by commas
+    asked: str | None = None  # `auto` if all are allowed, or the allowed backends
     choice: str | None = None  # the backend that PyTorch selected
     ran: str | None = None  # the backend that computed the call, or `none` if it raised an error
     mask: str | None = None  # the kind of the first call's mask, or `none`
@@ -142,8 +142,8 @@ def read_observed(folder: Path) -> tuple[ObservedCall, ...]:
 def read_journals(folder: Path) -> Journals:
     """Return the calls in all journals of a run folder, and warnings.
 
-    The warnings count damaged lines, processes whose last counts are missing, and journals without
-    calls. Raise TraceFormatError if a journal cannot be read.
+    The warnings count damaged lines and processes whose last counts are missing. If there are no
+    calls at all, a warning reports this. Raise TraceFormatError if a journal cannot be read.
     """
     calls: list[ObservedCall] = []
     warnings, cut_short = [], 0
@@ -161,7 +161,7 @@ def read_journals(folder: Path) -> Journals:
 
 
 def _journal(path: Path) -> tuple[list[ObservedCall], bool, int]:
-    """Return the calls in a journal, whether their counts are final, and the number of damaged lines.
+    """Return the calls in a journal, whether the counts are final, and how many lines are damaged.
 
     Older recorders did not mark their last counts, which are assumed to be final.
     """
@@ -280,7 +280,8 @@ def match_calls(
     known: dict[Any, int | None] = {}
     found = []
     for call in calls:
-        # A process in a container may have another pid outside the container
+        # The pids of a trace and of a journal may differ, for example if only one of them is from
+        # inside a container. Then, calls of all processes are candidates.
         pid = call.pid if call.pid in pids else None
         key = (call.path, pid, call.kind, call.compiled, call.recompute, call.backward,
                call.tensors, call.config, call.sdpa_op)  # fmt: skip
@@ -384,7 +385,7 @@ def _nearest(
     kept = list(near)
     for rule in rules:
         kept = [index for index in kept if rule(observed[index])] or kept
-    # Fields such as shapes and counts may differ between calls of a template
+    # Ignore fields such as shapes and counts, which may differ between calls of a template
     no_shapes: dict[str, Any] = {
         "config": None,
         "tensors": (),

@@ -1,8 +1,8 @@
 """Describe the attention ops of PyTorch: their names, their arguments, and the config of a call.
 
 The parsers store ops as objects if they are attention ops, ops that eager attention consists of, or
-ops that show where the backward of attention ran. The names and the positions of arguments are those
-in the native_functions.yaml of PyTorch 2.5 to 2.13.
+ops that show where the backward of attention ran. The names and the positions of arguments match
+the native_functions.yaml of PyTorch 2.5 to 2.13.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class HostSpan(NamedTuple):
     name: str
     start: int  # ns
     end: int  # ns
-    thread: int  # index of the thread
+    thread: int  # index into the threads of the trace
     arguments: OpArguments = NO_ARGUMENTS
     sequence: int = -1  # autograd's sequence number, the same for forward and backward
 
@@ -155,10 +155,10 @@ def flag(op: HostSpan, place: int) -> Any:
 
 
 def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
-    """Return why no config can be derived from the recorded arguments of an op, or None.
+    """Return the reason why an op's recorded arguments do not suffice for a config, or None.
 
-    `names` and `places` are the values in POSITIONS for the op. nsys records only the dims. The
-    missing dtype is reported by `replay_config`.
+    `names` and `places` are the values in POSITIONS for the op. nsys records only the dims. For
+    such an op, `replay_config` reports that the dtype is missing.
     """
     given = op.arguments
     if not given.dims:
@@ -187,7 +187,8 @@ def warnings(
 ) -> tuple[str, ...]:
     """Return one warning for each kind of problem, with its count.
 
-    `reasons` has one element for each call. `overlaps` is the number of overlapping calls of modules.
+    `reasons` has one element for each call. `overlaps` is the number of calls of modules that
+    overlap.
     """
     counts = Counter(reasons)
     texts = [

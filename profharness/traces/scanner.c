@@ -33,7 +33,7 @@ enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
-#define FORM 4 /* version of the arguments and results; it must match __init__.py */
+#define FORM 4 /* version of this module's interface; it must match FORM in __init__.py */
 #define MAX_KEYS 16                        /* maximum number of keys to read in args */
 #define MAX_TEXTS (1 << 20)                /* maximum number of distinct texts in the table */
 #define MAX_ARENA (256 << 20)              /* maximum size of these texts, in bytes */
@@ -120,7 +120,7 @@ static inline uint64_t load(Place at) {
     return word;
 }
 
-/* Extend a hash by more bytes. */
+/* Return a hash of the bytes at `at` and of the earlier `hash`. */
 static inline uint64_t hash_of(uint64_t hash, Place at, size_t length) {
     hash = (hash ^ length) * UINT64_C(0x9E3779B97F4A7C15);
     for (; length >= 8; at += 8, length -= 8) {
@@ -500,7 +500,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) 
                           &module))
         return NULL;
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Scanner *self = (Scanner *)alloc(type, 0); /* zeroed */
+    Scanner *self = (Scanner *)alloc(type, 0); /* all fields are zero */
     if (!self)
         return NULL;
     PyObject *given[GIVEN] = {categories, roles, numbers, parts, op_keys, module};
