@@ -18,8 +18,8 @@ from typing import Any
 from profharness.errors import MissingExtraError, one_line
 from profharness.render.document import Chart
 
-# Altair imports jsonschema. If this optional package is installed, jsonschema compiles a grammar of
-# IRIs with it, which takes 2 seconds. It is hidden, because charts need no such check.
+# If this optional package is installed, jsonschema (imported by Altair) uses it to compile a grammar,
+# which takes 2 seconds. Charts do not need the package, so it is hidden from jsonschema.
 _SLOW = "rfc3987_syntax"
 _HIDDEN = _SLOW not in sys.modules
 if _HIDDEN:
@@ -256,8 +256,9 @@ def _label_axis(chart: Chart) -> tuple[Any, int]:
 
 
 def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
-    """Return outlined marks, which differ by colour and by shape. Those of the first series are the
-    largest, so that marks at the same position are visible inside each other.
+    """Return outlined marks. Each series has its own colour and shape.
+
+    Marks of earlier series are larger, so that all marks at the same position are visible.
     """
     names = _names(chart)
     shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
@@ -273,7 +274,7 @@ def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
 
 
 def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
-    """Return the layer of each series in drawing order, with the number of series above it."""
+    """Return a layer for each series, and the number of series that are drawn above the layer."""
     count = len(_names(chart))
     return [
         (base.transform_filter(f"datum.place == {place}"), count - 1 - place)
@@ -318,9 +319,7 @@ def _lines(chart: Chart) -> Any:
 
 
 def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[Any]:
-    """Yield the layers of each mark: its text on a separate line, and a dashed line from the text
-    down to the x axis.
-    """
+    """Yield the layers of marks. Each mark has a text and a dashed line down to the x axis."""
     middle = math.sqrt(places[0] * places[-1]) if places else 0.0
     for number, (x, mark) in enumerate(chart.marks):
         top = alt.value((number + 0.6) * TEXT_HEIGHT)

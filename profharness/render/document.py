@@ -1,4 +1,4 @@
-"""Documents: headings, tables, notes, code and charts for people, and records for programs."""
+"""Documents, which contain blocks (such as tables and notes) for people and records for programs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KINDS: dict[str, str] = {
     "roofline": "FLOP/s (y) over FLOP per byte (x), logarithmic, below the roofs",
     "dumbbell": "one row a label (y) with two marks (series) at x, joined; logarithmic",
 }
-"""Kinds of charts and what they show. `charts.DRAWERS` contains a function for each."""
+"""Maps each kind of chart to its description. `charts.DRAWERS` has a function for each kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """The limit of a roofline: bandwidth times intensity, up to the peak rate."""
+    """A limit in a roofline chart, which is bandwidth times intensity up to the peak FLOP/s."""
 
     label: str
     bytes_per_s: float
@@ -34,9 +34,9 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of rows. Text formats omit charts: a table of the document has their figures.
+    """A chart of rows. Text formats omit charts, because a table of the document has the values.
 
-    All names of values below are keys of each row.
+    `x`, `y`, `series`, `low`, `high` and `label` are keys of the rows.
     """
 
     kind: str
@@ -44,22 +44,22 @@ class Chart:
     title: str
     rows: tuple[Mapping[str, Any], ...]
     x: str
-    """Name of the x values, in the unit of the axis title."""
+    """Key of the x values, which have the unit in the title of the axis."""
     y: str
     series: str
     x_title: str = ""
     y_title: str = ""
     caption: str = ""
     roofs: tuple[Roof, ...] = ()
-    """For the kind `roofline`."""
+    """The limits in a chart of the kind `roofline`."""
     low: str = ""
-    """Name of the lower end of an interval: of y in `lines`, of x in `dots`. Rows may lack it."""
+    """Key of the lower end of an interval of y (`lines`) or x (`dots`). Rows may lack this key."""
     high: str = ""
-    """Name of its upper end."""
+    """Key of the upper end of the interval."""
     label: str = ""
-    """Name of the text of a mark. Rows may lack it."""
+    """Key of the text of a mark. Rows may lack this key."""
     marks: tuple[tuple[float, str], ...] = ()
-    """For the kind `lines`: texts at positions on the x axis, such as a crossover of two lines."""
+    """Texts at positions on the x axis of a `lines` chart, such as a crossover of two lines."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -70,10 +70,10 @@ class Chart:
                 raise ValueError(f"a row of chart {self.title!r} has no {', '.join(missing)}")
 
     def plain_rows(self) -> list[dict[str, Any]]:
-        """Return the rows with fixed keys, which no drawing library parses as a path or an
-        expression.
+        """Return the rows with the fixed keys x, y, series, low, high and label.
 
-        `low` and `high` are either both numbers or both None.
+        A drawing library could parse other keys as paths or expressions. `low` and `high` are either
+        both numbers or both None.
         """
         plain = []
         for row in self.rows:
@@ -99,17 +99,17 @@ NO_VALUES = (None, "", ())
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A line above the blocks that follow."""
+    """A heading of the blocks that follow."""
 
     text: str
     detail: str = ""
     level: int = 2
-    """2 for a section, 3 for a part of one."""
+    """2 for a section, 3 for a subsection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of raw values: times in ns, sizes in bytes, shares from 0 to 1."""
+    """A table of raw values. Times are in ns, sizes in bytes, and shares between 0 and 1."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -121,10 +121,10 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[Column], items: Iterable[Any]) -> Table:
-        """Build a table with one row per item, from its attributes or dict values by column key.
+        """Build a table with one row per item. The key of a column names an attribute or a dict key.
 
-        An item may be a tuple of parts: the first part with the key has the value. Optional columns
-        without values are omitted.
+        If an item is a tuple of objects, the first object that has the key provides the value.
+        Optional columns without values are omitted.
         """
         rows = list(items)
         shown = filled_columns(columns, rows, [each.key for each in columns if each.optional])
@@ -136,9 +136,9 @@ class Table:
 def filled_columns(
     columns: Iterable[Column], items: Iterable[Any], optional: Collection[str] | None = None
 ) -> list[Column]:
-    """Return the columns that have a value in some item.
+    """Return the columns without those that have no value in any item.
 
-    `optional` contains the keys of the columns that may be dropped, by default all.
+    Only columns whose keys are in `optional` may be omitted. If it is None, any column may be.
     """
     rows = list(items)
     return [
@@ -171,7 +171,7 @@ class Note:
 
 
 def status_note(status: str, reason: str | None, label: str) -> Note:
-    """Return a note on why a cell did not run. A refusal is a result, anything else an error."""
+    """Return a note about a cell that did not run. The level is `note` for a refusal, else `error`."""
     return Note(f"{status}: {reason}", label, "note" if status == "refused" else "error")
 
 
@@ -190,18 +190,18 @@ class Document:
     """The result of a command, independent of the output format."""
 
     schema: str
-    """`profharness.<what>/<version>`."""
+    """Name and version of the JSON format, such as `profharness.kernels/1`."""
     title: str
     blocks: tuple[Block, ...]
-    """For people."""
+    """The content for people."""
     fields: tuple[str, ...]
     """Keys of the records in order."""
     records: tuple[Mapping[str, Any], ...]
-    """For programs."""
+    """The content for programs."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further top-level keys of the JSON output."""
     about: str = ""
-    """Name of the content in the line that reports that a file was written."""
+    """Description of the content in the message that is printed after writing a file."""
 
 
 def _count(value: Any) -> str:
@@ -249,7 +249,7 @@ def field_names(row_type: Any) -> tuple[str, ...]:
 
 
 def record(item: object, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Convert a dataclass, with nested ones, to JSON types. `names` selects and orders the fields."""
+    """Convert a dataclass to a dict of JSON types. `names` selects and orders the fields."""
     plain: dict[str, Any] = msgspec.to_builtins(item)
     return {name: plain[name] for name in names} if names else plain
 
@@ -262,7 +262,7 @@ def format_value(column: Column, value: Any) -> str:
 
 
 def formatted_rows(table: Table) -> list[list[str]]:
-    """Format all rows. A repeated value is omitted if all values to its left repeat as well."""
+    """Format all rows. Leading columns with `repeat=False` omit values equal to the row above."""
     result: list[list[str]] = []
     previous: list[str] = []
     for row in table.rows:

@@ -34,7 +34,7 @@ LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
 def render_html(document: Document) -> str:
-    """Render a page whose policy forbids network access.
+    """Render a page whose content security policy forbids network access.
 
     Raise MissingExtraError if the document has charts and the extra `report` is not installed.
     """
@@ -71,7 +71,7 @@ def render_html(document: Document) -> str:
     style, script = _asset("page.css"), _asset("page.js")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        # Only the script of the page may run. The policy identifies it by its hash.
+        # Only the script of the page may run. The policy contains the hash of this script.
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
@@ -105,7 +105,7 @@ def _new_anchor(text: str, used: Collection[str]) -> str:
 
 
 def _contents(headings: Mapping[str, Heading]) -> str:
-    """Return the table of contents: sections and, one level below, their parts."""
+    """Return the table of contents, with sections and subsections."""
     items = "".join(
         f'<li class="level{heading.level}"><a href="#{anchor}">{_text(shortened(heading.text))}</a>'
         f"{_small(shortened(heading.detail)) if heading.level > 2 else ''}</li>"
@@ -119,15 +119,16 @@ def _contents(headings: Mapping[str, Heading]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Cut the middle of a text that is longer than LONGEST_ENTRY. The name of a range may fill a
-    page.
-    """
+    """Remove the middle of a text that is too long, such as the name of a range."""
     half = LONGEST_ENTRY // 2
     return text if len(text) <= LONGEST_ENTRY else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def _table(table: Table, ident: str, name: str) -> str:
-    """Return a table. Repeated values are shown for sorting; data-v is the number to sort by."""
+    """Return an HTML table. `data-v` contains the number by which the script sorts a cell.
+
+    Repeated values are not omitted, because the rows can be sorted.
+    """
     classes = [' class="r"' if column.right else "" for column in table.columns]
     head = "".join(
         f'<th scope="col"{right}><button type="button">{_text(column.title) or "&nbsp;"}'
@@ -162,6 +163,6 @@ def _sort_number(value: Any) -> float | int | None:
     if isinstance(value, int | float):
         return value if value == value else None  # NaN sorts like an unknown value
     if isinstance(value, tuple) and len(value) == 3 and all(isinstance(n, int) for n in value):
-        # a grid sorts by its size
+        # a grid is sorted by the number of blocks
         return math.prod(value)
     return None

@@ -23,7 +23,7 @@ from profharness.render.document import (
     formatted_rows,
 )
 
-TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as in the views of the store
+TRIPLES = ("grid", "block")  # CSV splits these into _x, _y and _z, like the views of the store
 
 
 def _plain(value: Any) -> Any:
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
 
 
 def render_json(document: Document) -> str:
-    """Render `{"schema": …, "rows": […], …}` with one record per line, for grep and diff."""
+    """Render `{"schema": …, "rows": […], …}` with one record per line, so that grep is useful."""
     rows = ",\n".join(f"  {_dumps(record)}" for record in document.records)
     parts = [
         f'"schema": {_dumps(document.schema)}',
@@ -54,7 +54,7 @@ def render_jsonl(document: Document) -> str:
 
 
 def _dumps(value: Any) -> str:
-    # names stay readable; unprintable characters must not reach a terminal, and some cannot be encoded
+    # Letters beyond ASCII stay readable, but unprintable characters are escaped.
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
     if text.isprintable():
         return text
@@ -62,9 +62,9 @@ def _dumps(value: Any) -> str:
 
 
 def render_csv(document: Document) -> str:
-    """Render the records under a header row. null is empty; grid and block have three columns each.
+    """Render a header row and the records. None becomes an empty cell.
 
-    Texts are escaped by `harmless`.
+    `grid` and `block` have three columns each. Texts are escaped by `harmless`.
     """
     out = io.StringIO()
     # the csv module writes \r\n by default
@@ -94,8 +94,9 @@ def _csv_cells(key: str, value: Any) -> list[Any]:
     return ["" if value is None else value]
 
 
-# From OWASP ("CSV Injection"): a spreadsheet evaluates a text that starts with = + - or @ in any width,
-# also after invisible characters, and takes a tab or a line break for the end of a cell.
+# Matches the first visible character. According to OWASP ("CSV Injection"), a spreadsheet evaluates
+# a text as a formula if this character is = + - or @, also in full width. A tab or a line break at
+# the start may end the cell.
 _FIRST = re.compile(r"[\s\u200b-\u200f\u2060-\u2064\ufeff]*+(.)", re.DOTALL)
 _SIGNS = frozenset("=+-@")
 
@@ -103,8 +104,8 @@ _SIGNS = frozenset("=+-@")
 def harmless(text: str) -> str:
     """Escape the text of a CSV cell for spreadsheets and terminals.
 
-    A text that a spreadsheet could take for a formula gets a leading apostrophe. Unprintable
-    characters become escapes, line ends a single newline.
+    A text that a spreadsheet could interpret as a formula gets a leading apostrophe. Unprintable
+    characters are escaped, and line ends become newlines.
     """
     # Python before 3.13 does not quote a lone carriage return.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -171,7 +172,7 @@ def _render_html(document: Document) -> str:
     return render_html(document)
 
 
-# Each function returns the whole text of a Document.
+# Maps each format to the function that renders a Document as text.
 RENDERERS: dict[str, Callable[..., str]] = {
     "table": _render_table,
     "json": render_json,

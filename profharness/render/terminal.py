@@ -28,7 +28,7 @@ from profharness.render.document import (
 GAP = 2
 MIN_SHRUNK = 12
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
-ROUNDS = 4  # attempts to make cut names distinct; names of one kind need two
+ROUNDS = 4  # maximum number of attempts to make shortened names distinct; two are usually enough
 _WORD_END = re.compile(r"[^\W_]*$")
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
@@ -38,7 +38,8 @@ def render_table(
 ) -> str:
     """Render headings, aligned tables and notes, wrapped at `width`.
 
-    Tables with the same columns share their widths. With `cut`, names are cut so that tables fit.
+    Tables with the same columns have the same column widths. If `cut` is set, names are shortened so
+    that tables fit the width.
     """
     tables = [block for block in document.blocks if isinstance(block, Table)]
     widths = _shared_widths(tables, width if cut else None)
@@ -57,7 +58,7 @@ def render_table(
     label_width = min(max(labels, default=0), MAX_LABEL)
     previous: Block | None = None
     for block in document.blocks:
-        # a table of the document has the figures of a chart
+        # a table of the document has the values of the chart
         if isinstance(block, Chart):
             continue
         if isinstance(block, Heading):
@@ -77,14 +78,17 @@ def render_table(
             _print_note(console, block, label_width, width)
         previous = block
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    # rich pads cells with blanks
+    # remove the blanks with which rich pads cells
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n" if text else ""
 
 
 def _shared_widths(
     tables: Iterable[Table], width: int | None
 ) -> dict[tuple[Column, ...], list[int]]:
-    """Return column widths by column set. With a width, shrinkable columns are cut to fit it."""
+    """Return column widths that are shared by all tables with the same columns.
+
+    If `width` is set, shrinkable columns are narrowed so that the tables fit.
+    """
     natural: dict[tuple[Column, ...], list[int]] = {}
     for table in tables:
         sizes = natural.setdefault(
@@ -98,7 +102,7 @@ def _shared_widths(
 
 
 def fit_widths(columns: tuple[Column, ...], sizes: list[int], width: int) -> list[int]:
-    """Cut shrinkable columns to fit the width, the widest first, down to MIN_SHRUNK."""
+    """Narrow the widest shrinkable columns until the table fits, but not below MIN_SHRUNK."""
     sizes = list(sizes)
     excess = sum(sizes) + GAP * (len(sizes) - 1) - width
     shrinkable = [index for index, column in enumerate(columns) if column.shrink]
@@ -141,9 +145,9 @@ def _print_table(console: Console, table: Table, widths: list[int]) -> None:
 
 
 def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
-    """Return the cut of each text longer than `width`.
+    """Map each text that is longer than `width` to a shortened text.
 
-    Texts with the same beginning are cut so that their differences show.
+    Texts with the same beginning are shortened so that their differences remain visible.
     """
     cuts = {text: f"{_fitting(text, width - 1)}…" for text in texts if cell_len(text) > width}
     for _ in range(ROUNDS):
@@ -157,9 +161,9 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 
 
 def _from_difference(text: str, group: Sequence[str], width: int) -> str:
-    """Return the common start of the group, and the text from the first word that differs."""
+    """Shorten a text to the common prefix of the group and the first word that differs."""
     shared = min(group)
-    other = max(group)  # of sorted texts, the first and the last share the shortest start
+    other = max(group)  # the common prefix of the least and the greatest text is common to all
     while not other.startswith(shared):
         shared = shared[:-1]
     head = _fitting(shared, width // 3)

@@ -68,7 +68,7 @@ Kernel names are shortened; --full shows full names. A terminal also cuts names 
 the number of rows per block, and split2 the largest number of splits that it combines. knob_7 is
 cuDNN's number of a variant. `profharness explain-kernel NAME` describes any name.
 """
-# The first columns of a frame: pandas prints only the first and last columns.
+# The first columns of the DataFrame, because pandas prints only the first and the last columns.
 FRAME_COLUMNS = (
     *("config", "backend", "kernel_short", "launches_per_call", "duration_ns", "total_ns", "share"),
 )
@@ -133,7 +133,7 @@ class KernelsFound:
     cells: list[CellRow]
     store: Path | None = None
     profilers: tuple[str, ...] = ()
-    """The names given with --profiler, or `all`."""
+    """The names passed with --profiler, such as `nsys` or `all`."""
 
     def warnings(self) -> dict[str, tuple[str, ...]]:
         """Return the warnings about the traces of each run."""
@@ -212,7 +212,7 @@ def kernels(
         return KernelsFound(rows, cells, path, named)
     # all profilers of a run recorded the same launches, so use only one
     kept = preferred_profiler_rows(rows)
-    # the order of a set would differ between processes
+    # sorted, because the order of a set differs between processes
     if others := sorted({row.profiler for row in rows} - {row.profiler for row in kept}):
         hint_after(
             f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side"
@@ -229,9 +229,9 @@ def show(
     format: Format = None,
     output: OutputFile = None,
 ) -> Document:
-    """Return the document. Print hints about what its format omits."""
+    """Return the document. For CSV, which omits notes and warnings, print these as hints."""
     if steps:
-        from profharness.commands.kernels.steps import steps_document  # for this one option
+        from profharness.commands.kernels.steps import steps_document  # only --steps needs it
 
         page = steps_document(found.rows, found.cells, full=full)
     elif EVERY_PROFILER in found.profilers:
@@ -251,7 +251,7 @@ def check(found: KernelsFound, *, expect: Expected = (), run: RunOrAll = None) -
     """Raise GateError unless every cell ran one of the expected backends or families."""
     expected = split_names(expect)
     watched = {row.run for row in found.rows}
-    # skip cells of runs without kernels
+    # With --run all, skip the cells of runs without kernels.
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
     failed = unmet_expectations(expected, found.rows, judged) if expected else []
     if failed:
@@ -264,9 +264,9 @@ def select(
     backends: Sequence[str],
     profilers: Sequence[str] = (),
 ) -> Selection:
-    """Return the selection of --run, --config, --backend and --profiler. Raise UsageError."""
+    """Return the selection of rows for --run, --config, --backend and --profiler."""
     if backends:
-        # searches for implementations, which only a filter by backend needs
+        # This import searches for implementations, which only a filter by backend needs.
         from profharness.attention.backends import stored_names
 
         backends = stored_names(backends)
@@ -280,14 +280,14 @@ def find_rows(
     by_op: bool = False,
     needs: Sequence[Need] = KERNELS_ELSE_CELLS,
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """Return the selected rows of the latest run that meets the first of the needs that any run meets.
+    """Return the kernels and cells of the selected run, by default the latest run with the configs.
 
-    On the command line, if no run is named, configs that do not meet the first need are captured. Print
-    the reason if a run has no kernels.
+    `needs` lists in order of preference what the run must contain. On the command line, configs
+    without the first need are captured if --run is missing. If the run has no kernels, print why.
     """
     capturing = selection.configs and selection.run is None and is_command_line()
     try:
-        # an older run that only has the cells would prevent the capture
+        # An older run that has the cells but no kernels must not prevent the capture.
         chosen = needs[:1] if capturing else needs
         rows, cells = predicted_rows(store, selection, by_op=by_op, needs=chosen)
     except NotFoundError:

@@ -1,4 +1,4 @@
-"""The steps of an attention call, such as QK^T and softmax, and what the call takes besides kernels."""
+"""The steps of an attention call, such as QK^T and softmax, and the time between its kernels."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ GAPS = "launch gaps"
 WAITING = "waiting for the host"
 REFILL = "cold refill"
 JOINED = (f"{GAPS}, {WAITING}", f"{REFILL}, {WAITING}", f"{GAPS}, {REFILL}, {WAITING}")
-"""Sums of these that the measurements of a run cannot separate."""
+"""Combinations of the three names above, for runs whose measurements cannot separate them."""
 BEYOND_KERNELS = (GAPS, WAITING, REFILL, *JOINED)
-"""Parts of a call's time in which none of its kernels runs."""
+"""Names for the time of a call in which no kernel runs."""
 OTHER = "other"
 STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("attention",)),
@@ -70,7 +70,7 @@ ORDER = {step: place for place, step in enumerate([*dict(STEPS), *BEYOND_KERNELS
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one cell. The launch configuration and the tile are those of its longest kernel."""
+    """A step of a cell. Its launch configuration and its tile come from its longest kernel."""
 
     backend: Annotated[str, column("backend", repeat=False, meaning="the backend of the cell")]
     step: Annotated[str, column("step", meaning="what its kernels compute together")]
@@ -90,7 +90,7 @@ class Step:
             "clock or the kernels",
         ),
     ]
-    """None for a part that an eager call does not contain."""
+    """None for the cold refill, because an eager call does not contain it."""
     tile: Annotated[str | None, column("tile", meaning="tile of its longest kernel")]
     kernels: Annotated[
         tuple[str, ...], column("kernels", "names", shrink=True, meaning="its kernels")
@@ -108,7 +108,7 @@ class CallFigures:
 
     backend: Annotated[str, column("backend", meaning="the backend of the cell")]
     kernels_ns: Annotated[float | None, column("kernel µs", "us", meaning="sum of its kernels")]
-    """None for a CPU: the sum of its ops is not a latency."""
+    """None on a CPU, because the sum of its ops is not a latency."""
     graph_ns: Annotated[float | None, column("graph µs", "us", meaning="CUDA-graph replay")]
     eager_ns: Annotated[float | None, column("eager µs", "us", meaning="eager call")]
     host_ns: Annotated[float | None, column("host µs", "us", meaning="host time of an eager call")]
@@ -129,15 +129,15 @@ class CallFigures:
             "score matrices", "count", meaning="the peak divided by the size of the score matrix"
         ),
     ]
-    """None if the cell has no score matrix, or if copies of the inputs are larger than it."""
+    """None if there is no score matrix, or if copies of the inputs are larger than the matrix."""
     growth: Annotated[str | None, column("grows with", meaning="what the memory grows with")]
-    """By the shapes: `S` is the length of queries and keys, `S_q` and `S_kv` are their lengths if they
-    differ.
+    """Derived from the shapes. `S` is the length of queries and keys. If the lengths differ, `S_q` is
+    the length of queries and `S_kv` the length of keys.
     """
 
 
 def find_steps(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Step]:
-    """Return the steps of one cell and one profiler, then the parts of BEYOND_KERNELS."""
+    """Return the steps of a cell under one profiler, followed by the times in BEYOND_KERNELS."""
     busy = sum(call_ns(row, cell.iterations) or 0 for row in rows)
     whole = max(busy, _median_ns(cell, EAGER, EVENT, GRAPH, WALL) or 0)
     steps = [_step(cell, name, own, whole, full) for name, own in _group_by_step(rows).items()]
@@ -156,8 +156,10 @@ def _group_by_step(rows: Sequence[KernelRow]) -> dict[str, list[KernelRow]]:
 
 
 def _time_beyond_kernels(cell: CellRow, busy_ns: float) -> Iterator[tuple[str, float]]:
-    """Yield the times in which no kernel of a call runs. The GPU waits between kernels of one
-    replay, the host issues an eager call more slowly, and a flushed L2 has to be filled again.
+    """Yield (name, duration) for the time of a call in which no kernel runs.
+
+    The GPU pauses between the kernels of a CUDA-graph replay. In an eager call, it also waits for
+    the host. In a cold call, the flushed L2 cache is filled again.
     """
     graph = _median_ns(cell, GRAPH)
     replay = max(busy_ns, graph or 0)
@@ -214,7 +216,7 @@ def _compare_calls(
             kernels_ns = sum(known)
         peak = cell.peak_memory_bytes
         dtype = _score_dtype(config, rows[cell.cell])
-        # where copies are the larger part, the peak does not show the score matrices
+        # If copies are larger than a score matrix, the peak does not show the number of matrices.
         matrix = matrix_bytes(config, dtype) if dtype else 0
         conclusive = dtype and copy_bytes(config, dtype) < matrix
         figures[cell.cell] = CallFigures(
@@ -258,7 +260,7 @@ BY_CALL = tuple(f"{name}_ns" for name in CALL_TIMES)
 FIELDS = (
     *("run", "config", "backend", "cell", "profiler", "step", "launches_per_call", "mean_ns"),
     *("call_ns", "share", "kernels", "tile"),
-    # the same in all steps of a cell
+    # equal in all steps of a cell
     *field_names(CallFigures)[1:],
     *LAUNCH,
 )
@@ -278,7 +280,7 @@ CALL_COLUMNS = tuple(columns_of(CallFigures).values())
 def steps_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels --steps`: tables of steps and of backends for every config."""
+    """Return the document of `kernels --steps`. Each config has a table of steps and of backends."""
     columns = (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
@@ -349,7 +351,7 @@ def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
 
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
-    """Return the blocks about cells that math computed. `rows` are those of one profiler."""
+    """Return the blocks about cells that the backend `math` computed, with rows of one profiler."""
     cells: dict[tuple[str, str], list[KernelRow]] = {}
     for row in rows:
         if row.config is not None:

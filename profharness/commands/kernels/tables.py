@@ -1,4 +1,4 @@
-"""Show the answer of `kernels`: a table per config, and a note per backend without kernels."""
+"""Documents of `kernels`, with one table per config and notes about backends without kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from profharness.rows import (
 SCHEMA = "profharness.kernels/1"
 KERNEL = columns_of(KernelRow)
 CELL = columns_of(CellRow)
-# In JSON, these fields follow `share`, and computed ones come last.
+# In JSON, the fields in _BEHIND_SHARE follow `share`, and computed fields come last.
 _BEHIND_SHARE = ("cell", "kernel_kind", "min_ns", "max_ns")
 _COMPUTED = ("call_ns", "dram_bytes_per_s")
 _names = [name for name in KERNEL if name not in (*_BEHIND_SHARE, *_COMPUTED)]
@@ -53,14 +53,14 @@ COMPARED = (
     *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
     *("shared_bytes", "launches", "launches_per_call"),
 )
-# The columns of one profiler's table, in order.
+# Columns of the table for a single profiler.
 ROW_COLUMNS = pick(
     KernelRow,
     *("backend", "profiler", "device", "kernel_short", "grid", "block", "shared_bytes"),
     *("shared_share", "registers_per_thread", "launches", "launches_per_call", "duration_ns"),
     *("call_ns", "total_ns", "share", "occupancy", "kernel"),
 )
-# The columns of a table that compares profilers, in order. `_values` fills them.
+# Columns of the table that compares profilers. `_line` returns the values.
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
     *pick(KernelRow, "registers_per_thread", "launches_per_call"),
@@ -81,12 +81,12 @@ _COUNTERS = (
 # Prefixes of launch and machine attributes, which ncu lists among its counters.
 _ATTRIBUTES = ("c2clink__", "device__", "launch__", "numa__", "nvlink__", "pcie__", "profiler__")
 
-# The scope of a heading: run, config, and for a foreign trace the range instead.
+# (run, config, range) of a heading. Only a foreign trace has a range, and it has no config.
 _Scope = tuple[str, str | None, str | None]
 
 
 def kernel_record(row: KernelRow) -> dict[str, Any]:
-    """Return the JSON record of one kernel: times in ns, sizes in bytes, grid as [x, y, z]."""
+    """Return the JSON record of a kernel, with times in ns, sizes in bytes, and grid as [x, y, z]."""
     plain = record(row)
     plain |= {name: getattr(row, name) for name in _COMPUTED}
     plain["metrics"] = {
@@ -103,8 +103,9 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
 def kernels_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels` for one profiler. Configs are in the order of the cells,
-    kernels in that of their first launch.
+    """Return the document of `kernels` for one profiler.
+
+    Configs are in the order of the cells, and kernels in the order of their first launch.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
@@ -136,7 +137,7 @@ def is_minor(row: KernelRow) -> bool:
 
 
 def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
-    """Return one note per backend with minor ops: their number and their share of the time."""
+    """Return one note per backend with the number of minor ops and their share of the time."""
     minor: dict[str, list[KernelRow]] = {}
     for row in filter(is_minor, rows):
         minor.setdefault(row.backend or "", []).append(row)
@@ -149,7 +150,7 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """Return the columns for these rows, without those that are unknown or the same in all."""
+    """Return the columns of the table, without columns that would be uninformative for the rows."""
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
     hidden = {"kernel_short" if full else "kernel"}
@@ -190,8 +191,8 @@ MAX_TIME_RATIO = 1.25
 MIN_TIME_DIFFERENCE_NS = 2000
 # kinds of rows that ncu does not see, because it profiles kernels only
 UNSEEN_BY_NCU = ("memcpy", "memset", "op")
-# The values on which all profilers must agree: the field of the row, the code of a disagreement,
-# and the name of the value.
+# Values that must be equal in all profilers, as (field of the row, code of a disagreement, name of
+# the value).
 _AGREED = (
     ("launches_per_call", "launches", "launches per call"),
     ("registers_per_thread", "registers", "registers per thread"),
@@ -209,31 +210,32 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class JoinedKernel:
-    """One kernel of one cell, as each of the profilers recorded it."""
+    """A kernel of a cell, with the row that each profiler recorded."""
 
     rows: dict[str, KernelRow]  # the rows of this kernel by profiler
     disagreements: tuple[Disagreement, ...] = ()
 
     @property
     def first(self) -> KernelRow:
-        """The first row. Its config, backend, name, grid and block are those of all rows."""
+        """The first row. All rows have the same config, backend, kernel name, grid and block."""
         return next(iter(self.rows.values()))
 
     def values(self, name: str) -> dict[str, Any]:
-        """Return the values of a field that are not None, in the order of TRACE_PROFILERS."""
+        """Return the values of a field by profiler, without None, in the order of TRACE_PROFILERS."""
         rows = [self.rows[profiler] for profiler in TRACE_PROFILERS if profiler in self.rows]
         values = {row.profiler: getattr(row, name) for row in rows}
         return {profiler: value for profiler, value in values.items() if value is not None}
 
 
 def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
-    """Join the kernels of all cells across profilers by canonical name, grid and block.
+    """Join the rows of different profilers for the same kernel (canonical name, grid and block).
 
-    Only a profiler's newest run that has the config on the backend counts. `rows` must start with
-    the newest run. Rows of one profiler with the same key are joined in the order of their first
-    launch.
+    For each config and backend, only the newest run of each profiler is used. `rows` must be sorted
+    from the newest run to the oldest. If profilers have several rows of a kernel, the first rows are
+    joined with each other, then the second rows, and so on.
     """
-    runs: dict[tuple[str | None, str | None], dict[str, str]] = {}  # by profiler
+    # newest run by config and backend, and then by profiler
+    runs: dict[tuple[str | None, str | None], dict[str, str]] = {}
     seen = Counter[tuple[Any, ...]]()
     joined: dict[tuple[Any, ...], dict[str, KernelRow]] = {}
     for row in rows:
@@ -246,7 +248,7 @@ def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
 
 
 def _with_disagreements(kernel: JoinedKernel, profilers: Iterable[str]) -> JoinedKernel:
-    """Compare the rows of a kernel. `profilers` recorded other kernels of the cell."""
+    """Add the disagreements between profilers. `profilers` recorded the cell of the kernel."""
     points = []
     for name in TRACE_PROFILERS:
         unseen = name == NCU and kernel.first.kernel_kind in UNSEEN_BY_NCU
@@ -261,7 +263,7 @@ def _with_disagreements(kernel: JoinedKernel, profilers: Iterable[str]) -> Joine
 
 
 def _time_disagreements(rows: dict[str, KernelRow]) -> list[Disagreement]:
-    """Compare the kernel times of the profilers. ncu's may be longer, due to cold caches."""
+    """Compare kernel times between profilers. ncu may report longer times, due to cold caches."""
     torch, nsys, ncu = rows.get(TORCH), rows.get(NSYS), rows.get(NCU)
     points = []
     for warm, other, both_ways in ((torch, nsys, True), (torch or nsys, ncu, False)):
@@ -278,10 +280,10 @@ def _time_disagreements(rows: dict[str, KernelRow]) -> list[Disagreement]:
 def witness_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels --profiler all`; rows come newest run first."""
+    """Return the document of `kernels --profiler all`. `rows` must start with the newest run."""
     joined = join_kernels(rows)
     blocks: list[Block] = []
-    # cells first, so that a config without launches keeps its place
+    # List cells first, so that a config without launches keeps its position.
     configs = dict.fromkeys(
         [*(cell.config for cell in cells), *(kernel.first.config for kernel in joined)]
     )
@@ -307,7 +309,7 @@ def witness_document(
 
 
 def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
-    """Return the JSON record of one kernel: the figures of each profiler, and their disagreements."""
+    """Return the JSON record of a kernel, with the values and disagreements of the profilers."""
     names = ("config", "backend", "kernel", "grid", "block")
     return {
         **record(kernel.first, names),
@@ -361,7 +363,7 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
 def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
     blocks: list[Block] = []
     for ncu in [kernel.rows[NCU] for kernel in joined if NCU in kernel.rows]:
-        # counters before attributes
+        # sort counters before attributes
         names = sorted(ncu.metrics, key=lambda name: (name.startswith(_ATTRIBUTES), name))
         if rows := tuple((name, *ncu.metrics[name]) for name in names):
             grid = format_value(KERNEL["grid"], ncu.grid)
