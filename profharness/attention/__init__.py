@@ -1,1 +1,1 @@
-"""The attention problem: config grammar, FLOPs and bytes, backends and dispatch rules."""
+"""Attention problems (configs, FLOPs and bytes), backends, and PyTorch's dispatch rules."""

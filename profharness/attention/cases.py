@@ -13,7 +13,7 @@ from profharness.errors import UsageError
 AS_GIVEN = "as_given"
 STANDARD = "standard"
 NO_CASES = "none"
-MAX_BATCH = 2  # of a derived case, because two batch elements are enough to expose a fault
+MAX_BATCH = 2  # maximum batch size of a derived case, which is enough to expose a fault
 MAX_HEADS = 8
 
 

@@ -1,6 +1,6 @@
 """Configs, each of which describes one attention problem.
 
-Users write a config in a grammar, for example `2,8,512,64,bf16,causal`. Its label is
+Users write a config in a grammar, for example `2,8,512,64,bf16,causal`. The label of this config is
 `b2-h8-s512-d64-bf16-causal`.
 """
 
@@ -49,9 +49,9 @@ class ConfigOption(NamedTuple):
     name: str
     field: str
     kind: str
-    """The kind of value: `number` (a set or a range), `real`, `choice` (one of `allowed`), `word`
-    (one of `allowed`, written without the option's name), `strides` (numbers of elements, joined by
-    `x`) or `flag`.
+    """The kind of value: `number` (also a set or a range), `real`, `choice` (one of `allowed`),
+    `word` (one of `allowed`, written without the option's name), `strides` (numbers of elements,
+    joined by `x`) or `flag`.
     """
     short: str = ""
     """Prefix of the number in a label, such as `kv` in `kv4`. It is empty for options that labels
@@ -504,7 +504,7 @@ def _numbers(token: str) -> Iterator[int]:
 
 
 def _range(word: str) -> Iterator[int]:
-    """Yield the numbers of `512`, `128:4096:*2` or `64:256:+64`. Both ends are included."""
+    """Yield the numbers in a text such as `512`, `128:4096:*2` or `64:256:+64`, with both ends."""
     match = re.fullmatch(r"(\d+)(?::(\d+):([*+])(\d+))?", word)
     if not match:
         raise UsageError(
@@ -530,7 +530,7 @@ def _range(word: str) -> Iterator[int]:
             start *= step
 
 
-@lru_cache(maxsize=4096)  # the rows of a store contain few different labels
+@lru_cache(maxsize=4096)  # cached, because many rows of a store have the same label
 def _parse_label(text: str) -> Config:
     names = {option.short: option.name for option in OPTIONS if option.short}
     numbers: dict[str, str] = {}

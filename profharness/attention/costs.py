@@ -112,7 +112,7 @@ def copy_bytes(config: Config, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One step of attention."""
+    """One step of an attention call, such as `QK^T`, and the work that it requires."""
 
     name: str
     flops: int
@@ -130,8 +130,8 @@ class Phase:
 def score_count(config: Config) -> int:
     """Count the scores that one head must compute.
 
-    The causal mask is aligned to the top left: query row i attends to the keys 0 to i. Scores that
-    a mask tensor hides are counted, because a config does not contain the values of the mask.
+    The causal mask is aligned to the top left, so query row i attends to the keys 0 to i. Scores
+    that a mask tensor hides are counted, because a config does not contain the values of the mask.
     """
     rows, columns = config.seq_len_q, config.seq_len_kv
     if not config.causal:

@@ -274,5 +274,5 @@ def read_sources(folder: Path) -> dict[str, str]:
     """Return the paths that `write_sources` wrote to a run folder, by backend."""
     try:
         return msgspec.json.decode((folder / SOURCES_FILE).read_bytes(), type=dict[str, str])
-    except FileNotFoundError:  # all backends are built in
+    except FileNotFoundError:  # the run uses only built-in backends
         return {}

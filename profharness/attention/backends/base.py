@@ -1,8 +1,8 @@
-"""The interface of a backend.
+"""The interface of a backend, and the inputs of a call.
 
-A backend has a function that computes attention, checks that return why it cannot compute a config
-or is not available, and inputs. The functions that build inputs work on tensors in the worker, and
-on source text in `repro`, which writes a script.
+A backend computes attention, and explains why it cannot compute a config or is not available. The
+functions that build inputs create tensors in the worker, and source text in `repro`, which writes a
+script.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def no_reason(*_: object) -> str | None:
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute attention."""
+    """An implementation of attention, such as `flash` or a user's file."""
 
     name: str
     summary: str
@@ -78,9 +78,9 @@ class Backend:
     `package.module:function`. None for other backends.
     """
     file: Path | None = None
-    """The file that contains the implementation."""
+    """The file that contains a user's implementation."""
     packages: tuple[str, ...] = ()
-    """The distributions that the backend depends on."""
+    """The Python packages whose versions are recorded for the backend."""
     isolated: bool = False
     """Whether the cells of the backend run in a separate process, so that side effects of the
     backend do not change other results.
@@ -158,7 +158,7 @@ def find_module(name: str) -> ModuleSpec | None:
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
-    except ValueError:  # an imported module that has no spec
+    except ValueError:  # the module is imported, but has no spec
         return None
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:

@@ -101,8 +101,8 @@ class CudaKernel:
         accesses memory.
 
         A tensor is passed as its pointer, None as a null pointer, bool and int as int32, float as
-        float32, and a numpy scalar as its own type. Raise LaunchError if the arguments do not match
-        those of the kernel, or if the driver refuses the launch.
+        float32, and a numpy scalar as its own type. Raise LaunchError if the kernel expects other
+        arguments, or if the driver refuses the launch.
         """
         types = tuple(map(type, args))
         converters = self._converters.get(types) or self._learn(types, args)
@@ -253,7 +253,7 @@ def converter(index: int, arg: Any) -> tuple[int, Convert]:
         return ctypes.sizeof(ctypes.c_void_p), lambda _: 0
     if hasattr(arg, "data_ptr"):
         return ctypes.sizeof(ctypes.c_void_p), operator.methodcaller("data_ptr")
-    # Check numpy types first: numpy.float64 is also a float, but must be passed as a double.
+    # Check numpy types first, because numpy.float64 is a float but must be passed as a double.
     if isinstance(arg, np.generic):
         return arg.itemsize, lambda scalar: scalar
     if isinstance(arg, bool | int):

@@ -120,7 +120,7 @@ class CudaSource:
             return content
         text = self._given.encode()
         at = content.find(text)
-        # the file does not contain the text, which was generated or has escapes
+        # the file does not contain the text if the text was generated or contains escapes
         if at < 0:
             return text
         line = content[:at].count(b"\n") + 1

@@ -55,7 +55,7 @@ def xformers() -> Attention:
 
 
 def sage() -> Attention:
-    """Adapt sageattn, which takes SDPA's layout as HND and supports grouped key heads."""
+    """Adapt sageattn, whose layout `HND` is SDPA's layout, and which supports grouped key heads."""
     from sageattention import sageattn
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
@@ -66,7 +66,7 @@ def sage() -> Attention:
 
 
 def flashinfer() -> Attention:
-    """Adapt single_prefill_with_kv_cache, which takes only one sequence, without a batch dimension."""
+    """Adapt single_prefill_with_kv_cache, which takes one sequence without a batch dimension."""
     from flashinfer import single_prefill_with_kv_cache
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:

@@ -254,8 +254,9 @@ def hash_of(texts: Iterable[bytes]) -> str:
 
 
 def where(error: BaseException, file: Path | None) -> str:
-    """Return text such as ` (file.py, line 12)`, which names the innermost line of the file in the
-    traceback of an exception. Return an empty string if the traceback does not contain the file.
+    """Return text such as ` (file.py, line 12)`, which contains the innermost line of the file in
+    the traceback of an exception. Return an empty string if the traceback does not contain the
+    file.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and frame.filename == str(file)]

@@ -22,7 +22,7 @@ from profharness.rows import Refusal
 
 ANSWERS_FILE = "answers.jsonl"
 EASY_DIM = 64
-EASY_LENGTH = 32  # accepted by all backends: a multiple of 8, but not 64 modulo 128
+EASY_LENGTH = 32  # accepted by all backends, as it is a multiple of 8 and not 64 modulo 128
 Oracle = Callable[[Config, str], Eligibility]
 """A function that returns whether a backend accepts a config, and the reasons against the backend.
 The reason that PyTorch reports comes first. An oracle queries either PyTorch or the rules.

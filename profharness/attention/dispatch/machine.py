@@ -148,8 +148,8 @@ def parse_cudnn(value: int | str) -> int:
 
 
 def parse_release(text: str) -> Release:
-    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`. The default patch number is
-    that of the newest known patch release. Raise UsageError if the text is not a version.
+    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`. If the text has no patch
+    number, use the newest known patch release. Raise UsageError if the text is not a version.
     """
     match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
     if not match:
@@ -377,7 +377,7 @@ def rules_know(environment: Mapping[str, Any]) -> bool:
 
 
 def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
-    """Return a function that adds the runtime flags and the FlashAttention version of a recorded
+    """Return a function that applies the runtime flags and the FlashAttention version of a recorded
     environment to the parameters of a call.
     """
     on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)

@@ -1,4 +1,6 @@
-"""Apply the dispatch rules: predict which backend PyTorch selects and why it refuses the others."""
+"""Apply the dispatch rules: predict which backend PyTorch selects and why it refuses other
+backends.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
     (CPU, "math"): MATH,
 }
 
-# Lower-case fragments of PyTorch's refusal messages by reason code. The first match wins.
+# Lower-case fragments of PyTorch's refusal messages by reason code. The first code that matches is
+# used.
 CODES: dict[str, tuple[str, ...]] = {
     "runtime_disabled": ("has been runtime disabled",),
     "not_on_cuda": ("requires a cuda device", "need to be on cuda device"),

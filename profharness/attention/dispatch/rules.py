@@ -147,7 +147,7 @@ def mask_rows(params: AttentionParams, _: Machine) -> bool:
 
 
 def mask_shape(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether attn_mask is neither 2-D nor a mask that fits the batch and the heads."""
+    """Return whether attn_mask has other dimensions before the last two than batch and heads."""
     mask = params.mask
     if mask is None or mask_rows(params, machine) or len(mask.shape) == 2:
         return False

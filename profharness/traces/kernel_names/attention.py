@@ -1,8 +1,8 @@
 """Parse kernel names that start like the names of a known library.
 
-These are attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN, flex_attention,
-Triton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS, TensorRT-LLM and Tensile) and
-the kernels of CUB.
+The rules cover attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN,
+flex_attention, Triton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS, TensorRT-LLM
+and Tensile) and the kernels of CUB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ends with `_bwd`.
 
 
 def parse_library(text: str, head: Head) -> KernelName | None:
-    """Parse a kernel of a known library. Return None if no rule matches."""
+    """Parse the name of a kernel from a known library. Return None if no rule matches the name."""
     begin = head.end - len(head.path)
     for rules, read in ((_ATTENTION, READ), (_PRODUCTS, None)):
         for anchor, family, backend, parser in rules:

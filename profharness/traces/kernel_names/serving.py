@@ -35,15 +35,17 @@ _ROWS = (
         "reduc merge_ _stage2 combine attention_sum",
         # Triton kernels in vLLM triton_unified_attention.py, SGLang and vLLM decode_attention.py
         r"^reduce_segments$|^_fwd_kernel_stage2|merge_attn_states"
-        # vLLM csrc/attention/attention_kernels.cuh and csrc/rocm/attention.cu
+        # kernels from vLLM csrc/attention/attention_kernels.cuh and csrc/rocm/attention.cu
         r"|paged_attention_(?:v2|ll4mi|decode_\w+?)_reduce|paged_attn_decode_\w*reduce"
-        # aiter 0.1.20 csrc/kernels/mla and ops/triton; Composable Kernel FmhaFwdSplitKVCombine
+        # kernels from aiter 0.1.20 (csrc/kernels/mla, ops/triton), and FmhaFwdSplitKVCombine from
+        # Composable Kernel
         rf"|{_WORD}mla_(?:decode_fwd_|prefill_|softmax_)?reduce|fmha_fwd_split_kv_combine"
-        # FlashInfer 0.6.18 attention/cascade.cuh, trtllm fmhaReduction; FlashMLA 9241ae3
+        # kernels from FlashInfer 0.6.18 (attention/cascade.cuh, fmhaReduction) and FlashMLA 9241ae3
         r"|flashinfer::[\w:]*(?:merge_states?_|attention_sum_kernel)|fmha_reduction_kernel"
         r"|flash_fwd_(?:splitkv_)?mla_combine",
     ),
-    # aiter 0.1.20 hsa/*/fmha_v3_bwd, Composable Kernel FmhaBwd…, CUTLASS examples/77
+    # kernels from aiter 0.1.20 (hsa/*/fmha_v3_bwd), Composable Kernel (FmhaBwd…) and CUTLASS
+    # (examples/77)
     ("fmha_bwd", "fmha_bwd_", rf"{_WORD}(?:sm\d+_)?fmha_bwd_"),
     (
         "fmha",
@@ -51,47 +53,53 @@ _ROWS = (
         # Triton kernels in vLLM triton_unified_attention.py and chunked_prefill_paged_decode.py,
         # and in SGLang
         r"^_?kernel_(?:unified|paged)_attention_\w*\dd|^_fwd_(?:grouped_)?kernel_stage1"
-        # vLLM csrc/attention/paged_attention_v1.cu and csrc/rocm/attention.cu; aiter
+        # kernels from vLLM (csrc/attention/paged_attention_v1.cu, csrc/rocm/attention.cu) and aiter
         r"|(?:^|::)paged_attention_(?:v[12]_kernel|ll4mi_qkv)|^_?paged_attn_decode_v"
-        # FlashInfer 0.6.18 attention/{prefill,decode,mla,pod}.cuh and hopper/
+        # kernels from FlashInfer 0.6.18, attention/{prefill,decode,mla,pod}.cuh and hopper/
         r"|flashinfer::[\w:]*(?:(?:prefill|decode|pod)_with_\w*kv|mla_paged?_attention)"
-        # TensorRT-LLM fmha_v2 and masked multi-head attention; XQA of FlashInfer 0.6.18 csrc/xqa
+        # fmha_v2 and masked multi-head attention from TensorRT-LLM, and XQA from FlashInfer 0.6.18
         r"|^fmha_v2_flash_attention|(?:^|::)masked_multihead_attention_kernel|^kernel_mha$"
-        # SageAttention 2.2 csrc/qattn, and the same attention in aiter, which is written in Triton
+        # kernels from SageAttention 2.2 (csrc/qattn), and their Triton version from aiter
         r"|(?:^|::)qk_int\d*_sv_f\d|^_?sage_fwd"
-        # FlashMLA 9241ae3 csrc/sm90 and sm100; CUTLASS examples/77 (the MLA of vLLM and SGLang)
+        # kernels from FlashMLA 9241ae3 (csrc/sm90, csrc/sm100) and CUTLASS (examples/77, which vLLM
+        # and SGLang use for MLA)
         rf"|flash_fwd_(?:splitkv_)?mla_|(?:^|::)sparse_attn_fwd|{_WORD}sm\d+_fmha_"
-        # aiter 0.1.20 hsa/*/{fmha_v3_fwd,mla,pa}; Composable Kernel Fmha…Kernel
+        # kernels from aiter 0.1.20 (hsa/*/{fmha_v3_fwd,mla,pa}) and Composable Kernel (Fmha…Kernel)
         r"|^aiter::(?:fmha_fwd_|mla_(?:dec|pfl|prefill|a\d+w\d+|stage1)|pa_(?:[bf]+p?16|a\d|decode))"
         r"|^ck_tile::fmha_(?!fwd_append)|^_mla_(?:decode|prefill)_fwd_kernel",
     ),
     (
         "collective",
         "ccl all reduce deep_ep moe_a2",
-        # NCCL, RCCL, MSCCL; PyTorch's symmetric memory; vLLM csrc/custom_all_reduce.cuh
+        # kernels from NCCL, RCCL, MSCCL, PyTorch's symmetric memory and vLLM's
+        # custom_all_reduce.cuh
         rf"{_WORD}(?:nccl|rccl|msccl)_|{_WORD}(?:all_?reduce|all_?gather|reduce_?scatter){_END}"
         rf"|{_WORD}(?:all_?to_?all|cross_device_reduce|quick_?reduce){_END}"
-        # DeepEP csrc/kernels; TensorRT-LLM's exchange of tokens between experts
+        # kernels from DeepEP (csrc/kernels), and from TensorRT-LLM, which exchange tokens between
+        # experts
         rf"|{_WORD}deep_ep::|moe_a2_?a_",
     ),
     (
         "moe",
         "moe expert rout topk reorder bitmatrix expand_input",
-        # vLLM csrc/moe and fused_moe.py, SGLang sgl-kernel/csrc/moe, TensorRT-LLM routing and
-        # cutlass_kernels, aiter fmoe, Composable Kernel MoeSorting, triton_kernels routing
+        # kernels from vLLM (csrc/moe, fused_moe.py), SGLang (sgl-kernel/csrc/moe), TensorRT-LLM
+        # (routing, cutlass_kernels), aiter (fmoe), Composable Kernel (MoeSorting) and
+        # triton_kernels
         rf"{_WORD}(?:f?moe|experts?|routing|router|topk_gating){_END}"
         rf"|{_WORD}(?:grouped_topk|expand_input_rows|(?:pre|post)_reorder|sum_bitmatrix_rows)",
     ),
-    # vLLM csrc/pos_encoding_kernels.cu, FlashInfer pos_enc.cuh; kn_entry belongs to aiter
+    # kernels from vLLM (csrc/pos_encoding_kernels.cu), FlashInfer (pos_enc.cuh) and aiter
+    # (kn_entry)
     ("rope", "rope rotary kn_entry", rf"{_WORD}(?:m?rope|rotary){_END}|{_WORD}kn_entry_[12]c_"),
-    # vLLM csrc/layernorm_kernels.cu, FlashInfer norm.cuh, aiter, Composable Kernel, MIOpen
+    # kernels from vLLM (csrc/layernorm_kernels.cu), FlashInfer (norm.cuh), aiter, Composable Kernel
+    # and MIOpen
     (
         "norm",
         "norm _rms_ ::ln_",
         rf"(?:rms|layer|group|batch|qk|l2)_?norm(?:2d)?{_END}|_fused_rms_|::ln_[fb]wd",
     ),
-    # vLLM csrc/quantization, SGLang per_token_group_quant, FlashInfer; SageAttention 2.2
-    # csrc/fused, whose mean_scale writes V in 8 bits
+    # kernels from vLLM (csrc/quantization), SGLang (per_token_group_quant), FlashInfer and
+    # SageAttention 2.2 (csrc/fused, in which mean_scale writes V in 8 bits)
     (
         "quantize",
         "quant mean_scale",
@@ -100,13 +108,14 @@ _ROWS = (
     (
         "copy",
         "cache kv_buffer paged_kv copy_ swap_ concat_mla transpose",
-        # vLLM csrc/cache_kernels.cu, SGLang kvcache.cuh, FlashInfer page.cuh
+        # kernels from vLLM (csrc/cache_kernels.cu), SGLang (kvcache.cuh) and FlashInfer (page.cuh)
         r"(?:reshape|concat|cat)_and_cache|store_(?:mla_)?kv_?cache|set_(?:mla_)?kv_buffer"
         r"|append_paged_kv|(?:^|::)(?:copy_blocks|swap_blocks|gather_cache|concat_mla)"
-        # changes of the layout in MIOpen, and of the layout of V in SageAttention
+        # kernels that change a layout, from MIOpen, and from SageAttention for the layout of V
         r"|^batched_transpose_\d|^transpose_pad_permute_kernel",
     ),
-    # vLLM csrc/activation_kernels.cu and its copies in other libraries; means in SageAttention
+    # kernels from vLLM (csrc/activation_kernels.cu), copies in other libraries, and kernels from
+    # SageAttention that subtract a mean
     (
         "elementwise",
         "and_mul activation_kernel sub_mean",
@@ -149,7 +158,7 @@ _LIBRARIES = re.compile(
 
 
 def parse_serving(text: str, head: Head) -> KernelName | None:
-    """Parse a kernel by the words in its name. Return None if no rule matches."""
+    """Classify a kernel by the words in its name. Return None if no rule matches."""
     path, is_mangled = _subject(text, head)
     words = _SPLIT.sub("_", path[:400]).lower()
     family = _family(words)

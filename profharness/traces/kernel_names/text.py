@@ -94,7 +94,7 @@ def canonical(name: str) -> str:
     """Demangle a name that starts with `_Z`, as c++filt and Kineto do. Never raise an exception."""
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
-    # Import cxxfilt here: it loads ctypes, which commands that only read a store do not need.
+    # Import cxxfilt here, because it loads ctypes, which most commands do not need.
     import cxxfilt
 
     try:
@@ -108,7 +108,7 @@ def normalise(name: str) -> str:
 
     nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, whereas Kineto writes `4`,
     `true` and `(anonymous namespace)::`. The result contains `4`, `true` and `> >`, and no
-    anonymous namespaces. It is cut after MAX_READ characters.
+    anonymous namespaces. Characters after MAX_READ are cut off.
     """
     text = name[:MAX_READ]
     if "(bool)" in text:
