@@ -79,7 +79,7 @@ of a call, and the speed-up over the first run.
 that PyTorch chose there, and the fastest one. For one run, the benches may be on any GPUs. For
 several runs, name the bench on the GPU of each.
 """
-MAX_TIME_S = 2.0  # sampling of one config on one backend
+MAX_TIME_S = 2.0  # time limit for sampling one config on one backend
 
 ProgramRuns = Annotated[
     str,
@@ -191,12 +191,12 @@ Expected = Annotated[
 
 @dataclass(frozen=True)
 class LayersFound:
-    """The attention of one program, or of several side by side."""
+    """The layer maps of one program, or of several programs to compare."""
 
     store: Path
     maps: tuple[LayerMap, ...]
     classes: LayersByGpu | None = None
-    """Set for several programs."""
+    """The comparison of several programs. None for one program."""
 
 
 def _to_frame(found: LayersFound) -> pd.DataFrame:
@@ -327,7 +327,7 @@ def show(
     if found.classes is not None or len(named) > 1:
         return _show_several(found, named, gates, full=full)
     (own,) = found.maps
-    require_recorded(own, gates)  # before anything is measured for them
+    require_recorded(own, gates)  # fail before anything is measured
     if only_configs:
         echo("\n".join(_config_lines(own, timed=regret)))
         return None
@@ -368,7 +368,10 @@ def _show_several(
 def forecast(
     store: Path, run: str | None, places: Sequence[tuple[Place, str]], *, step: int | None = None
 ) -> LayerMap:
-    """Return the map of a run with predictions for some places. Raise NotFoundError."""
+    """Return the layer map of a run with predictions for the GPUs in `places`.
+
+    Raise NotFoundError if the run has no attention calls, or if none of them can be predicted.
+    """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
         own = find_layers(opened, name, step=step)
@@ -380,9 +383,9 @@ def forecast(
 def find_places(
     gpus: str, torch: str | None, driver: str | None = None, atlas: PathLike | None = None
 ) -> list[tuple[Place, str]]:
-    """Return the places named by a text such as `H100,H200`, each with the reason if it has no atlas.
+    """Return the GPUs named by a text such as `H100,H200`, each with the reason if it has no atlas.
 
-    Raise UsageError for an unknown GPU and for one that is named twice.
+    Raise UsageError for an unknown GPU, and for a GPU that is named twice.
     """
     entries, names = known_atlases(atlas), gpu_names(gpus)
     places = [find_place(entries, name, torch, driver=driver) for name in names]
@@ -391,7 +394,7 @@ def find_places(
 
 
 def require_gpu(gpu: str | None, *options: object) -> None:
-    """Raise UsageError for options that require --gpu, if it is missing."""
+    """Raise UsageError if --gpu is missing and any of the options that require it is set."""
     if gpu is None and any(options):
         raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
 
@@ -406,7 +409,7 @@ def require_forecast_alone(*others: object) -> None:
 
 
 def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
-    """Return the configs that replay the calls; if `timed`, those that --regret times."""
+    """Return the configs that replay the calls, or if `timed`, the configs that --regret times."""
     if timed:
         return [config.label for config in timed_configs(own)]
     lines = replay_lines(own)

@@ -1,4 +1,4 @@
-"""Compare the attention of one model on several GPU models, layer by layer, in programs and in benches."""
+"""Compare the attention layers of a program between GPU models, in traces and in benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # versions in an environm
 
 @dataclass(frozen=True, slots=True)
 class GpuLayers:
-    """One run and its device."""
+    """The layer map of one run, and the device of the run."""
 
     name: str  # name of the device, followed by the run if two runs have the same device
     device: str
@@ -36,7 +36,7 @@ class GpuLayers:
 
 @dataclass(frozen=True, slots=True)
 class LayersByGpu:
-    """The maps of several runs, and the layers that match across the runs."""
+    """The layer maps of several runs, and the layers that match between the runs."""
 
     classes: tuple[GpuLayers, ...]
     rows: tuple[MatchedLayers, ...]
@@ -44,15 +44,14 @@ class LayersByGpu:
 
 @dataclass(frozen=True, slots=True)
 class BenchedCall:
-    """The times of a layer in the bench on one GPU model. They are average nanoseconds per call."""
+    """The times of a layer in a benchmark on one GPU model, in average nanoseconds per call."""
 
-    # The backend that runs on this GPU. On the program's own GPU, it is the backend that ran in the
-    # program. On any other GPU, it is the backend that PyTorch chose in the bench among those that
-    # the program allowed. None if unknown.
+    # The backend to which `ns` belongs. On the program's own GPU, it is the backend that ran in the
+    # program. On any other GPU, it is the backend that PyTorch chose in the benchmark from the
+    # backends that the program allowed. None if unknown.
     backend: str | None = None
     ns: float | None = None
-    # the fastest correct backend, or the backend that runs if the samples show no other to be
-    # faster
+    # The fastest correct backend. Equal to `backend` if no other backend is significantly faster.
     best: str | None = None
     best_ns: float | None = None
     calls: float | None = None  # calls per step, or of the whole program if no step was recorded
@@ -66,16 +65,16 @@ class BenchedCall:
 
 @dataclass(frozen=True, slots=True)
 class GpuBench:
-    """A bench and its GPU. `bench` is None if no bench ran on the program's GPU."""
+    """A benchmark and its GPU. `bench` is None if no benchmark ran on the program's GPU."""
 
     name: str
     device: str
     bench: BenchResult | None
-    # The map of the program that ran on this GPU model, with the savings of the fastest backends.
-    # None if no program ran on it.
+    # The layer map of the program that ran on this GPU model, with the savings of the fastest
+    # backends. None if no program ran on this GPU model.
     layers: LayerMap | None
     calls: tuple[BenchedCall, ...]  # in the order of LayersByGpu.rows
-    changes: tuple[str, ...] = ()  # versions that differ from the versions of the first bench
+    changes: tuple[str, ...] = ()  # versions that differ from the versions of the first benchmark
     doubts: tuple[str, ...] = ()
 
     @property
@@ -87,8 +86,10 @@ class GpuBench:
 def find_layers_by_gpu(
     store: Store, runs: Sequence[str], *, torch: str | None = None
 ) -> LayersByGpu:
-    """Compare several runs with the first run. Raise NotFoundError for a run without attention
-    calls, and UsageError for a run that captured configs.
+    """Compare the attention layers of several runs with the layers of the first run.
+
+    Raise NotFoundError for a run without attention calls, and UsageError for a run that captured
+    configs.
     """
     if captures := [run for run in runs if store.cells(run)]:
         remedy = "leave it out"
@@ -99,7 +100,7 @@ def find_layers_by_gpu(
 
 
 def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
-    """Compare those of the runs that recorded programs. There may be only one such run, or none."""
+    """Compare the runs that recorded programs, and ignore all other runs."""
     maps = []
     for run in runs:
         with contextlib.suppress(NotFoundError):  # the run is a trace that contains no attention
@@ -108,7 +109,7 @@ def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
 
 
 def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
-    """Compare programs, given their maps."""
+    """Compare programs by their layer maps."""
     environments = [store.environment(layers.run) for layers in maps]
     devices = [
         layers.gpu or device_name(environment) or "CPU"
@@ -137,8 +138,9 @@ def _software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple
 
 def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> list[GpuBench]:
     """Return the bench on the GPU of each program, or all benches if there is only one program.
+
     Raise UsageError for a bench that fits no program, and for two benches on the same GPU. Raise
-    NotFoundError for a bench that has no time of the layers.
+    NotFoundError for a bench that timed none of the layers.
     """
     benches = _evaluate(store, names)
     for one, other in combinations(benches, 2):
@@ -165,7 +167,7 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> l
 
 
 def _evaluate(store: Store, names: Sequence[str]) -> list[BenchResult]:
-    """Evaluate stored benches, by a measurement that all of them have if there is one."""
+    """Evaluate stored benches. If possible, all of them rank backends by the same measurement."""
     runs = [store.find_run(Selection(name), *TIMED) for name in names]
     if twice := [run for run in runs if runs.count(run) > 1]:
         raise UsageError(f"--bench names run {twice[0]} twice; name it once")
@@ -188,9 +190,10 @@ def _bench_class(
     bench: BenchResult | None,
     first: BenchResult,
 ) -> GpuBench:
-    """Return a bench with its times of the layers of the program `at`, and the doubts about it.
-    `program` is that program if it ran on the GPU of the bench. `first` is the bench whose versions
-    it is compared with.
+    """Return a bench with the times of the layers, and warnings about unreliable times.
+
+    `at` is the index of the program that has the layers. `program` is this program, or None if it
+    ran on another GPU. The versions of the bench are compared with those of the bench `first`.
     """
     sides = [row.sides[at] for row in programs.rows]
     if bench is None:
@@ -232,7 +235,7 @@ def _bench_class(
 def _benched_call(
     side: LayerSide | None, bench: BenchResult, times: BenchTimes, *, own: bool
 ) -> BenchedCall:
-    """Return the times of equal calls. If `own`, the bench ran on the program's own GPU."""
+    """Return the times of a layer. `own` is whether the program ran on the GPU of the bench."""
     if side is None:
         return BenchedCall()
     if not side.points:
@@ -252,7 +255,7 @@ def _benched_call(
     verdict = times.verdict(side.points, asked, than=best) if best else "same"
     unclear = verdict == "unknown" and best != backend and (least or spent) < spent
     doubt = f"{backend} is not told apart from {best}, which has the lower median"
-    # a lower median alone may be noise
+    # Without a significant difference, the lower median of `best` may be noise.
     if verdict != "slower" or best == backend:
         best, least = backend, spent
     return BenchedCall(
@@ -268,9 +271,10 @@ def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | No
 
 
 def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Document:
-    """Return the map of each run, and a table with one column per GPU.
+    """Return a document with the layer map of each run, and a table with columns for each GPU.
 
-    JSON has the rows of all runs, and the keys of the first run, `classes` and `layers`.
+    The JSON contains the rows of all runs, other keys of only the first run, and the keys `classes`
+    and `layers`.
     """
     documents = [layers_document(each.layers, full=full) for each in answer.classes]
     first = documents[0]
@@ -288,7 +292,7 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
 
 
 def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
-    """Return the JSON keys of the GPUs and of the matched layers. Times of GPUs are per step."""
+    """Return the JSON keys `classes` and `layers`. The times in `classes` are per step."""
     classes = [
         {
             "run": each.layers.run,
@@ -305,7 +309,7 @@ def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
 
 
 def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
-    """Yield the table with one column per GPU, the times per step, and differences between GPUs."""
+    """Yield a table with columns for each GPU, and notes about the differences between GPUs."""
     names = [each.name for each in answer.classes]
     yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
     rows = []
@@ -375,9 +379,9 @@ def _step_texts(answer: LayersByGpu) -> Iterator[str]:
 def benches_document(
     programs: LayersByGpu, benches: Sequence[GpuBench], *, full: bool = False
 ) -> Document:
-    """Return the map of each program, then the benches side by side.
+    """Return a document with the layer map of each program, and a comparison of the benches.
 
-    JSON keys are those of `layers_by_gpu_document`, `benches` and `benched`.
+    The JSON contains the keys of `layers_by_gpu_document`, and the keys `benches` and `benched`.
     """
     maps = {each.layers.run: each.layers for each in benches if each.layers is not None}
     classes = tuple(
@@ -425,12 +429,12 @@ def _bench_blocks(
     yield Heading("classes in benches", f"µs of one call; {', '.join(timed)}")
     layers = list(zip(rows, zip(*(each.calls for each in benches), strict=True), strict=True))
     lines = []
-    # sort by the time on the first GPU that has it
+    # sort by the time on the first GPU that has a time for the layer
     for row, calls in sorted(
         layers, key=lambda pair: -next(filter(None, (call.total_ns for call in pair[1])), 0)
     ):
         points = row.first.points
-        # for recomputed calls only the forward is timed
+        # Use the config that was timed, because only the forward pass of recomputed calls is timed.
         config = points[(len(points) - 1) // 2][0] if points else row.first.config
         line = {"module": _name(row, full=full), "config": config}
         line |= figures([(call.backend, call.ns) for call in calls])
@@ -461,7 +465,7 @@ def _bench_blocks(
 
 
 def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> Iterator[str]:
-    """Yield the time of all layers on each GPU, and what the fastest backends save."""
+    """Yield sentences about the total time on each GPU, and about the savings of other backends."""
     sides = [side for row in rows for side in row.sides if side]
     whole = "a step" if all(side.calls is not None for side in sides) else "the whole program"
     first, *others = benches

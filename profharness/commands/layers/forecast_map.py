@@ -1,4 +1,4 @@
-"""Forecast the attention calls of a program on another GPU, by dispatch rules and its atlas."""
+"""Predict the attention calls of a program on another GPU, from dispatch rules and an atlas."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ CHOICES = {
 NO_CONFIG = "no config says the call"
 
 Points = Sequence[tuple[str, float]]
-# A config, and the backends that the program allowed in the notation of `sdpa_setting`, which is
-# empty if it allowed none.
+# (config, allowed backends). The backends are a text for `sdpa_setting`, such as `flash+math`, which
+# is empty if the program allowed no backend.
 ForecastQuery = tuple[Config, str]
-# PyTorch's choice, and the estimates of all backends and of those that support the config
+# (PyTorch's choice, estimates of all backends, estimates of the backends that support the config)
 Prediction = tuple[str, Mapping[str, Estimate], Mapping[str, Estimate]]
 Weighted = Sequence[tuple[Estimate, float]]  # estimates, each with a number of calls
 
 
 def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
-    """Return the map with an additional forecast. `doubt` is the reason why the GPU has no atlas.
-    Raise NotFoundError if no call can be predicted.
+    """Return the layer map with an additional forecast for the GPU `place`.
+
+    `doubt` is the reason why this GPU has no atlas, or empty. Raise NotFoundError if no call can be
+    predicted.
     """
     by_step = any(row.calls is not None for row in layers.rows)
     whys = [_why_not(row, by_step) for row in layers.rows]
@@ -114,7 +116,7 @@ def _allowed(row: LayerRow) -> str:
 
 
 def _why_not(row: LayerRow, by_step: bool) -> str | None:
-    """Return why a row has no prediction, or None if it has one."""
+    """Return the reason why a row cannot be predicted, or None if it can."""
     if row.kind not in OF_SDPA:
         return WHY_NOT.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
     if by_step and row.calls is None:
@@ -141,7 +143,7 @@ def _predictions(
 
 
 def _as_sampled(config: Config) -> Config:
-    """Return the config with contiguous tensors and the default scale, as atlases measure it."""
+    """Return the config as atlases measure it, with contiguous tensors and the default scale."""
     return replace(config.contiguous(), mask_strides=None, scale=None)
 
 
@@ -200,7 +202,7 @@ def _row(predictions: Sequence[Prediction], weights: Sequence[float]) -> LayerFo
 
 
 def _total(weighted: Weighted, name: str) -> float | None:
-    """Return the time of all calls in ns, or None if one of the estimates has no such time."""
+    """Return the sum of the time `name` over all calls, in ns. None if an estimate lacks the time."""
     times = [(getattr(estimate, name), calls) for estimate, calls in weighted]
     if any(us is None for us, _ in times):
         return None

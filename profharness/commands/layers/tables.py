@@ -1,4 +1,4 @@
-"""Show the attention of a program: layers, reasons and advice, steps and gaps."""
+"""The document of `layers`, with a program's attention layers, reasons, advice, steps and gaps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GAPS = (
 )
 REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
-GPU_LAYER = pick(LayerRow, "module", "config")  # first columns of a table with a column per GPU
+GPU_LAYER = pick(LayerRow, "module", "config")  # first columns of a table with columns for each GPU
 FORECAST = (
     *GPU_LAYER,
     *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
@@ -55,8 +55,9 @@ FORECAST = (
 
 
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
-    """Return the document of `layers`. Predictions for several GPUs have a table with one column
-    each, and the JSON key `classes`.
+    """Return the document of `layers`.
+
+    Predictions for several GPUs add a table with one column per GPU, and the JSON key `classes`.
     """
     lines = [_line(row, full) for row in layers.rows]
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
@@ -148,7 +149,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
 
 
 def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
-    """Return columns for the backend and its time on each GPU, and speed-ups over the first."""
+    """Return columns for the backend and its time on each GPU, and for speed-ups over the first GPU."""
     columns = []
     for at, (name, verb) in enumerate(zip(names, verbs, strict=True)):
         columns.append(Column(f"ran{at}", f"{name} {verb}"))

@@ -40,7 +40,7 @@ COLUMNS = pick(
     RankFigures,
     *("label", "run", "device", "ratio", "compute_ns", "span_ns", *SHARES, "attention", "findings"),
 )
-ROWS_SHOWN = 32  # in a larger job, ranks with findings come first
+ROWS_SHOWN = 32  # maximum number of rows without --full, with preference for ranks with findings
 LABELS_SHOWN = 8
 ANY = "any"
 _WIDTH = max(map(len, CODES))
@@ -93,7 +93,7 @@ def ranks(
       profharness ingest traces/step100 --scheduler local && profharness ranks
       profharness ranks traces/step100 --fail-on slow-gpu,other-attention
     """
-    # imports numpy, which no other reading command needs
+    # imported here because it imports numpy, which --help does not need
     from profharness.commands.ranks.outliers import compare_ranks
 
     with open_store(store_path(store)) as opened:
@@ -102,8 +102,9 @@ def ranks(
 
 @document(ranks)
 def show(answer: RankComparison, *, full: Full = False) -> Document:
-    """Return the document: findings, then one row per rank. With `full`, it contains every rank of a
-    large job.
+    """Return a document with the findings and one row per rank.
+
+    If the job is large, the document contains all ranks only if `full` is set.
     """
     lines = [_line(row) for row in answer.rows]
     apart = [line for line in lines if line["findings"]]
@@ -157,7 +158,7 @@ def _summary(answer: RankComparison) -> str:
 
 @gate(ranks)
 def check(answer: RankComparison, *, fail_on: FailOn = ()) -> None:
-    """Raise GateError if there are findings named by --fail-on."""
+    """Raise GateError if there is a finding that --fail-on names."""
     gates = split_names(fail_on)
     met = [each for each in answer.findings if each.code in gates or ANY in gates]
     if met:

@@ -1,4 +1,4 @@
-"""The comparison of a job's ranks: one row per rank, and findings."""
+"""The result of comparing the ranks of a job, with one row per rank and findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES = {
     LATE: "it spends the least time in collectives: the others wait for it there",
     MISSING: "ranks of the job that are not stored",
 }
-"""Codes of findings, and what they mean for a rank."""
+"""Maps the code of each kind of finding to its description."""
 SIGMAS = 3.5  # minimum distance of an outlier from the other ranks, in standard deviations
 WAIT_SHARE = 0.05  # minimum difference that is reported, as a share of the span
 Share = float | None
@@ -34,7 +34,7 @@ class RankFinding:
     """A property that some ranks have and most ranks do not have."""
 
     code: str
-    ranks: tuple[str, ...]  # labels
+    ranks: tuple[str, ...]  # labels of the ranks
     sentence: str
 
 
@@ -57,12 +57,12 @@ class RankFigures:
             meaning="time of its kernels over that of the same kernels on the median of the others",
         ),
     ]
-    """Without collectives, weighted by time."""
+    """Collectives are excluded. Kernels are weighted by time."""
     compute_ns: Annotated[int, column("compute ms", "ms", meaning="time without collectives")]
     span_ns: Annotated[int | None, column("span ms", "ms", meaning="from first to last launch")]
-    """Summed over its devices."""
-    idle_ns: int | None  # part of the span, like the next two
-    collective_ns: int | None
+    """The sum over the devices of the rank."""
+    idle_ns: int | None  # time in the span without a kernel
+    collective_ns: int | None  # time in which collectives run
     exposed_ns: int | None  # time in which only collectives run and no other kernels
     attention: Annotated[
         tuple[str, ...], column("attention", "names", shrink=True, meaning="its attention kernels")
@@ -73,21 +73,21 @@ class RankFigures:
     def idle_share(
         self,
     ) -> Annotated[Share, column("% idle", "percent", meaning="without a kernel")]:
-        """Share of the span."""
+        """Share of the span in which no kernel runs."""
         return self._share(self.idle_ns)
 
     @property
     def collective_share(
         self,
     ) -> Annotated[Share, column("% collectives", "percent", meaning="in collectives")]:
-        """Share of the span."""
+        """Share of the span in which collectives run."""
         return self._share(self.collective_ns)
 
     @property
     def exposed_share(
         self,
     ) -> Annotated[Share, column("% exposed", "percent", meaning="in collectives alone")]:
-        """Share of the span."""
+        """Share of the span in which only collectives run."""
         return self._share(self.exposed_ns)
 
     def _share(self, part: int | None) -> float | None:
@@ -100,8 +100,8 @@ class RankComparison:
 
     rows: tuple[RankFigures, ...]
     findings: tuple[RankFinding, ...]
-    world_size: int | None  # as recorded in its traces
+    world_size: int | None  # number of ranks of the job, according to its traces
     hosts: int | None
-    spread: float | None  # standard deviation of the ratios without outliers
+    spread: float | None  # standard deviation of the ratios, hardly affected by outliers
     threshold: float = THRESHOLD
-    caveats: tuple[str, ...] = ()  # what was not compared
+    caveats: tuple[str, ...] = ()  # sentences about properties that could not be compared

@@ -44,10 +44,10 @@ Families = Mapping[int, frozenset[str]]  # attention families by range
 
 # factor from the median absolute deviation to the standard deviation of a normal distribution
 MAD_TO_SIGMA = 1.4826
-# maximum number of ranks for which a rank is left out of the median that it is compared with;
-# in a larger job, a single rank hardly changes the median
+# Up to this number of ranks, each rank is compared with the median of the other ranks. In a larger
+# job, it is compared with the median of all ranks, because a single rank hardly changes the median.
 LEFT_OUT_UP_TO = 32
-# A GPU is called slow if a larger share of its compute time than this is spent in slow kernels.
+# A GPU counts as slow if slow kernels take more than this share of its compute time.
 BROAD = 0.5
 NAMES_SHOWN, RANKS_SHOWN = 3, 8
 
@@ -67,12 +67,12 @@ class Launched:
     places: dict[int, str]
 
     def of_kernels(self, numbers: Iterable[int]) -> NDArray[np.bool_]:
-        """Return a mask of the keys of these kernels."""
+        """Return a boolean mask that selects the keys of these kernels."""
         return np.isin(self.kernel, list(numbers))
 
     @property
     def computes(self) -> NDArray[np.bool_]:
-        """Return a mask of the keys that are compute kernels, neither copies nor collectives."""
+        """Return a boolean mask that selects compute kernels, without copies and collectives."""
         kernels = self.kernels.items()
         return self.of_kernels(
             n for n, each in kernels if each.kind == "kernel" and each.family != COLLECTIVE
@@ -113,7 +113,7 @@ def _medians_of_others(values: Figures) -> Figures:
 
 
 def _medians(values: Figures) -> Figures:
-    """Return the median of each column, ignoring NaN. It is NaN if a column has no other value.
+    """Return the median of each column, ignoring NaN. The median of a column of NaN is NaN.
 
     This is faster than `numpy.nanmedian`.
     """
@@ -132,9 +132,9 @@ def _center(values: Figures) -> tuple[float, float]:
 
 
 def _distances(values: Figures) -> tuple[Figures, Figures]:
-    """Return (how far each value lies above the median of the other values, how far it may lie).
+    """Return (the distance of each value above the median of the other values, the allowed distance).
 
-    The second array has SIGMAS times the standard deviation of the other values. NaN is ignored.
+    The allowed distance is SIGMAS times the standard deviation of the other values. NaN is ignored.
     """
     known = np.flatnonzero(np.isfinite(values))
     above, reach = np.full(len(values), np.nan), np.full(len(values), np.nan)
@@ -242,7 +242,7 @@ def _labels(rows: Sequence[RankFigures], indices: Iterable[int]) -> tuple[str, .
 def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterator[RankFinding]:
     """Set the ratio of each rank, and yield findings on slow ranks.
 
-    The ratio is the time of a rank's kernels over that of the same kernels on the median of the
+    The ratio is the time of a rank's kernels divided by the median time of the same kernels on the
     other ranks. A GPU is only compared with GPUs of the same model.
     """
     than = "than the same kernels on the median of the other ranks"
@@ -262,7 +262,7 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
             slow = mean > (1 + threshold / 2) * usual
             broad = (mean * count * slow).sum(axis=1) / own
             each = mean / usual
-        # the key that loses the most time against the other ranks
+        # for each rank, the key that takes the most additional time compared to the other ranks
         worst = np.where(known, (mean - usual) * count, -np.inf).argmax(axis=1)
         _, reach = _distances(ratios)
         for place, index in enumerate(members):
@@ -327,7 +327,7 @@ def _other_attention(
 
 
 def _uneven(table: Launched) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (range, kernel, launches by rank) for each kernel whose ranks launched it unequally often."""
+    """Yield (range, kernel, launches by rank) if the ranks launched a kernel unequally often."""
     kernels = table.kernels.items()
     keys = np.flatnonzero(table.of_kernels(n for n, each in kernels if each.kind == "kernel"))
     if not len(keys):
@@ -353,7 +353,7 @@ def _other_kernels(
         ran = [rank.get(place, frozenset()) for rank in families]
         typical = _majority(ran)
         for index, launches in enumerate(counts):
-            # `_other_attention` reports the kernels of another backend
+            # Skip kernels of another backend, because `_other_attention` reports them.
             chose = ran[index] and typical is not None and ran[index] != typical[0]
             reported = chose and kernel.family in frozenset().union(*ran)
             if launches == usual[0] or reported:
@@ -386,7 +386,7 @@ def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> It
     texts = (json.dumps(rank.environment, sort_keys=True, default=str) for rank in ranks)
     for indices in _indices(texts).values():
         environment = ranks[indices[0]].environment
-        # without the keys for which no value is shared by most ranks
+        # ignore keys for which no value is shared by most ranks
         own = {key: value for key, value in environment.items() if key in base}
         for change in environment_changes(base, own):
             text = f"{change.key} is {change.candidate}, on most ranks {change.baseline}"
@@ -405,7 +405,7 @@ def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
 
 
 def _above(values: Figures) -> Iterator[tuple[int, float]]:
-    """Yield (index, distance) of the shares that lie far above the median of the others."""
+    """Yield (index, distance) of the shares that lie far above the median of the other shares."""
     above, reach = _distances(values)
     for index in np.flatnonzero(above > np.maximum(WAIT_SHARE, np.nan_to_num(reach))).tolist():
         yield index, float(above[index])
@@ -453,7 +453,7 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:
-    """Yield sentences about what the figures do not show."""
+    """Yield sentences about properties that could not be compared."""
     if all(row.span_ns is None for row in rows):
         yield "waits and communication are not told: cells are captured one by one"
     if all(rank.rank is None for rank in ranks):

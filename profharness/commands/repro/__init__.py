@@ -1,6 +1,7 @@
 """`profharness repro`: write a cell as a Python script that needs only torch.
 
-The script makes the same inputs and call as a capture, by the operations of backends/base.py.
+The script creates the same inputs and makes the same call as a capture, because both use the
+functions of backends/base.py.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def repro(
 
 @document(repro)
 def show(text: str, *, output: OutputFile = None) -> None:
-    """Print the script, or the command that runs the written file."""
+    """Print the script. If it was written to a file, print the command that runs the file."""
     if output is not None:
         hint(f"wrote {output}; run it with: python {output}")
         return
@@ -155,7 +156,7 @@ def show(text: str, *, output: OutputFile = None) -> None:
 
 
 def _stored_script(path: Path, selection: Selection, device: str, seed: int | None) -> str:
-    """Return the script of the one stored cell that is selected."""
+    """Return the script of the selected cell. Raise UsageError if several cells are selected."""
     with open_store(path) as store:
         run = store.find_runs(selection, "run")
         cells = store.cells(
@@ -208,8 +209,9 @@ def repro_script(
     seed: int = 0,
     record: Iterable[str] = (),
 ) -> str:
-    """Return the script of a cell, with lines about its stored results. Raise UsageError for a
-    backend that it cannot express. `device` is `cuda`, `cpu` or `auto`.
+    """Return the script of a cell. `record` contains lines about the stored results of the cell.
+
+    `device` is `cuda`, `cpu` or `auto`. Raise UsageError for a backend that scripts do not support.
     """
     backend = find_backend(backend_name)
     config = config.resolve(device) if device != "auto" else config
@@ -275,7 +277,10 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
 
 
 def _source(source: str, config: Config) -> tuple[str, str]:
-    """Return the files of an implementation, or the import from a package."""
+    """Return the script's requirements, and the source that loads an implementation.
+
+    The source contains the files of the implementation, or it imports a module of a package.
+    """
     place, _, function = source.rpartition(":")
     properties = {field.name: getattr(config, field.name) for field in fields(config)}
     properties |= {name: getattr(config, name) for name in _DERIVED}
@@ -306,7 +311,7 @@ def _source(source: str, config: Config) -> tuple[str, str]:
 
 
 def _literal(text: str) -> str:
-    """Return a Python literal of a file, raw if that is equivalent."""
+    """Return a text as a Python literal, if possible as a raw string."""
     if printable(text) == text and "'''" not in text and not text.endswith(("'", "\\")):
         return f"r'''{text}'''"
     return repr(text)
@@ -314,7 +319,7 @@ def _literal(text: str) -> str:
 
 @dataclass
 class TensorText:
-    """A tensor as the expression that creates it."""
+    """Stands in for a tensor and records the Python expression that creates the tensor."""
 
     text: str
     lines: list[str] = field(default_factory=list)  # statements before the expression
@@ -350,7 +355,10 @@ def _index(index: object) -> str:
 
 
 def _inputs(config: Config) -> Iterator[str]:
-    """Yield statements in the order in which the worker draws its random numbers."""
+    """Yield statements that create the inputs in the same order as the worker.
+
+    With this order, the script draws the same random numbers.
+    """
 
     def filled(name: str) -> Callable[..., TensorText]:
         return lambda *shape: TensorText(f"{name}({', '.join(map(str, shape))})")

@@ -1,4 +1,4 @@
-"""Parts of the script that `repro` writes. They import nothing of profharness."""
+"""Templates of the script that `repro` writes. They do not import profharness."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -
     Example:
       profharness serve --port 8001
     """
-    # loads Datasette, which is in the extra `web`
+    # imports Datasette, which belongs to the extra `web`
     from profharness.commands.serve import server
 
     server.serve(store_path(store), host, port)

@@ -1,7 +1,7 @@
-"""Accept or refuse requests of browsers, and answer each in its own process.
+"""Check requests of browsers, and answer each accepted request in a separate process.
 
-SQLite cannot be interrupted while it runs one of its functions, nor can a library that draws
-charts. A process can be killed at any time, which also frees all of its memory.
+A process can be killed at any time, and this frees its memory. Functions of SQLite and the library
+that draws charts cannot be interrupted in another way.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Pages(Protocol):
         """Answer one request. This runs in a process that exits afterwards."""
 
     def learn(self, message: Message) -> None:
-        """Process a message that `answer` sent from its process and whose type is not of HTTP."""
+        """Process a message that `answer` sent and that does not belong to the HTTP response."""
 
 
 def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) -> App:
@@ -142,7 +142,7 @@ def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
     site = headers.get(b"sec-fetch-site", b"none")
     is_own = origin.lower() == host.lower() and site in (b"same-origin", b"none")
     kind = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
-    # a page of another origin may open a page by a link, but not with a query
+    # A link on another site may open a page, but only if the URL contains no query.
     follows_link = kind == (b"navigate", b"document") and not scope["query_string"]
     return (0, "") if is_own or follows_link else (403, FOREIGN)
 
@@ -159,7 +159,7 @@ def is_last(message: Message) -> bool:
 
 
 async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request in its own process.
+    """Answer a request in a forked process.
 
     The process is killed if it takes too long, if the client disconnects, or if this task is
     cancelled.
@@ -261,7 +261,7 @@ def _become_child(
 
 
 async def _send_up(message: Message) -> None:
-    """Write a message for `_forward`. A long body is split into several messages."""
+    """Send a message to `_forward` in the parent process. Split a long body into several messages."""
     body, begin = message.get("body", b""), 0
     while len(body) - begin > FRAME_BYTES:
         part = body[begin : begin + FRAME_BYTES]

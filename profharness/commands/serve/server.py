@@ -1,4 +1,4 @@
-"""Serve the store with Datasette, read-only, with prepared queries and a report on each run.
+"""Serve the store read-only with Datasette, with predefined queries and a report on each run.
 
 Importing this module raises MissingExtraError without the extra `web`.
 """
@@ -57,10 +57,10 @@ MAX_VALUE_BYTES = 8 << 20  # maximum size of a text or blob in a response
 MAX_ERROR = 1000
 TELLTALE = ("database_list", "fts3_tokenizer", "load_extension")
 REPORT = "/-/report/"  # report pages set their own security policy
-REGRET = f"/{DATABASE}/regret"  # as slow as a report, so it has the same limits
+REGRET = f"/{DATABASE}/regret"  # this query is as slow as a report, so it has the same limits
 
 
-# name -> (title, description, SQL over the views of the store)
+# Maps the name of each predefined query to (title, description, SQL).
 QUERIES: dict[str, tuple[str, str, str]] = {
     "stored_runs": (
         "Runs",
@@ -143,11 +143,11 @@ QUERIES: dict[str, tuple[str, str, str]] = {
 
 
 class BenchLosses:
-    """The SQL function `bench_losses(run)`: what `auto` cost in a run, as a JSON array.
+    """The SQL function `bench_losses(run)`, which returns the losses of `auto` as a JSON array.
 
-    If `run` is empty, the newest run that has losses is used. If it is `all`, the newest runs are
-    used. The result for a run is cached until the store changes, because it takes long to compute
-    the intervals of a benchmark.
+    If `run` is empty, the newest run that has losses is used. If `run` is `all`, the newest MAX_RUNS
+    runs are used. The losses of a run are cached until the store changes, because it takes long to
+    compute the intervals of a benchmark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +161,7 @@ class BenchLosses:
             if not run or run == "all":
                 names = [row.run for row in store.runs()[:MAX_RUNS]]
             else:
-                # a query for rows that do not exist returns no rows either
+                # An unknown run has no losses, because a query without matches is no error.
                 with contextlib.suppress(NotFoundError, UsageError):
                     names = [store.resolve(run)]
             for name in names:
@@ -220,8 +220,8 @@ def serve(path: Path, host: str, port: int) -> None:
 class _Server(uvicorn.Server):  # type: ignore[misc]
     """A server that prints a text when it is ready, and also shuts down cleanly on SIGHUP.
 
-    The handler of `profharness.cli` would raise an exception inside a request, where uvicorn logs
-    and drops any exception.
+    The signal handler of `profharness.cli` would raise an exception inside a request, and uvicorn
+    would only log it.
     """
 
     def __init__(self, config: uvicorn.Config, ready: str) -> None:
@@ -288,7 +288,7 @@ class StoreFile(Database):  # type: ignore[misc]
         return connection
 
     def close(self) -> None:
-        """Close the connection. The next query opens the file again, which may have been replaced."""
+        """Close the connection, so that the next query opens the file again if it was replaced."""
         super().close()
         self._read_connection = None
 
@@ -307,9 +307,7 @@ class StoreFile(Database):  # type: ignore[misc]
 
 
 def _allowed(action: int, name: str | None, function: str | None, *_: object) -> int:
-    """Authorize an operation of a query. Deny pragmas and functions that would reveal a path or a
-    memory address.
-    """
+    """Deny pragmas and functions in queries that would reveal a path or a memory address."""
     subject = name if action == sqlite3.SQLITE_PRAGMA else function
     return sqlite3.SQLITE_DENY if (subject or "").lower() in TELLTALE else sqlite3.SQLITE_OK
 
@@ -323,7 +321,7 @@ class Site:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.queries = Queue(most=6, limit_s=10, fair_s=2, memory_bytes=1 << 30)
-        # A report takes a limited time, but longer than a query.
+        # The time of a report is limited too, but a report takes longer than a query.
         self.reports = Queue(most=3, limit_s=300, fair_s=300, memory_bytes=4 << 30)
         self.losses = BenchLosses(path)
         ready = {
@@ -401,7 +399,7 @@ class Site:
                 document = report_document(store, [run])
             try:
                 return Response.html(render_html(document))
-            except MissingExtraError as error:  # without the extra, a note replaces the charts
+            except MissingExtraError as error:  # the extra `report` is missing
                 note = Note(str(error), level="warning")
                 kept = (block for block in document.blocks if not isinstance(block, Chart))
                 return Response.html(render_html(replace(document, blocks=(note, *kept))))
@@ -422,7 +420,7 @@ class Site:
         pm.register(plugin, name=plugin.__name__)
 
     async def _failed(self, error: Exception) -> Any:
-        """Return the response for an unexpected error. Only the terminal shows its cause."""
+        """Return the response for an unexpected error. The cause is printed only on the terminal."""
         if isinstance(error, MemoryError):
             return Response.text("this takes too much memory; ask for less", status=400)
         cause = str(error)
@@ -444,7 +442,7 @@ async def _drop(_: Message) -> None:
 
 
 def _front(path: Path) -> str:
-    """Return links to the queries, and to the reports on the newest runs."""
+    """Return HTML with links to the predefined queries and to the reports on the newest runs."""
     with open_store(path) as store:
         runs = store.runs()
     reports = "".join(
