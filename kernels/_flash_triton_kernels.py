@@ -1,8 +1,8 @@
 """Triton kernels of flash_triton: one for the forward pass and three for the backward pass.
 
-The softmax uses powers of 2 instead of e, so `qk_scale` is the scale times log2(e). Tensors have the
-shape [B, H, S, D] and any strides. A block computes one tile of queries or keys. BLOCK_D is D rounded
-up to a power of two. Column n is visible to row m if n < skv and, with CAUSAL, also n <= m.
+The softmax uses powers of 2 instead of e, so `qk_scale` is the scale times log2(e). Tensors have
+the shape [B, H, S, D] and any strides. A block computes one tile of queries or keys. BLOCK_D is D
+rounded up to a power of two. Column n is visible to row m if n < skv and, with CAUSAL, also n <= m.
 """
 
 # ruff: noqa: ANN001, ANN202, ARG001
@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Whether bf16 tiles are converted to fp32. The interpreter needs this, because it stores bf16 values
-# as integers, and its dot product would multiply these integers.
+# Whether bf16 tiles are converted to fp32. The interpreter needs this, because it stores bf16
+# values as integers, and its dot product would multiply these integers.
 WIDEN: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Arguments that Triton must not specialize on. Otherwise, it would compile separate kernels for
@@ -69,7 +69,7 @@ def _store(
 
 @triton.jit
 def _head(base, batch, head, stride_b, stride_h):
-    """Return the address of a head. Offsets have 64 bits, for tensors of more than 2**31 elements."""
+    """Return the address of a head. Offsets have 64 bits, because tensors may be very large."""
     return base + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
 
 
@@ -238,7 +238,8 @@ def flash_backward_dkdv(
 ):  # fmt: skip
     """Compute dk and dv of a tile of keys, summed over the query heads that share the key head.
 
-    The grid has tiles * B * Hkv blocks. With CAUSAL, tiles that are visible to more rows come first.
+    The grid has tiles * B * Hkv blocks. With CAUSAL, tiles that are visible to more rows come
+    first.
     """
     tiles = tl.cdiv(skv, BLOCK_N)
     first = tl.program_id(0) % tiles * BLOCK_N

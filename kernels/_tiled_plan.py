@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def exchange(self) -> str:
-        """Scope in which blocks exchange scores: `grid`, `cluster`, or `block` if there is one part."""
+        """Scope in which blocks exchange scores: `grid`, `cluster`, or `block` for one part."""
         return "grid" if self.grid else "cluster" if self.parts > 1 else "block"
 
     @property
@@ -157,7 +157,8 @@ def choose_plan(problem: Problem, multiprocessors: int, exchange: str | None = N
     """Return the plan with the shortest expected time on a GPU with the given number of SMs.
 
     If `exchange` is not None, consider only plans with this scope: `block` (nothing is exchanged,
-    because a tile has one block), `cluster` or `grid`. Raise NotImplementedError if there is no plan.
+    because a tile has one block), `cluster` or `grid`. Raise NotImplementedError if there is no
+    plan.
     """
     if problem.keys > MAX_ONE_TILE:
         if exchange is not None:

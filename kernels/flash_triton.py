@@ -1,8 +1,8 @@
 """FlashAttention-2 in Triton, with a forward and a backward pass.
 
 It supports head_dim up to 256, and fp16, bf16 and true fp32. Triton's autotuner selects the tiles.
-naive.py describes the interface. The kernels are in _flash_triton_kernels.py, and the possible tiles
-are in _flash_triton_tiles.py.
+naive.py describes the interface. The kernels are in _flash_triton_kernels.py, and the possible
+tiles are in _flash_triton_tiles.py.
 """
 
 from __future__ import annotations
@@ -271,5 +271,5 @@ def _tma_fits(*tensors: torch.Tensor) -> bool:
 
 
 def _on(tensor: torch.Tensor) -> Any:
-    """Make the device of a tensor current, because Triton launches kernels on the current device."""
+    """Make the tensor's device current, because Triton launches kernels on the current device."""
     return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)

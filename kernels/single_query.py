@@ -40,8 +40,8 @@ def attention(
 ) -> torch.Tensor:
     """Return the contiguous attention output [B, Hq, Sq, Dv] in the dtype of q.
 
-    Raise ValueError if the numbers of heads do not match, and NotImplementedError if the kernel does
-    not support the inputs.
+    Raise ValueError if the numbers of heads do not match, and NotImplementedError if the kernel
+    does not support the inputs.
     """
     (batch, heads, rows, head_dim), (kv_heads, columns) = q.shape, k.shape[1:3]
     if heads != kv_heads and (not enable_gqa or heads % kv_heads):

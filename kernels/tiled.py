@@ -43,8 +43,8 @@ def attention(
 ) -> torch.Tensor:
     """Return the contiguous attention output [B, Hq, Sq, D] in the dtype of q.
 
-    Raise ValueError if the numbers of heads do not match, and NotImplementedError if the kernel does
-    not support the inputs.
+    Raise ValueError if the numbers of heads do not match, and NotImplementedError if the kernel
+    does not support the inputs.
     """
     return _planned(q, k, v, None, is_causal, scale, enable_gqa)
 

@@ -64,12 +64,12 @@ def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
 class Gpu(NamedTuple):
     """One row of the table of GPUs.
 
-    `name` is the name that `--gpu` accepts. It is empty for a variant that users call by the name of
-    another row. `sm_count` is the number of streaming multiprocessors, or None if no data sheet
-    contains it. `pattern` is a regular expression that matches the device name that CUDA reports. It
-    is empty if the row has no data sheet. The other fields are values of the data sheet: bandwidth
-    in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. `tensor` is the rate
-    of fp16 products. On Ampere and newer GPUs, it is also the rate of bf16 products.
+    `name` is the name that `--gpu` accepts. It is empty for a variant that users call by the name
+    of another row. `sm_count` is the number of streaming multiprocessors, or None if no data sheet
+    contains it. `pattern` is a regular expression that matches the device name that CUDA reports.
+    It is empty if the row has no data sheet. The other fields are values of the data sheet:
+    bandwidth in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. `tensor`
+    is the rate of fp16 products. On Ampere and newer GPUs, it is also the rate of bf16 products.
     """
 
     name: str
@@ -283,8 +283,8 @@ def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | Non
 class SmLimits:
     """The resources of one SM and the limits of one block.
 
-    `shared_bytes_reserved` is the shared memory that the driver reserves in each block. The limit of
-    a block does not include it.
+    `shared_bytes_reserved` is the shared memory that the driver reserves in each block. The limit
+    of a block does not include it.
     """
 
     max_threads_per_sm: int

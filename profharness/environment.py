@@ -210,8 +210,8 @@ def _text(answer: str | bytes) -> str:
     return answer.decode() if isinstance(answer, bytes) else answer
 
 
-# Environment variables that are recorded because they change dispatch or speed. CUDA_VISIBLE_DEVICES
-# is not recorded, because `gpu_key` identifies the GPU.
+# Environment variables that are recorded because they change dispatch or speed.
+# CUDA_VISIBLE_DEVICES is not recorded, because `gpu_key` identifies the GPU.
 RELEVANT_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",

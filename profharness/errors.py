@@ -1,4 +1,4 @@
-"""The exceptions of profharness. Each message names the failure, the affected object, and a remedy."""
+"""The exceptions of profharness. A message names the failure, the affected object, and a remedy."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ class Interrupted(KeyboardInterrupt):
     """The user interrupted a run.
 
     `folder` contains the results so far. The command `capture --resume` continues the run. The
-    command line sets `command` to the interrupted command, and `store` to the store of that command.
+    command line sets `command` to the interrupted command, and `store` to the store of that
+    command.
     """
 
     command = ""

@@ -91,8 +91,8 @@ def is_store(path: str | Path) -> bool:
 def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
     """Open an input file without ever blocking.
 
-    Raise OSError if the file cannot be opened, is not a regular file but, for example, a folder or a
-    FIFO, is a store, or is a link that leads out of the folder `within`.
+    Raise OSError if the file cannot be opened, is not a regular file but, for example, a folder or
+    a FIFO, is a store, or is a link that leads out of the folder `within`.
     """
     real, flags = os.fspath(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
     try:
@@ -159,8 +159,8 @@ def has_too_many_values(data: bytes) -> bool:
     """Return whether JSON text has so many values that decoding it would exhaust memory.
 
     A decoded value takes far more memory than its text. A number takes 40 bytes, an empty list 80
-    bytes, and a string 60 bytes in addition to its characters. Each character takes up to 4 bytes if
-    the string has characters outside of Latin-1.
+    bytes, and a string 60 bytes in addition to its characters. Each character takes up to 4 bytes
+    if the string has characters outside of Latin-1.
     """
     if 2 * len(data) <= JSON_WEIGHT:
         return False
@@ -284,8 +284,8 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
 def _put(temporary: Path, output: Path, *, force: bool) -> None:
     """Move the finished file to `output`.
 
-    Unless `force` is set, create a hard link instead of renaming the file, because a hard link never
-    replaces an existing file.
+    Unless `force` is set, create a hard link instead of renaming the file, because a hard link
+    never replaces an existing file.
     """
     if force:
         temporary.replace(output)

@@ -1,4 +1,4 @@
-"""Start the log of compilations and cache hits that PROFHARNESS_LOG enables, and format durations."""
+"""Start the log of compilations and cache hits (PROFHARNESS_LOG), and format durations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def log_wanted() -> bool:
 def start_log() -> None:
     """Make profharness's loggers write messages of the requested level to stderr.
 
-    In a worker, stderr is the file worker.log. The loggers of torch are not changed. Raise ValueError
-    if the level is unknown.
+    In a worker, stderr is the file worker.log. The loggers of torch are not changed. Raise
+    ValueError if the level is unknown.
     """
     level = os.environ.get(LOG_VARIABLE, "")
     if not level:

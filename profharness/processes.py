@@ -71,9 +71,9 @@ def _unwrapped(number: signal.Signals) -> Any:
 def delay_signals(*, passes: bool = False) -> Iterator[None]:
     """Delay signals until the block ends, then raise them again.
 
-    If `passes` is set, `raise_deferred_signals` can raise the signals earlier. In threads other than
-    the main thread, do nothing, because only the main thread receives signals. Only calls of Python
-    handlers are delayed. A signal that has no Python handler still ends the process.
+    If `passes` is set, `raise_deferred_signals` can raise the signals earlier. In threads other
+    than the main thread, do nothing, because only the main thread receives signals. Only calls of
+    Python handlers are delayed. A signal that has no Python handler still ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -163,8 +163,8 @@ class ProcessGroup(subprocess.Popen[bytes]):
 def hollow(log: Path) -> bool:
     """Free the disk blocks in the middle of a file that is larger than LOG_BYTES.
 
-    The other bytes keep their positions in the file, so concurrent writes are not lost. Return False
-    if the file system cannot free blocks within a file.
+    The other bytes keep their positions in the file, so concurrent writes are not lost. Return
+    False if the file system cannot free blocks within a file.
     """
     try:
         state = log.stat()
@@ -188,8 +188,8 @@ def shorten(log: Path) -> int:
     """Replace the middle of a file that is larger than LOG_BYTES with one line.
 
     The line contains the number of removed bytes. Programs that have opened the file for appending
-    continue at its new end. Return the number of bytes by which the size decreased, or 0 if the file
-    was not changed.
+    continue at its new end. Return the number of bytes by which the size decreased, or 0 if the
+    file was not changed.
     """
     try:
         state = log.stat()
@@ -254,8 +254,8 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
 def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator[None]:
     """Stop and continue the marked processes together with this process while the block runs.
 
-    Ctrl-Z (SIGTSTP) stops this process and all processes that have `mark` in their environment. When
-    this process continues, they continue too. Do nothing if SIGTSTP already has a handler.
+    Ctrl-Z (SIGTSTP) stops this process and all processes that have `mark` in their environment.
+    When this process continues, they continue too. Do nothing if SIGTSTP already has a handler.
     """
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -288,11 +288,11 @@ def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator
 def orphans_adopted(
     report: Callable[[str], None] = lambda _: None, mark: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Adopt the orphaned descendants of this process during the block, and end them after the block.
+    """Adopt the orphaned descendants of this process during the block, and end them at its end.
 
-    Yield an environment variable as a mark for child processes. Only processes with this variable in
-    their environment are ended. Other orphans may belong to another program, so `report` is called
-    with a sentence about each of them. This works on Linux only.
+    Yield an environment variable as a mark for child processes. Only processes with this variable
+    in their environment are ended. Other orphans may belong to another program, so `report` is
+    called with a sentence about each of them. This works on Linux only.
     """
     # the mark must be unique, because another profharness may run at the same time
     mark = dict(mark or new_mark())
@@ -444,8 +444,8 @@ def start_group(
 ) -> ProcessGroup:
     """Start a child process that leads its own process group and session.
 
-    Append its stdout and stderr to `log`, unless the Popen options redirect them. If `short` is set,
-    `shorten_logs` keeps the log below LOG_BYTES. Raise OSError if the process does not start.
+    Append its stdout and stderr to `log`, unless the Popen options redirect them. If `short` is
+    set, `shorten_logs` keeps the log below LOG_BYTES. Raise OSError if the process does not start.
     """
     with log.open("ab") as file:
         group = ProcessGroup(
@@ -482,7 +482,7 @@ class PrewarmedWorker:
     def send(
         self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]
     ) -> ProcessGroup | None:
-        """Send the worker its arguments. Return the process, or None if the worker has already ended."""
+        """Send the worker its arguments. Return the process, or None if the process has ended."""
         try:
             with log.open("ab") as file:
                 order = "\0".join(arguments).encode()

@@ -15,7 +15,7 @@ TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
 TRACE_PROFILERS = (TORCH, NSYS, NCU)
 """Profilers that record kernel launches, in order of preference."""
 COUNTERS = (NCU,)
-"""Profilers that read hardware counters. These profilers run each kernel alone, with cold caches."""
+"""Profilers that read hardware counters. They run each kernel separately, with cold caches."""
 COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
 EVENT = "event"
 """A measurement of older runs. Like COLD, but kernels could start before all work was queued."""
@@ -512,7 +512,7 @@ class RankLaunches:
     """Launches of traces, aggregated into groups."""
 
     groups: list[tuple[int, ...]]
-    """A tuple (trace, place, kernel, launch configuration, launches, total_ns, cell) for each group.
+    """The groups, as tuples (trace, place, kernel, launch configuration, launches, total_ns, cell).
 
     `launches` is the number of launches. `total_ns` is a time, or -1 if the time is unknown. The
     other elements are IDs.

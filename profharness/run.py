@@ -97,7 +97,8 @@ class Cell:
     asked: str | None = None  # label of the config from which the case was derived
     checks: tuple[Check, ...] = ()
     tuning: dict[str, Any] | None = None  # the implementation's `tuning()` after the last call
-    # Maps each measurement to tuples (process, turn, number of samples) in the order of the samples.
+    # Maps each measurement to tuples (process, turn, number of samples) in the order of the
+    # samples.
     turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     process: int = 0  # number of the last process that timed the cell, counted from 0
 
@@ -169,7 +170,8 @@ def require_number(
 ) -> None:
     """Raise UsageError if the value is not a finite number between `low` and `high`, inclusive.
 
-    If `above` is set, the value must be larger than `low`. If `whole` is set, it must be an integer.
+    If `above` is set, the value must be larger than `low`. If `whole` is set, it must be an
+    integer.
     """
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     fits = is_number and low <= value <= high and value != math.inf  # type: ignore[operator]
@@ -342,7 +344,7 @@ def with_result(cell: Cell, result: Cell) -> Cell:
 
 
 def _merge_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Merge the clocks of two processes. Average the medians, weighted by the number of readings."""
+    """Merge the clocks of two processes. Weight their medians by the number of readings."""
     merged, counts = first | more, (first.get("readings", 1), more.get("readings", 1))
     for name in first.keys() & more.keys():
         values = first[name], more[name]
@@ -358,7 +360,7 @@ def _merge_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]
 
 
 def _with_journal(folder: Path, run: Run) -> Run:
-    """Add the results in the journal to the run. Ignore incomplete lines, which a crash can leave."""
+    """Add the results in the journal to the run. Ignore lines that are incomplete after a crash."""
     path = folder / JOURNAL_FILE
     cells = {cell.cell: cell for cell in run.cells}
     try:
@@ -523,7 +525,7 @@ class Fleet:
     """The hosts and GPUs on which the cells of a run are executed."""
 
     scheduler: str | None = None
-    """`local`, `local:2` or the address of a Dask scheduler. None selects this host and all its GPUs."""
+    """`local`, `local:2` or the address of a Dask scheduler. None selects this host."""
     gpus: tuple[str, ...] = ()  # the GPU classes, each of which runs all configs
     insecure: bool = False  # whether a scheduler on another host may lack TLS
 
@@ -548,7 +550,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
-    """Raise UsageError if two names have the same class. `meant` contains the class of each name."""
+    """Raise UsageError if two names have the same class. `meant` lists the class of each name."""
     first: dict[str, str] = {}
     for name, word in zip(names, meant, strict=True):
         if word in first:

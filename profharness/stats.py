@@ -54,8 +54,8 @@ class Series(tuple[int, ...]):
 class Interval:
     """The 95 % interval of a median.
 
-    The `between_*` fields are the half-widths computed from the variation between turns or processes
-    alone. They are None if there was only one.
+    The `between_*` fields are the half-widths computed from the variation between turns or
+    processes alone. They are None if there was only one.
     """
 
     low: float
@@ -230,8 +230,8 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
 def _draws(sizes: tuple[int, ...]) -> Any:
     """Draw the blocks of each process with replacement.
 
-    Return a table with a row for each resample and a column for each block. A value is the number of
-    times that the block was drawn.
+    Return a table with a row for each resample and a column for each block. A value is the number
+    of times that the block was drawn.
     """
     np = _numpy()
     random = np.random.default_rng(SEED)
@@ -359,8 +359,8 @@ def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> floa
 def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> float | None:
     """Return the largest factor by which two processes differ in 95 % of cases if nothing changed.
 
-    The factor is computed from Student's t-distribution and the pooled variance of the logarithms of
-    the processes' medians. Return None if the baseline or the candidate has fewer than two
+    The factor is computed from Student's t-distribution and the pooled variance of the logarithms
+    of the processes' medians. Return None if the baseline or the candidate has fewer than two
     processes.
     """
     if min(len(baseline), len(candidate)) < 2:

@@ -3,8 +3,8 @@
 The parsers for all profilers return a `Trace`, and the store ingests it.
 
 Small tables (names, launch configurations, ranges) are plain lists. A trace can contain millions of
-launches, so launches are delivered in batches. A batch consists of columns, which refer to the small
-tables by index. Times are integer nanoseconds on the absolute clock of the trace.
+launches, so launches are delivered in batches. A batch consists of columns, which refer to the
+small tables by index. Times are integer nanoseconds on the absolute clock of the trace.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 CELL_RANGE_PREFIX = "profharness:"
 WARMUP_RANGE = "profharness:warmup"
-# In an index column, NONE means that there is no referenced row. In a value column, it means that the
-# value is unknown.
+# In an index column, NONE means that there is no referenced row. In a value column, it means that
+# the value is unknown.
 NONE = -1
 
 
@@ -129,7 +129,7 @@ class CallSpan:
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """A step of a program, named after the range or the module that determines its start and end."""
+    """A step of a program. Its name is that of the range or module that spans the step."""
 
     name: str
     start_ns: int
@@ -138,8 +138,9 @@ class ProgramStep:
 
 @dataclass(frozen=True, slots=True)
 class LaunchBatch:
-    """A batch of launches, stored as int64 columns of equal length. NONE (-1) marks a missing value.
+    """A batch of launches, stored as int64 columns of equal length.
 
+    NONE (-1) stands for a missing value.
     The columns kernel, launch_config, op_path, range, api and call_span contain indices into the
     lists of the Trace.
     """
@@ -158,8 +159,8 @@ class LaunchBatch:
     """
     api: Int64Column
     device: Int64Column
-    """Index of the GPU, or -1 for the CPU. If a trace contains only CPU events, its launches are ops,
-    and the duration of an op excludes its child ops.
+    """Index of the GPU, or -1 for the CPU. If a trace contains only CPU events, its launches are
+    ops, and the duration of an op excludes its child ops.
     """
     stream: Int64Column
     correlation: Int64Column

@@ -1,7 +1,7 @@
 """Store the measured cells of one GPU as columns of integers, in memory and in a `.npz` file.
 
-A file is checked before memory is allocated for its arrays, because it may be foreign. docs/atlas.md
-describes the file.
+A file is checked before memory is allocated for its arrays, because it may come from an untrusted
+source. docs/atlas.md describes the format.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ BACKENDS = (AUTO, *SDPA_BACKENDS)
 CHOICES = (*SDPA_BACKENDS, "none", "unknown")
 NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
 KEY = (*NUMBERS, "variant", "backend")
-# The columns, and the items for which they have values. `cells` have one value per cell. A launch
-# kind is a kernel with its block, registers and shared memory. Equal sequences of launches are
-# stored once: `sequences` have one value per distinct sequence, and `launches` one per launch of a
-# distinct sequence. `times` have one value per launch of each cell.
+# Maps each column to the kind of items for which it has values. A column of `cells` has one value
+# per cell. A column of `kinds` has one value per launch kind, which is a kernel with its block,
+# registers and shared memory. Equal sequences of launches are stored only once. A column of
+# `sequences` has one value per distinct sequence, and a column of `launches` has one value per
+# launch of a distinct sequence. The column of `times` has one value per launch of each cell.
 COLUMNS = {
     **dict.fromkeys(KEY, "cells"),
     **dict.fromkeys(("regime", "status", "choice", "message"), "cells"),
@@ -65,7 +66,7 @@ MAX_COUNTS = {
     "times": 4_000_000,
 }
 MAX_HEADER_BYTES = 8_000_000  # maximum size of the machine and the tables as JSON, in bytes
-# Columns whose values are indices into a table, and the names of these tables.
+# Maps each column whose values are indices to the table to which the indices refer.
 TABLES = {
     "variant": "variants",
     "backend": "backends",
@@ -82,7 +83,7 @@ LARGEST = 1 << 62  # upper limit of integers, because columns have the dtype int
 VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # fields that identify a machine
 WIDTHS = Counter(COLUMNS.values())  # number of columns for each kind of item
 VARIANT = tuple(each.name for each in fields(Config) if each.name not in NUMBERS)
-variant_of = attrgetter(*VARIANT)  # returns the values of these fields of a config
+variant_of = attrgetter(*VARIANT)  # returns the values of the VARIANT fields of a config
 _DEFAULTS = {each.name: each.default for each in fields(Config)}
 
 MAGIC = b"PK\3\4"
@@ -92,8 +93,8 @@ MAX_ENTRY = 200  # maximum size of the zip directory for each array, in bytes
 MAX_RATIO = 64  # maximum compression ratio; deflate can reach 1,032
 ALWAYS_UNPACKED = 1 << 20  # unpacked size in bytes up to which the ratio is not limited
 START = struct.Struct("<8sH")  # magic bytes, version and header size of an array
-# The header of an array as numpy writes it. numpy would parse it as Python source, which can fail
-# with many kinds of errors.
+# Matches the header of an array. This pattern replaces numpy's own parser, which evaluates the
+# header as Python source and can therefore raise many kinds of errors.
 HEADER = re.compile(
     rb"\{'descr': '([<|][a-z]\d)', 'fortran_order': False, "
     rb"'shape': \((\d{1,12},|\d{1,12}, ?\d{1,12})\), \} *\n"
@@ -169,7 +170,7 @@ class Machine:
 
 
 def field_error(error: msgspec.ValidationError, row: Mapping[str, Any]) -> str:
-    """Return an error of msgspec as `cudnn -1: expected …`, with the field and its value."""
+    """Format an error of msgspec with the field and its value, such as `cudnn -1: expected …`."""
     text, _, path = str(error).partition(" - at `$.")
     name = re.split(r"[.\[`]", path)[0]
     value = repr(row.get(name))
@@ -187,7 +188,7 @@ def parse_label(label: str) -> Config:
 
 
 class Launch(NamedTuple):
-    """One kernel of a call. A memset has neither a grid nor registers."""
+    """One kernel launch of a call. If it is a memset, it has neither a grid nor registers."""
 
     kernel: str
     grid: Dim3 | None
@@ -199,11 +200,11 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class AtlasCell:
-    """The result of a config on a backend. A config that the backend refused has no times."""
+    """The result of a config on a backend. It has no times if the backend refused the config."""
 
     config: Config
     backend: str
-    regime: str  # the group of configs that it was sampled for, such as `decode`
+    regime: str  # the group of sampled configs to which the config belongs, such as `decode`
     status: str
     choice: str | None
     launches: tuple[Launch, ...]
@@ -213,9 +214,10 @@ class AtlasCell:
     message: str | None
 
     def difference(self, other: AtlasCell) -> tuple[str, str] | None:
-        """Return the name and a description of the first field that differs, or None.
+        """Return the name of the first field that differs, and a description of the difference.
 
-        Fields that one of the cells lacks are not compared.
+        Return None if the results agree. Ignore a field if one of the cells has no value for it,
+        and ignore differences between times up to MAX_TIME_GAP.
         """
         for name in ("status", "choice"):
             mine, its = getattr(self, name), getattr(other, name)
@@ -236,7 +238,8 @@ class Atlas:
     """The cells of one machine."""
 
     machine: Machine
-    # a variant contains the fields of a config that are not in NUMBERS
+    # Names and messages to which columns refer, and variants. A variant contains the fields of a
+    # config that are not in NUMBERS.
     tables: Mapping[str, tuple[Any, ...]]
     columns: Mapping[str, Integers]
     source: str = ""  # path of the file, for messages
@@ -246,12 +249,12 @@ class Atlas:
 
     @cached_property
     def starts(self) -> Integers:
-        """Return the index of each sequence's first launch, and the number of launches."""
+        """Return the index of the first launch of each sequence. Append the number of launches."""
         return np.concatenate([[0], np.cumsum(self.columns["length"])])
 
     @cached_property
     def time_starts(self) -> Integers:
-        """Return the index of each cell's first launch time, and the number of times."""
+        """Return the index of the first launch time of each cell. Append the number of times."""
         # a cell without launches has the sequence -1, which selects the appended length 0
         lengths = np.append(self.columns["length"], 0)[self.columns["sequence"]]
         return np.concatenate([[0], np.cumsum(lengths)])
@@ -270,9 +273,9 @@ class Atlas:
         }
 
     def rows(self, configs: Iterable[Config], backends: Iterable[str]) -> list[int]:
-        """Return the row of each config on each backend, in the order configs x backends.
+        """Return the row of each config on each backend, sorted by config and then by backend.
 
-        The row is NOTHING if the atlas does not contain the cell.
+        If the atlas does not contain a cell, the row is NOTHING.
         """
         table = self.tables["backends"]
         codes = [table.index(name) if name in table else NOTHING for name in backends]
@@ -296,12 +299,12 @@ class Atlas:
         return map(self.cell, range(len(self)))
 
     def config(self, row: int) -> Config:
-        """Return the config of a cell."""
+        """Return the config of the cell in a row."""
         numbers = {name: int(self.columns[name][row]) for name in NUMBERS}
         return _config(numbers, self.tables["variants"][self.columns["variant"][row]])
 
     def cell(self, row: int) -> AtlasCell:
-        """Return one cell."""
+        """Return the cell in a row."""
 
         def text(name: str) -> str:
             return str(self.tables[TABLES[name]][self.columns[name][row]])
@@ -324,7 +327,7 @@ class Atlas:
         )
 
     def launches(self, row: int) -> tuple[Launch, ...]:
-        """Return the launches of a cell in order, with their times."""
+        """Return the launches of the cell in a row, with their times."""
         sequence = self.columns["sequence"][row]
         if sequence == NOTHING:
             return ()
@@ -379,7 +382,7 @@ class _Builder:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._columns = {kind: array("q") for kind in MAX_COUNTS}  # row by row
+        self._columns = {kind: array("q") for kind in MAX_COUNTS}  # values are stored row by row
         self._tables: dict[str, dict[str, int]] = {name: {} for name in TABLES.values()}
         self._text_bytes = 0
         self._cells: set[bytes] = set()
@@ -387,7 +390,7 @@ class _Builder:
         self._sequences: dict[bytes, int] = {}
 
     def add(self, cell: AtlasCell) -> None:
-        """Add a cell. Ignore it if a cell with its config and backend was added before."""
+        """Add a cell, unless a cell with the same config and backend was added before."""
         others = zip(VARIANT, variant_of(cell.config), strict=True)
         variant = {name: each for name, each in others if each != _DEFAULTS[name]}
         identity = (
@@ -417,7 +420,7 @@ class _Builder:
         )
 
     def build(self, machine: Machine) -> Atlas:
-        """Return the atlas."""
+        """Return an atlas with all added cells."""
         columns: dict[str, Integers] = {}
         for kind, values in self._columns.items():
             table = np.asarray(values, np.int64).reshape(-1, WIDTHS[kind]).T
@@ -476,7 +479,7 @@ def _too_much_text(source: object) -> UsageError:
 
 
 def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
-    """Return an atlas of cells, in their order.
+    """Build an atlas that contains the cells in the given order.
 
     If several cells have the same config and backend, keep the first of them. Raise UsageError if
     the atlas would exceed MAX_COUNTS or MAX_HEADER_BYTES.
@@ -510,8 +513,8 @@ def narrowed(values: Array) -> Array:
 def read_atlas(path: Path) -> Atlas:
     """Read an atlas.
 
-    Raise UsageError if the file cannot be read, is not an atlas or has another version. Raise
-    ProfharnessError if the file was cut short, changed or forged.
+    Raise UsageError if the file cannot be read, is not an atlas, or has an unsupported version.
+    Raise ProfharnessError if the file was cut short, changed or forged.
     """
     name = printable_path(path)
     try:
@@ -604,14 +607,16 @@ def write_arrays(arrays: Mapping[str, Array], path: Path, *, force: bool = False
 
 
 def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
-    """Read the arrays of a file, which must have exactly the names in `counts`.
+    """Read the arrays of a file.
 
-    `counts` gives the maximum number of values of each array. Raise OSError if the file cannot be
-    read, and ProfharnessError if it has larger or other arrays, or was cut short or changed.
+    `counts` contains the names of the arrays, and the maximum number of values of each array. Raise
+    OSError if the file cannot be read. Raise ProfharnessError if the file contains other or larger
+    arrays, or was cut short or changed.
     """
     data = read_input(path)
     try:
-        # zipfile reads the whole directory, and a zip64 record could replace its size
+        # Check the size of the directory, because zipfile reads all of it. Reject zip64 records,
+        # because they could contain another size.
         signature, directory, _ = END.unpack(data[-END.size :])
         _require(signature == b"PK\5\6" and b"PK\6\7" not in data[-END.size - 20 : -END.size])
         _require(directory <= MAX_ENTRY * len(counts))

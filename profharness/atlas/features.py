@@ -22,8 +22,8 @@ SMS = 132
 KINDS = ("none", "bool", "float")  # kinds of masks that the atlas contains
 MASK_LETTERS = "bhqk"
 DEFAULT_MASK = "11qk"
-# The sizes m, n and k of the batched products of the math backend, as cuBLAS receives them
-# (column-major).
+# The sizes m, n and k of the batched products that the math backend computes. cuBLAS receives
+# matrices in column-major order.
 PRODUCTS: Mapping[int, tuple[str, str, str]] = {
     0: ("SK", "SQ", "D"),  # scores
     1: ("D", "SQ", "SK"),  # output
@@ -46,7 +46,7 @@ def ceil(value: Values, step: Values | float) -> Values:
 def sizes(configs: Sequence[Config]) -> Columns:
     """Return the sizes of configs as columns.
 
-    The configs must be like those that an atlas samples.
+    The dtypes and masks of the configs must be among those that an atlas can contain.
     """
     rows = [
         (
@@ -93,7 +93,7 @@ def with_shapes(c: Columns) -> Columns:
         c[f"BLOCKS{step}"] = c["BH"] * ceil(c["SQ"], step)
         c[f"KBLOCKS{step}"] = c["BH"] * ceil(c["SK"], step)
     c["SQ*SK8"] = c["SQ"] * c["SK8"]
-    # number of elements that a fill kernel writes
+    # number of elements of a padded mask, which a fill kernel writes
     c["PADDED"] = np.where(c["MASK"] == 2, c["M8"], 1.0)
     # PyTorch splits elementwise kernels so that each of them processes at most 2 GiB
     for name in ("S", "K", "KX"):
@@ -103,9 +103,9 @@ def with_shapes(c: Columns) -> Columns:
 
 
 def _efficient_shapes(c: Columns) -> Columns:
-    """Add the key splits in the backward of `efficient`, and the number of floats that it clears.
+    """Add the number of key splits in the backward pass of `efficient`, and of floats to clear.
 
-    It clears a buffer and a lock for each tile of dQ, and the sums over splits.
+    The backward pass clears a buffer and a lock for each tile of dQ, and the sums over splits.
     """
     narrow, middle = c["D"] <= 64, (c["D"] > 64) & (c["D"] <= 128) & (c["F32"] == 0)
     wide = (c["D"] > 128) & (c["F32"] == 0)
@@ -121,7 +121,7 @@ def _efficient_shapes(c: Columns) -> Columns:
 
 
 def _cudnn_shapes(c: Columns) -> Columns:
-    """Add the grids of the small kernels around cuDNN's backward, and the key splits of its decode.
+    """Add the grids of small kernels in cuDNN's backward pass, and the key splits in its decode.
 
     If there are many keys but few blocks, the decode kernel splits the keys. The number of splits
     is the largest power of two up to 64 for which there are fewer than two blocks per SM and at
@@ -148,7 +148,7 @@ def _product(c: Columns) -> Values:
 
 
 def _flash_shapes(c: Columns) -> Columns:
-    """Add the sizes that FlashAttention computes with.
+    """Add the sizes that FlashAttention uses after it has rearranged heads and queries.
 
     If there is one query and several query heads share a key head, FlashAttention treats these
     heads as queries. It splits the keys if there are too few blocks for all SMs
@@ -173,7 +173,7 @@ def _flash_shapes(c: Columns) -> Columns:
 
 
 def _split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 128) -> Values:
-    """Return the smallest number of key splits that reaches 85 % of the best utilization of the SMs."""
+    """Return the smallest number of key splits with 85 % of the best utilization of the SMs."""
     limit = np.minimum(np.minimum(float(sms), tiles), most)
     best, result = np.zeros(len(blocks), np.float32), np.ones_like(blocks)
     uses = []
@@ -233,10 +233,10 @@ def tiled(p: Columns) -> Columns:
 
 
 def product_features(p: Columns) -> Values:
-    """Return the features from which the kernel that cuBLAS selects is predicted, as columns.
+    """Return the features that predict which kernel cuBLAS selects. Each feature is a column.
 
-    The features are the logarithms of the sizes, the alignment of the sizes, and for each tile size
-    the wasted work, how full the waves are, and the amount of data that a wave reads.
+    The features are the logarithms and the alignment of the sizes. For each tile size, there are
+    also the wasted work, the utilization of the SMs by the waves, and the data that a wave reads.
     """
     b, sizes = p["batch"], [p[name] for name in ("m", "n", "k")]
     m, n, k = sizes

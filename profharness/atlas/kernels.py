@@ -1,10 +1,10 @@
 """Predict the kernels that a backend launches for a config, their grids and times.
 
-A template lists the slots of a call, in the order of its launches. For each slot, a tree or network
-selects the kernels that are launched, another tree selects the block, registers and shared memory
-of each kernel, and formulas compute the sizes of the grid. Each kernel has a curve, which gives its
-time as a function of its work. Regression trees correct the sum of a call. scripts/atlas_train.py
-fits all of them.
+A template lists the slots of a call, in the order of the launches. For each slot, a tree or network
+selects the kernels to launch, another tree selects the block, registers and shared memory of each
+kernel, and formulas compute the sizes of the grid. A curve describes the time of a kernel as a
+function of its work. Regression trees correct the sum of the times of a call.
+scripts/atlas_train.py fits the trees, networks, formulas and curves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ PRODUCT = "product"  # the family of the kernels of batched products
 MAX_SLOTS = 16  # maximum number of slots of one family between two anchors
 MAX_PARTS = 4  # maximum number of kernels in one slot
 # A slot is identified by a family of kernels and a number. The number is the number of anchors
-# before the slot times MAX_SLOTS, plus the number of slots of the family since the last anchor.
+# before the slot times MAX_SLOTS, plus the number of slots of the family since the last anchor. An
+# anchor is a slot of a main kernel, such as a batched product or the forward kernel of
+# FlashAttention (ANCHORS in scripts/atlas_train.py).
 Key = tuple[str, int]
 # The product dP has the same sizes as the scores, and dQ has the same sizes as the output. The
 # rules for dV also apply to dK, which has the same memory layout but other sizes.
@@ -52,16 +54,16 @@ ROWS_AT_ONCE = 8192
 
 
 class Tree(msgspec.Struct, frozen=True, tag=True):
-    """A binary decision tree that classifies. Children come after their parent."""
+    """A binary decision tree that predicts a class. Children are stored after their parent."""
 
     names: tuple[str, ...]  # names of the features
     feature: Integers  # LEAF at a leaf
-    threshold: Values  # a value up to the threshold goes to the left child
+    threshold: Values  # the left child is selected if the feature is at most the threshold
     left: Integers  # the left child, or the class at a leaf
     right: Integers
 
     def __post_init__(self) -> None:
-        # if children come after their parents, every row reaches a leaf
+        # if all children are stored after their parents, the search for a leaf always ends
         inner = np.flatnonzero(self.feature != LEAF)
         for child in (self.left[inner], self.right[inner]):
             if not ((child > inner) & (child < len(self.feature))).all():
@@ -83,7 +85,7 @@ class Tree(msgspec.Struct, frozen=True, tag=True):
 
 
 class Net(msgspec.Struct, frozen=True, tag=True):
-    """A neural network that classifies. It has fully connected layers with ReLU between them."""
+    """A neural network that predicts a class. It has fully connected layers with ReLU between."""
 
     shift: Values
     scale: Values
@@ -103,7 +105,7 @@ class Net(msgspec.Struct, frozen=True, tag=True):
 
 
 class Subset(Columns):
-    """The columns of some rows. Each column is selected on first use."""
+    """A selection of rows from columns. The rows of a column are selected on first use."""
 
     def __init__(self, whole: Columns, rows: Integers) -> None:
         super().__init__()
@@ -120,8 +122,7 @@ class Subset(Columns):
 class Formula(NamedTuple):
     """The formula min(ceil(quantity / step) * multiplier, limit) for a size of a grid.
 
-    Quantity and multiplier are products of column names, such as `BH*D`. The name `1` is the number
-    1.
+    `quantity` and `multiplier` are products of column names, such as `BH*D`, or the number `1`.
     """
 
     quantity: str
@@ -137,7 +138,7 @@ class Formula(NamedTuple):
 
 
 def quantity(c: Columns, name: str) -> Values:
-    """Return the product of columns that a name such as `BH*D` describes."""
+    """Return the product of the columns in a name such as `BH*D`."""
     if name in c:
         return c[name]
     value = np.ones_like(c["B"])
@@ -163,7 +164,7 @@ Size = Formula | Choice
 
 @dataclass
 class Calls:
-    """The launches of many calls, as columns."""
+    """The launches of many calls. Each field is a column with one value per launch."""
 
     place: Integers  # index of the config
     order: Integers
@@ -173,7 +174,7 @@ class Calls:
 
     @cached_property
     def blocks(self) -> Values:
-        """Return the number of blocks of each launch. It is 1 for a memset."""
+        """Return the number of blocks of each launch. A memset counts as one block."""
         blocks: Values = np.maximum(np.prod(self.grid, axis=1), 1).astype(np.float64)
         return blocks
 
@@ -183,10 +184,10 @@ class Rules(msgspec.Struct, frozen=True):
 
     templates: tuple[tuple[Key, ...], ...]  # the slots of a call
     template: Tree
-    # the kernels of a slot, for each class of its role
+    # kernels of a slot, for each class that the tree or network in `roles` can predict
     parts: dict[Key, tuple[tuple[str, ...], ...]] = {}
     roles: dict[Key, Tree | Net] = {}
-    # launch kinds of a kernel, and the tree that selects one
+    # launch kinds of a kernel in a slot, and the tree that selects a launch kind
     kinds: dict[tuple[Key, str], tuple[tuple[int, ...], Tree]] = {}
     # sizes x, y and z of the grid, by launch kind and slot
     formulas: dict[tuple[int, Key], tuple[Size, Size, Size]] = {}
@@ -236,13 +237,13 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 def pooled(key: Key) -> Key:
-    """Return the slot whose rules are used for a slot. Some products share their rules."""
+    """Return the slot whose rules apply to a given slot. Some products share their rules."""
     product = product_of(key)
     return key if product == NOTHING else (PRODUCT, MAX_SLOTS * SAME_LAYOUT.get(product, product))
 
 
 def product_of(key: Key) -> int:
-    """Return the key in PRODUCTS of the batched product in a slot, or NOTHING if it has no product."""
+    """Return the key in PRODUCTS of the product in a slot, or NOTHING if there is no product."""
     product = key[1] // MAX_SLOTS
     return SAME_PRODUCT.get(product, product) if key[0] == PRODUCT else NOTHING
 
@@ -256,7 +257,7 @@ def with_product(c: Columns, product: Integers) -> Columns:
 
 
 def _pairs(c: Columns, rows: float, keys: float) -> Values:
-    """Return the scores of a head in whole tiles, up to the diagonal if the mask is causal."""
+    """Return the number of scores in the tiles of a head that the causal mask does not exclude."""
     height, width = ceil(c["SQ"], rows) * rows, ceil(c["SK"], keys) * keys
     low = np.minimum(height, width)
     below = low * (low + keys) / 2 + (height - low) * width
@@ -303,7 +304,7 @@ def _makespan(rows: float) -> Callable[[Columns], Values]:
     return work
 
 
-# Quantities on which the time of a kernel may depend. GRID is its number of blocks.
+# Amounts of work on which the time of a kernel may depend. The column GRID is the number of blocks.
 WORKS: dict[str, Callable[[Columns], Values]] = {
     "waves": lambda c: _quantized(c["GRID"]),
     "blocks": lambda c: c["GRID"],
@@ -362,9 +363,10 @@ class Boost(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """The time of a launch, interpolated linearly between knots.
+    """The time of a launch as a function of its work.
 
-    Beyond the last knot the time is proportional to the work.
+    The logarithm of the time is interpolated linearly between knots. Beyond the last knot, the time
+    is proportional to the work.
     """
 
     work: str  # a key of WORKS or PRODUCT_WORKS
@@ -372,7 +374,7 @@ class Curve(msgspec.Struct, frozen=True):
     y: Values  # log2 of microseconds
 
     def us(self, work: Values) -> Values:
-        """Return the times in microseconds."""
+        """Return the time in microseconds for each amount of work."""
         x = np.log2(np.maximum(work, 1e-9))
         beyond = np.maximum(0, x - self.x[-1])
         return np.asarray(np.exp2(np.interp(x, self.x, self.y) + beyond))
@@ -402,11 +404,14 @@ def columns(c: Columns, launches: Launched) -> Values:
 
 @dataclass(frozen=True)
 class Launched:
-    """The launches of each config, summed, with times from the curves."""
+    """Sums over the launches of each config, and properties of the longest launch.
 
-    us: Values  # microseconds, as all times
-    count: Values
-    longest: Values  # time of the longest launch, to which also the next three fields belong
+    Times are in microseconds and come from the curves.
+    """
+
+    us: Values  # total time
+    count: Values  # number of launches
+    longest: Values  # time of the longest launch, which the next three fields describe too
     share: Values
     blocks: Values
     code: Values

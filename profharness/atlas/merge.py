@@ -1,4 +1,4 @@
-"""Merge atlases, compare the cells that are in two atlases, and build atlases from a store."""
+"""Merge atlases, compare the cells that two atlases share, and build atlases from a store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from profharness.rows import GRAPH, CellRow, LaunchRow, preferred_profiler_rows,
 from profharness.store import ALL_RUNS, Store
 
 OWN_REGIME = "own"  # the regime of cells that come from a store
-MAX_MEDIAN_GAP = 0.1  # maximum relative difference of the median over all shared cells
+MAX_MEDIAN_GAP = 0.1  # maximum deviation from 1 of the median ratio of the times of shared cells
 LEAST_FOR_MEDIAN = 10  # minimum number of shared cells with times for comparing the median
 
 
@@ -64,10 +64,10 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
 
 
 def conflicts(one: Atlas, other: Atlas) -> str:
-    """Describe the cells on which two atlases of a machine disagree. Return "" if they agree.
+    """Describe the cells whose results differ between two atlases of a machine.
 
-    The text looks like `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto:
-    …`.
+    Return a text such as `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-…
+    auto: …`, or "" if the atlases agree.
     """
     counts: Counter[str] = Counter()
     examples: list[str] = []
@@ -172,9 +172,9 @@ def _run_cells(store: Store, run: str) -> Iterator[AtlasCell]:
 
 
 def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:
-    """Return a cell of an atlas for a captured cell.
+    """Convert a captured cell to a cell of an atlas.
 
-    It contains the most frequent sequence of launches, and the median time of each of them.
+    The result contains the most frequent sequence of launches, and the median time of each launch.
     """
     ordered = sorted(launches, key=lambda launch: (launch.iteration or 0, launch.start_ns))
     calls = [list(call) for _, call in groupby(ordered, key=lambda launch: launch.iteration)]

@@ -56,7 +56,7 @@ from profharness.processes import garbage_collection_off
 MODEL_VERSION = 3
 MAX_HEADER_BYTES = 4_000_000  # maximum size of the header, which contains all but the arrays
 MAX_VALUES = 4_000_000  # maximum number of values in all arrays of one dtype
-# Fields of a config, and the values that the atlas contains.
+# Maps fields of a config to the values that occur in an atlas.
 SAMPLED: dict[str, tuple[Any, ...]] = {
     "dtype": CONFIG_DTYPES,
     "mask": KINDS,
@@ -69,8 +69,8 @@ SAMPLED: dict[str, tuple[Any, ...]] = {
     "deterministic": (False,),
     **dict.fromkeys(STRIDES, (None,)),
 }
-SHOWN = ("mask", "mask_shape", "layout")  # fields whose value a message contains
-# Fields of a config that the atlas samples in a range, and their names in messages.
+SHOWN = ("mask", "mask_shape", "layout")  # fields whose values are shown in messages
+# Maps fields of a config, for which the atlas contains a range of values, to names in messages.
 BOUNDS = {
     "batch": "batch",
     "num_heads": "heads",
@@ -80,16 +80,16 @@ BOUNDS = {
     "head_dim": "head_dim",
 }
 LONGER = 1.5  # an estimate may exceed the longest measured call by this factor
-NEAR = 0.45  # minimum share of the roofline for which compute or memory is the bottleneck
+NEAR = 0.45  # minimum share of the time that compute or memory must explain to be the bottleneck
 MAX_KNOWN = 100_000  # maximum number of cached predictions of the dispatch rules
-TINY_US = 4.0  # kernels with a shorter average time are bound by their launches
+TINY_US = 4.0  # if kernels take less time on average, the bottleneck is their launches
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """The part of the model for the times of one backend in one direction."""
+    """The part of the model that predicts times of one backend, with or without a backward pass."""
 
     trees: Boost  # log of the factor by which the time differs from the sum of the curves
-    # relative error of the 90 % interval by regime; "" for all other regimes
+    # maps a regime to the relative error for the 90 % interval; "" stands for all other regimes
     errors: dict[str, float]
     graph: dict[str, float]  # ratio of graph time to kernel time, by size of the call
 
@@ -162,12 +162,12 @@ class Estimate:
     status: str
     launches: tuple[Launch, ...] = ()
     kernel_us: float | None = None  # None for a floor; low_us is then the roofline bound
-    low_us: float | None = None  # the 90 % interval
-    high_us: float | None = None
-    error: float | None = None  # the relative error behind the interval
+    low_us: float | None = None  # lower end of the 90 % interval
+    high_us: float | None = None  # upper end of the 90 % interval
+    error: float | None = None  # the relative error from which the interval was computed
     graph_us: float | None = None
     bottleneck: str | None = None
-    outside: str | None = None  # reason why the atlas does not contain such configs
+    outside: str | None = None  # reason why the model cannot predict the config
 
 
 class Dispatch:
@@ -181,7 +181,7 @@ class Dispatch:
         self._known: dict[tuple[object, ...], dict[str, tuple[str | None, str]]] = {}
 
     def answers(self, config: Config) -> dict[str, tuple[str | None, str]]:
-        """Return for each backend the backend that runs, or None, and the status of the call."""
+        """Map each requested backend to the backend that runs (or None) and the call's status."""
         key = self._key(config) if self.machine.torch >= (2, 9) else (config,)
         if len(self._known) > MAX_KNOWN:
             self._known.clear()
@@ -195,9 +195,10 @@ class Dispatch:
         return self._known[key]
 
     def _key(self, config: Config) -> tuple[object, ...]:
-        """Return all properties of a config that the rules of PyTorch 2.9 and newer depend on.
+        """Return a cache key that is equal for configs that the rules do not distinguish.
 
-        Sizes are reduced to the results of the comparisons in the rules.
+        The key is valid for PyTorch 2.9 and newer. Instead of sizes, it contains the results of the
+        comparisons in the rules.
         """
         queries, keys, dim = config.seq_len_q, config.seq_len_kv, config.head_dim
         broadcast = config.mask != "none" or config.layout != "contiguous"
@@ -230,10 +231,10 @@ def estimate(
     measured: bool = True,
     rules: Machine | None = None,
 ) -> list[Estimate]:
-    """Return an estimate for each config on each backend, in the order configs x backends.
+    """Return an estimate for each config on each backend, sorted by config and then by backend.
 
     If `measured` is False, the cells of the atlas are not used. `rules` is the machine whose
-    dispatch rules apply. By default, it is the GPU with the official wheel of the release. Raise
+    dispatch rules apply. The default is the GPU with the official wheel of the release. Raise
     UsageError for an unknown GPU.
     """
     configs = [config.resolve(CUDA) for config in configs]
@@ -243,7 +244,7 @@ def estimate(
     dispatch = dispatch_of(rules or machine_for(gpu, torch))
     model = None if atlas is None else model_of(atlas.machine.name)
     answers = []
-    # by chosen backend and config, the indices of the answers that the model predicts
+    # maps a chosen backend and the index of a config to the indices of answers for the model
     wanted: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     bounds = {} if model is None else model.bounds
     limits = [(name, bounds[f"least {name}"], bounds[name]) for name in BOUNDS if name in bounds]
@@ -277,7 +278,7 @@ def _fill(
     wanted: dict[str, dict[int, list[int]]],
     gpu: str,
 ) -> None:
-    """Replace the answers that the model predicts."""
+    """Replace the answers in `wanted` with predictions of the model."""
     numbers = sorted({number for places in wanted.values() for number in places})
     c = with_shapes(sizes([configs[number] for number in numbers]))
     row_of = {number: row for row, number in enumerate(numbers)}
@@ -295,7 +296,7 @@ def _fill(
 
 
 def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Iterator[Estimate]:
-    """Yield the prediction of the model for each config on a backend, without the backend's name."""
+    """Yield the model's prediction for each config on a backend. The field `backend` is empty."""
     calls = model.rules[choice].calls(c)
     whole = together(calls, c, model.codes, model.curves[choice])
     count = len(c["B"])
@@ -348,7 +349,7 @@ def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Iterator[Estim
 def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]:
     """Return the bottleneck of each call, which is `compute`, `memory`, `launch` or `latency`.
 
-    It is computed from the rates in the GPU's data sheet.
+    The bottleneck is determined with the rates in the GPU's data sheet.
     """
     work = 2 * np.where(c["BWD"] > 0, 7, 2) * c["S"] * c["D"] * np.where(c["CAUSAL"] > 0, 0.5, 1.0)
     moved = c["ITEM"] * (2 * c["Q"] + 2 * c["K"]) * np.where(c["BWD"] > 0, 2.5, 1.0)
@@ -370,15 +371,15 @@ def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]
 
 @lru_cache(maxsize=4)
 def model_of(name: str) -> Model | None:
-    """Return the model of a machine in the package, or None if the package has no model of it."""
+    """Return the model of a machine, or None if the package contains no model of this machine."""
     path = PACKAGED / f"{name}{MODEL_SUFFIX}"
     return read_model(path) if path.exists() else None
 
 
 def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str | None:
-    """Return the reason why the atlas has no configs like this one, or None if it has such configs.
+    """Return the reason why the model cannot predict a config, or None if it can.
 
-    `limits` contains names of sizes with the smallest and largest value in the atlas.
+    `limits` contains the name, the smallest and the largest value in the atlas for each size.
     """
     for name, least, most in limits:
         value = getattr(config, name)
@@ -394,7 +395,7 @@ def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str 
 
 
 def measured_estimate(cell: AtlasCell) -> Estimate:
-    """Return an estimate that contains the result of a measured cell."""
+    """Convert a measured cell to an estimate."""
     us = cell.kernel_us
     error = None if us is None else 0.0
     result = cell.backend, "measured", cell.choice, cell.status, cell.launches

@@ -52,7 +52,7 @@ from profharness.traces.kernel_names import parse_kernel_name
 
 PACKAGE, USER = "package", "user"
 MEASURED = "measured"
-REPEATS = 0.03  # relative difference of 90 % of the times if measured again on another H200
+REPEATS = 0.03  # 90 % of times differ by at most this share if measured again on another H200
 MAX_EXAMPLES = 3  # maximum number of cells that a message lists
 TIMED = (
     *("source", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "bottleneck"),
@@ -83,7 +83,7 @@ def user_folder(named: str | os.PathLike[str] | None = None) -> Path:
 
 
 def known_atlases(named: str | os.PathLike[str] | None = None) -> list[Entry]:
-    """Return the atlases of the package, followed by those of the user.
+    """Return the atlases of the package, followed by the atlases of the user.
 
     A file in the user's folder that is not a valid atlas is logged and skipped. If an atlas of the
     package cannot be read, raise the errors of `read_atlas`.
@@ -108,15 +108,15 @@ def same_machine(one: Machine, other: Machine) -> bool:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return whether two names mean the same GPU.
+    """Return whether two names stand for the same GPU.
 
-    Two variants of a board are different GPUs if their data sheets give different rates.
+    Two variants of a board are different GPUs if the rates in their data sheets differ.
     """
     names, rates = set(), set()
     for text in (one, other):
         known, sheet = _known_gpu(text), data_sheet(text)
         names.add(known.name if known else re.sub(r"[^a-z0-9]|nvidia", "", text.lower()))
-        if sheet is not None:  # no data sheet is found if the user spells the name differently
+        if sheet is not None:  # None if a user's spelling of the name matches no data sheet
             rates.add((*sheet.flops_per_s.items(), sheet.bandwidth_bytes_per_s))
     return len(names) == 1 and len(rates) < 2
 
@@ -143,10 +143,10 @@ def read_any(path: Path) -> Atlas:
 
 
 def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
-    """Return the atlases of one machine.
+    """Return the atlases of the machine that `name` selects.
 
-    `name` is the name or path of an atlas, or the name of a GPU whose atlases are all of one
-    machine. Raise NotFoundError if nothing matches or if several machines match.
+    `name` is the name or path of an atlas, or the name of a GPU. Raise NotFoundError if nothing
+    matches, or if the atlases of the GPU belong to several machines.
     """
     named = [entry for entry in entries if name in (entry.name, entry.path.name)]
     fitting = named or [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]
@@ -167,9 +167,9 @@ class Place:
     """A GPU and a PyTorch release.
 
     `atlas` is None if no atlas was measured on this GPU with this release. `asked` is the GPU's
-    name in the table of GPUs, or its compute capability if the table does not contain it. `own`
-    contains the user's atlases of the same machine. Their cells take precedence over those of
-    `atlas`. `others` describes the atlases of other versions, which are not used.
+    name in the table of GPUs, or its compute capability if the table does not contain the GPU.
+    `own` contains the user's atlases of the same machine. Their cells take precedence over the
+    cells of `atlas`. `others` describes atlases of other versions, which are not used.
     """
 
     gpu: str
@@ -182,7 +182,7 @@ class Place:
 
     @property
     def text(self) -> str:
-        """Return a text such as `NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, driver 580.159.04`."""
+        """Describe the place, as in `NVIDIA H200, torch 2.11.0, cuDNN 91900, driver 580.159.04`."""
         if self.atlas is not None:
             return machine_text(self.atlas.machine)
         cudnn = f", cuDNN {self.rules.cudnn}" if self.rules.cudnn else ""
@@ -203,10 +203,10 @@ def find_place(
     driver: str | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> tuple[Place, str]:
-    """Return the GPU and release that a user named, and the reason why there is no atlas of them.
+    """Return the place for a GPU and a release, and the reason if there is no atlas for them.
 
-    The reason is "" if there is an atlas. If several atlases match, those with the versions of the
-    environment `like` are preferred. Raise UsageError for an unknown GPU or release.
+    The reason is "" if there is an atlas. If several atlases match, prefer the atlas that has most
+    versions in common with the environment `like`. Raise UsageError for an unknown GPU or release.
     """
     gpu = gpu or _default_gpu(entries)
     if gpu.lower() == CPU:
@@ -235,7 +235,10 @@ def find_place(
 
 
 def _default_gpu(entries: Sequence[Entry]) -> str:
-    """Return the GPU of this machine if it has an atlas, else the only GPU that has one."""
+    """Return this machine's GPU if it has an atlas. Otherwise, return the only GPU with an atlas.
+
+    Raise UsageError if no GPU or several GPUs have atlases.
+    """
     gpus = list(dict.fromkeys(entry.atlas.machine.gpu for entry in entries))
     own = gpu_name()
     if own is not None and any(same_gpu(own, gpu) for gpu in gpus):
@@ -286,9 +289,9 @@ def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
 def place_estimates(
     place: Place, configs: Sequence[Config], backends: Sequence[str]
 ) -> list[Estimate]:
-    """Return an estimate for each config on each backend, in the order configs x backends.
+    """Return an estimate for each config on each backend, sorted by config and then by backend.
 
-    The user's own measurements take precedence.
+    Measurements in the user's own atlases take precedence.
     """
     asked = (place.atlas, configs, backends, place.asked, place.release)
     estimates = estimate(*asked, rules=place.rules)
@@ -300,9 +303,9 @@ def place_estimates(
 
 
 def disagreement(place: Place, configs: Sequence[Config]) -> str:
-    """Describe the cells of these configs on which the user's and the package's atlas disagree.
+    """Describe the cells whose results differ between the user's atlases and the package's atlas.
 
-    Return "" if all results agree.
+    Only cells of the given configs are compared. Return "" if all results agree.
     """
     if place.atlas is None:
         return ""
@@ -369,7 +372,7 @@ class Predicted:
         float | None, column("loses%", "percent", meaning="kernel_ns over best_ns, minus 1")
     ] = None
     certain: Annotated[bool | None, column(meaning="whether the two intervals are disjoint")] = None
-    """The interval of a measured time is the time plus or minus REPEATS."""
+    """For this comparison, the interval of a measured time t is t * (1 ± REPEATS)."""
     outside: Annotated[str | None, column(meaning="why no time is known")] = None
     kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None
 
@@ -381,7 +384,7 @@ FIELDS = tuple(field.name for field in fields(Predicted))
 class Asked:
     """Predictions for configs.
 
-    `doubt` explains why a time is missing or may be wrong, and `answers` has a tuple of rows for
+    `doubt` explains why times are missing or may be wrong. `answers` contains a tuple of rows for
     each config. `backends` are the backends to show.
     """
 
@@ -391,7 +394,7 @@ class Asked:
     backends: tuple[str, ...]
 
     def of(self, answer: Iterable[Predicted]) -> list[Predicted]:
-        """Return the rows of the backends to show."""
+        """Return the rows of an answer that belong to the backends to show."""
         return [row for row in answer if row.backend in self.backends]
 
 
@@ -421,9 +424,10 @@ def predicted(
 
 
 def place_at(environment: Mapping[str, Any]) -> Place | None:
-    """Return the place with the GPU and release of a run's environment, or None without an atlas.
+    """Return the place for the GPU and release of a run's environment.
 
-    If several atlases match, prefer one that was recorded with the same library versions.
+    Return None if there is no atlas for them. If several atlases match, prefer the atlas that has
+    most versions in common with the environment.
     """
     gpu, torch = str(environment.get("gpu")), str(environment.get("torch"))
     try:
@@ -434,11 +438,11 @@ def place_at(environment: Mapping[str, Any]) -> Place | None:
 
 
 def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
-    """Return the prediction for `auto` on a GPU, and the reason why there is no prediction.
+    """Return the prediction for `auto` on a GPU, and the reason if there is no prediction.
 
-    The prediction contains a sentence that describes it, and the reason is "" then. If there is no
-    atlas of this GPU, release and cuDNN version, return None and the reason. The reason is also ""
-    if the GPU has no atlas at all.
+    The key `statement` of the prediction contains a sentence that describes it. If there is no
+    atlas for this GPU, release and cuDNN version, the prediction is None. The reason is "" if there
+    is a prediction, or if the GPU has no atlas at all.
     """
     like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
     entries = known_atlases()
@@ -453,7 +457,7 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] 
 
 
 def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
-    """Return the predictions for each config: for `auto`, and then for each PyTorch backend.
+    """Return the predictions for each config, first for `auto` and then for each PyTorch backend.
 
     `auto` and the backend that PyTorch chooses for it make the same call. If only one of them was
     measured, its result is used for both.
@@ -522,7 +526,7 @@ def nanoseconds(us: float | None) -> int | None:
 
 
 def statement(answer: Sequence[Predicted]) -> str:
-    """Describe the choice of `auto`, its time, the fastest backend, and the time that `auto` loses."""
+    """Describe the backend that `auto` selects, its time, and the fastest backend."""
     auto = answer[0]
     lead = f"auto takes {auto.choice}"
     if auto.choice == "none":
@@ -544,7 +548,7 @@ def statement(answer: Sequence[Predicted]) -> str:
 
 
 def _time(row: Predicted) -> str:
-    """Return a text such as `41.20 µs, measured`. A time from the model has its interval."""
+    """Format a time such as `41.20 µs, measured`. A predicted time is followed by its interval."""
     text = _us(row.kernel_ns)
     if row.source != "model" or row.low_ns is None or row.high_ns is None:
         return f"{text}, {row.source}"
@@ -564,7 +568,7 @@ def predicted_record(row: Predicted) -> dict[str, Any]:
 
 
 def launch_record(launch: Launch) -> dict[str, Any]:
-    """Return a launch as a dict with the keys of a row of `kernels`.
+    """Return a launch as a dict with the same keys as a row of the command `kernels`.
 
     The grid, block, registers and shared memory of a memset are None.
     """
@@ -582,7 +586,7 @@ def launch_record(launch: Launch) -> dict[str, Any]:
 def flat_record(row: Predicted) -> dict[str, Any]:
     """Return a prediction as a flat row of a data frame.
 
-    Kernels are given by their short names, and reasons by their codes.
+    The row contains the short names of kernels and the codes of reasons.
     """
     record = predicted_record(row)
     names = [each["kernel_short"] for each in record["kernels"] or ()]

@@ -1,4 +1,4 @@
-"""Convert predictions of an atlas to the same rows that a store returns."""
+"""Convert predictions of an atlas to rows of the same types as a store returns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def predicted_rows(
     folder: Path | None = None,
     driver: str | None = None,
 ) -> tuple[list[KernelRow], list[CellRow], str]:
-    """Return predictions as rows of a store, and the reason if the GPU has no atlas.
+    """Return predictions as rows of a store, and a text that explains missing or doubtful times.
 
     The field `run` of a row describes the GPU and release. Raise the errors of `predicted`.
     """
@@ -133,7 +133,7 @@ def _kernel_row(
 
 @dataclass(frozen=True, slots=True)
 class AtlasComparison:
-    """The measured time of a run's cell, compared with the atlas of its machine."""
+    """A comparison of the measured time of a cell with the prediction of the machine's atlas."""
 
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
     backend: Annotated[str, column("backend", meaning="the backend")]
@@ -161,7 +161,7 @@ def against(
 ) -> list[AtlasComparison]:
     """Compare the measured times of a run's cells with the times that an atlas predicts.
 
-    Return an empty list if the machine has no atlas. `rows` are the kernels from one profiler.
+    Return an empty list if the machine has no atlas. `rows` contains the kernels of one profiler.
     """
     if not on_gpu(environment) or not environment.get("gpu") or not environment.get("torch"):
         return []

@@ -39,15 +39,15 @@ from profharness.files import LINE_BYTES, InputFile, open_input, read_lines
 DECODER_BYTES = 128 << 20  # maximum memory of an LZMA decoder; the strongest preset needs 65 MB
 MAX_RATIO = 200  # maximum compression ratio; shards have about 40, xz can reach 7,000
 ALWAYS_UNPACKED = 16 << 20  # unpacked size in bytes up to which the ratio is not limited
-MAX_LINE_BYTES = 1 << 20  # maximum size of a line; a decoded line takes 40 times as much
+MAX_LINE_BYTES = 1 << 20  # maximum size of a line; decoding needs 40 times as much memory
 SHARD_VERSION = 1
-# Tar members without content for a shard: folders, headers, long names.
+# Types of tar members that are not files, such as folders, headers and long names.
 SKIPPED = (tarfile.DIRTYPE, tarfile.XHDTYPE, tarfile.XGLTYPE, *b"LK")
 Microseconds = Annotated[float, Meta(ge=0, lt=LARGEST / 1e3)]
 
 
 class _Line(msgspec.Struct):
-    """A line of a shard, which is a header with the environment, or a cell."""
+    """A line of a shard. It contains either the environment or a cell."""
 
     atlas: int | None = None
     environment: dict[str, Any] | None = None
@@ -80,7 +80,8 @@ class _Line(msgspec.Struct):
 class _XzReader(io.RawIOBase):
     """The unpacked content of an .xz file.
 
-    Reading raises LZMAError if the file is damaged or unpacks to more than MAX_RATIO times its size.
+    Reading raises LZMAError if the file is damaged or unpacks to more than MAX_RATIO times its
+    size.
     """
 
     def __init__(self, file: InputFile) -> None:
@@ -106,7 +107,7 @@ class _XzReader(io.RawIOBase):
 
 
 def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a folder of shards, of an archive of them (.tar.xz), or of one file.
+    """Yield the parsed lines of all shards in a folder or an archive (.tar.xz), or of one shard.
 
     If the last line has no newline and is not valid JSON, it was cut off and is skipped. Raise
     UsageError for any other invalid line.
@@ -149,7 +150,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _sources(path: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the name and the lines of each file."""
+    """Yield the name and the lines of each shard."""
     if path.is_dir():
         for each in sorted(path.glob("shard-*.jsonl")):
             yield printable_path(each), read_lines(each)
@@ -190,9 +191,9 @@ def _lines(file: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def parse_cell(row: Mapping[str, Any]) -> AtlasCell:
-    """Convert a line of a shard to a cell. The regime and the times may be missing.
+    """Convert a line of a shard to a cell. The line may lack the regime and the times.
 
-    Raise ValueError if the number of times is not the number of launches.
+    Raise ValueError if the numbers of times and launches differ.
     """
     kernels = row.get("kernels") or ()
     times = row.get("kernel_us_each") or (None,) * len(kernels)
@@ -219,7 +220,7 @@ def _dim3(sizes: list[int] | None) -> Dim3 | None:
 
 
 def read_shards(path: Path) -> Atlas:
-    """Read shards into an atlas. Cells that failed are skipped.
+    """Read shards into an atlas. Skip cells that failed.
 
     Raise UsageError if a line is invalid, or if the shards name no machine or several machines.
     """
