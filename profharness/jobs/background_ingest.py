@@ -73,8 +73,7 @@ class BackgroundIngest:
 
         Raise an interrupt that occurs meanwhile.
         """
-        # the calling thread parses the remaining traces, because the other thread may have low
-        # priority
+        # parse the remaining traces here, because the background thread may have a low priority
         with contextlib.suppress(queue.Empty):
             while (path := self._ended.get_nowait()) is not None:
                 self._parse(path)
@@ -126,8 +125,7 @@ def _traces_of(group: Path) -> list[Path]:
 @contextlib.contextmanager
 def open_background_ingest(store: Path) -> Iterator[BackgroundIngest]:
     """Yield a BackgroundIngest, and end its thread after the block."""
-    # An interrupt in the middle of an import would leave an import lock for which the thread waits
-    # forever.
+    # an interrupt during an import would leave an import lock for which the thread waits forever
     with defer_signals():
         background = BackgroundIngest(store)
         try:

@@ -49,10 +49,10 @@ from profharness.run import (
 )
 
 SCHEMA = "profharness.campaign/1"
-# Estimated duration of a group per process. Starting a worker (5.5 s on an H200) adds at most a
-# tenth.
+# Estimated duration of a group per process. The start of a worker (5.5 s on an H200) adds a tenth.
 GROUP_S = 60.0
-SMALLEST_S = 20.0  # the last groups may be this short, so that all lanes end at about the same time
+# Minimum duration of the last groups. They are short, so that all lanes end at about the same time.
+SMALLEST_S = 20.0
 GROUPS_A_LANE = 20  # maximum number of groups per lane; the groups of a larger campaign are longer
 # Maps each command to its fixed overhead per cell, in seconds.
 PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
@@ -60,7 +60,7 @@ TURNS_S = 0.2  # duration of a benchmark measurement that soon reaches its preci
 CALLS = {"bench": 60, "verify": 20}
 WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
 TRIES = 3  # maximum number of attempts to run a group
-LANE_TRIES = 3  # after so many different groups in a row failed on a lane, it gets no more groups
+LANE_TRIES = 3  # a lane gets no more groups after this many different groups failed in a row
 POLL_S = 0.1
 LEAVING_S = 5.0
 LANES_S = 30.0  # maximum time to wait for a lane to appear or to come back
@@ -168,7 +168,7 @@ def read_campaign(folder: Path) -> Campaign:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if campaign.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
-    # the names become names of folders, so they must not contain a path such as `..`
+    # groups are also folders, so a name must not be a path that leads out of the campaign
     if not all(GROUP_NAME.fullmatch(group.group) for group in campaign.groups):
         raise TraceFormatError(path, "a group has no proper name", expected=f"schema {SCHEMA}")
     return campaign
@@ -434,9 +434,7 @@ class CampaignScheduler:
         return [lane.task for lane in self._lanes.values() if lane.task is not None]
 
     def _update_lanes(self) -> None:
-        """Add new lanes, and remove lanes that are gone. Retry or give up the removed lanes'
-        groups.
-        """
+        """Add new lanes. Remove lanes that are gone, and retry or give up the groups they ran."""
         here = {description["lane"]: description for description in self.transport.lanes()}
         for name, description in here.items():
             if name in self._lanes or name in self._rejected:

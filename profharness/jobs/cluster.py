@@ -102,7 +102,7 @@ class Cluster:
             json.dumps(spec),
             key=f"profharness-{spec['group']}-{secrets.token_hex(4)}",
             workers=[worker.address],
-            # the campaign scheduler retries and chooses the lane
+            # the campaign scheduler chooses the lane and handles retries
             allow_other_workers=False,
             retries=0,
             pure=False,
@@ -134,8 +134,7 @@ class Cluster:
         return name, outcome
 
     def _outcome(self, address: str, future: Future, home: Path) -> Plain | None:
-        """Wait until a group has ended. If its folder arrives as an archive, unpack it below
-        `home`.
+        """Wait until a group has ended. Unpack its folder below `home` if it arrives as an archive.
 
         Return the outcome of the group, or None if the scheduler does not know the group any more.
         """
@@ -227,9 +226,7 @@ class Cluster:
         return next(name for name in names if name not in self._used_names)
 
     def _campaign_file(self, campaign: Path) -> str:
-        """Return the path of the campaign file. Only lanes on the same file system can read the
-        file.
-        """
+        """Return the path of the campaign file, by which a lane checks whether it can access it."""
         return str(campaign / CAMPAIGN_FILE)
 
     def _call(self, function: Callable[..., Any], address: str, *given: Any) -> object:
@@ -283,8 +280,7 @@ def _connect(url: str) -> Client:
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
-        # Dask warns about different versions, but `doctor --scheduler` compares the relevant
-        # versions
+        # Dask warns about all different versions; `doctor --scheduler` compares the relevant ones
         warnings.simplefilter("ignore")
         try:
             return Client(url, security=security, timeout=CONNECT_S, set_as_default=False)

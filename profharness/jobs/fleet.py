@@ -201,8 +201,7 @@ def _carry_out(
 
 
 def _lane_filter(device: str) -> Callable[[Plain], str | None]:
-    """Return a function that returns the reason why a lane cannot be used, or None if it can be
-    used.
+    """Return a function that returns why a lane cannot be used, or None if it can be used.
 
     A lane cannot be used if this host has another version of profharness, or if the lane has no GPU
     although `cuda` is requested. It also cannot be used if the first lane with the same GPU model

@@ -260,9 +260,7 @@ def find_run_folder(text: str, out: Path) -> Path:
 
 
 def _find_latest(out: Path) -> Path:
-    """Return the newest run folder in `out` that can be resumed. Raise NotFoundError if there is
-    none.
-    """
+    """Return the newest run folder that can be resumed. Raise NotFoundError if there is none."""
     reasons = []
     # the names begin with the time of the run, so sorting by name sorts by age
     for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
@@ -435,8 +433,7 @@ def bench(
 def time_layers(
     layers: LayerMap, options: BenchOptions, store: Path, listener: Listener = SILENT
 ) -> LayerMap:
-    """Return a layer map that contains the time each call would save on the fastest correct
-    backend.
+    """Add the time to a layer map that each call would save on the fastest correct backend.
 
     The times of the backends come from the stored run `options.run`. If it is None, the configs of
     the layer map are benchmarked. Backends are ranked by kernel time, because the layer map

@@ -89,9 +89,7 @@ def describe_lane(uuid: str | None = None) -> Plain:
 
 
 def host_key() -> str:
-    """Return a hash that identifies this host until it reboots, and that reveals no name or
-    address.
-    """
+    """Return a hash that identifies this host until it reboots, without its name or address."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -154,8 +152,7 @@ def _in_child(
     if spec.get("uuid"):
         environment[VISIBLE] = spec["uuid"]
     with contextlib.ExitStack() as cleanup:
-        # each lane has its own TMPDIR, because ncu's lock file in TMPDIR blocks ncu on other GPUs
-        # too
+        # each lane has its own TMPDIR, because ncu's lock file in TMPDIR blocks ncu on all GPUs
         if NCU in spec["run"]["profilers"]:
             own = tempfile.TemporaryDirectory(prefix="profharness-", ignore_cleanup_errors=True)
             environment["TMPDIR"] = cleanup.enter_context(own)
@@ -226,8 +223,8 @@ def main() -> None:
 
     In the spec, `root` and `group` are the parent and the name of the finished folder, and `part`
     is the folder of the unfinished group. `run`, `backends` and `python` describe the work.
-    `gpu_key` and `cpus` are the GPU and the cores to use, and `shares_cores` is set if other lanes
-    use these cores too.
+    `gpu_key` identifies the GPU, and `cpus` are the cores to use. `shares_cores` is set if other
+    lanes use the same cores.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     spec = json.load(sys.stdin)

@@ -1,4 +1,5 @@
-"""Ingest many sources in parallel: worker processes parse them, and this process stores them.
+"""Ingest many sources in parallel. Worker processes parse the sources, and this process stores
+them.
 
 A source is a run folder or a trace. Sources are stored in order, so the store is the same as after
 a sequential ingest. Each source is stored completely or not at all. The next ingest stores the
@@ -53,8 +54,7 @@ WORKER = (
 LOCAL = "local"
 TRIES = 2  # attempts to read a source whose worker is killed, perhaps because memory ran out
 STEP_S = 0.2
-# Maximum time to wait for a worker to end. The worker first ends its tool in 2 * END_GRACE_S at
-# most.
+# Maximum time to wait for a worker to end. It first ends its tool within 2 * END_GRACE_S.
 LEAVING_S = 2 * END_GRACE_S + 1
 LOG_BYTES, ERROR_CHARS = 4096, 300
 
@@ -315,9 +315,9 @@ def _ingest(
 def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[IngestResult]:
     """Ingest all sources at or below the given paths.
 
-    This process ingests them if `scheduler` is None. Raise TraceFormatError if a path contains no
-    sources. If workers could not ingest some sources, raise ProfharnessError after all other
-    sources are ingested.
+    If `scheduler` is None, this process parses the sources without workers. Raise TraceFormatError
+    if a path contains no sources. If workers could not read some sources, raise ProfharnessError
+    after all other sources are ingested.
     """
     if scheduler is None:
         results = [result for path in paths for result in stores.ingest_path(store, path)]

@@ -106,8 +106,7 @@ _GRAPH = re.compile(rf"## Call CompiledFxGraph {_INDUCTOR} ##")
 _PACKAGES = re.compile(r"[^\s\"'(]*?[/\\](?:site-packages|dist-packages|lib/python3\.[0-9]+)[/\\]+")
 
 
-# Objects whose keys are names of backends. An unknown key in these objects is replaced, not
-# dropped.
+# Objects whose keys are names of backends. Their unknown keys are replaced instead of dropped.
 BY_BACKEND = frozenset({"backend_code", "backend_commit", "implementations"})
 _BACKEND = re.compile(r"(?P<file>.+\.(?:py|cu|ptx)):(?P<function>\w+)")
 
@@ -167,7 +166,7 @@ def _shape(chunk: str) -> str | None:
 
 
 def _unknown_at(text: str) -> int:
-    """Return the position of the first unknown chunk, or the length of the text if there is none."""
+    """Return the position of the first unknown chunk, or the length of a text without any."""
     number = ""  # shape of the previous chunk if that chunk was a number
     word_before = False
     depth = 0  # number of open brackets; a list of numbers must be in brackets
@@ -262,7 +261,7 @@ class Scrubber:
     def value(self, value: Any, key: str = "") -> Any:
         """Return a JSON value with cleaned texts and without members whose keys are unknown.
 
-        `key` is the key of the innermost member that contains the value.
+        `key` is the key of the innermost object member that contains the value.
         """
         if isinstance(value, str):
             return self.clean(value, key)

@@ -262,8 +262,7 @@ def _copy_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     run = read_run(source)
     # maps the name of each trace to the file to read and to the name of the trace in the copy
     traces = {trace.path: _find_trace(source, trace.path, work) for trace in run.traces}
-    # a report and its export get the same name in the copy; an export in the run folder is
-    # preferred
+    # a report and its export have the same name in the copy, which is made from the export
     files: dict[str, Path] = {}
     for original, (file, name) in traces.items():
         if name == original or name not in files:

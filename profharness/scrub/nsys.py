@@ -1,4 +1,4 @@
-"""Scrub an nsys SQLite export: write a new file that contains only the allowed values.
+"""Scrub an nsys SQLite export by writing a new file that contains only the allowed values.
 
 The new file has all tables and columns with known names, because other programs expect them. Tables
 and columns that are not allowed are empty.

@@ -109,7 +109,6 @@ class Counts:
             os.close(descriptor)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-        # The file is never unmapped, because a thread may still count calls while Python shuts
-        # down.
+        # The file stays mapped, because a thread may still count calls while Python shuts down.
         mapped = (ctypes.c_int64 * numbers).from_address(address)
         self.cells = memoryview(mapped).cast("B").cast("q")

@@ -24,15 +24,14 @@ from profharness.recording.observer.window import ProfilerWindow
 
 C: Any = torch._C
 CALL: CodeType = torch.nn.Module._call_impl.__code__
-# The code that calls CALL. Its frame has fewer local variables, so reading `self` from it is
-# faster.
+# The code that calls CALL. Reading `self` from its frame is faster, because it has fewer variables.
 OUTER: CodeType | None = getattr(
     getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None
 )
 MARKER = "profharness-attention:"
 TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
-# Among this many first passes, passes with gradients are not counted as steps. Few programs
-# accumulate gradients over more passes before the optimizer steps.
+# Among the first GRADED_PASSES passes, passes with gradients are not counted as steps. Few programs
+# accumulate gradients over more passes before an optimizer step.
 GRADED_PASSES = 16
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
 CAST_BYTES = 64 << 20  # maximum size of a tensor created to query the backend under autocast
@@ -113,7 +112,7 @@ class Recorder:
         self.templates.clear()
         self.compiled: set[str] = set()
         self.codes: dict[int, CodeType] = {}  # keeps code objects alive, so ids are not reused
-        self.sites: dict[int, Site] = {}  # by the module's id
+        self.sites: dict[int, Site] = {}  # by module id
         self.outside = Site(0)
         self.kept: dict[int, Any] = {}  # weak references to modules, by module id
         self.paths: dict[int, tuple[str | None, str | None]] = {}  # path and root class by id
@@ -407,7 +406,7 @@ def _pattern(tensor: dict[str, Any] | None) -> Any:
 
 
 def _relation(tensors: list[dict[str, Any] | None]) -> tuple[Any, ...]:
-    """Return whether query or key is longer, and which dims of the mask have size 1."""
+    """Return which of query and key is longer, and which dims of the mask have size 1."""
     query, key, mask = [(tensors[at] or {}).get("dims") for at in (0, 1, 3)]
     if not query or not key or len(query) < 2 or len(key) < 2:
         return ()
@@ -541,7 +540,7 @@ def mask_contents(mask: Any) -> dict[str, Any] | None:
 
 
 def block_mask(mask: Any) -> dict[str, Any]:
-    """Return the masked fraction of a block mask of flex_attention if it can be read now."""
+    """Describe a block mask of flex_attention, with its masked fraction if it can be read now."""
     if mask is None:
         return {"contents": "none"}
     if type(mask.kv_num_blocks) is not torch.Tensor or _recorded():

@@ -41,7 +41,7 @@ class ProfilerWindow:
         self.journal = journal
         self.steps, self.warmup, self.profiler = steps, warmup, profiler
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
-        # numbers of steps without a new template, steps in the window, and lost windows
+        # number of steps without a new template, of steps in the window, and of lost windows
         self.quiet = self.passed = self.tries = 0
         self.waited = False  # whether the journal mentions that another profiler runs
         self.others: set[int] = set()  # threads in which the program's own profilers run

@@ -187,7 +187,7 @@ def at_compile_flex(context: Any) -> None:
 
 
 def _dotted(source: str) -> str:
-    """Return the path of a module in the notation of Dynamo without its prefix.
+    """Return the dotted path of a module from the name that Dynamo gives the module.
 
     For example, `L['self'].model.layers.0.self_attn` becomes `model.layers.0.self_attn`. torch 2.5
     writes `_modules['layers']` instead of `layers`.

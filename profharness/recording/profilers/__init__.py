@@ -28,7 +28,7 @@ VERSION_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Profiler:
-    """A profiler, and the places in which its tool is searched for."""
+    """A profiler, and how to find and start its tool."""
 
     name: str
     summary: str
@@ -61,7 +61,7 @@ PROFILERS: dict[str, Profiler] = {
                 "opt/nvidia/nsight-systems/*/bin/nsys",
                 "opt/nvidia/nsight-systems-cli/*/bin/nsys",
                 "usr/local/cuda*/bin/nsys",
-                "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # with an importer
+                "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # includes an importer
             ),
             remedy=" (Nsight Compute carries an nsys too)",
         ),
@@ -115,12 +115,11 @@ def open_session(
 
 
 def find_tool(name: str) -> Tool | None:
-    """Find the tool of a profiler by its environment variable, or on PATH, or where installers put
-    it.
+    """Find the tool of a profiler by its environment variable, on PATH, or in usual folders.
 
     Return None if the tool is not found. Raise ToolError (tool_missing) if the environment variable
-    is set but names no executable file. Another executable is not used then, because the user would
-    not notice the difference.
+    is set but names no executable file. No other executable is used in that case, because the user
+    would not notice the difference.
     """
     variable = PROFILERS[name].variable
     named = os.environ.get(variable)

@@ -57,7 +57,7 @@ class FailureRule:
     def problem(
         self, profiler: str, report: Path, groups: dict[str, str | None], text: str = ""
     ) -> Problem:
-        """Return the failure as a problem whose texts have no placeholders any more."""
+        """Return the failure as a problem, with all placeholders in its texts replaced."""
         blanks = {"report": report.name, **groups}
         message = self.message.format(**blanks) + (quoted(text) if self.quoted else "")
         return Problem(profiler, self.code, message, self.remedy.format(**blanks))
@@ -167,9 +167,7 @@ def report_state(report: Path, started: float) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the last lines of a tool's output as one line that can be appended to an error
-    message.
-    """
+    """Return the last lines of a tool's output as one line, to append it to an error message."""
     # progress bars end lines with a carriage return
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     tail = " / ".join(lines[-LAST_LINES:])
@@ -239,7 +237,7 @@ class Session:
         kill_group(process)
 
     def clear(self, process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:  # noqa: ARG002
-        """Kill all processes that are still running after the process has ended."""
+        """Kill all processes that the ended process has left running in its process group."""
         kill_group(process)
 
     def close(
@@ -308,11 +306,9 @@ class ToolSession(Session):
         raise NotImplementedError
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:
-        """Interrupt the tool so that it writes its report. If it does not end, use stronger
-        signals.
+        """Interrupt the tool so that it writes its report. Use stronger signals if it does not end.
 
-        If `hurry` is set, wait for a shorter time, and notify the user why ending the tool takes
-        time.
+        If `hurry` is set, wait for a shorter time, and notify the user why this takes time.
         """
         grace_s = self.grace_s
         if hurry:

@@ -300,8 +300,7 @@ def export_report(
 def diagnose_export(returncode: int | None, text: str, output: Path) -> Problem | None:
     """Return the problem if `nsys export` failed, or None if it succeeded.
 
-    A failed export may leave an empty or incomplete file, so the existence of `output` is not
-    enough.
+    A failed export may leave an empty or incomplete file, so `output` must also be an SQLite file.
     """
     problem = match_rules(NSYS, EXPORT_RULES, returncode, text, output)
     if problem is not None:
@@ -337,7 +336,7 @@ class NsysSession(ToolSession):
         except TraceFormatError as error:
             return report_damaged(NSYS, exported, str(error)), None
         if kernels == 0:
-            # the problem of a rule is more specific than the fact that there are no kernels
+            # if a rule has matched, its problem is more specific
             problem = problem or NO_CUDA_EVENTS.problem(NSYS, self.report, {})
         return problem, exported
 
