@@ -38,8 +38,8 @@ FAMILY_BACKENDS = {
 EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
 # The math backend has no kernels of its own. It runs kernels of these families.
 _MATH_FAMILIES = {"gemm", "softmax"}
-# Maps an expected family to other families that are also accepted, because their kernels finish its
-# work.
+# Maps an expected family to other families that are also accepted, because their kernels complete
+# the work of the expected family.
 _IMPLIED = {"flash_splitkv": ("flash_combine",)}
 _SDPA_OP = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)?_?attention(_math)?")
 _BUILT_IN = "pytorch_flash"  # the namespace of the flash kernels that are part of PyTorch
@@ -75,7 +75,7 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
     @lru_cache(maxsize=4096)
     def predicted(label: str, backend: str, run: str) -> str | None:
-        # imported here, because only cells of PyTorch's backends need it
+        # imported here, because only cells of PyTorch's backends need this module
         from profharness.attention.dispatch.predict import predict_cell
 
         return predict_cell(parse_config(label), backend, environment(run))

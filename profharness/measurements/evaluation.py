@@ -146,7 +146,7 @@ class Winner:
     code: str  # Python code that selects the backend
     # other backends for which the samples do not show whether they are slower
     open: tuple[str, ...] = ()
-    why_open: str = ""  # why the samples do not show it
+    why_open: str = ""  # the reason, such as `the samples overlap`
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ class Loss:
             meaning="how much longer `auto` took than the fastest correct other backend",
         ),
     ]
-    # True if the samples show that `auto` is slower than `best`, unless both are known to have run
-    # the same backend.
+    # True if the samples show that `auto` is slower than `best`. False if both are known to have
+    # run the same backend.
     real: bool
     code: str
     verdict: stats.Speed = "same"

@@ -281,7 +281,7 @@ def bench_rows(
         rate = flop_peak(peaks, str(config.dtype), tf32=tf32) if peaks else None
         for name, values in samples[key].items():
             x, interval = stats.summarize(values), stats.interval(values)
-            calls_per_s = 1e9 / max(x.median, 1.0)  # samples in whole ns may be 0
+            calls_per_s = 1e9 / max(x.median, 1.0)  # a sample in whole ns may be 0
             measured = replace(
                 row,
                 measurement=name,
@@ -479,8 +479,8 @@ def family(label: str, token: str) -> str:
 def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
     """Group the labels of configs that differ only in this axis.
 
-    The result maps the rest of the label, which a group shares, to the labels of the group by the
-    value of the axis, in ascending order. Each group has at least two values.
+    The outer keys are labels without the axis. The inner keys are the values of the axis, in
+    ascending order. Each group has at least two values.
     """
     groups: dict[str, dict[int, str]] = {}
     for label in dict.fromkeys(labels):

@@ -12,7 +12,7 @@ from profharness.columns import column
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 MIN_LAUNCHES = 3
-RESOLUTION_NS = 64  # two ticks of the clock of device timestamps, which has a resolution of 32 ns
+RESOLUTION_NS = 64  # two ticks of the device clock, each of which is 32 ns long
 
 
 @dataclass(frozen=True, slots=True)

@@ -508,7 +508,7 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
     devices = baseline.device, candidate.device
     if None not in devices and devices[0] != devices[1]:
         return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
-    on_cpu = set()  # whether each program's kernels are ops that ran on a CPU
+    on_cpu = set()  # on a CPU, the recorded kernels are ATen ops
     for program in (baseline, candidate):
         names = [kernel.kernel for call in program.calls for kernel in call.kernels]
         if names:

@@ -149,7 +149,7 @@ class ObservedCalls:
 
 
 def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
-    """Return the config with other lengths. Drop the strides, which only the first call has."""
+    """Return the config with other lengths. Drop the strides, which belong to the first call."""
     own = (config.batch, config.seq_len_q, config.seq_len_kv)
     if lengths in ((), own) or config.kv_batch is not None:
         return config

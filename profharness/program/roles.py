@@ -325,7 +325,7 @@ def _name_phase(
         n: round(rows[n].launches_per_call or (rows[n].launches / calls if calls else 1))
         for n in main
     }
-    # In a foreign trace, products may belong to attention only if their number is right.
+    # In a foreign trace, matrix products belong to attention only if there are as many as expected.
     unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:
         foreign = rows[n].cell is None and MATH_OP not in _path(rows[n])

@@ -30,7 +30,7 @@ def to_frame(rows: Sequence[Any], kind: Any = None) -> pd.DataFrame:
     `kind` is the type of the rows. It determines the columns if there are no rows. A grid or block
     becomes three columns (`grid_x`, …). A tuple of strings becomes one string joined by "; ". Raw
     samples become a count and a median (`event_samples`, `event_median_ns`). Each metric becomes a
-    column with the profiler's name of the metric, without the unit. Other dicts become one column
+    column that is named as in the profiler, without the unit. Other dicts become one column
     per key. Unknown values are missing, never 0.
     """
     kind = type(rows[0]) if rows else kind

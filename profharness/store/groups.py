@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-TIMED = (TORCH, NSYS)  # without ncu, whose start times are useless because it serializes kernels
+TIMED = (TORCH, NSYS)  # not ncu, whose start times are useless because it serializes kernels
 MERGE_ROWS = 1 << 20  # number of rows above which rows of the same group and duration are merged
 
 
@@ -156,7 +156,7 @@ class DeviceTimes:
 
 
 def _union(begins: Column, ends: Column) -> int:
-    """Return the length of the union of intervals in ns. They must be sorted by their start."""
+    """Return the length of the union of intervals in ns. The intervals must be sorted by start."""
     if not len(begins):
         return 0
     until = np.maximum.accumulate(ends)

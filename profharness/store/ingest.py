@@ -112,8 +112,8 @@ def ingest_path(
     """
     results, failures = [], []
     # The store is opened late, so that an unreadable source does not create a store. Foreign keys
-    # are not checked, because six checks per launch would double the time to write it, and all ids
-    # are assigned by this program.
+    # are not checked, because six checks per launch would double the time to write a launch, and
+    # all ids are assigned by this program.
     with closing(Writer(store)) as writer:
         for path in find_sources(source):
             try:
@@ -270,7 +270,9 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
 
 
 def _original(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:
-    """Return the folder that a run was ingested from if `folder` is a copy of it, else None."""
+    """Return the folder from which a run was ingested if `folder` is a copy of that folder.
+    Otherwise, return None.
+    """
     row = connection.execute("SELECT path FROM runs WHERE run = ?", (run.run,)).fetchone()
     if row is None:
         return None

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     Column = NDArray[np.int64]
 
 Calls = dict[str, dict[int, int]]
-"""For each cell, the number of the profiled call of each range, by the index of the range."""
+"""Maps each cell to a dict from the index of a range to the number of the profiled call."""
 
 SDPA_OP = re.compile(r"aten::_scaled_dot_product_\w*attention\w*")
 BLOCK = 8192
@@ -352,7 +352,7 @@ def _insert_columns(
 def _insert_groups(
     connection: sqlite3.Connection, trace_id: int, grouping: Grouping, *, foreign: bool
 ) -> None:
-    """Insert the coarse groups of launches, which ignore the op path, and the fine groups."""
+    """Insert coarse groups of launches, which ignore op paths, and fine groups, which do not."""
     grouped = grouping.finish()
     # In cells, times are already relative to the first call.
     origin = int(grouped[1]["first_ns"].min()) if foreign else 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DISTRIBUTED = "distributedInfo"  # name of a section in the header of a Kineto trace
 IDENTITY = ("rank", "world_size", "host_key", "gpu_key")
 MAX_RANK = 1 << 24
-_COPIED = ("run", "rank", "host_key", "gpu_key", "created", "device")  # copied to RankRow
+_COPIED = ("run", "rank", "host_key", "gpu_key", "created", "device")  # columns of RankRow
 # File names of tensorboard_trace_handler have the form HOST_PID.NANOSECONDS.pt.trace.json.
 TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
 NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
@@ -45,7 +45,7 @@ def split_rank(
     The runs of one job differ only in these values, and have the same environment otherwise. `name`
     is the name of a trace file outside of a run folder. It provides the rank and the host if
     the environment does not contain them. The number of ranks in the header of a Kineto trace stays
-    in the environment, because environments with different numbers of ranks do differ.
+    in the environment, because it distinguishes jobs.
     """
     rest = dict(environment)
     section = rest.pop(DISTRIBUTED, None)

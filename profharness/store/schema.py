@@ -30,7 +30,7 @@ from profharness.errors import NotFoundError, StoreError
 from profharness.files import DEFAULT_STORE, STORE_ID, STORE_VARIABLE
 from profharness.store.tables import TABLES, VIEWS
 
-SCHEMA_VERSION = 15  # 1 to 14 were never released
+SCHEMA_VERSION = 15  # versions 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # maximum size of a file that is checked completely, in about 0.2 s
@@ -290,9 +290,9 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 def _check_header(path: Path, write: bool) -> None:
     """Raise StoreError if a file belongs to another program, before SQLite replays the file's log.
 
-    SQLite itself reads the header, because closing any other descriptor of a store would release
-    the locks that SQLite has on it in this process (https://sqlite.org/howtocorrupt.html). An
-    immutable connection neither locks nor reads a log.
+    The header is read through SQLite, because closing any other descriptor of the file would
+    release SQLite's locks on it in this process (https://sqlite.org/howtocorrupt.html). The
+    connection is immutable, so that SQLite neither locks the file nor reads its log.
     """
     try:
         status = path.stat()

@@ -221,7 +221,7 @@ class RunFinder:
                 yield str(run)
 
     def _latest(self, selection: Selection, needs: Sequence[Need], back: int) -> str:
-        """Return the newest matching run. If `back` is not 0, skip the `back` newest matching runs.
+        """Return the newest matching run after skipping `back` newer matching runs.
 
         Raises NotFoundError if there is no such run.
         """

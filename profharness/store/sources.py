@@ -39,7 +39,7 @@ MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a path, and of a path i
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A raw trace of a source."""
+    """One trace file of a source."""
 
     profiler: str | None
     name: str
@@ -173,7 +173,7 @@ class ParsedTraces(Protocol):
     """Traces that were parsed before, by this or another process."""
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
-        """Return a trace, or None if it is not parsed yet. Raises the error of parsing it."""
+        """Return a trace, or None if it is not parsed yet. Raises errors from parsing."""
 
 
 class ParsedTraceCache:
