@@ -49,7 +49,8 @@ from profharness.run import (
 )
 
 SCHEMA = "profharness.campaign/1"
-# Estimated duration of a group per process. The start of a worker (5.5 s on an H200) adds a tenth.
+# Estimated duration of a group per process. Starting a worker (5.5 s on an H200) adds less than 10
+# %.
 GROUP_S = 60.0
 # Minimum duration of the last groups. They are short, so that all lanes end at about the same time.
 SMALLEST_S = 20.0

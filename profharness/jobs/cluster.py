@@ -226,7 +226,7 @@ class Cluster:
         return next(name for name in names if name not in self._used_names)
 
     def _campaign_file(self, campaign: Path) -> str:
-        """Return the path of the campaign file, by which a lane checks whether it can access it."""
+        """Return the path of a file that a lane can read only if it shares this file system."""
         return str(campaign / CAMPAIGN_FILE)
 
     def _call(self, function: Callable[..., Any], address: str, *given: Any) -> object:

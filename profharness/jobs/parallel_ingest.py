@@ -1,5 +1,4 @@
-"""Ingest many sources in parallel. Worker processes parse the sources, and this process stores
-them.
+"""Ingest many sources in parallel. Worker processes parse them, and this process stores them.
 
 A source is a run folder or a trace. Sources are stored in order, so the store is the same as after
 a sequential ingest. Each source is stored completely or not at all. The next ingest stores the
