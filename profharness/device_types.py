@@ -20,9 +20,9 @@ class DeviceType(NamedTuple):
     default_dtype: str
     """Dtype of a config that does not name a dtype."""
     flops_per_s: float
-    """Typical FLOP/s of a call. They are used to estimate how long a cell takes."""
+    """Typical rate of a call, used to estimate the duration of a cell."""
     bytes_per_s: float
-    """Typical bandwidth. It is used to estimate how long a cell takes."""
+    """Typical bandwidth of a call, used to estimate the duration of a cell."""
     copy_bytes: int
     """Size of the copy that measures the bandwidth. It is much larger than any last-level cache."""
     product_rows: tuple[int, ...]

@@ -26,8 +26,8 @@ class Peaks:
 
     `source` is `measured` or `data sheet`, and `origin` describes the measurement or names the data
     sheet. `flops_per_s` maps a dtype to the rate of dense matrix products that accumulate in fp32.
-    Its key `fp32` stands for products in full fp32 (TF32 is off), and `tf32` for products of fp32
-    inputs on tensor cores. A value that is None or missing is unknown.
+    The key `fp32` stands for products in full fp32 (TF32 is off), and the key `tf32` for products
+    of fp32 inputs on tensor cores. A value that is None or missing is unknown.
     """
 
     device: str
@@ -51,9 +51,10 @@ def flop_peak(peaks: Peaks, dtype: str, *, tf32: bool = False) -> tuple[str, flo
 
 
 def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
-    """Return the arithmetic intensity above which the matrix rate is the limit, in FLOPs per byte.
+    """Return the ridge point of the roofline in FLOPs per byte, or None if a peak is unknown.
 
-    Below it, the memory bandwidth is the limit. Return None if a peak is unknown.
+    The matrix rate limits kernels with a higher arithmetic intensity. The memory bandwidth limits
+    kernels with a lower arithmetic intensity.
     """
     peak = flop_peak(peaks, dtype, tf32=tf32)
     if peak is None or not peaks.bandwidth_bytes_per_s:

@@ -57,9 +57,9 @@ def _is_installed(name: str) -> bool:
 
 
 def installed_versions(extra: str) -> str:
-    """Return the packages of an extra with their versions.
+    """Return the installed packages of an extra with their versions.
 
-    For example, return `altair 6.3.0, vl-convert-python 1.9.0`.
+    An example of the result is `altair 6.3.0, vl-convert-python 1.9.0`.
     """
     from importlib import metadata  # imported here, because it slowly imports the email package
 

@@ -91,8 +91,8 @@ def is_store(path: str | Path) -> bool:
 def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
     """Open an input file without ever blocking.
 
-    Raise OSError if the file cannot be opened, is not a regular file but, for example, a folder or
-    a FIFO, is a store, or is a link that leads out of the folder `within`.
+    Raise OSError if the file cannot be opened, is a folder, a FIFO or a device, is a store, or is a
+    link that leads out of the folder `within`.
     """
     real, flags = os.fspath(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
     try:

@@ -288,7 +288,7 @@ def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator
 def orphans_adopted(
     report: Callable[[str], None] = lambda _: None, mark: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Adopt the orphaned descendants of this process during the block, and end them at its end.
+    """Adopt the orphaned descendants of this process during the block, and end them afterward.
 
     Yield an environment variable as a mark for child processes. Only processes with this variable
     in their environment are ended. Other orphans may belong to another program, so `report` is
@@ -444,7 +444,7 @@ def start_group(
 ) -> ProcessGroup:
     """Start a child process that leads its own process group and session.
 
-    Append its stdout and stderr to `log`, unless the Popen options redirect them. If `short` is
+    Append stdout and stderr of the child to `log`, unless `options` redirects them. If `short` is
     set, `shorten_logs` keeps the log below LOG_BYTES. Raise OSError if the process does not start.
     """
     with log.open("ab") as file:
@@ -669,7 +669,7 @@ def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a child process that shares the streams and the process group of this process.
 
     Forward signals to the child, except signals that a terminal has sent to both processes. Return
-    the return code of the child. Raise OSError if it does not start.
+    the return code of the child. Raise OSError if the child does not start.
     """
     # SIGCHLD ends the wait when the child ends
     wanted = {signal.SIGCHLD, *FORWARDED}

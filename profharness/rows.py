@@ -30,8 +30,8 @@ SHARED_CORES = (
 )
 """Warning for a cell that was measured while other lanes used the same cores."""
 CPU_WAIT = "cpu_wait_max"
-"""Key in the clocks of a cell. While timing the cell, a process waited for a CPU for this share of
-the time. The value is the maximum over all processes.
+"""Key in the clocks of a cell. The value is the share of the measurement during which a process
+waited for a CPU. If several processes timed the cell, the value is the maximum.
 """
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """Measurements on a GPU."""
@@ -462,7 +462,7 @@ class GapRow(NamedTuple):
 
 
 class DeviceTime(NamedTuple):
-    """How long a GPU was busy between the first and the last launch of a trace."""
+    """The time during which a GPU was busy between the first and the last launch of a trace."""
 
     device: int
     launches: int

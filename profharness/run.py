@@ -116,7 +116,7 @@ class TraceFile:
 class Problem:
     """A failure of a profiler, or a disturbance that makes timings unreliable."""
 
-    profiler: str  # name of the profiler, or GPU for a disturbance
+    profiler: str  # name of the profiler, or the constant GPU for a disturbance
     code: str  # does not change between versions; docs/nsight.md lists all codes
     message: str
     remedy: str
@@ -390,7 +390,7 @@ def counts_file(journal: Path) -> Path:
 
 
 def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the events in a journal of an observed process, then the counts of its calls.
+    """Yield the events in a journal of an observed process, then the numbers of attention calls.
 
     Yield None for an invalid or incomplete line. Raise TraceFormatError if a file cannot be read.
     """
@@ -571,7 +571,7 @@ class CaptureOptions:
     out: Path = RUNS_FOLDER  # parent of the run folder
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
-    bench: BenchPlan | None = None  # time the backends of each config in turns
+    bench: BenchPlan | None = None  # plan for timing the backends of each config in turns
     kind: str = "capture"  # the command that makes the run, unless `bench` or `cases` is set
     python: str | None = None  # path of another interpreter whose torch is measured
     fleet: Fleet = Fleet()

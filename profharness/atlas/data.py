@@ -235,7 +235,7 @@ class AtlasCell:
 
 @dataclass(frozen=True)
 class Atlas:
-    """The cells of one machine."""
+    """The measured cells of one machine, stored as columns."""
 
     machine: Machine
     # Names and messages to which columns refer, and variants. A variant contains the fields of a
@@ -353,7 +353,7 @@ class Atlas:
 
 
 def _config(numbers: Mapping[str, int], variant: Mapping[str, Any]) -> Config:
-    # tuples were stored as JSON lists
+    # restore tuples, which JSON stores as lists
     others = {
         name: tuple(each) if isinstance(each, list) else each for name, each in variant.items()
     }
@@ -463,7 +463,7 @@ class _Builder:
         values = array("q")
         for launch in launches:
             values.extend((self._kind(launch), *(launch.grid or (NOTHING,) * 3)))
-        # The key is a digest, because keeping the launches a second time would need more memory.
+        # The key is a digest, because a second copy of the launches would need more memory.
         key = hashlib.blake2b(values, digest_size=16).digest()
         if key not in self._sequences:
             self._append("sequences", (len(launches),))

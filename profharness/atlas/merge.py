@@ -36,8 +36,8 @@ LEAST_FOR_MEDIAN = 10  # minimum number of shared cells with times for comparing
 def merge(atlases: Sequence[Atlas]) -> Atlas:
     """Merge atlases of one machine.
 
-    If several atlases contain a cell, keep its first result that succeeded or was refused. Raise
-    UsageError if the machines differ, and ProfharnessError if results of shared cells disagree.
+    If several atlases contain a cell, prefer the first result with the status `ok` or `refused`.
+    Raise UsageError if the machines differ, and ProfharnessError if results of a cell disagree.
     """
     first, *others = atlases
     for other in others:

@@ -102,14 +102,14 @@ class Model(msgspec.Struct, frozen=True):
     names: tuple[str, ...]  # names of kernels
     kinds: Integers  # index of the name, block x, y and z, registers and shared bytes of each kind
     codes: Integers  # code of each kind; kinds with the same code share a curve
-    rules: dict[str, Rules]  # by backend
-    curves: dict[str, dict[tuple[int, int], Curve]]  # by backend, then code and product
-    timings: dict[tuple[str, int], Timing]  # by backend and direction
+    rules: dict[str, Rules]  # keys are backends
+    curves: dict[str, dict[tuple[int, int], Curve]]  # keys are backends, then code and product
+    timings: dict[tuple[str, int], Timing]  # keys are a backend and 1 for a backward pass, else 0
     bounds: dict[str, float]  # smallest and largest values in the atlas
 
 
 def write_model(model: Model, path: Path) -> None:
-    """Write a model atomically. All its arrays of one dtype are stored as one array."""
+    """Write a model atomically. All arrays of the same dtype are stored as one array."""
     pools: dict[str, list[Array]] = {dtype: [] for dtype in DTYPES}
     sizes = dict.fromkeys(DTYPES, 0)
 

@@ -1,7 +1,7 @@
 """Find the atlas of a GPU and release, and predict configs from it.
 
 A prediction contains the backend that PyTorch chooses, its kernels and time, the fastest backend,
-and the time lost if PyTorch does not choose the fastest one.
+and the time lost if PyTorch does not choose the fastest backend.
 """
 
 from __future__ import annotations
