@@ -313,9 +313,9 @@ def _next_steps(stop: Interrupted) -> str:
 def _end_in_order() -> None:
     """Raise an exception on SIGTERM and SIGHUP, so that child processes are ended first.
 
-    A signal that is ignored, for example because of nohup, stays ignored. If an exception is raised
-    in a callback of a weak reference, such as in Python's import locks, Python only reports it. A
-    timer raises an interrupt again if it was lost in this way.
+    A signal that is ignored, for example because of nohup, stays ignored. Python does not propagate
+    exceptions from callbacks of weak references, which its import system uses. If an interrupt is
+    lost in this way, a timer raises it again.
     """
     report = sys.unraisablehook
 

@@ -2,9 +2,9 @@
 
 A command module decorates its function with `command`. The annotation of each parameter contains an
 `Option`. The decorator `document` registers the function that displays the result, and `gate` the
-function that makes the command exit with 3. If these functions have additional parameters, the
-Python function lacks these options. `usage` registers the function that rejects options that
-exclude each other, before anything is read.
+function that makes the command exit with 3. Additional parameters of these two functions become
+options that the Python function does not have. `usage` registers the function that rejects options
+that exclude each other, before anything is read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Declaration:
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Return the parameters of `run`."""
         return tuple(option_parameters(self.run))
 
     @functools.cached_property
@@ -89,7 +88,6 @@ class Declaration:
             self.usage(**_accepted(self.usage, values))
 
     def answer(self, values: Mapping[str, Any]) -> Any:
-        """Call `run` with these values."""
         positional: list[Any] = []
         named = {}
         for parameter in self.parameters:

@@ -192,7 +192,8 @@ def _click_type(base: Any) -> click.ParamType[Any] | None:
 
 def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
     """Return a function that raises UsageError if any of the given names is not in `known`."""
-    from profharness.attention.config import split_names  # also loads the parser of configs
+    # imported here because the module also loads the parser of configs
+    from profharness.attention.config import split_names
 
     names = tuple(known)
 

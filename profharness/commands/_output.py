@@ -135,7 +135,7 @@ def live(text: str = "") -> None:
 
 
 def _screen() -> IO[str]:
-    """Return stderr for output that moves the cursor."""
+    """Return a stderr that does not escape control characters, which can move the cursor."""
     return getattr(sys.stderr, "screen", sys.stderr)
 
 
@@ -145,7 +145,7 @@ def is_command_line() -> bool:
 
 
 def chosen_format(format_: str | None, output: Path | None) -> str:
-    """Return the --format. Without it, derive the format from the suffix of -o, or use `table`."""
+    """Return the value of --format. Without it, use the suffix of -o. The default is `table`."""
     return format_ or SUFFIX_FORMATS.get(output.suffix.lower() if output else "", "table")
 
 
@@ -161,7 +161,7 @@ def require_charts(format_: str | None, output: Path | None) -> None:
 
 @contextlib.contextmanager
 def measured(*show: str) -> Iterator[None]:
-    """Output a new measurement. If this fails, print that it is stored and how to display it.
+    """Wrap the output of a new measurement. If the output fails, print how to display it later.
 
     `show` contains the arguments that display the measurement again, without --store.
     """
@@ -174,7 +174,7 @@ def measured(*show: str) -> Iterator[None]:
 
 
 def keep_measured(*show: str) -> None:
-    """Apply `measured` to the output of the current command.
+    """Let the current command write its output within `measured`.
 
     `show` contains the arguments that display the measurement again, without --store.
     """
@@ -262,7 +262,7 @@ def _picture(chart: Chart, number: int, kind: str) -> bytes:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[IO[bytes]]:
-    """Yield stdout for bytes. Ignore the error if the reader closes the pipe early (`| head`)."""
+    """Yield the binary stdout. Ignore the error if the reader closes the pipe early (`| head`)."""
     sys.stdout.flush()
     stream = sys.stdout.buffer
     try:

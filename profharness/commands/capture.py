@@ -318,7 +318,8 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
             hint(f"warning: {warning}")
     with open_store(store) as opened:
         hint(f"see it with: {opened.shown_by(run.run)}")
-    failed = [problem for problem in run.problems if problem.profiler != GPU]  # printed as notices
+    # Problems of the GPU were already printed as notices.
+    failed = [problem for problem in run.problems if problem.profiler != GPU]
     lines = [
         f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
         for problem in failed

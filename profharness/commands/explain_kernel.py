@@ -85,7 +85,7 @@ def explain_kernel(names: KernelNames) -> list[Description]:
 
 @document(explain_kernel)
 def show(descriptions: list[Description]) -> Document:
-    """Return a document that describes each part of a name and lists properties without a part."""
+    """Return a document with the parts of each name, and the properties that the name lacks."""
     blocks: list[Block] = []
     for description in descriptions:
         kernel = description.kernel

@@ -145,7 +145,7 @@ def export(
         if path is None:
             with quiet_stdout() as stream:
                 return _write_run(opened, name, stream, profilers)
-            return 0  # the reader of stdout closed it
+            return 0  # `quiet_stdout` ignored that the reader closed the pipe
         output = Path(path)
         with atomic_file(output, force=force) as file:
             if output.suffix == ".gz":
@@ -287,7 +287,7 @@ def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterato
     """Yield the events of all sections.
 
     In the n-th named section, n * SECTION_STEP is added to the numbers of processes and tracks. The
-    tracks need different numbers, because Perfetto ignores the process of a track.
+    tracks need different numbers, because Perfetto expects unique thread numbers in the whole file.
     """
     tracks = _Tracks()
     titles = {device.index: f"GPU {device.index} {device.name}" for device in devices}

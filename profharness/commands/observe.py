@@ -100,7 +100,7 @@ class ObservedProgram:
 
     @property
     def code(self) -> int:
-        """Return the program's exit code, or 1 if none of its processes could be observed."""
+        """Return the program's exit code. If it is 0, but no process could be observed, return 1."""
         if self.observed.why is None or self.observed.reported:
             return self.observed.code
         return self.observed.code or FAILED
@@ -178,7 +178,7 @@ def show(result: ObservedProgram, *, driver: Driver = None, atlas: AtlasFolder =
 
 @gate(observe_program)
 def check(result: ObservedProgram, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
-    """Raise GateError if a gate is not met, and exit with the program's exit code."""
+    """Raise GateError if a gate is not met. Otherwise, exit with the program's exit code."""
     gates = parse_gates(fail_on, expect)
     if gates:
         _check(result, gates)

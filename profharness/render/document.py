@@ -44,7 +44,7 @@ class Chart:
     title: str
     rows: tuple[Mapping[str, Any], ...]
     x: str
-    """Key of the x values, which have the unit in the title of the axis."""
+    """Key of the x values. Their unit is in the title of the axis."""
     y: str
     series: str
     x_title: str = ""
@@ -93,13 +93,13 @@ class Chart:
 
 
 MISSING = "-"
-"""Shown for a value that a profiler cannot provide."""
+"""Displayed in place of a missing value."""
 NO_VALUES = (None, "", ())
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A heading of the blocks that follow."""
+    """A heading above the blocks that follow it."""
 
     text: str
     detail: str = ""
@@ -255,7 +255,7 @@ def record(item: object, names: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def format_value(column: Column, value: Any) -> str:
-    """Format one value on one line. None becomes `-`; strings ignore the format of the column."""
+    """Format a value as one line. None becomes `-`. Strings ignore the format of the column."""
     if value is None:
         return MISSING
     return one_line(value if isinstance(value, str) else FORMATS[column.format](value))

@@ -98,7 +98,7 @@ def _small(text: str) -> str:
 
 
 def _new_anchor(text: str, used: Collection[str]) -> str:
-    """Return a new id made of letters, digits and hyphens."""
+    """Return an unused HTML id for a heading, made of letters, digits and hyphens."""
     stem = re.sub(r"[^a-z0-9]+", "-", text[:LONGEST_ENTRY].lower()).strip("-") or "part"
     names = (stem if count == 1 else f"{stem}-{count}" for count in itertools.count(1))
     return next(name for name in names if name not in used and name not in ("content", "theme"))

@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
 
 
 def render_json(document: Document) -> str:
-    """Render `{"schema": …, "rows": […], …}` with one record per line, so that grep is useful."""
+    """Render `{"schema": …, "rows": […], …}` with one record per line, which suits grep and diff."""
     rows = ",\n".join(f"  {_dumps(record)}" for record in document.records)
     parts = [
         f'"schema": {_dumps(document.schema)}',
@@ -105,7 +105,7 @@ def harmless(text: str) -> str:
     """Escape the text of a CSV cell for spreadsheets and terminals.
 
     A text that a spreadsheet could interpret as a formula gets a leading apostrophe. Unprintable
-    characters are escaped, and line ends become newlines.
+    characters are escaped, and all line ends become single newlines.
     """
     # Python before 3.13 does not quote a lone carriage return.
     text = text.replace("\r\n", "\n").replace("\r", "\n")

@@ -161,7 +161,7 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 
 
 def _from_difference(text: str, group: Sequence[str], width: int) -> str:
-    """Shorten a text to the common prefix of the group and the first word that differs."""
+    """Shorten a text to the common prefix of the group, an ellipsis, and the part that differs."""
     shared = min(group)
     other = max(group)  # the common prefix of the least and the greatest text is common to all
     while not other.startswith(shared):

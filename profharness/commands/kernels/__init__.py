@@ -229,7 +229,7 @@ def show(
     format: Format = None,
     output: OutputFile = None,
 ) -> Document:
-    """Return the document. For CSV, which omits notes and warnings, print these as hints."""
+    """Return the document. If the format is CSV, which omits notes, print the notes as hints."""
     if steps:
         from profharness.commands.kernels.steps import steps_document  # only --steps needs it
 

@@ -150,7 +150,7 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """Return the columns of the table, without columns that would be uninformative for the rows."""
+    """Return the columns that are useful for these rows. `full` selects full kernel names."""
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
     hidden = {"kernel_short" if full else "kernel"}
@@ -248,7 +248,7 @@ def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
 
 
 def _with_disagreements(kernel: JoinedKernel, profilers: Iterable[str]) -> JoinedKernel:
-    """Add the disagreements between profilers. `profilers` recorded the cell of the kernel."""
+    """Add the disagreements between profilers. `profilers` are all that recorded the cell."""
     points = []
     for name in TRACE_PROFILERS:
         unseen = name == NCU and kernel.first.kernel_kind in UNSEEN_BY_NCU

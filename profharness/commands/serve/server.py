@@ -297,6 +297,7 @@ class StoreFile(Database):  # type: ignore[misc]
         return []
 
     # Datasette does not know the path of the file, because it would show the path on its pages.
+    # These properties replace the properties of Datasette that need the path.
     @property
     def size(self) -> int:
         return self.file.stat().st_size
