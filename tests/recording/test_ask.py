@@ -19,7 +19,8 @@ from profharness.attention.dispatch.advice import BackendAnswer, blockers, rule_
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.machine import from_config, machine_of, with_flags
 from profharness.attention.dispatch.predict import judge
-from profharness.commands.explain import explain_live, explanations
+from profharness.commands import explain as explain_command
+from profharness.commands.explain import explain_live
 from profharness.recording import probe
 from profharness.recording.probe import ask_argv
 from profharness.run import PLAN_FILE, Plan, Protocol
@@ -275,7 +276,7 @@ def test_disabled_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doubts(environment: dict[str, Any], *backends: BackendAnswer) -> str:
-    return " ".join(explanations._caveats(environment, backends))
+    return " ".join(explain_command._caveats(environment, backends))
 
 
 def test_doubts_are_reported_if_they_apply() -> None:
