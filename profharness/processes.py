@@ -496,7 +496,7 @@ class PrewarmedWorker:
         return self.group
 
     def end(self) -> None:
-        """End the process unless it has been used."""
+        """End the process, unless `send` has turned it into the worker of a run."""
         if self.used:
             return
         with delay_signals():

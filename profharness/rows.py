@@ -344,7 +344,7 @@ class RangeRow(NamedTuple):
     tid: int
     parent: int | None  # id of the enclosing range
     cell: str | None
-    iteration: int | None  # number of the profiled call in its cell
+    iteration: int | None  # index of the profiled call within its cell
 
 
 class CallKernel(NamedTuple):

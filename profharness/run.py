@@ -121,7 +121,7 @@ class Problem:
     message: str
     remedy: str
     raw: str = ""  # raw output of the tool
-    cells: tuple[str, ...] = ()  # cells without results of the profiler; empty stands for all cells
+    cells: tuple[str, ...] = ()  # cells without results from the profiler; empty if no cell has any
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def read_part(path: Path, kind: type[T], what: str, limit: int = PART_BYTES) -> 
 
 
 def read_record(folder: Path) -> Run:
-    """Read run.json of a run folder, without newer results in the journal or in groups.
+    """Read run.json of a run folder. Newer results in the journal or in groups are not included.
 
     Raise TraceFormatError if the file is missing or invalid.
     """

@@ -11,12 +11,12 @@ python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [--large] [TR
 from __future__ import annotations
 
 import gzip
-import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
-from _frame import cost, in_turns, parser
+from _frame import cost, in_turns, output, parser
 from make_trace import DEFAULT, STACKED, make_trace
 
 MADE_BYTES, LARGE_BYTES = 10**8, 10**9
@@ -89,10 +89,15 @@ def main() -> None:
 
 
 def indent(path: Path) -> None:
-    """Print the events of a trace over many lines, as editors and other tools do."""
-    trace = json.loads(path.read_bytes())
-    with path.open("w") as file:
-        json.dump(trace, file, indent=1)
+    """Print the events of a trace over many lines, as editors and other tools do.
+
+    This runs in a process of its own, because processes inherit the peak memory of their parent.
+    """
+    program = (
+        "import json, sys; trace = json.load(open(sys.argv[1])); "
+        "json.dump(trace, open(sys.argv[1], 'w'), indent=1)"
+    )
+    output([sys.executable, "-c", program, str(path)])
 
 
 def report(path: Path, subjects: list[str], rounds: int) -> None:

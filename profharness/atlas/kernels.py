@@ -34,7 +34,7 @@ from profharness.atlas.features import (
 
 # Kernels whose shared memory contains a row of scores and one number for each warp of the block.
 COMPUTED = re.compile(r"cunn_SoftMax(Forward|Backward)Smem")
-PRODUCT = "product"  # the family of the kernels of batched products
+PRODUCT = "product"  # the family of the kernels of batched matrix products (bmm)
 MAX_SLOTS = 16  # maximum number of slots of one family between two anchors
 MAX_PARTS = 4  # maximum number of kernels in one slot
 # A slot is identified by a family of kernels and a number. The number is the number of anchors

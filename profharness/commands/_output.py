@@ -314,7 +314,8 @@ def capture_progress() -> Iterator[Progress]:
 def run_listener(progress: bool | None) -> Listener:
     """Return a listener that shows hints and the progress of a job on the command line.
 
-    In Python code, it shows one line of progress. See `progress_line` for the values of `progress`.
+    When a job is started from Python, the listener shows one line of progress. See `progress_line`
+    for the values of `progress`.
     """
     from profharness.jobs.into_store import Listener  # loads the code that runs workers
 

@@ -372,7 +372,7 @@ def check_tool(name: str) -> tuple[Tool | None, Check]:
 
 
 def find_importer(nsys: Path) -> Path | None:
-    """Find the importer in the folders in which nsys searches for it. None if it is missing."""
+    """Return the path of the importer that nsys starts, or None if nsys would not find it."""
     folder = nsys.resolve().parent
     patterns = (
         (folder.parent, f"host-linux-*/{IMPORTER}"),

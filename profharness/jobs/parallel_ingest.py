@@ -138,7 +138,7 @@ class _Worker:
         self._streams = False
 
     def _skip_rest(self) -> None:
-        """End the process if it still sends batches. Otherwise, the next reply would be wrong."""
+        """End the process if it still sends batches, which would be taken for its next reply."""
         if self._streams:
             self.end()
 

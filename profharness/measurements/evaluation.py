@@ -1,4 +1,4 @@
-"""Evaluate a benchmark: find the fastest backends and the cost of `auto`, and describe them."""
+"""Evaluate a benchmark: find the fastest backends and what `auto` costs compared with them."""
 
 from __future__ import annotations
 

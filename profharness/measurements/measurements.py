@@ -624,8 +624,9 @@ def _ns(row: BenchRow) -> float:
 
 
 def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[AxisEvent]:
-    """Return an event for each value at which the samples show a new fastest backend, or at which
-    the fastest backend so far has no median.
+    """Return the points of the axis at which the samples show another fastest backend.
+
+    There is also an event at each point where the fastest backend so far has no median.
     """
 
     def ahead(one: str, other: str, value: int) -> bool:

@@ -461,9 +461,9 @@ class RunRecord:
     def begin_pass(self, profiler: Profiler | None, process: int = 0) -> list[Cell]:
         """Begin a pass and return the cells that it has to run.
 
-        `profiler` is nsys or ncu, or None for the pass without a tool around the worker. `process`
-        numbers the repetitions of that pass, each in a new process. A repetition runs only cells
-        that succeeded.
+        `profiler` is nsys or ncu, or None if the worker runs without an external profiler. The pass
+        without one may be repeated in new processes. `process` is 0 for the first, 1 for the next
+        and so on. A repetition runs only the cells that succeeded in the first process.
         """
         cells = list(self._cells.values())
         if process:

@@ -136,7 +136,7 @@ class Table:
 def filled_columns(
     columns: Iterable[Column], items: Iterable[Any], optional: Collection[str] | None = None
 ) -> list[Column]:
-    """Return the columns without those that have no value in any item.
+    """Return the columns that have a value in at least one item.
 
     Only columns whose keys are in `optional` may be omitted. If it is None, any column may be.
     """

@@ -108,7 +108,7 @@ class LaunchArgs(msgspec.Struct, gc=False):
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """The `args` of an op whose arguments are stored. The Raw fields are decoded later."""
+    """The `args` of an op whose arguments the store keeps. The Raw fields are decoded later."""
 
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")

@@ -198,7 +198,7 @@ class AutogradNodes:
         ]
 
     def around(self, thread: Ints, t: Ints) -> list[HostSpan]:
-        """Return the ops that enclose at least one (thread, t), sorted by thread and start."""
+        """Return the ops that enclose at least one of the (thread, t) pairs, sorted by thread and start."""
         return self.ops(np.flatnonzero(self.intervals.enclosing_any(thread, t)))
 
 

@@ -624,7 +624,8 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     single = len(configs) == 1
     if not platforms and not single:
         hint(f"asking PyTorch about {len(configs):,} configs")
-    answers = question.explain(advice=single or full or measure)  # maps do not show advice
+    # several configs are shown as a map, which has no room for advice
+    answers = question.explain(advice=single or full or measure)
     if measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)

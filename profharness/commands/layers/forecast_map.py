@@ -38,8 +38,8 @@ CHOICES = {
 NO_CONFIG = "no config says the call"
 
 Points = Sequence[tuple[str, float]]
-# (config, allowed backends). The backends are a text for `sdpa_setting`, such as `flash+math`, which
-# is empty if the program allowed no backend.
+# (config, allowed backends). The allowed backends are a string that `sdpa_setting` accepts, such as
+# `flash+math`. The string is empty if the program allowed no backend.
 ForecastQuery = tuple[Config, str]
 # (PyTorch's choice, estimates of all backends, estimates of the backends that support the config)
 Prediction = tuple[str, Mapping[str, Estimate], Mapping[str, Estimate]]

@@ -40,7 +40,8 @@ COLUMNS = pick(
     RankFigures,
     *("label", "run", "device", "ratio", "compute_ns", "span_ns", *SHARES, "attention", "findings"),
 )
-ROWS_SHOWN = 32  # maximum number of rows without --full, with preference for ranks with findings
+# Maximum number of rows without --full. Ranks with findings are chosen first.
+ROWS_SHOWN = 32
 LABELS_SHOWN = 8
 ANY = "any"
 _WIDTH = max(map(len, CODES))

@@ -195,7 +195,7 @@ def compare_ranks(
 
 
 def _attention_families(table: Launched) -> list[Families]:
-    """Return the attention families of each rank by range."""
+    """Return the families of the attention kernels in each range, for each rank."""
     names = {number: kernel.family for number, kernel in table.kernels.items()}
     ran: list[dict[int, frozenset[str]]] = [{} for _ in table.count]
     for key, number in enumerate(table.kernel.tolist()):

@@ -12,7 +12,9 @@ from typing import Any
 
 from profharness.recording.observer.hook import append
 
-ROW = 5  # int64 columns: template + 1, batch, query and key length (-1 if unknown), calls
+# Number of int64 columns of a row: the index of the template plus 1 (0 in an unused row), the batch
+# size, the query length, the key length (each -1 if unknown), and the number of calls.
+ROW = 5
 FIRST_ROWS = 100
 SIZE = ctypes.sizeof(ctypes.c_int64)
 

@@ -1,8 +1,8 @@
 """The profiler window of an observed process, which is the period that the profiler records.
 
 The window opens when no new kind of call has occurred for some steps, and closes after a few steps.
-Only the thread that started PyTorch's profiler can stop it. Therefore only steps of the main thread
-open and close the window, because the main thread lives until the process ends. A process has only
+Only the thread that started PyTorch's profiler can stop it. The main thread lives until the process
+ends, so only its steps open and close the window. A process has only
 one session of the underlying tracer, so a profiler of the program ends the window early. A fork
 ends the window early too.
 """
@@ -41,8 +41,9 @@ class ProfilerWindow:
         self.journal = journal
         self.steps, self.warmup, self.profiler = steps, warmup, profiler
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
-        # number of steps without a new template, of steps in the window, and of lost windows
-        self.quiet = self.passed = self.tries = 0
+        self.quiet = 0  # steps since the last new kind of call
+        self.passed = 0  # steps since the window opened
+        self.tries = 0  # windows that ended early
         self.waited = False  # whether the journal mentions that another profiler runs
         self.others: set[int] = set()  # threads in which the program's own profilers run
         self.busy = False  # whether the window is starting or stopping its profiler
