@@ -226,7 +226,8 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
     return middle - scale * (middle - low), middle + scale * (high - middle)
 
 
-@lru_cache(maxsize=4)  # a small cache, because most cells of a run have the same number of turns
+# A small cache is enough, because most cells of a run have the same number of turns.
+@lru_cache(maxsize=4)
 def _draws(sizes: tuple[int, ...]) -> Any:
     """Draw the blocks of each process with replacement.
 

@@ -504,7 +504,7 @@ def _numbers(token: str) -> Iterator[int]:
 
 
 def _range(word: str) -> Iterator[int]:
-    """Yield the numbers in a text such as `512`, `128:4096:*2` or `64:256:+64`, with both ends."""
+    """Yield the numbers in a text such as `512`, `128:4096:*2` or `64:256:+64`, including both ends."""
     match = re.fullmatch(r"(\d+)(?::(\d+):([*+])(\d+))?", word)
     if not match:
         raise UsageError(

@@ -657,8 +657,8 @@ def _caveats(
 
 
 def replay_lines(layers: LayerMap) -> list[str]:
-    """Return the output lines of `--configs`. A line consists of a config that replays calls, and
-    the modules of these calls.
+    """Return the output lines of `--configs`. Each line contains a config that replays some calls,
+    followed by the modules that make these calls.
     """
     lines: dict[str, list[str]] = {}
     for row in layers.rows:

@@ -48,7 +48,7 @@ class Program:
 class LayerSide:
     """Equal calls of equal layers in one program, represented by the call of median length."""
 
-    module: str | None  # name of the module, with the numbers of equal layers in braces
+    module: str | None  # name of the module; equal layers are merged, as in `layers.{0-11}.attn`
     config: str | None
     calls: Annotated[
         float | None,

@@ -146,9 +146,9 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     """Write a scrubbed copy of an nsys export.
 
     Each process or thread id is replaced with the same small number in all tables. Texts are copied
-    only if a copied row refers to them. Raise TraceFormatError if the file is no export of nsys.
+    only if a copied row refers to them. Raise TraceFormatError if it is not an nsys export.
     """
-    # `opened` raises an error if the file is no export, is cut off or is still being written
+    # `opened` raises an error if the file is not an export, is cut off or is still being written
     with opened(path, path) as export, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
         with closing(sqlite3.connect(file.name)) as target:
             # no journal and no fsync are necessary, because an incomplete copy is deleted

@@ -196,7 +196,7 @@ class Store(RunFinder):
         """
         row = asdict(peaks) | {"created": created, "environment": environment}
         row["flops_per_s"] = json.dumps(peaks.flops_per_s)  # in the order of the measurement
-        del row["source"]  # only measured peaks are stored
+        del row["source"]  # always `measured`, because other peaks are not stored
         with transaction(self.connection):
             insert_row(self.connection, "peaks", row)
 

@@ -185,8 +185,9 @@ def non_finite_gradients(params: AttentionParams, machine: Machine) -> bool:
 
 
 def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
-    """Return whether FA4 is active on an architecture that it does not support. Return None for
-    other GPUs with major version 9 or 10, such as 10.3, because their support is unknown.
+    """Return whether FA4 is active on a GPU whose compute capability it does not support.
+
+    Return None for a capability of which this is unknown: 9.x and 10.x other than 9.0 and 10.0.
     """
     if params.flash_impl != "FA4" or machine.capability in ((9, 0), (10, 0)):
         return False

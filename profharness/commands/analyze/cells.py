@@ -227,8 +227,9 @@ def _measure_peaks(path: Path, runs: Sequence[str]) -> None:
 def selected_program(path: Path, selection: Selection) -> str | None:
     """Return the selected run if it is the run of a program that made attention calls.
 
-    Return None if the run is a capture, or if configs but no run are selected, because configs
-    alone select captures. Raise NotFoundError if the run does not exist.
+    Return None if the run was made by `capture`. Also return None if only configs are selected,
+    because a config without a run selects a run of `capture`. Raise NotFoundError if the run does
+    not exist.
     """
     if selection.run == ALL_RUNS or (selection.run is None and selection.configs):
         return None

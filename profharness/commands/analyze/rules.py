@@ -34,7 +34,8 @@ DRAM_EXCESS = 1.5
 SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
 HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
 COPIES = ("copy", "copy_bwd", "cast", "cast_bwd", "memory", "memory_bwd")
-TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # minimum share of block slots that the last wave leaves empty
+# Minimum share of empty block slots in the last wave for a finding of minor and of major severity.
+TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25
 MANY_WAVES = 8
 LOW_OCCUPANCY = 0.25
 FAR_BELOW = 0.6  # Achieved occupancy is reported if it is below this fraction of the theoretical.
@@ -66,7 +67,7 @@ def share(name: str, value: float | None, source: str) -> Evidence | None:
 
 
 def in_bytes(name: str, value: float, source: str = SHAPES) -> Evidence:
-    """Return evidence for a number of bytes."""
+    """Return an Evidence whose value is in bytes."""
     return Evidence(name, value, "B", source)
 
 

@@ -199,7 +199,9 @@ def _choice(
 
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 DROP = 1.5  # The rate drops if it falls by at least this factor between neighbouring configs.
-MANY_DIMS = 3  # Configs look like a sweep over head_dim if they have at least this many values.
+MANY_DIMS = (
+    3  # Configs look like a sweep over head_dim if they have at least this many values of head_dim.
+)
 
 
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:

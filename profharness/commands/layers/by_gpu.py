@@ -273,8 +273,8 @@ def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | No
 def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Document:
     """Return a document with the layer map of each run, and a table with columns for each GPU.
 
-    The JSON contains the rows of all runs, other keys of only the first run, and the keys `classes`
-    and `layers`.
+    The JSON contains the rows of all runs, and the additional keys `classes` and `layers`. All other
+    keys are those of the first run.
     """
     documents = [layers_document(each.layers, full=full) for each in answer.classes]
     first = documents[0]

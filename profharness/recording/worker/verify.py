@@ -325,7 +325,7 @@ class Got:
     """The results of a backend in several calls, by name. A gradient may be None."""
 
     first: dict[str, Any]
-    second: dict[str, Any]  # a second call on the same inputs, with differently poisoned memory
+    second: dict[str, Any]  # a second call on the same inputs, with other values in freed memory
     earlier: dict[str, Any]  # a call on other inputs, just before the first call
     reused: tuple[str, ...]  # names of results of the first call that a later call overwrote
     no_gradient: str | None = None  # why the backend has no gradients
