@@ -336,7 +336,10 @@ def with_result(cell: Cell, result: Cell) -> Cell:
         cell,
         process=result.process,
         samples={name: cell.samples.get(name, []) + result.samples.get(name, []) for name in names},
-        turns={name: cell.turns.get(name, []) + result.turns.get(name, []) for name in names},
+        turns={
+            name: cell.turns.get(name, []) + result.turns.get(name, [])
+            for name in {**cell.turns, **result.turns}
+        },
         clocks=_merge_clocks(cell.clocks, result.clocks),
         duration_ns=(cell.duration_ns or 0) + (result.duration_ns or 0),
         warnings=tuple(dict.fromkeys((*cell.warnings, *result.warnings))),

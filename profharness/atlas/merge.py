@@ -141,16 +141,18 @@ def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
     for name in names:
         environment = store.environment(name)
         if on_gpu(environment) and environment.get("gpu"):
+            cells = list(_run_cells(store, name))
+            if not cells:
+                continue
             try:
                 machine = Machine.from_environment(environment)
             except UsageError as error:
                 raise UsageError(f"run {name}: {error}") from None
             machine.require_gpu_and_release(f"run {name}")
-            found.setdefault(machine, []).extend(_run_cells(store, name))
+            found.setdefault(machine, []).extend(cells)
     atlases = [
-        build_atlas(machine, cells, f"the store's {machine.name}")
-        for machine, cells in found.items()
-        if cells
+        build_atlas(machine, every, f"the store's {machine.name}")
+        for machine, every in found.items()
     ]
     if not atlases:
         what = "the store" if run == ALL_RUNS else f"run {names[0]}"

@@ -8,6 +8,7 @@ sent by name. Arguments and results are texts and plain dicts.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import logging
@@ -40,7 +41,6 @@ FAILURES = (OSError, TimeoutError, AttributeError, ValueError)
 CONNECT_S = 10.0
 LOOK_S = 1.0  # minimum time between two queries for the list of workers
 ANSWER_S = 30.0  # maximum time to wait for the scheduler, and for the first descriptions of workers
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EXAMPLE = "as in tls://head:8786"
 TLS_SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TLS__CA_FILE": "tls_ca_file",
@@ -260,11 +260,18 @@ def check_address(url: str, *, insecure: bool) -> None:
     # an address must not contain `@`, because Dask would use `user@host` as the name of the host
     if parts.scheme not in ("tls", "tcp") or not host or port is None or "@" in parts.netloc:
         raise UsageError(f"--scheduler {url}: give host and port, {EXAMPLE}")
-    if parts.scheme == "tcp" and not insecure and host not in LOOPBACK:
+    if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
         raise UsageError(
             f"--scheduler {url}: whoever reaches that port can run programs on the lanes; use tls://, "
             "for which docs/scale.md shows how to make the certificates, or pass --insecure"
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _connect(url: str) -> Client:

@@ -67,7 +67,8 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
         several = device != CPU and len(visible_gpus()) > 1
         if not several and not fleet.gpus:
             return None
-    local = re.fullmatch(r"local(?::([1-9]\d{0,3}))?", fleet.scheduler or "local")
+    name = "local" if fleet.scheduler is None else fleet.scheduler
+    local = re.fullmatch(r"local(?::([1-9]\d{0,3}))?", name)
     if local is None:
         raise UsageError(f"--scheduler {fleet.scheduler!r} is unknown: use one of {SCHEDULERS}")
     lanes = local_lanes(int(local[1]) if local[1] else None, device)

@@ -18,6 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import xxhash
 
 from profharness.device_types import device_name
@@ -239,12 +240,23 @@ def _check_record(path: Path, run: Run) -> None:
     if count > 1:
         raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
     for cell in run.cells:
-        counts = (cell.iterations, cell.peak_memory_bytes or 0, cell.duration_ns or 0)
-        turns = chain.from_iterable(cell.turns.values())
-        if max(map(abs, chain(counts, *cell.samples.values(), *turns))) > MAX_INT:
+        # tuning is stored as text
+        if _largest(msgspec.to_builtins(replace(cell, tuning=None))) > MAX_INT:
             raise TraceFormatError(
                 path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
             )
+
+
+def _largest(value: object) -> int:
+    """Return the largest absolute value of all integers in nested data, or 0 if there are none."""
+    if isinstance(value, dict):
+        return max(map(_largest, value.values()), default=0)
+    if isinstance(value, list | tuple):
+        if set(map(type, value)) == {int}:  # a fast path for thousands of samples
+            largest: int = max(max(value), -min(value))
+            return largest
+        return max(map(_largest, value), default=0)
+    return abs(value) if isinstance(value, int) else 0
 
 
 def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:

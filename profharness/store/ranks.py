@@ -184,7 +184,7 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
         ranks = {each["rank"] for each in job}
         if size is None or len(ranks) >= size:
             break
-        wider = [each for path, each in alike if around in path.parent.parents]
+        wider = [each for path, each in alike if around in path.parents]
         if len({each["rank"] for each in wider}) > len(ranks):
             job = wider
     return {each["run"] for each in job}

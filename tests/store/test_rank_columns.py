@@ -72,6 +72,23 @@ def test_any_rank_finds_its_job(job: Path, store: Store) -> None:
         assert rank_rows(store, [whole[3].run, whole[0].run]) == [whole[0], whole[3]]
 
 
+def test_job_with_a_folder_per_host_excludes_the_job_beside_it(tmp_path: Path) -> None:
+    """One rank lies in the folder of the job, the others one folder deeper."""
+    for name in ("mine", "other"):
+        make_ranks(read(), tmp_path / name, Fleet(4))
+        for number, path in enumerate(sorted((tmp_path / name).iterdir())[1:]):
+            host = tmp_path / name / f"host{number}"
+            host.mkdir()
+            path.rename(host / path.name)
+    results = ingest_path(tmp_path / "s.db", tmp_path / "mine") + ingest_path(
+        tmp_path / "s.db", tmp_path / "other"
+    )
+    with open_store(tmp_path / "s.db") as store:
+        mine = {result.run for result in results[:4]}
+        chosen = [result.run for result in results[:4] if "host" in str(result.source)]
+        assert {row.run for row in rank_rows(store, chosen[:1])} == mine
+
+
 @pytest.mark.parametrize("rank", [-3, 1 << 40, 10**30, "x", 2.5, [1]])
 def test_invalid_rank_is_ignored(job: Path, tmp_path: Path, rank: object) -> None:
     shutil.copy(job, tmp_path / "s.db")

@@ -320,6 +320,13 @@ def test_unstorable_record_is_an_error_and_creates_no_store(
     assert list(tmp_path.glob("p.db*")) == []
 
 
+def test_unstorable_config_costs_only_its_own_run(tmp_path: Path, run_folder: Folder) -> None:
+    folder = run_folder(cells={"c0001": ["flash"]})
+    change_record(folder, lambda run: run["cells"][0]["config"].update(batch=1 << 63))
+    with pytest.raises(TraceFormatError, match="cell 'c0001' is too large"):
+        ingest_path(tmp_path / "p.db", folder)
+
+
 def test_largest_numbers_are_stored(tmp_path: Path, run_folder: Folder) -> None:
     """The tuning of a cell is stored as text."""
     largest = (1 << 63) - 1
