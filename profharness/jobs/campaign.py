@@ -396,6 +396,8 @@ class CampaignScheduler:
                     if done is not None:
                         self._process_outcome(*done)
                     self._require_lanes()
+                except Interrupted:
+                    raise
                 except KeyboardInterrupt as stop:
                     # SIGTERM, SIGHUP and a second interrupt end the groups immediately
                     if not feeding or type(stop) is not KeyboardInterrupt:

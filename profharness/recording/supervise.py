@@ -167,14 +167,16 @@ class _WorkerProcess:
         log = self.folder / LOG_FILE
         self.log_offset = log.stat().st_size if log.exists() else 0
 
-    def run(self, command: list[str]) -> None:
-        """Write the plan, start the worker in a new process group, and wait until the worker ends.
-
-        Finally, end all processes that the worker or its profiler has started.
-        """
+    def write_plan(self) -> None:
         cells, wrapped = tuple(self.pending.values()), self.session.wrapped
         plan = Plan(cells, self.protocol, self.profilers, os.getpid(), wrapped=wrapped)
         (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+
+    def run(self, command: list[str]) -> None:
+        """Start the worker in a new process group, and wait until the worker ends.
+
+        Finally, end all processes that the worker or its profiler has started.
+        """
         mark_of_worker = self.prewarmed.mark if self.prewarmed else None
         with orphans_adopted(self.session.notify, mark_of_worker) as mark:
             try:
@@ -373,6 +375,7 @@ def run_cells(
             start = _WorkerProcess(folder, protocol, pending, journal, on_entry, session, profilers)
             start.inherited = inherited
             start.prewarmed, prewarmed = prewarmed, None
+            start.write_plan()
             try:
                 start.run(command(folder))
             finally:
@@ -413,6 +416,7 @@ def worker_environment(
     start.prewarmed = prewarmed
     if python is not None:
         start.remedy = f"try `{shlex.quote(python)} -c 'import torch'`"
+    start.write_plan()
     start.run(worker_argv(folder, python=python))
     start.read_journal()
     if not entries or entries[0].environment is None:

@@ -192,7 +192,7 @@ def _dotted(source: str) -> str:
     For example, `L['self'].model.layers.0.self_attn` becomes `model.layers.0.self_attn`. torch 2.5
     writes `_modules['layers']` instead of `layers`.
     """
-    text = re.sub(r"""\[["']|["']\]""", ".", source.replace("_modules['", "."))
+    text = re.sub(r"""["']\]""", "", re.sub(r"""\.?(?:_modules)?\[["']""", ".", source))
     parts = [part for part in text.split(".") if part not in ("_orig_mod", "")]
     return ".".join(parts[2:] if parts[:2] == ["L", "self"] else parts)
 

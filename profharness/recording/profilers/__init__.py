@@ -137,7 +137,10 @@ def find_tool(name: str) -> Tool | None:
     else:
         return None
     same = on_path is not None and path.resolve() == Path(on_path).resolve()
-    state = path.stat()
+    try:
+        state = path.stat()
+    except OSError:
+        return None  # the file was deleted or replaced in the meantime
     # the file's time and size are part of the cache key, so that a replaced tool is queried again
     return Tool(name, path, _ask_version(str(path), state.st_mtime_ns, state.st_size), same)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.attention as torch_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from profharness.attention.backends.base import (
     Attention,
@@ -79,7 +80,7 @@ def make_forward(
     """
     tensors = (inputs.query, inputs.key, inputs.value)
     arguments = call_arguments(config, inputs.mask, own=attention is not None)
-    function = attention or torch.nn.functional.scaled_dot_product_attention
+    function = attention or scaled_dot_product_attention
 
     def forward() -> Any:
         return function(*tensors, **arguments)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
+import msgspec
 import torch
 
 from profharness import stats
@@ -27,7 +29,7 @@ from profharness.recording.worker.environment import set_deterministic
 from profharness.recording.worker.failures import failure, unless_dead
 from profharness.recording.worker.timing import Workspace, Write, over_time
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL
-from profharness.run import BenchPlan, Cell, JournalEntry, read_record, turn_order
+from profharness.run import RUN_FILE, BenchPlan, Cell, JournalEntry, turn_order
 
 MIN_SAMPLES = 20  # minimum number of samples before the confidence interval is computed
 FEWEST = 5  # minimum number of samples for a cell that has reached its time limit
@@ -46,7 +48,9 @@ CPU_CACHE_BYTES = 64 << 20
 def body(workspace: Workspace) -> None:
     """Benchmark the cells of one config after another."""
     workspace.open_clocks()
-    plan = read_record(workspace.folder).bench or BenchPlan()
+    # Python's own decoder, because run.json can be large and another Python may lack msgspec
+    kept = json.loads((workspace.folder / RUN_FILE).read_bytes()).get("bench")
+    plan = msgspec.json.decode(json.dumps(kept).encode(), type=BenchPlan) if kept else BenchPlan()
     if workspace.cells:
         plan = plan.part(workspace.cells[0].process, workspace.plan.protocol.processes)
     cells = [

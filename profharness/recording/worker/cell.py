@@ -111,6 +111,22 @@ def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspac
     return call_sums(data, cell_range(cell.cell))
 
 
+class _Event(msgspec.Struct):
+    """The fields of an event that are summed. `ts` and `dur` are in microseconds."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+class _Events(msgspec.Struct):
+    """The events of a Chrome trace."""
+
+    traceEvents: list[_Event]
+
+
 def call_sums(trace: bytes, name: str) -> list[int]:
     """Return the GPU time in ns of the launches in each range that is called `name`.
 
@@ -118,16 +134,16 @@ def call_sums(trace: bytes, name: str) -> list[int]:
     because ingest reports the damage.
     """
     try:
-        events = msgspec.json.decode(trace)["traceEvents"]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+        events = msgspec.json.decode(trace, type=_Events).traceEvents
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return []
-    complete = [event for event in events if event.get("ph") == "X"]
-    launches = [event for event in complete if event.get("cat") in ON_DEVICE]
+    complete = [event for event in events if event.ph == "X"]
+    launches = [event for event in complete if event.cat in ON_DEVICE]
     sums = []
     for event in complete:
-        if event.get("cat") == "user_annotation" and event["name"] == name:
-            begin, end = event["ts"], event["ts"] + event["dur"]  # in microseconds
-            inside = [launch["dur"] for launch in launches if begin <= launch["ts"] <= end]
+        if event.cat == "user_annotation" and event.name == name:
+            begin, end = event.ts, event.ts + event.dur
+            inside = [launch.dur for launch in launches if begin <= launch.ts <= end]
             sums.append(round(sum(inside) * 1000))
     return [value for value in sums if value]
 

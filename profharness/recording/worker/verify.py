@@ -117,39 +117,44 @@ def attend(
     terms = _zeros(config, inputs, dtype) if with_sizes else {}
     score = torch.zeros((), dtype=dtype, device=inputs.query.device)
     scale = default_scale(config) if variant.scale is None else variant.scale
+
+    # a function, so that the tensors of a block are freed before the next block
+    def add_block(batch: int, heads: slice, kv: int, rows: slice) -> None:
+        nonlocal score
+        at = (batch, heads, rows)
+        # shapes: query [G, rows, D], key and value [Skv, D]
+        query = inputs.query[batch % config.batch, heads, rows].to(dtype)
+        key, value = (
+            tensor[batch % config.key_batch, kv].to(dtype) for tensor in (inputs.key, inputs.value)
+        )
+        scores = _scores(query, key, scale, variant.order)
+        weights = _weights(config, inputs, variant, at, scores)
+        tensors["out"][at] = weights @ value
+        if with_sizes:
+            score = torch.maximum(score, scores.abs().max())
+            terms["out"][at] = weights.abs() @ value.abs()
+        if not config.bwd:
+            return
+        grad = inputs.grad[at].to(dtype)
+        slope = grad @ value.transpose(-2, -1)
+        mean = (weights * slope).sum(-1, keepdim=True)
+        inner = weights * (slope - mean) * scale
+        sums = [(tensors, inner, weights, query, key, grad)]
+        if with_sizes:
+            outer = weights.abs() * (slope.abs() + mean.abs()) * abs(scale)
+            sums.append((terms, outer, weights.abs(), query.abs(), key.abs(), grad.abs()))
+        for into, factor, weight, q, k, g in sums:
+            wide = into["dk"].dtype
+            mine, theirs = (
+                batch % len(into[name]) for name in ("dq", "dk")
+            )  # index 0 if the tensor has a batch of 1
+            into["dq"][mine, heads, rows] += (factor @ k).to(wide)
+            into["dk"][theirs, kv] += (factor.transpose(-2, -1) @ q).to(wide).sum(0)
+            into["dv"][theirs, kv] += (weight.transpose(-2, -1) @ g).to(wide).sum(0)
+
     with torch.no_grad():
-        for batch, heads, kv, rows in _blocks(config, variant):
-            at = (batch, heads, rows)
-            # shapes: query [G, rows, D], key and value [Skv, D]
-            query = inputs.query[batch % config.batch, heads, rows].to(dtype)
-            key, value = (
-                tensor[batch % config.key_batch, kv].to(dtype)
-                for tensor in (inputs.key, inputs.value)
-            )
-            scores = _scores(query, key, scale, variant.order)
-            weights = _weights(config, inputs, variant, at, scores)
-            tensors["out"][at] = weights @ value
-            if with_sizes:
-                score = torch.maximum(score, scores.abs().max())
-                terms["out"][at] = weights.abs() @ value.abs()
-            if not config.bwd:
-                continue
-            grad = inputs.grad[at].to(dtype)
-            slope = grad @ value.transpose(-2, -1)
-            mean = (weights * slope).sum(-1, keepdim=True)
-            inner = weights * (slope - mean) * scale
-            sums = [(tensors, inner, weights, query, key, grad)]
-            if with_sizes:
-                outer = weights.abs() * (slope.abs() + mean.abs()) * abs(scale)
-                sums.append((terms, outer, weights.abs(), query.abs(), key.abs(), grad.abs()))
-            for into, factor, weight, q, k, g in sums:
-                wide = into["dk"].dtype
-                mine, theirs = (
-                    batch % len(into[name]) for name in ("dq", "dk")
-                )  # index 0 if the tensor has a batch of 1
-                into["dq"][mine, heads, rows] += (factor @ k).to(wide)
-                into["dk"][theirs, kv] += (factor.transpose(-2, -1) @ q).to(wide).sum(0)
-                into["dv"][theirs, kv] += (weight.transpose(-2, -1) @ g).to(wide).sum(0)
+        for block in _blocks(config, variant):
+            add_block(*block)
     if with_sizes:
         terms["score"] = score
     sizes = {name: tensor.double() for name, tensor in terms.items()}
