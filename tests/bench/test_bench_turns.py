@@ -525,3 +525,11 @@ def test_a_run_without_its_traces_keeps_all_kernel_times(
     for told in (side[place]["kernel"] for side in sides for place in side):
         assert isinstance(told, stats.Series)
         assert [tuple(turn) for turn in told.turns] == [(0, 0, 5), (1, 0, 5), (2, 0, 5)]
+
+
+def test_kernel_times_are_read_beside_a_broken_text() -> None:
+    trace = b"""{"traceEvents": [
+      {"ph": "X", "cat": "user_annotation", "name": "profharness:c0001", "ts": 1, "dur": 9},
+      {"ph": "X", "cat": "kernel", "name": "k", "ts": 2, "dur": 3, "args": {"x": "\xff"}},
+      {"ph": "X", "cat": "user_annotation", "args": {}}]}"""
+    assert call_sums(trace, "profharness:c0001") == [3000]

@@ -379,7 +379,7 @@ def test_invalid_or_unencrypted_address_is_refused(url: str, why: str) -> None:
         check_address(url, insecure=False)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "[::1]"])
 def test_local_scheduler_may_lack_tls(host: str) -> None:
     check_address(f"tcp://{host}:8786", insecure=False)
     check_address("tcp://head:8786", insecure=True)
