@@ -152,7 +152,8 @@ _Group = tuple[str, list[list[CallRow]]]  # a direction, and the calls of each p
 
 # Two sites are paired if one of these keys is equal. The strictest key comes first. The less strict
 # keys pair layers that only one program compiles, and layers with different masks or different
-# numbers of key-value heads. If names cannot be compared, `_paired` ignores them.
+# numbers of key-value heads. If the names of the two programs cannot be compared,
+# `_paired` pairs sites by their sizes alone.
 _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
     lambda site: (site.name or site.number, site.shape),
     lambda site: (site.pattern, site.shape),

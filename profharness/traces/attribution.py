@@ -160,7 +160,7 @@ class Ranges:
         self.pids, self.tids = np.array([*threads, (NONE, NONE)], np.int64).T
         ranks = {name: rank for rank, name in enumerate(sorted(set(tables.range_names)))}
         names = np.array([ranks[name] for name in tables.range_names], np.int64)
-        # this order does not depend on the order of the ranges in the file
+        # sort by all columns, so that the result does not depend on the order of the file
         order = np.lexsort((names, self.tids[thread], self.pids[thread], -duration, start))
         start, duration, thread = start[order], duration[order], thread[order]
         text = [tables.range_names[row] for row in order.tolist()]

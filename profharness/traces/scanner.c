@@ -38,7 +38,7 @@ enum {
 #define MAX_TEXTS (1 << 20)                /* maximum number of distinct texts in the table */
 #define MAX_ARENA (256 << 20)              /* maximum size of these texts, in bytes */
 #define MAX_DURATION (INT64_C(1000) << 43) /* in nanoseconds */
-#define MAX_ARGUMENTS (4 << 20)            /* maximum size of the texts of op arguments, in bytes */
+#define MAX_ARGUMENT_BYTES (4 << 20)       /* maximum size of the texts of op arguments, in bytes */
 #define ARGUMENTS 253 /* kinds of texts; smaller kinds are indices of categories */
 #define THREADS 254
 #define CONFIGS 255
@@ -207,7 +207,7 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
             return self->latest[kind] = number;
     if (length > MAX_ARENA - self->used || self->texts >= MAX_TEXTS)
         return -1;
-    if (kind == ARGUMENTS && (self->argument_bytes += length) > MAX_ARGUMENTS) {
+    if (kind == ARGUMENTS && (self->argument_bytes += length) > MAX_ARGUMENT_BYTES) {
         self->argument_bytes -= length;
         return -1;
     }
@@ -516,7 +516,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) 
     self->key_count = self->numbers + more;
     self->op_key_count = split(op_keys, self->op_keys, MAX_KEYS);
     split(module, &self->module, 1);
-    if (more > 0 && self->op_key_count > 1 && self->category_count > 0 && self->category_count == PyBytes_Size(roles))
+    if (more > 0 && self->op_key_count > 1 && self->category_count > 0 &&
+        self->category_count == PyBytes_Size(roles))
         return (PyObject *)self;
     PyErr_SetString(PyExc_ValueError, "too many keys or categories, or not a role for each");
     Py_DECREF(self);
