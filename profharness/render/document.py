@@ -202,6 +202,8 @@ class Document:
     """Further top-level keys of the JSON output."""
     about: str = ""
     """Description of the content in the message that is printed after writing a file."""
+    answer: tuple[str, ...] = ()
+    """One to three sentences that answer the question. Every format shows them first."""
 
 
 def _count(value: Any) -> str:

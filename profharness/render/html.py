@@ -41,6 +41,9 @@ def render_html(document: Document) -> str:
     headings: dict[str, Heading] = {}  # by anchor
     counts = Counter[type[Block]]()
     parts = []
+    if document.answer:
+        sentences = "".join(f"<p>{_text(sentence)}</p>" for sentence in document.answer)
+        parts.append(f'<section class="answer" aria-label="In short">{sentences}</section>')
     for block in document.blocks:
         counts[type(block)] += 1
         match block:

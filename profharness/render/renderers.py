@@ -42,6 +42,7 @@ def render_json(document: Document) -> str:
     rows = ",\n".join(f"  {_dumps(record)}" for record in document.records)
     parts = [
         f'"schema": {_dumps(document.schema)}',
+        *([f'"answer": {_dumps(document.answer)}'] if document.answer else []),
         f'"rows": [\n{rows}\n]' if rows else '"rows": []',
     ]
     parts += [f"{_dumps(str(key))}: {_dumps(value)}" for key, value in document.extra.items()]
@@ -129,6 +130,8 @@ def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
     """Render GitHub-flavoured Markdown. `images` are the paths of the charts in order."""
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
+    if document.answer:
+        parts.append(escape_markdown(" ".join(document.answer)))
     for block in document.blocks:
         text = _markdown_block(block, left)
         if isinstance(block, Note) and parts[-1].startswith("- "):

@@ -56,6 +56,10 @@ def render_table(
     )
     labels = (len(b.label) for b in document.blocks if isinstance(b, Note))
     label_width = min(max(labels, default=0), MAX_LABEL)
+    for sentence in document.answer:
+        _print_note(console, Note(sentence), 0, width)
+    if document.answer and document.blocks:
+        console.print()
     previous: Block | None = None
     for block in document.blocks:
         # a table of the document has the values of the chart
