@@ -220,6 +220,29 @@ def _figures(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def time_text(ns: float) -> str:
+    """Format a time for a sentence with three significant figures, in µs, ms or s: `7.44 µs`."""
+    if not ns or not math.isfinite(ns):
+        return f"{ns:g} µs"
+    # Round first, so that 999.9 µs becomes 1.00 ms.
+    rounded = float(f"{ns:.3g}")
+    size = abs(rounded)
+    unit, factor = ("s", 1e9) if size >= 1e9 else ("ms", 1e6) if size >= 1e6 else ("µs", 1e3)
+    digits = min(max(2 - math.floor(math.log10(size / factor)), 0), 3)
+    return f"{rounded / factor:,.{digits}f} {unit}"
+
+
+def share_text(share: float) -> str:
+    """Format a share for a sentence: `6 %`, `0.4 %`. Only shares near 0 and 1 have a decimal."""
+    percent = 100 * share
+    if 0 < percent < 0.05:
+        return "<0.1 %"
+    if 99.95 <= percent < 100:
+        return ">99.9 %"
+    digits = 1 if percent < 1.95 or 99 < percent < 100 else 0
+    return f"{percent:.{digits}f}".removesuffix(".0") + " %"
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "count": _count,

@@ -31,7 +31,16 @@ from profharness.commands.kernels.tables import kernels_document
 from profharness.measurements.measurements import BenchRow
 from profharness.program.changes import EnvChange
 from profharness.program.layer_map import LayerForecast, LayerRow
-from profharness.render.document import Document, Heading, Note, Table, filled_columns, format_value
+from profharness.render.document import (
+    Document,
+    Heading,
+    Note,
+    Table,
+    filled_columns,
+    format_value,
+    share_text,
+    time_text,
+)
 from profharness.render.renderers import RENDERERS, escape_markdown, harmless
 from profharness.render.terminal import MIN_SHRUNK, distinct_cuts
 from profharness.rows import CellRow, KernelRow, RunRow
@@ -267,3 +276,45 @@ def test_reference_page_is_current() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "make_reference.py"), "check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (0, "0 µs"),
+        (1, "0.001 µs"),
+        (512, "0.512 µs"),
+        (7_444, "7.44 µs"),
+        (440_000, "440 µs"),
+        (999_400, "999 µs"),
+        (999_600, "1.00 ms"),
+        (7_450_000, "7.45 ms"),
+        (999_600_000, "1.00 s"),
+        (132_000_000_000, "132 s"),
+        (9_876_000_000_000, "9,880 s"),
+        (-7_444, "-7.44 µs"),
+    ],
+)
+def test_a_time_in_a_sentence_has_three_figures(ns: float, text: str) -> None:
+    assert time_text(ns) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0, "0 %"),
+        (0.0001, "<0.1 %"),
+        (0.004, "0.4 %"),
+        (0.01, "1 %"),
+        (0.0134, "1.3 %"),
+        (0.0196, "2 %"),
+        (0.0593, "6 %"),
+        (0.77, "77 %"),
+        (0.9912, "99.1 %"),
+        (0.9999, ">99.9 %"),
+        (1, "100 %"),
+        (1.5, "150 %"),
+    ],
+)
+def test_a_share_in_a_sentence_has_no_more_digits_than_matter(share: float, text: str) -> None:
+    assert share_text(share) == text
