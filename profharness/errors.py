@@ -38,6 +38,12 @@ def join_few(names: Collection[str], most: int) -> str:
     return ", ".join(list(names)[:most]) + more
 
 
+def join_and(names: Collection[str]) -> str:
+    """Join names for a sentence: `flash, cuDNN and math`."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 class ProfharnessError(Exception):
     """Base class of all errors whose message contains a remedy.
 

@@ -43,6 +43,11 @@ LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
 MAX_CONFIGS = 100_000
 
 
+def backend_text(backend: str) -> str:
+    """Return the name of a backend as sentences spell it, such as `cuDNN`."""
+    return "cuDNN" if backend == "cudnn" else backend
+
+
 class ConfigOption(NamedTuple):
     """An option of the config grammar, and the field of Config that it sets."""
 

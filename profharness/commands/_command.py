@@ -37,6 +37,7 @@ Q = ParamSpec("Q")
 A = TypeVar("A")
 R = TypeVar("R")
 T = TypeVar("T")
+G = TypeVar("G", bound=str | None)
 IN_PYTHON = "\n\nIn Python "
 
 
@@ -52,7 +53,7 @@ class Declaration:
     epilog: str = ""
     context_settings: Mapping[str, Any] | None = None
     document: Callable[..., Any] | None = None
-    gate: Callable[..., None] | None = None
+    gate: Callable[..., str | None] | None = None
     usage: Callable[..., None] | None = None
 
     @functools.cached_property
@@ -103,10 +104,9 @@ class Declaration:
         assert self.document is not None
         return self.document(answer, **_accepted(self.document, values))
 
-    def judge(self, answer: Any, values: Mapping[str, Any]) -> None:
-        """Raise GateError if a gate is not met."""
-        if self.gate is not None:
-            self.gate(answer, **_accepted(self.gate, values))
+    def judge(self, answer: Any, values: Mapping[str, Any]) -> str | None:
+        """Return what the gate that was met required, if anything. Raise GateError if it was not."""
+        return None if self.gate is None else self.gate(answer, **_accepted(self.gate, values))
 
     def click_command(self) -> click.Command:
         order = [*self.parameters, *self.shown_parameters]
@@ -146,7 +146,8 @@ class Declaration:
                         emit(shown, **output)
             for text in click.get_current_context().meta.get(HINTS, ()):
                 hint(text)
-            self.judge(answer, values)
+            if met := self.judge(answer, values):
+                hint(f"gate passed: {met}")
 
 
 def command(
@@ -206,10 +207,13 @@ def document(
 
 def gate(
     of: Callable[..., Any],
-) -> Callable[[Callable[Concatenate[A, Q], None]], Callable[Concatenate[A, Q], None]]:
-    """Register the function that raises GateError if a gate is not met. It runs after the output."""
+) -> Callable[[Callable[Concatenate[A, Q], G]], Callable[Concatenate[A, Q], G]]:
+    """Register the function that raises GateError if a gate is not met. It runs after the output.
 
-    def register(function: Callable[Concatenate[A, Q], None]) -> Callable[Concatenate[A, Q], None]:
+    If it returns a text, the command line prints that the gate passed.
+    """
+
+    def register(function: Callable[Concatenate[A, Q], G]) -> Callable[Concatenate[A, Q], G]:
         declaration_of(of).gate = function
         return function
 

@@ -21,7 +21,7 @@ from profharness.attention.dispatch.by_rule import (
 )
 from profharness.columns import Column, pick
 from profharness.commands.explain.maps import Bisection, Map, Stretch, value_text
-from profharness.errors import join_few
+from profharness.errors import join_and, join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table
 from profharness.rows import Refusal
 
@@ -106,7 +106,7 @@ def verdict(answer: Explanation) -> str:
         lead = f"{asked} runs {choice}, because {_because(choice, answer, allowed)}"
     elif taking:
         takes = "takes" if len(taking) == 1 else "take"
-        lead = f"{asked} raises: PyTorch settles on math, though {_and(taking)} alone {takes} this config"
+        lead = f"{asked} raises: PyTorch settles on math, though {join_and(taking)} alone {takes} this config"
     else:
         which = "no backend" if asked == AUTO else "no backend of it"
         lead = f"{asked} raises, because {which} takes this config"
@@ -119,11 +119,13 @@ def verdict(answer: Explanation) -> str:
     later = [name for name in taking if name != choice]
     if later and choice not in ("unknown", "none"):
         take, come = ("takes", "comes") if len(later) == 1 else ("take", "come")
-        parts.append(f"{_and(later)} {take} it too, but {come} later in the order")
+        parts.append(f"{join_and(later)} {take} it too, but {come} later in the order")
     unknown = [side.backend for side in answer.backends if side.eligible is None]
     parts += [f"whether {name} takes it is not known" for name in unknown]
     if ruled_out := [name for name in SDPA_BACKENDS if name not in allowed]:
-        parts.append(f"{_and(ruled_out)} {'is' if len(ruled_out) == 1 else 'are'} not permitted")
+        parts.append(
+            f"{join_and(ruled_out)} {'is' if len(ruled_out) == 1 else 'are'} not permitted"
+        )
     return "; ".join(parts) + "."
 
 
@@ -146,12 +148,7 @@ def _because(choice: str, answer: Explanation, allowed: Sequence[str]) -> str:
     if not before:
         return "it is the first of them in the priority order and takes this config"
     come, are = ("comes", "is") if len(before) == 1 else ("come", "are")
-    return f"{_and(before)}, which {come} before it in the priority order, {are} refused"
-
-
-def _and(names: Sequence[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+    return f"{join_and(before)}, which {come} before it in the priority order, {are} refused"
 
 
 def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:

@@ -247,15 +247,18 @@ def show(
 
 
 @gate(kernels)
-def check(found: KernelsFound, *, expect: Expected = (), run: RunOrAll = None) -> None:
+def check(found: KernelsFound, *, expect: Expected = (), run: RunOrAll = None) -> str | None:
     """Raise GateError unless every cell ran one of the expected backends or families."""
     expected = split_names(expect)
+    if not expected:
+        return None
     watched = {row.run for row in found.rows}
     # With --run all, skip the cells of runs without kernels.
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
-    failed = unmet_expectations(expected, found.rows, judged) if expected else []
-    if failed:
-        raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(failed))
+    names = ",".join(expected)
+    if failed := unmet_expectations(expected, found.rows, judged):
+        raise GateError(f"--expect {names} is not met: " + "\n  ".join(failed))
+    return f"--expect {names}"
 
 
 def select(
