@@ -44,6 +44,12 @@ def join_and(names: Collection[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def counted(count: float, one: str, several: str = "") -> str:
+    """Return a number with its noun: `1 kernel`, `1,200 kernels`. `several` is the plural."""
+    number = f"{count:,.2f}".rstrip("0").rstrip(".") if isinstance(count, float) else f"{count:,}"
+    return f"{number} {one if count == 1 else several or f'{one}s'}"
+
+
 class ProfharnessError(Exception):
     """Base class of all errors whose message contains a remedy.
 

@@ -62,6 +62,16 @@ NAIVE_COMPILED = "naive-compiled"
 REPLACEMENTS = "sdpa_replacements"
 
 
+PROFILED, MEASURED, MODEL, FLOOR = "profiled", "measured", "model", "floor"
+"""Sources of a time: a trace, or an atlas that measured it, predicts it, or only has a lower bound."""
+SOURCE_WORDS = {MEASURED: "measured", MODEL: "predicted", FLOOR: "bound only"}
+
+
+def sourced(name: str | None, source: str) -> str:
+    """Return a name with the source of its time, unless a trace is the source: `flash (predicted)`."""
+    return f"{name} ({SOURCE_WORDS[source]})" if name and source in SOURCE_WORDS else name or ""
+
+
 def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
     """Return a grid or block as three columns, such as `grid_x`, `grid_y` and `grid_z`."""
     return dict(zip((f"{name}_{axis}" for axis in "xyz"), triple or (None,) * 3, strict=True))
@@ -252,7 +262,7 @@ class KernelRow:
     ] = None
     source: Annotated[
         str, column(meaning="`profiled`, or from an atlas `measured`, `model` or `floor`")
-    ] = "profiled"
+    ] = PROFILED
 
     @property
     def dram_bytes_per_s(

@@ -15,6 +15,7 @@ Speed = Literal["same", "faster", "slower", "unknown"]
 
 ALPHA = 0.05
 THRESHOLD = 0.03  # relative change of the median above which it counts as a change
+NOTABLE_LOSS = 0.1  # share of time lost above which an answer recommends another backend
 MIN_SAMPLES = 5
 MIN_SAMPLES_CI = 3
 NOISY_IQR = 0.10  # samples are noisy if interquartile range / median is at least this

@@ -175,6 +175,16 @@ def status_note(status: str, reason: str | None, label: str) -> Note:
     return Note(f"{status}: {reason}", label, "note" if status == "refused" else "error")
 
 
+def merged_notes(notes: Iterable[Note]) -> list[Note]:
+    """Merge notes with the same text and level. The labels of merged notes are joined."""
+    labels: dict[tuple[str, str], dict[str, None]] = {}
+    for note in notes:
+        labels.setdefault((note.text, note.level), {})[note.label] = None
+    return [
+        Note(text, ", ".join(filter(None, names)), level) for (text, level), names in labels.items()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """Lines of Python to copy. Renderers neither wrap nor cut them."""

@@ -291,7 +291,8 @@ def test_kernels_of_a_gpu_are_rows_as_of_a_store(measured: list[AtlasCell], tmp_
         1e3 * (cell.kernel_us or 0), rel=0.01
     )
     table = CliRunner().invoke(kernels, arguments).stdout
-    assert table.startswith(cell.config.label)
+    assert f"\n{cell.config.label}  NVIDIA H200" in table
+    assert "\nauto (measured) " in table
     assert "mismatch" not in table
     gate = CliRunner().invoke(kernels, [*arguments, "--backend", "auto", "--expect", "math"])
     assert isinstance(gate.exception, GateError) == (cell.choice != "math")

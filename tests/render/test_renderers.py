@@ -75,6 +75,7 @@ def test_empty_answer_has_all_keys() -> None:
     document = kernels_document([])
     assert json.loads(RENDERERS["json"](document)) == {
         "schema": "profharness.kernels/1",
+        "answer": ["No kernels were recorded."],
         "rows": [],
         "cells": [],
     }
@@ -92,9 +93,9 @@ def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
 @given(width=st.integers(1, 200))
 def test_numbers_survive_any_width(width: int) -> None:
     text = RENDERERS["table"](kernels_document(*sample()), width=width, cut=True)
-    table = [line for line in text.splitlines() if line.startswith("math")]
-    assert "65535,16,1" in table[0]
-    assert "1234.57" in text
+    _, _, table = text.partition("backend")
+    assert "65535,16,1" in next(line for line in table.splitlines() if line.startswith("math"))
+    assert "1234.57" in table
 
 
 def test_color_is_only_used_on_request() -> None:

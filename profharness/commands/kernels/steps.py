@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Annotated, Any
 
-from profharness.attention.config import Config, parse_config
+from profharness.attention.config import AUTO, Config, backend_text, parse_config
 from profharness.attention.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.columns import Column, column, columns_of, pick
+from profharness.commands.kernels.answer import kernels_answer
 from profharness.device_types import CPU, CUDA
 from profharness.measurements.agreement import backend_of_op
 from profharness.program.roles import (
@@ -28,7 +29,9 @@ from profharness.render.document import (
     Table,
     field_names,
     filled_columns,
+    share_text,
     status_note,
+    time_text,
 )
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, WALL, CellRow, KernelRow, Triple
 from profharness.traces.kernel_names import parse_kernel_name
@@ -284,6 +287,7 @@ def steps_document(
     columns = (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
+    figures_of: dict[tuple[str, str], list[CallFigures]] = {}
     for run, label in dict.fromkeys((cell.run, cell.config) for cell in cells):
         own = [cell for cell in cells if (cell.run, cell.config) == (run, label)]
         rows_of = {
@@ -297,7 +301,9 @@ def steps_document(
         if shown:
             blocks.append(Table.of(filled_columns(columns, shown, LAUNCH), shown))
         figures = _compare_calls(config, own, steps, rows_of)
-        blocks += _call_blocks(config, own, figures, rows_of)
+        if figures:
+            figures_of[run, label] = [*figures.values()]
+        blocks += _call_blocks(config, figures, rows_of)
         for cell in own:
             if cell.status != "ok":
                 blocks.append(status_note(cell.status, cell.reason or "", cell.backend))
@@ -308,46 +314,69 @@ def steps_document(
                 records.append({name: values[name] for name in FIELDS})
     if not cells:
         blocks.append(Note("steps need the cells of a captured run; a foreign trace has none"))
-    return Document(SCHEMA, "Steps", tuple(blocks), FIELDS, tuple(records))
+    if figures_of:
+        blocks += _explanations(cells, [*figures_of.values()])
+    answer = (*kernels_answer(rows, cells), *_of_call(figures_of))
+    return Document(SCHEMA, "Steps", tuple(blocks), FIELDS, tuple(records), answer=answer)
+
+
+def _of_call(figures_of: Mapping[tuple[str, str], Sequence[CallFigures]]) -> Iterator[str]:
+    """Yield a sentence on the part of an eager call in which kernels run, if there is one config."""
+    for figures in figures_of.values() if len(figures_of) == 1 else ():
+        shown = next((row for row in figures if row.backend == AUTO), figures[0])
+        if shown.eager_ns and shown.kernels_ns:
+            yield (
+                f"An eager call of {backend_text(shown.backend)} takes {time_text(shown.eager_ns)}; "
+                f"its kernels run for {share_text(min(1, shown.kernels_ns / shown.eager_ns))} of it."
+            )
 
 
 def _call_blocks(
     config: Config,
-    cells: Sequence[CellRow],
     figures: Mapping[str, CallFigures],
     rows_of: Mapping[str, Sequence[KernelRow]],
 ) -> list[Block]:
     if not figures:
         return []
     dtypes = [_score_dtype(config, rows_of[cell]) for cell in figures]
-    text = _memory_text(config, [dtype for dtype in dtypes if dtype])
-    if any(WALL in cell.samples for cell in cells):
-        text += "speed-up is of the CPU's wall clock, against the slowest"
-    else:
-        text += (
-            f"speed-up is of kernel times, against the slowest; {GAPS} are the graph time less the "
-            "kernels"
-        )
-    if any(EAGER in cell.samples for cell in cells):
-        text += f", {WAITING} is the eager time less the graph's, {REFILL} the cold time less the graph's"
     lines = list(figures.values())
-    return [Table.of(filled_columns(CALL_COLUMNS, lines, BY_CALL), lines), Note(text)]
+    text = _memory_text(config, [dtype for dtype in dtypes if dtype])
+    return [Table.of(filled_columns(CALL_COLUMNS, lines, BY_CALL), lines), Note(text, "memory")]
 
 
 def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
     output, parts = tensor_bytes(config).output, []
     for dtype in dict.fromkeys(dtypes):
-        text = f"one score matrix in {dtype} {matrix_bytes(config, dtype) / MIB:.2f} MiB"
+        text = f"one score matrix in {dtype} {_size(matrix_bytes(config, dtype))}"
         if copies := copy_bytes(config, dtype):
-            text += f" (repeated and cast inputs {copies / MIB:.2f} MiB)"
+            text += f" (repeated and cast inputs {_size(copies)})"
         parts.append(text)
-    lines = ", ".join([f"output {output / MIB:.2f} MiB", *parts])
-    unfused, fused = (_memory_growth(config, dtype) for dtype in ("fp32", None))
-    return (
-        f"{lines}: backends with a softmax of their own hold score matrices and what they repeat or "
-        f"cast, and grow with {unfused}; fused ones hold what is of the output's size and grow with "
-        f"{fused}; "
-    )
+    return ", ".join([f"output {_size(output)}", *parts])
+
+
+def _size(count: int) -> str:
+    return f"{count / MIB:,.2f} MiB" if count >= MIB else f"{count / 1024:,.4g} KiB"
+
+
+def _explanations(
+    cells: Sequence[CellRow], figures: Sequence[Sequence[CallFigures]]
+) -> Iterator[Note]:
+    """Yield notes on how the memory grows and on what the times mean."""
+    growing = [each.growth for own in figures for each in own]
+    if any(growth and growth not in ("S", "S_q") for growth in growing):
+        yield Note(
+            "Fused backends keep about as much as the output. The others keep score matrices, and "
+            "copies of repeated or cast inputs.",
+            "memory",
+        )
+    if any(WALL in cell.samples for cell in cells):
+        yield Note("speed-up compares wall-clock times with the slowest backend", "times")
+        return
+    parts = [f"{GAPS} are graph minus kernel time"]
+    if any(EAGER in cell.samples for cell in cells):
+        parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
+    text = f"speed-up compares kernel times with the slowest backend; {', '.join(parts)}"
+    yield Note(text, "times")
 
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
@@ -389,5 +418,5 @@ def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
         Heading("Steps of math"),
         Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs a call"),
         Table.of(MATH_COLUMNS, lines),
-        Note("kernel time alone: gaps between launches are not in it"),
+        Note("Kernel time only; gaps between launches are excluded."),
     ]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
+from profharness.commands.kernels.answer import kernels_answer
+from profharness.errors import counted, join_and
 from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
 from profharness.program.counters import read_counters
 from profharness.render.document import (
@@ -18,7 +21,9 @@ from profharness.render.document import (
     Table,
     filled_columns,
     format_value,
+    merged_notes,
     record,
+    share_text,
     status_note,
 )
 from profharness.rows import (
@@ -27,10 +32,12 @@ from profharness.rows import (
     DRAM_WRITE,
     NCU,
     NSYS,
+    SOURCE_WORDS,
     TORCH,
     TRACE_PROFILERS,
     CellRow,
     KernelRow,
+    sourced,
 )
 
 SCHEMA = "profharness.kernels/1"
@@ -115,19 +122,39 @@ def kernels_document(
         title = config or (f"range {range_name}" if range_name else "outside of any range")
         own = [row for row in rows if _scope(row) == scope]
         beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
-        blocks.append(Heading(title, f"run {run}" if several_runs else ""))
+        detail = f"run {run}" if several_runs else ""
+        if any(row.source in SOURCE_WORDS for row in own):
+            detail = f"{run}, from its atlas"
+        blocks.append(Heading(title, detail))
         if own:
             backends = dict.fromkeys([*(c.backend for c in beside), *(r.backend for r in own)])
             place = {backend: number for number, backend in enumerate(backends)}
             own.sort(key=lambda row: (place[row.backend], row.profiler, row.device, row.first_ns))
             shown = own if full else [row for row in own if not is_minor(row)]
-            blocks.append(Table.of(columns, shown))
+            lines = [({"backend": sourced(row.backend, row.source)}, row) for row in shown]
+            blocks.append(Table.of(columns, lines))
             blocks += _left_out(own) if not full else []
-        for cell in beside:
-            blocks += cell_notes(cell, [row for row in own if row.cell == cell.cell])
+        notes = (cell_notes(cell, [row for row in own if row.cell == cell.cell]) for cell in beside)
+        blocks += merged_notes(chain.from_iterable(notes))
+    if cells and rows:
+        blocks.append(Note(_about_times(rows), "times"))
     extra = {"cells": [cell_record(cell) for cell in cells]}
-    return Document(
-        SCHEMA, "Kernels", tuple(blocks), FIELDS, tuple(map(kernel_record, rows)), extra
+    answer = kernels_answer(rows, cells)
+    records = tuple(map(kernel_record, rows))
+    return Document(SCHEMA, "Kernels", tuple(blocks), FIELDS, records, extra, answer=answer)
+
+
+def _about_times(rows: Sequence[KernelRow]) -> str:
+    """Return a note on what the times of kernels contain, and which ones to use for a program."""
+    if any(row.kernel_kind == "op" for row in rows):
+        return "An op's own time, without the ops that it calls. For the time of a call use bench."
+    caches = "cold caches, since ncu runs each kernel alone"
+    if any(row.profiler != NCU for row in rows):
+        caches = "a warm L2"
+    return (
+        f"Kernel time only, with {caches}; launches and gaps are excluded. For the time of a call "
+        "in a program use bench: eager with the cost of launches, graph without it, cold with "
+        "flushed caches."
     )
 
 
@@ -137,16 +164,18 @@ def is_minor(row: KernelRow) -> bool:
 
 
 def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
-    """Return one note per backend with the number of minor ops and their share of the time."""
+    """Return a note on the number of minor ops of each backend and their share of its time."""
     minor: dict[str, list[KernelRow]] = {}
     for row in filter(is_minor, rows):
-        minor.setdefault(row.backend or "", []).append(row)
-    notes = []
-    for backend, mine in minor.items():
-        share = sum(row.share or 0 for row in mine)
-        text = f"{len(mine)} more ops of under {MINOR_SHARE:.1%} each, {share:.1%} together (--full shows them)"
-        notes.append(Note(text, backend))
-    return notes
+        minor.setdefault(row.backend or "the trace", []).append(row)
+    parts = [
+        f"{counted(len(own), 'op')} of {backend} ({share_text(sum(row.share or 0 for row in own))})"
+        for backend, own in minor.items()
+    ]
+    if not parts:
+        return []
+    text = f"ops of under {share_text(MINOR_SHARE)} each are hidden: {', '.join(parts)}; --full shows them"
+    return [Note(text)]
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
@@ -305,7 +334,19 @@ def witness_document(
         "witnesses": [witness_record(kernel) for kernel in joined],
     }
     title, records = "Kernels under every profiler", tuple(map(kernel_record, rows))
-    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra)
+    answer = (*kernels_answer(rows, cells), *_agreement(joined))
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra, answer=answer)
+
+
+def _agreement(joined: Sequence[JoinedKernel]) -> Iterator[str]:
+    """Yield a sentence on whether the profilers agree on the kernels."""
+    if len({name for kernel in joined for name in kernel.rows}) < 2:
+        return
+    wrong = sum(bool(kernel.disagreements) for kernel in joined)
+    if wrong:
+        yield f"The profilers disagree on {wrong} of {counted(len(joined), 'kernel')}."
+    else:
+        yield f"The profilers agree on all {counted(len(joined), 'kernel')}."
 
 
 def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
@@ -378,8 +419,8 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
     absent = set(TRACE_PROFILERS) - {row.profiler for row in rows}
     if absent and rows:
         text = (
-            f"no rows of {', '.join(name for name in TRACE_PROFILERS if name in absent)} here; "
-            f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` takes all three"
+            f"{join_and([name for name in TRACE_PROFILERS if name in absent])} recorded nothing here; "
+            f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` records with all three"
         )
         notes.append(Note(text))
     ratios = [
@@ -392,8 +433,8 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
     ]
     if ratios:
         text = (
-            f"ncu runs each kernel alone with cold caches: {min(ratios):.2f} to {max(ratios):.2f} "
-            "times the time in the running program; take times from torch or nsys, counters from ncu"
+            f"Use the times of torch or nsys and the counters of ncu: ncu runs each kernel alone with "
+            f"cold caches, which takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
         )
         notes.append(Note(text))
     return notes

@@ -1,0 +1,232 @@
+"""The sentences with which `kernels` answers, computed from its rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from profharness.attention.config import AUTO, OWN_CHOICE, backend_text
+from profharness.errors import counted, join_and
+from profharness.measurements.agreement import (
+    FAMILY_BACKENDS,
+    backend_that_ran,
+    ran_backends,
+    witnesses,
+)
+from profharness.render.document import share_text, time_text
+from profharness.rows import MODEL, CellRow, KernelRow, preferred_profiler_rows
+from profharness.stats import NOTABLE_LOSS
+
+KINDS = {"memcpy": "copy", "op": "ATen op"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call of a cell launches, and how long its launches take."""
+
+    backend: str
+    ran: str
+    """The backend that computed the cell, or `backend` if PyTorch's choice is unknown."""
+    launches: str
+    """What the call launches: `1 kernel and 1 memset`. In a CPU trace, ops take the place of kernels."""
+    ns: float | None
+    on_cpu: bool
+    predicted: bool
+
+
+def kernels_answer(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> tuple[str, ...]:
+    """Return sentences on what `auto` runs, how long its kernels take, and what was refused.
+
+    If several profilers recorded the same launches, only one of them counts.
+    """
+    rows = preferred_profiler_rows(rows)
+    if not cells:
+        return _of_program(rows)
+    calls: dict[tuple[str, str], dict[str, Call]] = {}
+    for cell in cells:
+        own = [row for row in rows if (row.run, row.cell) == (cell.run, cell.cell)]
+        if cell.status == "ok" and own:
+            calls.setdefault((cell.run, cell.config), {})[cell.backend] = _call(cell, own)
+    several = len({cell.config for cell in cells}) > 1
+    if not calls:
+        sentences = [*_without_kernels(cells)]
+    elif len(calls) > 1:
+        sentences = [*_of_configs({config: of for (_, config), of in calls.items()})]
+    else:
+        (of_backend,) = calls.values()
+        sentences = [_of_config(of_backend)]
+    return (*sentences, *refused_and_failed(cells, several=several))
+
+
+def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:
+    """Yield a sentence on the backends that refused a config, and one on those that failed.
+
+    If `several` is set, the sentences count the configs.
+    """
+    for status, refused in (("refused", True), ("failed", False)):
+        found = Counter(
+            backend_text(cell.backend)
+            for cell in cells
+            if cell.status not in ("ok", "unknown") and (cell.status == "refused") is refused
+        )
+        if not found:
+            continue
+        if several:
+            parts = (f"{name} ({counted(count, 'config')})" for name, count in found.items())
+            yield f"{status.capitalize()}: {', '.join(parts)}."
+        else:
+            verb = ("refuses" if len(found) == 1 else "refuse") if refused else "failed on"
+            yield f"{join_and(found)} {verb} this config."
+
+
+def _call(cell: CellRow, rows: Sequence[KernelRow]) -> Call:
+    ran = {*ran_backends(rows)} or {
+        name for each in witnesses(cell, rows) if each.name == "kernels" for name in each.backends
+    }
+    chosen = backend_that_ran(cell) or (ran.pop() if len(ran) == 1 else None)
+    times = [row.call_ns for row in rows]
+    known = [time for time in times if time is not None]
+    counts: dict[str, float] = {}
+    for row in rows:
+        counts[row.kernel_kind] = counts.get(row.kernel_kind, 0) + (row.launches_per_call or 0)
+    ordered = sorted(counts.items(), key=lambda item: item[0] != "kernel")
+    return Call(
+        backend=cell.backend,
+        ran=chosen if chosen and cell.backend in OWN_CHOICE else cell.backend,
+        launches=join_and([counted(number, KINDS.get(kind, kind)) for kind, number in ordered]),
+        ns=sum(known) if len(known) == len(times) else None,
+        on_cpu="op" in counts,
+        predicted=any(row.source == MODEL for row in rows),
+    )
+
+
+def _without_kernels(cells: Sequence[CellRow]) -> Iterator[str]:
+    ran = [cell for cell in cells if cell.status == "ok"]
+    chosen = [cell.choice for cell in ran if cell.backend == AUTO]
+    known = [name for name in chosen if name not in (None, "none", "error", "unknown")]
+    # Only cells from an atlas have a message although they ran: why their kernels are unknown.
+    takes = "is predicted to take" if any(cell.message for cell in ran) else "takes"
+    if known:
+        yield f"auto {takes} {_split(Counter(map(str, known)))}; its kernels are unknown."
+    elif ran:
+        yield "No kernels were recorded."
+
+
+def _of_config(calls: dict[str, Call]) -> str:
+    """Return the sentence about the calls of one config by backend."""
+    auto = calls.get(AUTO)
+    timed = sorted((call for call in calls.values() if call.ns), key=lambda call: call.ns or 0)
+    if auto is None:
+        return _without_auto(timed or [*calls.values()])
+    runs = "is predicted to run" if auto.predicted else "runs"
+    lead = f"auto {runs} {backend_text(auto.ran)}: {auto.launches}"
+    if auto.ns is None:
+        return f"{lead}."
+    lead = f"{lead}, {time_text(auto.ns)} a call"
+    other = next((c for c in timed if c.backend not in OWN_CHOICE and c.ran != auto.ran), None)
+    # On a CPU the sum of the ops is not the time of the call.
+    if other is None or other.ns is None or auto.on_cpu:
+        return f"{lead}."
+    only = "only " if other.ns < auto.ns else ""
+    return (
+        f"{lead}; {backend_text(other.ran)} takes {only}{time_text(other.ns)} in {other.launches}."
+    )
+
+
+def _named(call: Call) -> str:
+    time = "" if call.ns is None else f", {time_text(call.ns)} a call"
+    which = backend_text(call.backend)
+    return f"{which} {'is predicted to launch' if call.predicted else 'launches'} {call.launches}{time}"
+
+
+def _without_auto(timed: Sequence[Call]) -> str:
+    first, *others = timed
+    if not others:
+        return f"{_named(first)}."
+    last = others[-1]
+    return (
+        f"{backend_text(first.backend)} is {'predicted to be ' if first.predicted else ''}the fastest: "
+        f"{time_text(first.ns or 0)} a call in {first.launches}; {backend_text(last.backend)} is the "
+        f"slowest: {time_text(last.ns or 0)} in {last.launches}."
+    )
+
+
+def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
+    """Yield sentences about several configs, each with its calls by backend."""
+    autos = [calls[AUTO] for calls in configs.values() if AUTO in calls]
+    predicted = any(call.predicted for calls in configs.values() for call in calls.values())
+    if not autos:
+        fastest = Counter(
+            min(timed, key=lambda call: call.ns or 0).backend
+            for calls in configs.values()
+            if (timed := [call for call in calls.values() if call.ns])
+        )
+        if fastest:
+            are = "are predicted to take" if predicted else "take"
+            yield f"The kernels of {_split(fastest)} {are} the least time."
+        return
+    runs = "is predicted to run" if predicted else "runs"
+    yield f"auto {runs} {_split(Counter(call.ran for call in autos))}."
+    yield from _lost(configs)
+
+
+def _split(counts: Counter[str]) -> str:
+    """Return text such as `cuDNN on 3 of 4 configs and flash on 1`."""
+    total = sum(counts.values())
+    (first, most), *others = counts.most_common()
+    if not others:
+        where = {1: "", 2: " on both configs"}.get(total, f" on all {total} configs")
+        return f"{backend_text(first)}{where}"
+    rest = [f"{backend_text(name)} on {count}" for name, count in others]
+    return join_and([f"{backend_text(first)} on {most} of {total} configs", *rest])
+
+
+def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
+    """Yield a sentence on the configs for which another backend has much faster kernels."""
+    losses, compared = [], 0
+    for config, calls in configs.items():
+        auto = calls.get(AUTO)
+        others = [
+            call
+            for call in calls.values()
+            if auto and call.ns and call.backend not in OWN_CHOICE and call.ran != auto.ran
+        ]
+        if auto is None or not auto.ns or auto.on_cpu or not others:
+            continue
+        compared += 1
+        best = min(others, key=lambda call: call.ns or 0)
+        loss = auto.ns / (best.ns or 1) - 1
+        if loss > NOTABLE_LOSS:
+            losses.append((loss, config, auto, best))
+    much = share_text(NOTABLE_LOSS)
+    if losses:
+        loss, config, auto, best = max(losses, key=lambda each: each[0])
+        yield (
+            f"By kernel time auto loses more than {much} on {len(losses)} of {compared}; the worst is "
+            f"{config}: {time_text(auto.ns or 0)}, and {time_text(best.ns or 0)} on "
+            f"{backend_text(best.ran)}."
+        )
+    elif compared:
+        yield f"By kernel time auto is within {much} of the fastest backend everywhere."
+
+
+def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
+    """Return sentences on the kernels of a program's trace, and on those of attention."""
+    if not rows:
+        return ("No kernels were recorded.",)
+    of = "op" if any(row.kernel_kind == "op" for row in rows) else "kernel"
+    total = sum(row.total_ns or 0 for row in rows)
+    fused = [row for row in rows if row.family in FAMILY_BACKENDS]
+    count = sum(row.launches for row in rows)
+    names = len({row.kernel for row in rows})
+    what = counted(count, "launch", "launches") if of == "kernel" else counted(count, "call")
+    lead = f"The trace has {what} of {counted(names, of)}, {time_text(total)} in all."
+    if of == "op":
+        return (lead,)
+    if not fused:
+        return (lead, "No kernel of a fused attention backend ran.")
+    own = sum(row.total_ns or 0 for row in fused)
+    backends = join_and([*dict.fromkeys(backend_text(FAMILY_BACKENDS[r.family]) for r in fused)])
+    share = f", {share_text(own / total)}" if total else ""
+    return (lead, f"Attention kernels ({backends}) take {time_text(own)}{share}.")
