@@ -95,7 +95,7 @@ def main() -> int:
         assert second.stdout is not None
         said = second.stdout.readline()
         go.touch()
-        results["two at once: the second waits and says so"] = "waiting for its end" in said
+        results["two at once: the second waits and says so"] = "waiting: another" in said
         for each, process in (("first", first), ("second", second)):
             found = problems(folder, each, process)
             results[f"two at once: the {each} has the GPU to itself"] = found == ()

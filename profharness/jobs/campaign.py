@@ -171,7 +171,7 @@ def read_campaign(folder: Path) -> Campaign:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
     # groups are also folders, so a name must not be a path that leads out of the campaign
     if not all(GROUP_NAME.fullmatch(group.group) for group in campaign.groups):
-        raise TraceFormatError(path, "a group has no proper name", expected=f"schema {SCHEMA}")
+        raise TraceFormatError(path, "the name of a group is invalid", expected=f"schema {SCHEMA}")
     return campaign
 
 
@@ -404,8 +404,8 @@ class CampaignScheduler:
                         raise Interrupted(self._unfinished()) from stop
                     feeding = False
                     self._notify(
-                        f"no new group starts; waiting for {len(self._busy())} running group(s), "
-                        "Ctrl-C again ends them now"
+                        f"stopping after the running groups ({len(self._busy())}); press Ctrl-C again to stop "
+                        "them now"
                     )
         finally:
             self._end_all()
@@ -453,7 +453,7 @@ class CampaignScheduler:
             self._some_vanished = True
             lane = self._lanes.pop(name)
             if (task := lane.release()) is not None:
-                self._retry_or_give_up(lane, task, "its lane is gone")
+                self._retry_or_give_up(lane, task, "its lane has ended")
 
     def _feed(self) -> None:
         for name, lane in tuple(self._lanes.items()):
@@ -499,7 +499,7 @@ class CampaignScheduler:
             self._count_finished(task)
             self._notify(self._summary(name, float(outcome["seconds"])))
             return
-        why = str(error or "it left no run folder")
+        why = str(error or "it wrote no run folder")
         if outcome.get("lost"):
             self._reject(name, why)
             self._queue.appendleft(task)  # this does not count as a failure of the group
@@ -515,16 +515,16 @@ class CampaignScheduler:
         if len(lane.failed) >= LANE_TRIES and name in self._lanes:
             # Several groups failed on this lane, so the lane is the cause. Its failures do not
             # count as failures of the groups.
-            self._reject(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
+            self._reject(name, f"{LANE_TRIES} groups in a row failed on it; the last error: {why}")
             for waiting in (task, *self._queue, *self._running()):
                 kept = [text for text in waiting.errors if not text.startswith(f"{name}: ")]
                 waiting.errors = kept
         if len(task.errors) < TRIES:
-            self._notify(f"{name}: group {task.group.group} failed, and is tried again: {why}")
+            self._notify(f"{name}: group {task.group.group} failed and will run again: {why}")
             self._queue.append(task)
             return
-        words = f"the group failed {TRIES} times; the last time: {task.errors[-1]}"
-        self._notify(f"group {task.group.group} is given up: {words}")
+        words = f"the group failed {TRIES} times; the last error: {task.errors[-1]}"
+        self._notify(f"skipping group {task.group.group}: {words}")
         _fail_group(task.folder, task.spec, words)
         self._count_finished(task)
 

@@ -245,8 +245,8 @@ class Cluster:
 
     def _scheduler_gone(self) -> CaptureError:
         return CaptureError(
-            f"--scheduler {self._url}: the scheduler is gone; groups that were done are kept: start "
-            "it and its workers again, then go on with the campaign"
+            f"--scheduler {self._url}: the scheduler has ended; finished groups are kept: restart "
+            "it and its workers, then resume the campaign"
         )
 
 
@@ -262,8 +262,8 @@ def check_address(url: str, *, insecure: bool) -> None:
         raise UsageError(f"--scheduler {url}: give host and port, {EXAMPLE}")
     if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
         raise UsageError(
-            f"--scheduler {url}: whoever reaches that port can run programs on the lanes; use tls://, "
-            "for which docs/scale.md shows how to make the certificates, or pass --insecure"
+            f"--scheduler {url}: without TLS, anyone who can reach that port can run programs on "
+            "the lanes; use tls:// (docs/scale.md explains the certificates), or pass --insecure"
         )
 
 
@@ -280,8 +280,8 @@ def _connect(url: str) -> Client:
         missing = [name for name, key in TLS_SETTINGS.items() if not getattr(security, key)]
         if missing:
             raise UsageError(
-                f"--scheduler {url}: Dask's configuration names no certificate: set "
-                f"{', '.join(missing)}; docs/scale.md shows how to make one"
+                f"--scheduler {url}: no certificate in Dask's configuration: set {', '.join(missing)}; "
+                "docs/scale.md explains how to make one"
             )
     # do not log tracebacks of failed connections, because errors are raised for them below
     for name in ("distributed", "distributed.client"):
@@ -293,8 +293,8 @@ def _connect(url: str) -> Client:
             return Client(url, security=security, timeout=CONNECT_S, set_as_default=False)
         except (OSError, TimeoutError, ValueError) as error:
             raise CaptureError(
-                f"--scheduler {url}: no Dask scheduler answers: {_reason(error)}; start one with "
-                "`dask scheduler`, with the certificates of the same authority"
+                f"--scheduler {url}: no Dask scheduler responds: {_reason(error)}; start one with "
+                "`dask scheduler` and certificates of the same authority"
             ) from None
 
 

@@ -164,8 +164,9 @@ def resume_on_lanes(
     if left and fleet.scheduler is None and is_gpu(device) and not visible_gpus():
         merge(folder)
         raise CaptureError(
-            f"{folder}: {len(left)} group(s) are left, and this host has no GPU for them; resume where "
-            f"there is one, or ingest what is done: profharness ingest {folder}"
+            f"{folder}: {len(left)} group(s) have not run, and this host has no GPU for them; "
+            "resume on a host that has one, or ingest the finished groups: profharness ingest "
+            f"{folder}"
         )
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
     transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))

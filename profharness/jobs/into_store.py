@@ -271,7 +271,7 @@ def _find_latest(out: Path) -> Path:
             return folder
         reasons.append(reason)
     newest = f"; the newest: {reasons[0]}" if reasons else ""
-    raise NotFoundError(f"no run folder in {out} has anything left to resume{newest}")
+    raise NotFoundError(f"no run folder in {out} can be resumed{newest}")
 
 
 def find_source(text: str, store: Path) -> Path:
@@ -321,7 +321,9 @@ def require_store(path: Path) -> None:
     if written == path or not written.is_dir():
         open_store(path, write=True).close()
     if not os.access(written, os.W_OK):
-        raise StoreError(f"{path}: {written} cannot be written; name another --store")
+        raise StoreError(
+            f"cannot write {written} for the store {path}; choose another file with --store"
+        )
 
 
 def _ingest_run_folder(
@@ -381,7 +383,7 @@ def bench(
     baseline = evaluation.parse_baseline(options.baseline)
     if options.run is not None:
         if options.verify:
-            raise UsageError("--verify measures; leave --run out, or use profharness verify")
+            raise UsageError("--verify requires a measurement; omit RUN, or use profharness verify")
         with open_store(store) as opened:
             run = _timed_run(opened, options)
             return evaluation.evaluate_bench(
@@ -446,9 +448,9 @@ def time_layers(
         here = gpu_name() if layers.gpu else None
         if here != layers.gpu:
             raise CaptureError(
-                f"run {layers.run} is of {layers.gpu}, and this machine has {here or 'no GPU'}: run "
-                "this there, or bench there what `layers --regret --configs` prints, and name that "
-                "stored run with --bench RUN"
+                f"run {layers.run} was recorded on {layers.gpu}, and this machine has {here or 'no GPU'}: "
+                "run the command there, or bench there the configs of `layers --regret --configs`, "
+                "and pass that run as --bench RUN"
             )
         options = replace(options, configs=regret_configs(layers), device=device)
         backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))

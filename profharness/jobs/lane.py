@@ -55,7 +55,7 @@ SHARED_HOST = Problem(
     GPU,
     "shared_host",
     SHARED_CORES,
-    "run fewer lanes, as --scheduler local:1 does, or give each two cores of its own",
+    "use fewer lanes, such as --scheduler local:1, or give each lane two cores",
 )
 
 Plain = dict[str, Any]
@@ -69,7 +69,7 @@ def describe_lane(uuid: str | None = None) -> Plain:
     """
     gpus = visible_gpus()
     gpu = next((each for each in gpus if uuid in (None, each.uuid)), None)
-    problems = [] if gpu or uuid is None else [f"the GPU {uuid} does not answer"]
+    problems = [] if gpu or uuid is None else [f"the GPU {uuid} does not respond"]
     torch = None
     try:
         torch = metadata.version("torch")
@@ -182,7 +182,7 @@ def _in_child(
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             words = read_end(log).strip()[-LAST_WORDS:].splitlines()[-2:]
             tail = f"; its last output: {' / '.join(words)}" if words else ""
-            outcome = {"error": f"the process of the group died: {name}{tail}", "lost": None}
+            outcome = {"error": f"the process of the group crashed: {name}{tail}", "lost": None}
         return outcome
 
 
@@ -319,7 +319,7 @@ def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
         return None
     if any(gpu.key == gpu_key for gpu in visible_gpus()):
         return None
-    return "its GPU does not answer any more"
+    return "its GPU no longer responds"
 
 
 class _StepPrinter:
@@ -384,7 +384,7 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
         return publish(part, folder)
     except (tarfile.TarError, TraceFormatError) as error:
         raise CaptureError(
-            f"{folder}: the archive sent by the lane is no run folder: {error}"
+            f"{folder}: the archive sent by the lane is not a run folder: {error}"
         ) from None
     except OSError as error:
         # the message contains the folder of the campaign, because the user can resume it

@@ -81,8 +81,8 @@ def readers_of(scheduler: str) -> list[int]:
     name, colon, number = scheduler.partition(":")
     if name != LOCAL or (colon and not (number.isdecimal() and 0 < int(number) <= 1024)):
         raise UsageError(
-            f"--scheduler {scheduler}: sources are read on this host, by `local` (a process a CPU) or "
-            "`local:N`; traces of other hosts go into a folder that this one sees"
+            f"--scheduler {scheduler}: use `local` (one process per CPU) or `local:N`; sources "
+            "are read on this host, so copy the traces of other hosts to a folder here"
         )
     count = int(number) if colon else len(cpus)
     return [cpus[index % len(cpus)] for index in range(count)]
@@ -191,9 +191,9 @@ class _Worker:
         code = process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         if code == -signal.SIGKILL:
-            how += ", as the system does where memory runs out"
+            how += ", probably because the system ran out of memory"
         return ": ".join(
-            [f"the process that read it {how}", *(each[:ERROR_CHARS] for each in lines)]
+            [f"the process that was reading it {how}", *(each[:ERROR_CHARS] for each in lines)]
         )
 
     def _close_pipes(self) -> None:

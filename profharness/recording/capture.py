@@ -166,10 +166,13 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
     """
     if any(cell.case is not None for cell in run.cells):
         return (
-            f"run {run.run} is one of `profharness verify`, which always starts from the beginning"
+            f"run {run.run} was made by `profharness verify`, which cannot be resumed; run it again"
         )
     if run.kind == OBSERVE:
-        return f"run {run.run} is one of `profharness observe`, which always runs the whole program"
+        return (
+            f"run {run.run} was made by `profharness observe`, which cannot be resumed; run it "
+            "again"
+        )
     left = any(problem.profiler != GPU for problem in run.problems)
     left = left or any(cell.status == "pending" for cell in run.cells)
     if left or (folder / JOURNAL_FILE).exists():
@@ -179,7 +182,7 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
 
 def finished_message(folder: Path, run: Run) -> str:
     return (
-        f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result; "
+        f"run {run.run} is finished: all of its cells ({len(run.cells)}) have a result; "
         f"`profharness ingest {shlex.quote(str(folder))}` stores it"
     )
 
@@ -189,7 +192,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a run folder inside the block. Raise CaptureError if another process has locked it."""
     with hold_lock_file(folder / LOCK_FILE) as holder:
         if holder is not None:
-            raise CaptureError(f"{folder}: {holder} is at work on this run; wait for its end")
+            raise CaptureError(f"{folder}: {holder} is working on this run; wait until it ends")
         try:
             yield
         finally:
@@ -216,8 +219,8 @@ def gpu_locked(
     try:
         if not try_lock(descriptor, fcntl.LOCK_EX):
             notify(
-                f"another profharness measures on {gpu.name} ({gpu.key}): waiting for its end; "
-                "CUDA_VISIBLE_DEVICES chooses another GPU"
+                f"waiting: another profharness is measuring on {gpu.name} ({gpu.key}); set "
+                "CUDA_VISIBLE_DEVICES to use another GPU"
             )
             while not try_lock(descriptor, fcntl.LOCK_EX):
                 raise_deferred_signals()
@@ -268,7 +271,7 @@ def plan_checks(
 
 def _require_configs(configs: Sequence[Config]) -> None:
     if not configs:
-        raise UsageError("no config: pass --config 2,8,512,64 (or --configs FILE)")
+        raise UsageError("no config given; pass --config 2,8,512,64 or --configs FILE")
 
 
 def new_run(
@@ -328,7 +331,7 @@ def write_folder(
         why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
         what = f"cannot write to {out}" if made else f"cannot make the run folder {folder}"
         raise CaptureError(
-            f"{what}: {why}; nothing was run; choose another folder with --out"
+            f"{what}: {why}; nothing ran; choose another folder with --out"
         ) from None
     return folder
 
@@ -404,9 +407,11 @@ def _read_python(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CaptureError(f"{folder / PYTHON_FILE}: cannot be read: {error.strerror}") from None
+        raise CaptureError(f"cannot read {folder / PYTHON_FILE}: {error.strerror}") from None
     if not os.access(python, os.X_OK):
-        raise CaptureError(f"{folder} was begun with {python}, which is gone; capture anew")
+        raise CaptureError(
+            f"{folder} was started with {python}, which no longer exists; start a new capture"
+        )
     return python
 
 

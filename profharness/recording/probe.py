@@ -76,19 +76,20 @@ def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> tuple[str, str]
     """
     path = shutil.which(name)
     if path is None:
-        raise CaptureError("no such program; name a Python that has torch")
+        raise CaptureError("no such program; give the path of a Python that has torch")
     # do not resolve symlinks, because the path of a virtual environment selects its packages
     path = str(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         try:
             environment = worker_environment(Path(folder), PROBE_PROTOCOL, path)
         except OSError as error:
-            raise CaptureError(f"does not start: {error.strerror}") from None
+            raise CaptureError(f"cannot be started: {error.strerror}") from None
     if wrapped:
         done = run_briefly([path, "-c", "import nvtx"], IMPORT_TIMEOUT_S)
         if done is None or done.returncode:
             raise CaptureError(
-                f"{', '.join(wrapped)} need the package nvtx there: {path} -m pip install nvtx"
+                f"{', '.join(wrapped)} require the package nvtx in that Python: {path} -m pip install "
+                "nvtx"
             )
     return path, f"{name}: torch {environment['torch']}, Python {environment['python']}"
 
@@ -152,15 +153,16 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
         done = run_briefly(argv, timeout_s, child_environment())
         if done is None:
             raise CaptureError(
-                f"measuring the peaks of {device} took more than {timeout_s:g} s and was ended; "
-                "--peaks data-sheet does without"
+                f"measuring the peak rates of {device} took more than {timeout_s:g} s and was "
+                "stopped; --peaks data-sheet needs no measurement"
             )
         path = folder / PEAKS_FILE
         if done.returncode != 0 or not path.exists():
             stderr_tail = " / ".join(done.stderr.strip().splitlines()[-2:])[:500]
             raise CaptureError(
-                f"measuring the peaks of {device} failed (exit code {done.returncode}): {stderr_tail}; "
-                "`profharness doctor` shows what is missing, --peaks data-sheet does without"
+                f"measuring the peak rates of {device} failed (exit code {done.returncode}): "
+                f"{stderr_tail}; `profharness doctor` shows what is missing; --peaks data-sheet needs "
+                "no measurement"
             )
         measured = read_json(path, Measured)
     return replace(measured, created=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -213,7 +215,7 @@ def ask(
     for cell in cells:
         if cell.cell not in answers:
             message = ended[cell.cell].message if cell.cell in ended else None
-            error = f"PyTorch could not be asked: {message or 'its process left no answer'}"
+            error = f"PyTorch gave no answer: {message or 'its process left no answer'}"
             answers[cell.cell] = LiveAnswer(cell.cell, cell.config.label, error=error)
     return [answers[cell.cell] for cell in cells], environment
 

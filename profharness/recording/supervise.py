@@ -236,8 +236,8 @@ class _WorkerProcess:
             if entry.result is not None and paused_s != self.reported_s:
                 stopped_s, self.reported_s = paused_s - self.reported_s, paused_s
                 warning = (
-                    f"stopped (Ctrl-Z) for {stopped_s:.1f} s while it was measured: a sample may "
-                    "include that time"
+                    f"stopped (Ctrl-Z) for {stopped_s:.1f} s during the measurement; a sample may include "
+                    "that time"
                 )
                 warnings = (*entry.result.warnings, warning)
                 entry = replace(entry, result=replace(entry.result, warnings=warnings))
@@ -250,7 +250,7 @@ class _WorkerProcess:
         stage = {"compile": "loading, compiling or the first call"}.get(self.stage, self.stage)
         if self.returncode is None:
             status = "timeout"
-            message = f"no answer during {stage}; the worker was ended (see --timeout)"
+            message = f"the worker did not finish {stage} in time and was stopped (see --timeout)"
         else:
             status, tail = "crashed", self._stderr_tail()
             message = f"the worker died during {stage}: {_describe_exit(self.returncode)}"
@@ -262,7 +262,7 @@ class _WorkerProcess:
 
     def failure(self) -> CaptureError:
         code, tail = self.returncode, self._stderr_tail()
-        how = "it gave no sign of life" if code is None else _describe_exit(code)
+        how = "it did not respond" if code is None else _describe_exit(code)
         return CaptureError(
             f"the worker process did not start ({how}){f': {tail}' if tail else ''}; {self.remedy}"
         )
@@ -426,12 +426,16 @@ def worker_environment(
 
 REMEDIES = {
     "timeout": "give it more time with --timeout",
-    "oom": "the profiler needs memory of its own: free some on the GPU, choose a smaller config",
-    "crashed": "see the worker's last output here and in worker.log; run the config without this "
-    "profiler to see whether it dies there too",
-    "error": "see the message, which is the backend's own; run the config without this profiler to "
-    "see whether it fails there too",
-    "refused": "run the config without this profiler to see whether it is refused there too",
+    "oom": "the profiler needs GPU memory too: free some, or choose a smaller config",
+    "crashed": (
+        "worker.log has the worker's last output; check whether the config also fails "
+        "without this profiler"
+    ),
+    "error": (
+        "the message comes from the backend; check whether the config also fails without "
+        "this profiler"
+    ),
+    "refused": "check whether the config is also refused without this profiler",
 }
 
 
@@ -564,7 +568,7 @@ class RunRecord:
                 if item.profiler != GPU and (not item.cells or cell.cell in item.cells)
             ]
             if reasons:
-                message = f"not run, because of {'; '.join(reasons)}"
+                message = f"did not run: {'; '.join(reasons)}"
                 self._cells[cell.cell] = replace(cell, message=message)
         self.save()
 

@@ -190,7 +190,7 @@ def test_worker_killed_twice_is_an_error_of_its_source(
     with closing(ingest_sources(store, [first, second], readers_of("local:1"))) as outcomes:
         failed, stored = list(outcomes)
     assert (
-        failed.error is not None and "the process that read it was ended by SIGKILL" in failed.error
+        failed.error is not None and "the process that was reading it was ended by SIGKILL" in failed.error
     )
     assert kills == [first, first]
     assert [result.status for result in stored.results] == ["new"]
@@ -289,7 +289,7 @@ def test_tool_of_killed_worker_is_ended_and_other_sources_are_stored(
             kill(worker, signal.SIGKILL)
         output, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
-        assert "a.nsys-rep: the process that read it was ended by SIGKILL" in errors
+        assert "a.nsys-rep: the process that was reading it was ended by SIGKILL" in errors
         assert "b.json: new" in output
         assert not any(map(alive, tools))
     finally:

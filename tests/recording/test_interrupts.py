@@ -126,7 +126,7 @@ def test_second_interrupt_ends_the_tool_at_once(tmp_path: Path, number: signal.S
     process.send_signal(number)
     assert process.stderr is not None
     told = ""
-    while "ending nsys so that its report is written (Ctrl-C again ends it at once)" not in told:
+    while "stopping nsys, which still writes its report (press Ctrl-C again to stop it now)" not in told:
         told = process.stderr.readline()
         assert told, process.communicate()
     process.send_signal(number)
@@ -154,7 +154,7 @@ def test_one_interrupt_prints_a_notice_and_waits_briefly(tmp_path: Path) -> None
     process.send_signal(signal.SIGTERM)
     code, errors = ended(process, tmp_path)
     assert code == 143
-    assert "ending nsys" in errors
+    assert "stopping nsys" in errors
 
 
 def test_tool_that_obeys_an_interrupt_is_not_a_timeout(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_killed_tool_explains_why_its_cells_did_not_run(tmp_path: Path, tools: P
     )
     assert done.returncode == 1
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("pending:")]
-    assert "math: not run, because of nsys: nsys was killed" in line
+    assert "math: did not run: nsys: nsys was killed" in line
     assert "[killed]" in line
     folder = next((tmp_path / "runs").iterdir())
     (cell,) = read_run(folder).cells

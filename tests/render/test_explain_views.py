@@ -160,9 +160,9 @@ def test_records_have_the_promised_keys() -> None:
 
 
 def test_error_is_shown() -> None:
-    lost = answer(choice=None, agree=None, error="PyTorch could not be asked: it died")
+    lost = answer(choice=None, agree=None, error="PyTorch gave no answer: it died")
     said = render_table(explain_document([lost]))
-    assert "PyTorch could not be asked: it died" in said
+    assert "PyTorch gave no answer: it died" in said
     assert "what auto runs is not known" in said
     assert chosen(lost) == "unknown"
     assert chosen(replace(lost, source="rules")) == "cudnn"

@@ -68,17 +68,17 @@ def test_right_ones_pass_every_case(tmp_path: Path, dtypes: tuple[str, ...], cas
 # message)
 MISTAKES = {
     "no_scale": ("out", "without the scale (scale=1)"),
-    "given_scale_ignored": ("out", "1/sqrt(head_dim) in place of the given scale"),
+    "given_scale_ignored": ("out", "1/sqrt(head_dim) instead of the given scale"),
     "causal_off_by_one": ("out", "causal mask one column too far right"),
     "kv_mapping": ("out", "query head h on key head h % Hkv"),
     "last_row_unwritten": ("out", "not written: 256 of 25600 elements"),
     "nan_row": ("out", "NaN at [0, 0, 3, 0]"),
     "tail_of_keys": ("out", "without the last 4 of 100 keys"),
     "writes_input": ("inputs", "writes into key, element 65"),
-    "stale": ("out", "is what the call before returned, for other inputs"),
-    "accumulates": ("out", "two calls on the same inputs differ"),
-    "shared_buffer": ("out", "a later call changed what an earlier one returned"),
-    "unstable": ("out", "two calls on the same inputs differ"),
+    "stale": ("out", "is the result of the previous call with other inputs"),
+    "accumulates": ("out", "two calls with the same inputs differ"),
+    "shared_buffer": ("out", "a later call overwrote the result of an earlier one"),
+    "unstable": ("out", "two calls with the same inputs differ"),
     "wrong_gradient": ("dk", "it is 5.657 times what is expected"),
     "wrong_shape": ("out", "returned shape [2, 100, 4, 32]"),
 }
@@ -128,7 +128,7 @@ def test_refusals_and_missing_gradients_are_skipped_with_their_reason(
     told = named(mistaken[1], "no_gradient")
     assert told["out"].passed
     assert told["dk"].passed is None
-    assert "carries no gradient" in str(told["dk"].message)
+    assert "has no gradient" in str(told["dk"].message)
 
 
 def test_a_failure_says_where_and_by_how_much(
@@ -187,7 +187,7 @@ def test_a_result_that_no_input_reaches_is_not_called_state(tmp_path: Path) -> N
     (wrong,) = failures(rows)
     assert wrong.case == "large_offset"
     told = str(wrong.message)
-    assert "every element is 0 for other inputs too: the inputs do not reach it; at [" in told
+    assert "every element is 0, also for other inputs: the inputs are ignored; at [" in told
     assert "state" not in told
 
 

@@ -95,7 +95,7 @@ def test_one_interpreter_runs_and_a_missing_one_is_reported_first(
     write_run(folder, replace(run, cells=(pending, *run.cells[1:])))
     (folder / "python").write_text(str(tmp_path / "gone"))
     code, _, told = capture(tmp_path, "--resume", str(folder))
-    assert code != 0 and "which is gone" in told
+    assert code != 0 and "which no longer exists" in told
     (folder / "python").write_text(str(torch_alone))
     assert capture(tmp_path, "--resume", str(folder))[0] == 0
     assert read_run(folder).cells[0].samples["wall"]

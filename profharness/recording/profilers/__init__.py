@@ -63,7 +63,7 @@ PROFILERS: dict[str, Profiler] = {
                 "usr/local/cuda*/bin/nsys",
                 "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # includes an importer
             ),
-            remedy=" (Nsight Compute carries an nsys too)",
+            remedy=" (Nsight Compute contains an nsys too)",
         ),
         Profiler(
             NCU,
@@ -84,7 +84,7 @@ def find_profilers(names: Sequence[str]) -> tuple[Profiler, ...]:
     """Return the named profilers without duplicates. Raise UsageError for an unknown name."""
     for name in names:
         if name not in PROFILERS:
-            raise UsageError(f"no profiler {name!r}; known are {', '.join(PROFILERS)}")
+            raise UsageError(f"unknown profiler {name!r}; choose from {', '.join(PROFILERS)}")
     return tuple(PROFILERS[name] for name in dict.fromkeys(names))
 
 
@@ -157,7 +157,7 @@ def tool_missing(name: str) -> Problem:
     return Problem(
         name,
         "tool_missing",
-        f"{name} is neither on PATH nor where NVIDIA's installers put it",
+        f"{name} was not found on PATH or in the folders of NVIDIA's installers",
         f"install {profiler.product}, or set {profiler.variable} to the executable"
         f"{profiler.remedy}; `--profiler torch` works without it",
     )

@@ -66,8 +66,11 @@ class FailureRule:
 LIBRARY_MISSING = FailureRule(
     "tool_library_missing",
     r"error while loading shared libraries: (?P<library>[^:\s]+)",
-    "a program did not start for want of the library {library}, and there is no {report}",
-    "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
+    (
+        "a program did not start because the library {library} is missing, so {report} was "
+        "not written"
+    ),
+    ("install the package that contains it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)"),
 )
 
 
@@ -97,9 +100,8 @@ def match_rules(
     return Problem(
         profiler,
         "timeout",
-        f"{profiler} took too long and was ended before {report.name} was complete",
-        "allow more time with --timeout, or give it less to do: fewer cells, smaller configs, "
-        "fewer metrics",
+        f"{profiler} took too long and was stopped before {report.name} was complete",
+        "allow more time with --timeout, or use fewer cells, smaller configs or fewer metrics",
     )
 
 
@@ -131,11 +133,11 @@ def diagnose(
 _NO_REPORT = {
     "missing": (
         "without writing {report}",
-        "run `profharness doctor`; see the log for what the tool and the target wrote",
+        "run `profharness doctor`; the log contains the output of the tool and the program",
     ),
-    "empty": ("and left {report} empty", "see whether the disk is full, then run again"),
+    "empty": ("and left {report} empty", "check whether the disk is full, then run again"),
     "stale": (
-        "and left the older {report} as it was",
+        "without changing the older {report}",
         "remove the old report or write to a new folder, then run again",
     ),
 }
@@ -146,9 +148,11 @@ def report_damaged(profiler: str, report: Path, why: str) -> Problem:
     return Problem(
         profiler,
         "report_damaged",
-        f"{profiler} left {report.name}, which cannot be read: {why}",
-        "see whether the disk is full and whether something ended the tool while it wrote, then "
-        "capture again",
+        f"{profiler} wrote {report.name}, but it cannot be read: {why}",
+        (
+            "check whether the disk is full or the tool was killed while it wrote, then capture "
+            "again"
+        ),
     )
 
 
@@ -291,7 +295,7 @@ class ToolSession(Session):
                 name,
                 "interrupted",
                 f"{name} was interrupted before {self.report.name} was complete",
-                "`profharness capture --resume RUN` does what is left",
+                "resume with `profharness capture --resume RUN`",
             )
         if problem is not None:
             raw = "\n".join(text.splitlines()[-20:])
@@ -314,8 +318,8 @@ class ToolSession(Session):
         if hurry:
             grace_s = list(map(min, grace_s, HURRIED_S))
             self.notify(
-                f"ending {self.tool.name} so that its report is written "
-                "(Ctrl-C again ends it at once)…"
+                f"stopping {self.tool.name}, which still writes its report (press Ctrl-C again to "
+                "stop it now)…"
             )
         steps: Sequence[Callable[[], None]] = (
             lambda: self.interrupt(process),

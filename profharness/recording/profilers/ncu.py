@@ -64,39 +64,51 @@ DEFAULT_METRICS: tuple[str, ...] = (
 # ncu 2024.2 does not know --import-sass, and 2025.3 does. Without this option, reports are about 50
 # times larger.
 IMPORT_SASS_SINCE = (2025, 3)
-QUERY_METRICS = "`ncu --query-metrics` lists what this GPU has"
+QUERY_METRICS = "`ncu --query-metrics` lists the metrics of this GPU"
 
 
 RULES = (
     FailureRule(
         "no_driver",
         r"Nsight Compute failed to connect to the CUDA driver",
-        "ncu found no CUDA driver and did not start the program: no {report}",
-        "run on a machine with an NVIDIA GPU and driver; libcuda.so on the library path must not be "
-        "the stub of the toolkit",
+        "ncu found no CUDA driver and did not start the program, so {report} was not written",
+        (
+            "run on a machine with an NVIDIA GPU and driver; check that libcuda.so on the "
+            "library path is not the toolkit's stub"
+        ),
     ),
     FailureRule(
         "counters_forbidden",
         r"ERR_NVGPUCTRPERM",
         "this user may not read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
-        "either run as root (in a container with CAP_SYS_ADMIN), or load the driver with "
-        "NVreg_RestrictProfilingToAdminUsers=0 and start anew; on WSL allow it in the Windows NVIDIA "
-        "control panel; `--profiler torch` works without counters",
+        (
+            "run as root (in a container with CAP_SYS_ADMIN), or load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0; on WSL, allow it in the Windows NVIDIA "
+            "control panel; `--profiler torch` works without counters"
+        ),
     ),
     FailureRule(
         "library_not_loaded",
         r"LibraryNotLoaded",
-        "ncu cannot start its counter library (LibraryNotLoaded) and ended the program: this driver "
-        "is older than ncu, or this is a gVisor container, or ncu does not know the GPU",
-        "match ncu to the driver (2025.3 goes with 580), see that /dev/nvidia-caps is there, and "
+        (
+            "ncu could not load its counter library (LibraryNotLoaded) and stopped the program: "
+            "the driver is older than ncu, this is a gVisor container, or ncu does not support "
+            "the GPU"
+        ),
+        (
+            "use an ncu that matches the driver (2025.3 for 580), check that /dev/nvidia-caps "
+            "exists, and "
+        )
         + NO_SANDBOX.replace("{tool}", "ncu"),
     ),
     FailureRule(
         "counters_busy",
         r"driver resource was unavailable",
-        "another tool holds the GPU's hardware counters",
-        "stop it: `dcgmi profile --pause` before and `dcgmi profile --resume` after, or wait for the "
-        "other ncu to end",
+        "another tool is using the GPU's hardware counters",
+        (
+            "run `dcgmi profile --pause` before and `dcgmi profile --resume` after, or wait "
+            "until the other ncu ends"
+        ),
     ),
     FailureRule(
         "injection",
@@ -107,8 +119,8 @@ RULES = (
     FailureRule(
         "lock_file",
         r"Failed to open/create lock file (?P<path>\S+)",
-        "the lock file {path} belongs to somebody else",
-        "set TMPDIR to a folder of your own; ncu keeps its lock there",
+        "the lock file {path} belongs to another user",
+        "set TMPDIR to a folder of your own, where ncu keeps its lock",
     ),
     FailureRule(
         "driver_too_old",
@@ -119,13 +131,13 @@ RULES = (
     FailureRule(
         "metrics_unavailable",
         r"Failed to access the following metrics",
-        "some metrics are out of reach on this GPU, as on a MIG slice",
-        "use a whole GPU, or ask for fewer metrics with --metrics",
+        "some metrics are not available on this GPU, for instance on a MIG slice",
+        "use a whole GPU, or request fewer metrics with --metrics",
     ),
     FailureRule(
         "unknown_metric",
         r"Failed to find metric (?P<metric>.*)",
-        "ncu knows no metric {metric} on this GPU",
+        "ncu has no metric {metric} on this GPU",
         QUERY_METRICS,
     ),
     FailureRule(
@@ -137,7 +149,7 @@ RULES = (
     FailureRule(
         "unknown_option",
         r"unrecogni[sz]ed option '(?P<option>[^']*)'",
-        "this ncu does not know the option {option}",
+        "this version of ncu has no option {option}",
         TOOL_OPTIONS.replace("{tool}", "ncu"),
     ),
     FailureRule(
@@ -150,12 +162,12 @@ RULES = (
         "tool_error",
         r"^==ERROR== (?!The application returned an error code)(?P<words>.+)",
         "ncu reported an error for {report}: {words}",
-        "see the log of ncu for the lines around it",
+        "the log of ncu has more details",
     ),
     FailureRule(
         "target_failed",
         r"^==ERROR== The application returned an error code \((?P<exit>\d+)\)",
-        "the profiled program ended with code {exit} before ncu wrote {report}",
+        "the profiled program exited with code {exit} before ncu wrote {report}",
         "run the program without ncu and fix it first",
         quoted=True,
         written=False,
@@ -164,23 +176,25 @@ RULES = (
     FailureRule(
         "no_kernels_matched",
         r"^==WARNING== No kernels were profiled",
-        "ncu profiled no kernel for {report}: none ran, or none ran inside the ranges of cells",
-        "see whether the cells launch kernels at all (`--profiler torch`); a filter needs its name "
-        "escaped, a slash at the end for push/pop ranges and none for start/end ranges",
+        ("ncu profiled no kernel for {report}: no kernel ran inside the NVTX ranges of the cells"),
+        (
+            "check with `--profiler torch` whether the cells launch kernels; a range filter "
+            "needs its name escaped, with a slash at the end for push/pop ranges only"
+        ),
     ),
     replace(LIBRARY_MISSING, pattern=r"\bncu: " + LIBRARY_MISSING.pattern),
     FailureRule(
         "killed",
         r"\A(?P<how>signal \d+)$",
-        "ncu was ended by {how} before it wrote {report}",
-        "see the kernel log for out-of-memory, then run again with fewer cells",
+        "ncu was killed by {how} before it wrote {report}",
+        "check the kernel log for out-of-memory kills, then run again with fewer cells",
         written=False,
     ),
     FailureRule(
         "lock_file",
         r"nsight-compute-lock",
-        "ncu waited too long for the lock of another ncu",
-        "set TMPDIR to a folder of your own, or let the other ncu end",
+        "ncu waited too long for another ncu to release its lock",
+        "set TMPDIR to a folder of your own, or wait until the other ncu ends",
         late=True,
     ),
 )
@@ -476,8 +490,8 @@ def metric_names(asked: Sequence[str]) -> tuple[str, ...]:
         # every metric of ncu starts with a hardware unit such as `sm__`, with `group:` or `regex:`
         if word not in PRESETS and "__" not in word and ":" not in word:
             raise UsageError(
-                f"--metrics {word}: no preset of that name (there are {', '.join(PRESETS)}), and no "
-                "metric of ncu, such as sm__inst_executed.sum"
+                f"--metrics {word}: neither a preset ({', '.join(PRESETS)}) nor a metric of ncu, such "
+                "as sm__inst_executed.sum"
             )
         names += PRESETS.get(word, (word,))
     return tuple(dict.fromkeys(names))

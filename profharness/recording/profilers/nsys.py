@@ -42,17 +42,20 @@ EXPORT_BYTES_PER_S = 100_000  # assumed minimum rate of exports; nsys is usually
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 SQLITE_MAGIC = b"SQLite format 3\0"
 _SAME_VERSION = (
-    "capture, import and export with one and the same nsys, on the machine that captured, and carry "
-    "the .sqlite file away"
+    "capture, import and export with the same nsys on the same machine, and copy the "
+    ".sqlite file from there"
 )
 _DEBIAN = "libdw1, libelf1, libssh-4 on Debian and Ubuntu"
 
 NO_CUDA_EVENTS = FailureRule(
     "no_cuda_events",
     r"No CUDA events collected|CUDA profiling might have not been started correctly",
-    "nsys saw no CUDA work for {report}",
-    "see that the program uses the GPU (nvidia-smi, torch.cuda.is_available()) and that nsys is not "
-    "older than the CUDA that torch was built with; `--profiler torch` works without nsys",
+    "nsys recorded no CUDA work in {report}",
+    (
+        "check that the program uses the GPU (nvidia-smi, torch.cuda.is_available()) and "
+        "that nsys is not older than the CUDA release of torch; `--profiler torch` works "
+        "without nsys"
+    ),
 )
 
 
@@ -61,7 +64,7 @@ WRITTEN_RULES = (
     FailureRule(
         "version_mismatch",
         r"Qdstrm version (?P<version>\S+) is not supported",
-        "the importer cannot read a raw file of nsys {version}, so {report} is not usable",
+        "the importer cannot read a raw file of nsys {version}, so {report} cannot be used",
         _SAME_VERSION,
     ),
     FailureRule(
@@ -69,14 +72,16 @@ WRITTEN_RULES = (
         r"Supplied input buffer of size \d+ is too small"
         r"|Unknown runtime API function index: \d+"
         r"|Data member TimestampType was not initialized",
-        "nsys and its importer, or nsys and the CUDA of the program, are of different versions: "
-        "{report} lacks events",
-        _SAME_VERSION + "; a CUDA 13 program needs nsys 2025.3 or newer",
+        (
+            "the versions of nsys and its importer, or of nsys and the program's CUDA, do not "
+            "match: events are missing in {report}"
+        ),
+        _SAME_VERSION + "; a CUDA 13 program requires nsys 2025.3 or newer",
     ),
     FailureRule(
         "import_incomplete",
         r"Errors occurred while processing the raw events",
-        "the importer stopped in the middle: {report} lacks events",
+        "the importer stopped before the end: events are missing in {report}",
         _SAME_VERSION,
     ),
     NO_CUDA_EVENTS,
@@ -88,19 +93,22 @@ UNWRITTEN_RULES = (
     FailureRule(
         "sandboxed",
         r"ConvertGpuTicksToSyncNs",
-        "nsys cannot relate GPU time to host time here, as in a gVisor container: no {report}",
+        (
+            "nsys cannot convert GPU time to host time here (this happens in gVisor containers), "
+            "so {report} was not written"
+        ),
         NO_SANDBOX.replace("{tool}", "nsys"),
     ),
     FailureRule(
         "unknown_option",
         r"unrecogni[sz]ed option '(?P<option>[^']*)'",
-        "this nsys does not know the option {option}",
+        "this version of nsys has no option {option}",
         TOOL_OPTIONS.replace("{tool}", "nsys profile"),
     ),
     FailureRule(
         "unknown_option",
         r"Illegal --(?P<option>[\w-]+) arguments?\b(?P<value>.*)",
-        "this nsys does not take the value given to --{option}:{value}",
+        "this version of nsys does not accept the value of --{option}:{value}",
         TOOL_OPTIONS.replace("{tool}", "nsys profile"),
     ),
     FailureRule(
@@ -112,50 +120,58 @@ UNWRITTEN_RULES = (
     FailureRule(
         "importer_missing",
         r"The importer binary and its dependencies were not found",
-        "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) is not where it "
-        "looks, in host-linux-x64 beside its own target-linux-x64",
+        (
+            "nsys wrote a raw .qdstrm file but not {report}: its importer (QdstrmImporter) is "
+            "not in the folder host-linux-x64 beside nsys's target-linux-x64"
+        ),
         "link it there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
         "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
     ),
     FailureRule(
         "importer_library_missing",
         r"Importer error status: An unknown error occurred",
-        "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) does not start, "
-        "most often for want of a library",
-        "`ldd QdstrmImporter | grep 'not found'` names it; install the package that has it "
-        f"({_DEBIAN})",
+        (
+            "nsys wrote a raw .qdstrm file but not {report}: its importer (QdstrmImporter) does "
+            "not start, usually because a library is missing"
+        ),
+        (
+            "`ldd QdstrmImporter | grep 'not found'` shows which; install the package that "
+            f"contains it ({_DEBIAN})"
+        ),
     ),
     FailureRule(
         "sys_missing",
         r"Failed to get number of the device CPUs",
-        "the importer of nsys cannot read /sys, so there is no {report}",
+        "the importer of nsys cannot read /sys, so {report} was not written",
         "mount /sys and /proc in the container",
     ),
     FailureRule(
         "import_failed",
         r"Importer error status: (?P<words>.*)|Import Failed with (?P<more>.*)"
         r"|^File is corrupted\.",
-        "nsys could not turn its raw .qdstrm file into {report}",
-        "run `QdstrmImporter -i FILE.qdstrm` of the same version by hand to see why; see whether the "
-        "disk is full",
+        "nsys could not convert its raw .qdstrm file to {report}",
+        (
+            "check whether the disk is full; `QdstrmImporter -i FILE.qdstrm` of the same version "
+            "shows the reason"
+        ),
     ),
     FailureRule(
         "output_unwritable",
         r"Failed to create '(?P<path>[^']*)': (?P<why>[^.\n]+)",
         "nsys could not write {path}: {why}",
-        "choose a folder that is writable and has room",
+        "choose a writable folder with enough free space",
     ),
     LIBRARY_MISSING,
     FailureRule(
         "capture_range_missed",
         r"^Generated:\s*+(?!\S*\.(?:nsys-rep|qdstrm|qdrep))",
-        "the program never entered the range that nsys waits for, so there is no {report}",
+        ("the program never entered the range that nsys waited for, so {report} was not written"),
         "check the range's name, and set NSYS_NVTX_PROFILER_REGISTER_ONLY=0",
     ),
     FailureRule(
         "tool_crashed",
         r"FATAL ERROR: (?P<words>.*)",
-        "nsys broke down before it wrote {report}: {words}",
+        "nsys crashed before it wrote {report}: {words}",
         "try another version of Nsight Systems; `--profiler torch` works without nsys",
     ),
 )
@@ -164,9 +180,12 @@ UNWRITTEN_RULES = (
 KILLED = FailureRule(
     "killed",
     r"\Asignal 9$",
-    "nsys was killed (SIGKILL) while it profiled for {report}",
-    "end what it left behind with `nsys shutdown --kill=sigterm --session=profile-PID` "
-    "(PID is that of the killed nsys); see the kernel log for out-of-memory, then run again",
+    "nsys was killed (SIGKILL) before it wrote {report}",
+    (
+        "stop its remaining processes with `nsys shutdown --kill=sigterm "
+        "--session=profile-PID` (PID is that of the killed nsys); check the kernel log for "
+        "out-of-memory kills, then run again"
+    ),
 )
 
 RULES = (
@@ -177,8 +196,8 @@ RULES = (
     FailureRule(
         "children_outlive_target",
         r"Waiting for termination of re-parented processes",
-        "the program ended, but a process that it left behind kept nsys waiting for {report}",
-        "pass --wait=primary, or see that the program ends its own children",
+        ("the program ended, but one of its child processes kept running, and nsys waited for it"),
+        "pass --wait=primary, or let the program end its child processes",
         late=True,
     ),
 )
@@ -188,14 +207,14 @@ EXPORT_RULES = (
         "version_mismatch",
         r"ProtobufParseException|Version not supported: (?P<build>\S+)"
         r"|Version number is invalid: (?P<version>\S+)",
-        "the report was made by a newer nsys than the one that exports it",
+        "the report was written by a newer nsys than the one that exports it",
         _SAME_VERSION,
     ),
     FailureRule(
         "report_damaged",
         r"Version tag is not found in the stream|Cannot read from stream"
         r"|Section Table Reference magic number mismatch",
-        "the file is not an nsys report, or was cut short",
+        "the file is not an nsys report, or it is truncated",
         "copy it again, or capture again",
     ),
     LIBRARY_MISSING,
@@ -203,20 +222,23 @@ EXPORT_RULES = (
         "export_failed",
         r"Exportation error: (?P<words>.*)",
         "nsys export failed: {words}",
-        "export with the nsys that made the report, and see whether the disk is full",
+        "export with the nsys that wrote the report, and check whether the disk is full",
     ),
     FailureRule(
         "export_failed",
         r"\A(?P<how>signal \d+|exit code [1-9]\d*)$",
         "nsys export failed ({how})",
-        "export with the nsys that made the report: `nsys export --type sqlite REPORT`",
+        "export with the nsys that wrote the report: `nsys export --type sqlite REPORT`",
         quoted=True,
     ),
     FailureRule(
         "timeout",
         r"\A",
-        "nsys export took too long and was ended before it was complete",
-        "see why with `nsys export --type sqlite REPORT`, and ingest the .sqlite that it leaves",
+        "nsys export took too long and was stopped",
+        (
+            "run `nsys export --type sqlite REPORT` yourself, and ingest the .sqlite file that "
+            "it writes"
+        ),
         late=True,
     ),
 )
@@ -276,8 +298,8 @@ def export_report(
         # in the same folder as the output, so that the file can be moved there atomically
         folder = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
     except OSError as error:
-        message = f"{output} cannot be written: {error.strerror}"
-        remedy = "name a file in a folder that exists and is writable"
+        message = f"cannot write {output}: {error.strerror}"
+        remedy = "choose a file in a folder that exists and is writable"
         raise ToolError(Problem(NSYS, "output_unwritable", message, remedy)) from None
     with folder as name:
         part, log = Path(name) / "export.sqlite", Path(name) / "log"
@@ -311,8 +333,8 @@ def diagnose_export(returncode: int | None, text: str, output: Path) -> Problem 
     return Problem(
         NSYS,
         "export_empty",
-        f"nsys export ended well but left no SQLite file{quoted(text)}",
-        "see whether the disk is full; export with the nsys that made the report",
+        f"nsys export succeeded but wrote no SQLite file{quoted(text)}",
+        "check whether the disk is full; export with the nsys that wrote the report",
     )
 
 

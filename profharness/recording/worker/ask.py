@@ -158,7 +158,9 @@ class LiveDispatch:
         refusals = tuple(Refusal(code(text), text) for text in texts)
         if not refusals:
             by_rule = self.rules(config, backend)
-            refusals = (Refusal("no_text", "PyTorch refuses it without a reason.", "inferred"),)
+            refusals = (
+                Refusal("no_text", "PyTorch refuses it without giving a reason.", "inferred"),
+            )
             if by_rule.eligible is False:
                 refusals = (replace(by_rule.reasons[0], source="inferred"),)
         return Eligibility(False, refusals)
@@ -245,5 +247,8 @@ def _disabled(backend: str) -> Refusal:
 def _failure(error: BaseException, config: Config) -> str:
     text = next(iter(str(error).splitlines()), type(error).__name__)
     if is_oom(error) or "out of memory" in text:
-        return f"the inputs of {config.label} do not fit into memory, so nothing could be asked: {text}"
+        return (
+            f"the inputs of {config.label} do not fit into memory, so PyTorch could not be asked: "
+            f"{text}"
+        )
     return f"asking about {config.label} failed: {text}"

@@ -38,8 +38,7 @@ from profharness.dtypes import DTYPES
 from profharness.rows import REPLACEMENTS
 
 PLAIN_MISSING = (
-    "there is no kernels/naive.py in the working directory or in profharness; install profharness "
-    "again"
+    "kernels/naive.py is missing in the working directory and in profharness; reinstall profharness"
 )
 FA4_REMEDY = "pip install flash-attn-4"
 needs_triton = needs_module("triton", "pip install triton")
@@ -158,8 +157,8 @@ def priority_absent() -> str | None:
     if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
         return None
     return (
-        f"an order of backends needs torch >= 2.6 (sdpa_kernel's set_priority); this is "
-        f"{torch.__version__}; joined by + they are the same set without an order"
+        "an order of backends requires torch >= 2.6 (set_priority of sdpa_kernel), and this "
+        f"is {torch.__version__}; use + for the same set without an order"
     )
 
 
@@ -208,9 +207,9 @@ def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ..
     argument `majors` lists the major compute capabilities that `impl` supports.
     """
     if not hasattr(torch_attention, "restore_flash_attention_impl"):
-        return f"choosing {impl} for SDPA needs torch >= 2.11; this is {torch.__version__}"
+        return f"choosing {impl} for SDPA requires torch >= 2.11, and this is {torch.__version__}"
     if impl not in torch_attention.list_flash_attention_impls():
-        return f"{impl} is not among the implementations that this torch knows"
+        return f"this torch has no implementation {impl}"
     return needs_module(module, remedy)() or capability_reason(impl, majors)
 
 
@@ -220,12 +219,12 @@ def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
     The message says that the backend `name` needs another GPU.
     """
     if not torch.cuda.is_available():
-        return f"{name} needs an NVIDIA GPU"
+        return f"{name} requires an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability()
     if major in majors:
         return None
     needed = " or ".join(f"{needed}.x" for needed in majors)
-    return f"{name} needs compute capability {needed}; this GPU has {major}.{minor}"
+    return f"{name} requires compute capability {needed}, and this GPU has {major}.{minor}"
 
 
 def naive_compiled_absent() -> str | None:
@@ -281,7 +280,7 @@ def copy_function(function: Any) -> Any:
 def flex_flash_absent() -> str | None:
     """Return why flex_attention cannot run the kernels of FA4, or None if it can."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
-        return f"kernel_options BACKEND needs torch >= 2.10; this is {torch.__version__}"
+        return f"kernel_options BACKEND requires torch >= 2.10, and this is {torch.__version__}"
     reason = needs_module("flash_attn.cute", FA4_REMEDY)()
     return needs_triton() or reason or capability_reason("flex-flash", (9, 10))
 
@@ -311,7 +310,7 @@ def flex(kernel_options: dict[str, Any] | None) -> Attention:
 def varlen_absent() -> str | None:
     """Return why this torch has no varlen_attn, or None if it has one."""
     absent = needs_module("torch.nn.attention.varlen", "")()
-    return "torch.nn.attention.varlen needs torch >= 2.10" if absent else None
+    return "torch.nn.attention.varlen requires torch >= 2.10" if absent else None
 
 
 def varlen() -> Attention:
@@ -339,7 +338,7 @@ def varlen() -> Attention:
         if "enable_gqa" in parameters:
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:
-            raise RefusedError("unsupported", "varlen_attn of this torch takes no scale")
+            raise RefusedError("unsupported", "varlen_attn of this torch has no parameter `scale`")
         if scale is not None:
             options["scale"] = scale
         packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v)]

@@ -243,7 +243,9 @@ class Attempt:
             output = make_forward(config, inputs, attention)()
             check_output(self.backend.name, config, inputs, output)
             if config.bwd and not output.requires_grad:
-                raise RefusedError("unsupported", "its output carries no gradient; leave bwd out")
+                raise RefusedError(
+                    "unsupported", "its output has no gradient; remove bwd from the config"
+                )
             if config.bwd:
                 make_call(config, inputs, attention)()
             self.workspace.sync()
@@ -265,7 +267,7 @@ def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] |
         tuning: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
     except (TypeError, ValueError, OverflowError):
         raise ImplementationError(
-            f"tuning() returned {answer!r}; it must return a dict that JSON can hold, or None"
+            f"tuning() returned {answer!r}; it must return a dict of JSON values, or None"
         ) from None
     return tuning
 

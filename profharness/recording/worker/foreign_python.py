@@ -24,7 +24,7 @@ def refusal() -> str | None:
     """Return why this Python cannot run a worker, or None if it can."""
     if sys.version_info < OLDEST_PYTHON:
         here, oldest = map(dotted, (sys.version_info, OLDEST_PYTHON))
-        return f"Python {here} is too old, {oldest} is the oldest"
+        return f"Python {here} is too old; {oldest} or newer is required"
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return "no torch is installed there"
@@ -32,7 +32,7 @@ def refusal() -> str | None:
     text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
     version = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", text)
     if version and (int(version[2]), int(version[3])) < OLDEST_TORCH:
-        return f"torch {version[1]} is too old, {dotted(OLDEST_TORCH)} is the oldest"
+        return f"torch {version[1]} is too old; {dotted(OLDEST_TORCH)} or newer is required"
     return None
 
 

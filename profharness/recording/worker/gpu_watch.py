@@ -30,8 +30,8 @@ NO_SAMPLES = (0, 6)  # NVML reports SUCCESS or NOT_FOUND if no process has used 
 # NVML's bits of throttle reasons: hardware slowdown, software thermal slowdown, hardware thermal
 # slowdown and power brake.
 SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80
-SHARED_REMEDY = "let the GPU do nothing else while it is measured, then capture again"
-CAPPED_REMEDY = "see `nvidia-smi -q -d POWER,CLOCK,PERFORMANCE`, then capture again"
+SHARED_REMEDY = "stop the other work on this GPU, then capture again"
+CAPPED_REMEDY = "check `nvidia-smi -q -d POWER,CLOCK,PERFORMANCE`, then capture again"
 
 
 def is_shared(descriptor: int | None) -> bool:
@@ -96,22 +96,22 @@ class GpuWatch:
             return
         self._last_look = time.monotonic()
         if is_shared(self._lock):
-            yield from self._once("gpu_shared", "another profharness measures on this GPU")
+            yield from self._once("gpu_shared", "another profharness is measuring on this GPU")
         others = (self._others | (self._pids(self._handle) - self._mine)) - self._family
         for pid in sorted(self._computing({pid for pid in others if not _is_ours(pid)})):
-            text = f"another process ({pid}, as the driver counts) computes on this GPU"
+            text = f"another process ({pid} in the driver's numbering) is computing on this GPU"
             yield from self._once("gpu_shared", text)
         for name, now in self._read_caps().items():
             was = self._caps.get(name, now)
             if now != was:
-                text = f"{name} of the GPU changed from {was} to {now} while the run lasted"
+                text = f"{name} of the GPU changed from {was} to {now} during the run"
                 yield from self._once("gpu_capped", text)
 
     def _once(self, code: str, text: str) -> Iterator[Problem]:
         if text not in self._reported:
             self._reported.add(text)
             remedy = SHARED_REMEDY if code == "gpu_shared" else CAPPED_REMEDY
-            yield Problem(GPU, code, f"{text}: its times may be off", remedy)
+            yield Problem(GPU, code, f"{text}; its times may be wrong", remedy)
 
     def _pids(self, handle: Any) -> set[int]:
         """Return the IDs of the processes that have a CUDA context on a GPU.
@@ -165,7 +165,7 @@ class GpuWatch:
             "the highest SM clock": lambda: f"{clock(handle, sm)} MHz",
             "the highest memory clock": lambda: f"{clock(handle, memory)} MHz",
             "the application clock": lambda: f"{chosen(handle, sm)} MHz",
-            "the slowdown for heat or power": lambda: "on" if reasons(handle) & SLOWDOWN else "off",
+            "throttling for heat or power": lambda: "on" if reasons(handle) & SLOWDOWN else "off",
         }
         caps = {}
         for name, question in questions.items():

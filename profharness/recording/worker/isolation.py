@@ -177,7 +177,7 @@ def with_changes(result: Cell, before: ProcessState) -> Cell:
         changes = [f"replaced functions that Python needs ({type(error).__name__}: {error})"]
     if not changes:
         return result
-    text = f"this backend {join_few(changes, SHOWN)}: no other backend ran in its process"
+    text = f"this backend {join_few(changes, SHOWN)}; no other backend ran in its process"
     checks = tuple(
         replace(check, message=text) if check.what == "inputs" and check.passed else check
         for check in result.checks
@@ -229,9 +229,7 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
     seconds = median(samples) / 1e9
     rate = FASTEST_FORMAT * max(peaks.flops_per_s.values(), default=0.0)
     if rate and (done := flops(cell.config) / seconds) > rate:
-        return (
-            f"{done / 1e12:,.0f} TFLOP/s, where tensor cores reach {rate / 1e12:,.0f} in any format"
-        )
+        return f"{done / 1000000000000.0:,.0f} TFLOP/s, but tensor cores reach at most {rate / 1000000000000.0:,.0f}"
     tensors = tensor_bytes(cell.config)
     # do not count the output and unflushed inputs, because they may stay in the L2
     cached = 0 if name == COLD else peaks.l2_bytes

@@ -367,7 +367,7 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
     first, second = got.first[name], got.second[name]
     reference, allowance = expected.tensors[name], expected.allowance[name]
     if first is None or second is None:
-        return Check(name, False, "no gradient came back (None)")
+        return Check(name, False, "the gradient is None")
     if first.shape != reference.shape:
         shapes = f"has shape {list(first.shape)}; it must be {list(reference.shape)}"
         return Check(name, False, shapes)
@@ -380,7 +380,7 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
     fault = note = _fault(config, inputs, name, got, expected, errors)
     if fault is None and not torch.equal(first, second):
         most = float((first.double() - second.double()).abs().nan_to_num().max())
-        note = f"not deterministic: two calls on the same inputs differ by up to {most:.3g}"
+        note = f"not deterministic: two calls with the same inputs differ by up to {most:.3g}"
     return Check(
         name,
         passed=fault is None,
@@ -425,20 +425,23 @@ def _fault(
     wrong = next((result for result, error in results if not _within(error, allowance)), None)
     if wrong is None:
         if name in got.reused:
-            return "a later call changed what an earlier one returned: its buffer is shared"
+            return "a later call overwrote the result of an earlier one: they share a buffer"
         return None
     where = _where(wrong, reference, allowance)
     earlier = got.earlier.get(name)
     if earlier is not None and torch.equal(wrong, earlier) and not torch.equal(wrong, reference):
         value = wrong.flatten()[0]
         if wrong.numel() > 1 and bool((wrong == value).all()):
-            text = f"every element is {float(value):.6g} for other inputs too: the inputs do not reach it"
+            text = f"every element is {float(value):.6g}, also for other inputs: the inputs are ignored"
         else:
-            text = "is what the call before returned, for other inputs: state is kept, or the inputs are not read"
+            text = (
+                "is the result of the previous call with other inputs: the inputs are ignored, or "
+                "state is kept"
+            )
         return f"{text}; {where}"
     off = _errors(first, second.double())
     if not _within(off, allowance):
-        return f"two calls on the same inputs differ by up to {off[0]:.3g}; {where}"
+        return f"two calls with the same inputs differ by up to {off[0]:.3g}; {where}"
     guess = _guess(config, inputs, name, wrong, expected) if wrong.isfinite().all() else None
     return f"{where}; {guess}" if guess else where
 
@@ -454,8 +457,8 @@ def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
     if not count:
         return None
     return (
-        f"not written: {count} of {left.numel()} elements hold what lay in memory before, "
-        f"the first at {_index(left.flatten().int().argmax(), left.shape)}"
+        f"not written: {count} of {left.numel()} elements keep the memory's old content, the "
+        f"first at {_index(left.flatten().int().argmax(), left.shape)}"
     )
 
 
@@ -502,7 +505,7 @@ def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expect
     ratio = float((got.double() * reference).sum()) / square if square else 0.0
     errors = _errors(got, ratio * reference)
     near = abs(ratio - 1) > NOT_ONE and _within(errors, expected.allowance[name])
-    return f"it is {ratio:.4g} times what is expected: a factor is wrong" if near else None
+    return f"it is {ratio:.4g} times the expected value: a factor is wrong" if near else None
 
 
 def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
@@ -511,19 +514,19 @@ def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
         yield "without the scale (scale=1)", Variant(scale=1.0)
     if config.scale is not None:
         own = default_scale(Config(1, 1, 1, 1, 1, config.head_dim))
-        yield "with 1/sqrt(head_dim) in place of the given scale", Variant(scale=own)
+        yield "with 1/sqrt(head_dim) instead of the given scale", Variant(scale=own)
     yield "with the scale applied twice", Variant(scale=scale * scale)
     if config.causal:
         yield "without the causal mask", Variant(causal=False)
         yield "with the causal mask one column too far right", Variant(diagonal=1)
         yield "with the causal mask one column too far left", Variant(diagonal=-1)
         if columns != config.seq_len_q:
-            text = "with the causal mask aligned to the last row and column, not the first"
+            text = "with the causal mask aligned to the bottom right instead of the top left"
             yield text, Variant(diagonal=columns - config.seq_len_q)
     else:
-        yield "with a causal mask that was not asked for", Variant(causal=True)
+        yield "with a causal mask that was not requested", Variant(causal=True)
     if 1 < config.num_kv_heads < config.num_heads:
-        text = "with query head h on key head h % Hkv, not h // (Hq / Hkv)"
+        text = "with query head h on key head h % Hkv instead of h // (Hq / Hkv)"
         yield text, Variant(interleaved=True)
     kept = {columns - columns % tile for tile in TILES} | {columns - tile for tile in (1, *TILES)}
     for keys in sorted(keys for keys in kept if 0 < keys < columns):
@@ -698,7 +701,7 @@ class _Caller:
         check_output(self.backend.name, self.config, inputs, out)
         tensors, no_gradient, failed = {"out": out.detach()}, None, None
         if self.config.bwd and not out.requires_grad:
-            no_gradient = "its output carries no gradient"
+            no_gradient = "its output has no gradient"
         elif self.config.bwd:
             leaves = tuple(getattr(inputs, name) for name in GRADIENTS.values())
             try:
