@@ -121,7 +121,10 @@ def test_a_template_runs_as_a_backend_and_long_compiles_are_named(tmp_path: Path
     assert {cell.config.dtype for cell in record.cells} == {"fp32"}  # including crashed cells
     assert told["made.py"][0] == "ok"
     assert told["slow.py"][0] == "timeout"
-    assert "the worker did not finish loading, compiling or the first call in time" in told["slow.py"][1]
+    assert (
+        "the worker did not finish loading, compiling or the first call in time"
+        in told["slow.py"][1]
+    )
     assert told["dies.py"][0] == "crashed"
     assert "the worker died during loading, compiling or the first call" in told["dies.py"][1]
 

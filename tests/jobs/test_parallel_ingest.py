@@ -190,7 +190,8 @@ def test_worker_killed_twice_is_an_error_of_its_source(
     with closing(ingest_sources(store, [first, second], readers_of("local:1"))) as outcomes:
         failed, stored = list(outcomes)
     assert (
-        failed.error is not None and "the process that was reading it was ended by SIGKILL" in failed.error
+        failed.error is not None
+        and "the process that was reading it was ended by SIGKILL" in failed.error
     )
     assert kills == [first, first]
     assert [result.status for result in stored.results] == ["new"]

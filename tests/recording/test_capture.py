@@ -97,7 +97,9 @@ def test_finished_folder_is_tidy_and_does_not_change(run: tuple[Path, Run]) -> N
     assert not (folder / JOURNAL_FILE).exists()
     assert not (folder / LOCK_FILE).exists()
     before = (folder / RUN_FILE).read_bytes()
-    with pytest.raises(UsageError, match=rf"run {record.run} is finished: all of its cells \(\d+\)"):
+    with pytest.raises(
+        UsageError, match=rf"run {record.run} is finished: all of its cells \(\d+\)"
+    ):
         resume(folder)
     assert (folder / RUN_FILE).read_bytes() == before
     assert not (folder / LOCK_FILE).exists()

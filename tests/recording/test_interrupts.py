@@ -126,7 +126,10 @@ def test_second_interrupt_ends_the_tool_at_once(tmp_path: Path, number: signal.S
     process.send_signal(number)
     assert process.stderr is not None
     told = ""
-    while "stopping nsys, which still writes its report (press Ctrl-C again to stop it now)" not in told:
+    while (
+        "stopping nsys, which still writes its report (press Ctrl-C again to stop it now)"
+        not in told
+    ):
         told = process.stderr.readline()
         assert told, process.communicate()
     process.send_signal(number)

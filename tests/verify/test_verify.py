@@ -79,7 +79,7 @@ MISTAKES = {
     "accumulates": ("out", "two calls with the same inputs differ"),
     "shared_buffer": ("out", "a later call overwrote the result of an earlier one"),
     "unstable": ("out", "two calls with the same inputs differ"),
-    "wrong_gradient": ("dk", "it is 5.657 times what is expected"),
+    "wrong_gradient": ("dk", "it is 5.657 times the expected value"),
     "wrong_shape": ("out", "returned shape [2, 100, 4, 32]"),
 }
 
