@@ -301,12 +301,12 @@ def _next_steps(stop: Interrupted) -> str:
         kept = shell_command("ingest", str(folder), store=store)
         text = f"{done} of {len(run.cells)} checks are done; store them with: {kept}"
         if stop.command == "bench":
-            shown = shell_command("bench", "--run", "latest", store=store)
+            shown = shell_command("bench", "latest", store=store)
             text += f"; what was timed is stored, see it with: {shown}"
         return f"{text}; a verification cannot be resumed, only begun anew"
     text = shell_command("capture", "--resume", str(folder), store=store)
     if stop.command == "bench":
-        text += " && " + shell_command("bench", "--run", folder.name, store=store)
+        text += " && " + shell_command("bench", folder.name, store=store)
     return f"what was done is kept; go on with: {text}"
 
 

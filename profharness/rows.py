@@ -114,6 +114,9 @@ class RunRow:
     world_size: Annotated[int | None, column(meaning="ranks of its job, if known")]
     host_key: Annotated[str | None, column(meaning="hash of the host, if known")]
     gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")]
+    name: Annotated[
+        str, column("run", meaning="the file that a trace was read from, otherwise the id")
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from profharness.commands._output import (
     measured,
     on_terminal,
 )
+from profharness.commands._types import store_path
 from profharness.errors import Interrupted
 from profharness.render.document import Document
 
@@ -88,6 +89,15 @@ class Declaration:
         if self.usage is not None:
             self.usage(**_accepted(self.usage, values))
 
+    def with_runs(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values after the `find` functions of the parameters were applied to them."""
+        path = store_path(values.get("store"))
+        return {**values} | {
+            each.name: each.option.find(values[each.name], path)
+            for each in (*self.parameters, *self.shown_parameters)
+            if each.option.find is not None and each.name in values
+        }
+
     def answer(self, values: Mapping[str, Any]) -> Any:
         positional: list[Any] = []
         named = {}
@@ -131,6 +141,7 @@ class Declaration:
         values = {each.name: each.value(given) for each in parameters}
         with on_terminal():
             self.check_values(given | values)
+            values = self.with_runs(values)
             try:
                 answer = self.answer(values)
             except Interrupted as stop:
@@ -177,9 +188,10 @@ def command(
 
         @functools.wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
-            bound = inspect.signature(function).bind(*arguments, **named).arguments
-            declaration.check_values(bound)
-            return frame(function(*arguments, **named))
+            bound = inspect.signature(function).bind(*arguments, **named)
+            declaration.check_values(bound.arguments)
+            bound.arguments = declaration.with_runs(bound.arguments)
+            return frame(function(*bound.args, **bound.kwargs))
 
         call.declaration = declaration  # type: ignore[attr-defined]
         return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.shell_completion import CompletionItem
 
 from profharness.errors import UsageError
 from profharness.run import require_number
@@ -30,7 +32,7 @@ class Option:
     metavar: str | None = None
     type: click.ParamType[Any] | None = None
     """If None, the type is derived from the annotation."""
-    complete: Callable[..., list[str]] | None = None
+    complete: Callable[..., list[str] | list[CompletionItem]] | None = None
     multiple: bool = False
     file_flag: str = ""
     """A second option that reads more values from a file, using `read_file`."""
@@ -38,6 +40,11 @@ class Option:
     read_file: Callable[[Path], list[Any]] | None = None
     check: Callable[[Any], object] | None = None
     """Called with the value unless it is None. Raises UsageError if the value is invalid."""
+    find: Callable[[Any, Path], Any] | None = None
+    """Replaces the value before the function runs, given the value and the path of the store. It is not
+    called for an MCP tool, because it may read files that the value names."""
+    old_flag: str = ""
+    """A hidden option that an argument had before it became an argument, such as `--run`."""
     tool: str = ""
     """Description of the parameter in the MCP tool. If empty, the tool has no such parameter."""
     tool_name: str = ""
@@ -78,8 +85,16 @@ class Parameter:
         kind = self.option.type or _click_type(self.base)
         if not self.option.flags:
             count = {"nargs": -1, "required": settings.pop("required", False)}
-            settings |= count if self.variadic else {"required": self.required}
+            many = self.variadic or self.option.old_flag
+            settings |= count if many else {"required": self.required}
             yield click.Argument([self.name], type=kind, metavar=self.option.metavar, **settings)
+            if self.option.old_flag:
+                yield click.Option(
+                    [f"{self.name}_option", self.option.old_flag],
+                    multiple=True,
+                    hidden=True,
+                    shell_complete=self.option.complete,
+                )
             return
         if self.base is bool:
             settings |= {"is_flag": True} if "/" not in self.option.flags[0] else {}
@@ -116,6 +131,10 @@ class Parameter:
         If a repeatable option is missing, return the function's default, or None if there is none.
         """
         value = given.pop(self.name)
+        if self.option.old_flag:
+            value = (*value, *given.pop(f"{self.name}_option"))
+            if not self.variadic:
+                return self._single(value)
         if self.option.file_flag:
             path = given.pop(f"{self.name}_file")
             if path is not None:
@@ -124,6 +143,16 @@ class Parameter:
         if self.option.multiple and not value:
             return None if self.required else self.default
         return value
+
+    def _single(self, values: tuple[Any, ...]) -> Any:
+        """Return the only value, or the default if there is none. Raise UsageError for several."""
+        if len(values) > 1:
+            command = click.get_current_context().info_name
+            pair = shlex.join(map(str, values[:2]))
+            raise UsageError(
+                f"{command} shows one run, not {len(values)}; compare two with: profharness diff {pair}"
+            )
+        return values[0] if values else self.default
 
     def require_valid(self, value: Any) -> None:
         """Raise UsageError if the value is invalid.

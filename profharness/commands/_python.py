@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import profharness.store as stores
 from profharness.attention.config import split_names
+from profharness.commands._runs import find_one
 from profharness.commands._types import (
     EVERY_PROFILER,
     ConfigLike,
@@ -42,7 +43,7 @@ def observe() -> contextlib.AbstractContextManager[Any]:
 
 
 def cells(
-    run: str | None = None,
+    run: PathLike | None = None,
     *,
     configs: ConfigLike = None,
     backends: Names | None = None,
@@ -50,20 +51,22 @@ def cells(
 ) -> pd.DataFrame:
     """Return one row per cell of a run, with status, refusals and latency samples.
 
-    `run` is a run id, a unique prefix of one, `latest`, `latest~1` or `all`. None means the latest
-    run. Raise UsageError if `configs` or `backends` is empty.
+    `run` is a trace file, a run folder, the name of an ingested file, a run id, a unique prefix of one,
+    `latest`, `latest~1` or `all`. None means the latest run. Raise UsageError if `configs` or `backends` is empty.
     """
     chosen = config_list(configs) or None
     names = None if backends is None else split_names(backends)
     if names == ():
         raise UsageError("backends is empty")
-    with open_store(store_path(store)) as opened:
-        rows = opened.cells(run, configs=chosen, backends=names)
+    path = store_path(store)
+    found = find_one(run, path)
+    with open_store(path) as opened:
+        rows = opened.cells(found, configs=chosen, backends=names)
         return stores.to_frame(with_predictions(opened, rows), CellRow)
 
 
 def launches(
-    run: str | None = None,
+    run: PathLike | None = None,
     *,
     cell: str | None = None,
     profiler: str | None = None,
@@ -76,8 +79,10 @@ def launches(
     """
     watched = None if profiler in (None, EVERY_PROFILER) else str(profiler)
     require_profilers(watched or ())
-    with open_store(store_path(store)) as opened:
-        rows = list(opened.launches(run, profiler=watched, cell=cell))
+    path = store_path(store)
+    found = find_one(run, path)
+    with open_store(path) as opened:
+        rows = list(opened.launches(found, profiler=watched, cell=cell))
     return stores.to_frame(preferred_profiler_rows(rows) if profiler is None else rows, LaunchRow)
 
 

@@ -6,15 +6,16 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from profharness.attention.config import Config, expand_configs, parse_config_lines, split_names
 from profharness.commands._options import Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, OUTPUT_OPTION
+from profharness.commands._runs import find_one, find_several, find_side
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
 from profharness.rows import TRACE_PROFILERS
@@ -49,21 +50,26 @@ def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) ->
     return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
 
 
-def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Return `latest` and the matching run ids. Without a readable store, return only `latest`."""
+def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the name or the id of a stored run, `latest`, or the path of a file."""
     from profharness.store import open_store
 
     names = ["latest"]
     # Suppress errors, because a traceback would appear in the line that the user is typing.
     with contextlib.suppress(Exception), open_store(store_path(ctx.params.get("store"))) as opened:
-        names += [row.run for row in opened.runs()]
-    return [name for name in names if name.startswith(incomplete)]
+        for row in opened.runs():
+            names += dict.fromkeys((row.name, row.run))
+    matching = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    # The shell completes the path of a file. Bash forgets the items before this one.
+    return [CompletionItem(incomplete, type="file"), *matching]
 
 
-def complete_sides(ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
+def complete_sides(
+    ctx: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Complete an argument of `diff`, which is a run or a backend."""
-    runs = complete_runs(ctx, option, incomplete)
-    return runs + complete_backends(ctx, option, incomplete)
+    backends = map(CompletionItem, complete_backends(ctx, option, incomplete))
+    return [*complete_runs(ctx, option, incomplete), *backends]
 
 
 def store_path(store: PathLike | None) -> Path:
@@ -202,26 +208,36 @@ BACKENDS_OPTION = Option(
     tool_examples=("auto,flash,math",),
 )
 Backends = Annotated[Names | None, BACKENDS_OPTION]
-RUN_TOOL = "A stored run: an id, a unique prefix, latest, latest~1. Default: the latest that has an answer."
+RUN_TOOL = (
+    "A stored run: an id, a unique prefix, the name of an ingested file, latest, latest~1. Default: the \
+latest that has an answer."
+)
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
-RUN_OPTION = Option(
-    ("--run",),
-    metavar="RUN",
+RUN_WORDS = """\
+RUN is a trace file, a run folder, the name of an ingested file, an id of `runs` or the beginning of
+one, latest or latest~1. A file that the store does not have yet is ingested first."""
+ONE_RUN = Option(
+    metavar="[RUN]",
     complete=complete_runs,
-    help="A stored run: an id, a unique prefix, latest or latest~1.  [default: the latest that has the "
-    "configs]",
+    find=find_one,
+    old_flag="--run",
     tool=RUN_TOOL,
     tool_examples=RUN_TOOL_EXAMPLES,
 )
-LatestRun = Annotated[str | None, RUN_OPTION]
-RunOrAll = Annotated[
-    str | None,
-    replace(
-        RUN_OPTION,
-        help="A stored run: an id, a unique prefix, latest, latest~1; or all.  [default: the latest that "
-        "has the configs]",
-    ),
-]
+SEVERAL_RUNS = Option(
+    metavar="[RUN]...",
+    complete=complete_runs,
+    find=find_several,
+    old_flag="--run",
+    tool=RUN_TOOL,
+    tool_examples=RUN_TOOL_EXAMPLES,
+    tool_value=lambda text: (text,),
+)
+SIDE_OPTION = Option(complete=complete_sides, find=find_side)
+OneRun = Annotated[PathLike | None, ONE_RUN]
+"""A run that a command shows. None means the latest run that has the data of the command."""
+Runs = Annotated[PathLike, SEVERAL_RUNS]
+"""The type of the parameter `*runs` of a command that shows several runs."""
 RELEASE_OPTION = Option(
     ("--torch",),
     metavar="RELEASE",

@@ -21,12 +21,13 @@ from isal import igzip
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
+from profharness.commands._runs import run_text
 from profharness.commands._types import (
     EVERY_PROFILER,
     Force,
+    OneRun,
     OutputFile,
     Store,
-    complete_runs,
     require_profilers,
     store_path,
 )
@@ -94,7 +95,6 @@ _DEVICE_KEYS = {
     "numSms": "num_sms",
 }
 
-ExportedRun = Annotated[str, Option(complete=complete_runs)]
 Profiler = Annotated[
     str | None,
     Option(
@@ -109,7 +109,7 @@ Profiler = Annotated[
 
 @command("export", frame=as_is)
 def export(
-    run: ExportedRun,
+    run: OneRun = None,
     path: OutputFile = None,
     *,
     profiler: Profiler = None,
@@ -117,6 +117,8 @@ def export(
     store: Store = None,
 ) -> int:
     """Write a run as a Chrome trace. The run may come from any profiler.
+
+    RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
     The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
     with its kernels. Each launch has its resources, theoretical occupancy, op stack and counters of
@@ -129,12 +131,12 @@ def export(
 
     \b
     Example:
-      profharness export latest -o trace.json.gz
+      profharness export profile.nsys-rep -o trace.json.gz
 
     In Python the result is the number of launches in the trace.
     """
     with open_store(store_path(store)) as opened:
-        name = _find_run(opened, run, profiler)
+        name = _find_run(opened, run_text(run), profiler)
         profilers = _profilers_with_launches(opened, name, profiler)
         # each profiler has its own clock, so only one is written unless `all` is given
         if profiler is None:
@@ -163,7 +165,7 @@ def show(launches: int) -> None:
     """Print nothing, because `export` itself writes the trace."""
 
 
-def _find_run(store: OpenStore, ref: str, profiler: str | None) -> str:
+def _find_run(store: OpenStore, ref: str | None, profiler: str | None) -> str:
     """Return the run that `ref` names, preferably a run with launches of the profiler."""
     if profiler not in (None, EVERY_PROFILER):
         with contextlib.suppress(NotFoundError):

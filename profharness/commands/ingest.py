@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +15,11 @@ import profharness.store as stores
 from profharness.commands._command import command, declaration_of
 from profharness.commands._options import Option
 from profharness.commands._output import hint, is_command_line, live, quiet_stdout
+from profharness.commands._runs import ingest_progress
 from profharness.commands._types import PathLike, Store, store_path
 from profharness.errors import ProfharnessError, printable, printable_path
 from profharness.files import shell_command
 from profharness.logs import duration
-from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
 from profharness.store.schema import require_folder
 from profharness.store.sources import find_sources
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from profharness.jobs.parallel_ingest import IngestOutcome
     from profharness.store import IngestResult
-    from profharness.store.ingest import Progress
 
 LIVE_S, REPORT_S = 0.2, 30.0  # seconds between two updates on a terminal, and in a log
 
@@ -143,7 +142,7 @@ def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, Non
 
     for source in paths:
         try:
-            with _progress(source) as progress:
+            with ingest_progress(source) as progress:
                 results = stores.ingest_path(store, source, progress=progress)
         except ProfharnessError as error:
             yield IngestOutcome(source, error=str(error))
@@ -247,28 +246,6 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
             kept = f" (stored from {result.kept})" if result.kept else ""
             line = f"{printable_path(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
             stream.write(printable(line).encode())
-
-
-@contextlib.contextmanager
-def _progress(source: Path) -> Iterator[Progress | None]:
-    """Yield a callback that shows the number of launches on a terminal, otherwise None.
-
-    If nsys has to export the source first, print how long that may take.
-    """
-    if source.suffix == SUFFIX:
-        hint(
-            f"{printable_path(source)}: nsys exports it, for {export_limit_s(source):.0f} s at most"
-        )
-    if not sys.stderr.isatty():
-        hint(f"reading {printable_path(source)}")
-        yield None
-        return
-
-    def show(name: str, done: int, total: int) -> None:
-        live(f"{printable_path(name)}: {done:,} of {total:,} launches")
-
-    yield show
-    live()
 
 
 DECLARATION = declaration_of(ingest)

@@ -21,7 +21,7 @@ from profharness.commands._types import (
     Force,
     Format,
     OutputFile,
-    complete_runs,
+    Runs,
     store_path,
 )
 from profharness.commands._types import Store as StorePath
@@ -549,7 +549,6 @@ def words_of(text: str) -> dict[str, str]:
     }
 
 
-ReportedRuns = Annotated[str, Option(metavar="[RUN]...", complete=complete_runs)]
 WithBench = Annotated[
     bool | None,
     Option(
@@ -581,7 +580,7 @@ def _write_text(made: Report) -> str:
 
 @command("report", frame=_write_text)
 def report(
-    *runs: ReportedRuns,
+    *runs: Runs,
     path: OutputFile = None,
     format: Format = None,
     force: Force = False,
@@ -590,14 +589,14 @@ def report(
 ) -> Report:
     """Write a report on stored runs: cells, latency, kernels, problems, environment.
 
-    RUN is an id, a unique prefix, latest or latest~1; the default is the latest run. For two runs, the
+    RUN is a trace file, a run folder or a stored run; the default is the latest run. For two runs, the
     report shows what changed from the first to the second. For several programs, or benchmarks on
     several classes of GPU, it has a table with one column per class. An HTML report is a single file
     that needs no network. The charts of a Markdown report are separate files: out-1.svg and so on.
 
     \b
     Example:
-      profharness report latest -o report.html
+      profharness report trace.json.gz -o report.html
 
     In Python the result is the text of the report: html, md, json, jsonl or csv.
     """
@@ -608,7 +607,7 @@ def report(
             raise UsageError(f"no format {suffix[1:]!r} of a report; known are {known}")
         check_output(Path(path), force=force)
     with open_store(store_path(store)) as opened:
-        made = report_document(opened, runs or ("latest",), bench=bench)
+        made = report_document(opened, [*map(str, runs)] or ["latest"], bench=bench)
     return made, None if path is None else Path(path), format, force
 
 

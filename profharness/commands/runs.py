@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 RUN_FIELDS = (
     *("run", "created", "source", "device", "torch", "profilers"),
     *("cells", "failed_cells", "launches", "path", "kind", "warnings"),
-    *("rank", "world_size", "host_key", "gpu_key"),
+    *("rank", "world_size", "host_key", "gpu_key", "name"),
 )
 RUN_COLUMNS = pick(
     RunRow,
-    *("run", "rank", "kind", "created", "device", "torch", "profilers", "cells"),
+    *("name", "rank", "kind", "created", "device", "torch", "profilers", "cells"),
     *("failed_cells", "launches"),
 )
 Deleted = Annotated[
@@ -63,8 +63,9 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> list[RunRow]:
     with open_store(path, write=bool(names)) as opened:
         # Look up all runs before deleting any, so that `latest~1` keeps its meaning.
         for run in dict.fromkeys([opened.resolve(name) for name in names]):
+            name = opened.run_name(run)
             opened.delete_run(run)
-            hint(f"deleted {run}")
+            hint(f"deleted {name}")
         rows = opened.runs()
     if not rows and not names:
         hint(f"{path} holds no runs; `profharness capture` or `profharness ingest FILE` makes one")
@@ -76,7 +77,7 @@ def show(rows: Sequence[RunRow], *, deleted: Deleted = ()) -> Document | None:
     """Return a document with one row per run, or None if --delete was given."""
     if deleted:
         return None
-    notes = warning_notes({row.run: row.warnings for row in rows if row.warnings})
+    notes = warning_notes({row.name: row.warnings for row in rows if row.warnings})
     ranked = any(row.rank is not None for row in rows)
     columns = [column for column in RUN_COLUMNS if ranked or column.key != "rank"]
     blocks: tuple[Block, ...] = (Table.of(columns, rows), *notes) if rows else ()

@@ -298,7 +298,7 @@ def find_layers(
     if not calls and not observed:
         of_configs = ""
         if store.cells(run):
-            of_configs = f"it is of configs (profharness kernels --run {run}); "
+            of_configs = f"it is of configs (profharness kernels {run}); "
         raise NotFoundError(
             f"run {run} shows no attention call of a program; {of_configs}record a trace with "
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"

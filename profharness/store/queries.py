@@ -40,6 +40,7 @@ from profharness.rows import (
     triple,
 )
 from profharness.stats import Series
+from profharness.store.names import name_runs
 from profharness.store.schema import (
     connect,
     damaged,
@@ -102,15 +103,17 @@ class Store(RunFinder):
 
     def runs(self) -> list[RunRow]:
         """Return all runs, newest first."""
-        return rows_of(
+        names = name_runs(self.stored_runs())
+        rows = rows_of(
             self.connection,
             RunRow,
-            "SELECT *, (SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells, "
+            "SELECT *, run AS name, (SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells, "
             "(SELECT count(*) FROM cells c WHERE c.run_id = r.id "
             "AND c.status IN ('oom', 'error', 'crashed', 'timeout')) AS failed_cells, "
             "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches "
             f"FROM runs r {NEWEST_FIRST}",
         )
+        return [replace(row, name=names[row.run]) for row in rows]
 
     def warnings(self, runs: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return the warnings from ingesting these runs. Runs without warnings are omitted."""

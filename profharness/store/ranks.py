@@ -30,7 +30,7 @@ _COPIED = ("run", "rank", "host_key", "gpu_key", "created", "device")  # columns
 TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
 NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 NEED = (
-    "`profharness ingest FOLDER` takes the traces of a job's ranks in; "
+    "`profharness ranks FOLDER` compares the traces in a folder; "
     "`profharness ranks RUN RUN …` compares the runs that are named"
 )
 Record = dict[str, Any]

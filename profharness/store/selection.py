@@ -1,7 +1,7 @@
 """Select the stored run that a command shows.
 
-A run can be given by its id or by a prefix of its id. `latest` selects the newest run that has the
-data that the command needs.
+A run can be given by its id, by a prefix of its id, or by the name of the file that it was made
+from. `latest` selects the newest run that has the data that the command needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from profharness.attention.config import Config
 from profharness.errors import NotFoundError, join_few
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS
-from profharness.run import OBSERVE
+from profharness.store.names import StoredRun, match_path, name_runs
 from profharness.store.tables import records
 
 Need = Literal[
@@ -74,7 +74,7 @@ class Selection:
     """A selection of stored rows. An empty filter selects all rows."""
 
     run: str | None = None
-    """An id, a unique prefix of an id, `latest`, `latest~N` or `all`.
+    """An id, a unique prefix of an id, the name of a file, `latest`, `latest~N` or `all`.
 
     None means `latest`, the newest run that has all the configs on all the backends.
     """
@@ -91,7 +91,7 @@ class RunFinder:
         self.connection = connection
 
     def resolve(self, ref: str | None) -> str:
-        """Return the id of a run given by an id, a unique prefix, `latest` or `latest~N`.
+        """Return the id of a run given by an id, a unique prefix, a file name, or `latest~N`.
 
         None selects the latest run. Raises NotFoundError if no run or more than one run matches.
         The message lists candidates.
@@ -110,21 +110,42 @@ class RunFinder:
         NotFoundError if no run or more than one run matches. The message lists candidates.
         """
         ref = LATEST if selection.run is None else selection.run
-        names = self._run_ids()
-        if not names:
+        runs = self.stored_runs()
+        ids = [each.run for each in runs]
+        if not runs:
             raise NotFoundError(f"{self.path} holds no run; `profharness capture` makes one")
         # an id may also be the prefix of another id
-        if ref in names:
+        if ref in ids:
             return ref
         if back := _BACK.fullmatch(ref):
             return self._latest(selection, needs or ("kernels",), int(back[1] or 0))
+        names = name_runs(runs)
+        named = [run for run, name in names.items() if name == ref]
         # an empty string is a prefix of every id
-        matching = [name for name in names if ref and name.startswith(ref)]
-        if len(matching) == 1:
-            return matching[0]
-        if matching:
-            raise NotFoundError(f"run {ref!r} is ambiguous; it could be {_some(matching)}")
-        raise NotFoundError(f"no run {ref!r} in {self.path}; there are {_some(names)}")
+        begun = [run for run in ids if ref and run.startswith(ref)]
+        for matching in (named, begun, match_path(ref, runs)):
+            if len(matching) == 1:
+                return matching[0]
+            if matching:
+                could = _some([names[run] for run in matching])
+                raise NotFoundError(f"run {ref!r} is ambiguous; it could be {could}")
+        there = _some([names[run] for run in ids])
+        raise NotFoundError(f"no run {ref!r} in {self.path}; there are {there}")
+
+    def run_name(self, run: str) -> str:
+        """Return the name of a run: the file of a trace, otherwise the id."""
+        return name_runs(self.stored_runs())[run]
+
+    def run_reference(self, run: str) -> str:
+        """Return a text that selects a run when a user types it: its name, or its id if the name is
+        also that of another file in the working folder.
+        """
+        runs = self.stored_runs()
+        name = name_runs(runs)[run]
+        path = next(Path(each.path) for each in runs if each.run == run)
+        if name == run or not Path(name).exists():
+            return name
+        return name if path.exists() and path.samefile(name) else run
 
     def has(self, run: str, need: Need) -> bool:
         """Return whether a run satisfies a need for any config."""
@@ -133,19 +154,17 @@ class RunFinder:
     def shown_by(self, run: str) -> str:
         """Return the command that shows the contents of a run.
 
-        The command is `layers` for an observed program. For other runs, it is the first of
-        `kernels`, `layers`, `bench` and `report` for which the run has data.
+        The command is the first of `layers`, `kernels`, `bench` and `report` for which the run has
+        data.
         """
-        has_calls = self.has(run, "attention calls")
-        if has_calls and self._is(run, f"r.kind = '{OBSERVE}'"):
-            return shell_command("layers", run, store=self.path)
-        if self.has(run, "kernels"):
-            return shell_command("kernels", "--run", run, store=self.path)
-        if has_calls:
-            return shell_command("layers", run, store=self.path)
-        if self.has(run, "times") and not self._is(run, f"r.kind = '{CHECKED}'"):
-            return shell_command("bench", "--run", run, store=self.path)
-        return shell_command("report", run, store=self.path)
+        command = "report"
+        if self.has(run, "attention calls"):
+            command = "layers"
+        elif self.has(run, "kernels"):
+            command = "kernels"
+        elif self.has(run, "times") and not self._is(run, f"r.kind = '{CHECKED}'"):
+            command = "bench"
+        return shell_command(command, self.run_reference(run), store=self.path)
 
     def lack_of_kernels(self, run: str) -> str | None:
         """Return a message if a run has no kernels, else None.
@@ -157,7 +176,8 @@ class RunFinder:
         query = "SELECT kind, profilers FROM runs WHERE run = ?"
         kind, profilers = self.connection.execute(query, (run,)).fetchone()
         how = " ".join((kind, *(f"--profiler {name}" for name in json.loads(profilers))))
-        return f"run {run} ({how}) has no kernels; see it with: {self.shown_by(run)}"
+        name = self.run_name(run)
+        return f"run {name} ({how}) has no kernels; see it with: {self.shown_by(run)}"
 
     def config_ids(self, configs: Sequence[Config]) -> list[int]:
         """Return the ids of stored configs that match any of the given configs.
@@ -177,9 +197,10 @@ class RunFinder:
         values = {"run": run, "profilers": json.dumps(TRACE_PROFILERS)}
         return self.connection.execute(query, values).fetchone() is not None
 
-    def _run_ids(self) -> list[str]:
-        rows = self.connection.execute(f"SELECT run FROM runs r {NEWEST_FIRST}")
-        return [str(run) for (run,) in rows]
+    def stored_runs(self) -> list[StoredRun]:
+        """Return the ids and paths of all runs, newest first."""
+        rows = self.connection.execute(f"SELECT run, source, path FROM runs r {NEWEST_FIRST}")
+        return [StoredRun(*row) for row in rows]
 
     def _matching(self, selection: Selection, need: Need) -> Iterator[str]:
         """Yield the runs, newest first, that satisfy a need for all selected configs and backends.
@@ -243,10 +264,11 @@ class RunFinder:
         what = " ".join([*words, *(f"{of} {_some(names)}" for of, names in parts if names)])
         if runs:
             raise NotFoundError(
-                f"{LATEST}~{back}: only {len(runs)} stored run(s) have {what}: {_some(runs)}"
+                f"{LATEST}~{back}: only {len(runs)} stored run(s) have {what}: "
+                f"{_some(list(map(self.run_name, runs)))}"
             )
         same_configs = Selection(None, selection.configs)
-        others = self._run_ids() if not selection.configs else []
+        others = [each.run for each in self.stored_runs()] if not selection.configs else []
         run = next(chain(self._matching(same_configs, "run"), others), None)
         lack = None if run is None else self.lack_of_kernels(run)
         hint = lack or f"see what is stored with: {shell_command('runs', store=self.path)}"

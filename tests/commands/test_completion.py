@@ -53,14 +53,22 @@ def test_backends_runs_and_sides_are_offered(folder: Path) -> None:
     assert completed(folder, "capture", "--backend", "flash")[0] == "flash"
     assert "flashy" in completed(folder, "capture", "--backend", "fl")
     assert completed(folder, "capture", "--backend", "auto,cud") == ["auto,cudnn"]
-    (latest, run) = completed(folder, "kernels", "--run", "")
-    assert latest == "latest"
-    assert completed(folder, "export", run[:4]) == [run]
-    assert completed(folder, "diff", "latest", "mat") == ["math"]
+    (path, latest, run) = completed(folder, "kernels", "")
+    assert latest == "latest" and path == ""  # bash completes the path
+    assert completed(folder, "kernels", "--run", "") == [path, latest, run]
+    assert completed(folder, "export", run[:4]) == [run[:4], run]
+    assert completed(folder, "diff", "latest", "mat") == ["mat", "math"]
     assert run in completed(folder, "diff", "")
 
 
 def test_without_a_store_nothing_breaks(tmp_path: Path) -> None:
-    assert completed(tmp_path, "kernels", "--run", "") == ["latest"]
+    assert completed(tmp_path, "kernels", "") == ["", "latest"]
     (tmp_path / "profharness.db").write_text("no store")
-    assert completed(tmp_path, "export", "2") == []
+    assert completed(tmp_path, "export", "2") == ["2"]
+
+
+def test_a_trace_is_completed_by_its_file_name(folder: Path) -> None:
+    ingest_path(folder / "traces.db", ROOT / "traces" / "models" / "vit.json.gz")
+    words = ("--store", "traces.db")
+    assert completed(folder, "layers", *words, "vi") == ["vi", "vit.json.gz"]
+    assert len(completed(folder, "layers", *words, "trace-")) == 2

@@ -46,7 +46,8 @@ def default_of(parameter: Parameter, option: click.Parameter) -> Any:
         missing = None  # Click's own sign of an option without a default
     if option.multiple or option.nargs == -1:
         missing = missing or ()
-    given = {parameter.name: missing, f"{parameter.name}_file": None}
+    given = {parameter.name: missing}
+    given |= {f"{parameter.name}_file": None, f"{parameter.name}_option": ()}
     value = parameter.value(given)
     if parameter.base is bool and parameter.default is False:
         return bool(value)

@@ -167,7 +167,7 @@ def test_layers_refuses_a_captured_run(store: dict[str, str]) -> None:
     for words in (("configs",), ("configs", "--gpu", "H100,H200")):
         error = ask(store, *words).exception
         assert isinstance(error, NotFoundError)
-        assert f"it is of configs (profharness kernels --run {store['configs']})" in str(error)
+        assert f"it is of configs (profharness kernels {store['configs']})" in str(error)
 
 
 def test_predictions_and_measured_times_share_a_table(store: dict[str, str]) -> None:

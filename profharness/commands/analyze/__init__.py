@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
+from profharness.commands._runs import run_text
 from profharness.commands._types import (
     Backends,
     Configs,
-    LatestRun,
+    OneRun,
     Store,
     config_list,
     store_path,
@@ -56,14 +57,15 @@ def analyze(
     configs: Configs = None,
     backends: Backends = None,
     *,
-    run: LatestRun = None,
+    run: OneRun = None,
     peaks: Peaks = None,
     store: Store = None,
 ) -> list[CellAnalysis]:
     """Find the bottleneck of each backend, with evidence.
 
-    Without --config, analyze every config of the latest run. With --config, use the latest run that
-    has them; if there is none, capture them first. Counters of ncu are used if a run has them.
+    RUN is a trace file, a run folder or a stored run; the default is the latest. Without --config,
+    analyze every config of the run. With --config and no RUN, use the latest run that has them; if
+    there is none, capture them first. Counters of ncu are used if a run has them.
 
     For a program's trace, analyze each group of equal attention calls whose config is known, on the
     time of their kernels, including backward if it was traced.
@@ -78,14 +80,14 @@ def analyze(
     Examples:
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
-      profharness ingest trace.json.gz; profharness analyze --run trace-5bbb73728d  # as ingest says
+      profharness analyze trace.json.gz
 
     In Python nothing is captured or measured unless `peaks` is "measure". The result has one row per
     cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
     `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`.
     """
     path = store_path(store)
-    selection = select(run, config_list(configs), split_names(backends))
+    selection = select(run_text(run), config_list(configs), split_names(backends))
     program = selected_program(path, selection)
     source = DATA_SHEET if peaks == "data-sheet" else None
     if program is not None:

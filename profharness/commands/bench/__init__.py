@@ -24,6 +24,7 @@ from profharness.commands._output import (
     require_charts,
     run_listener,
 )
+from profharness.commands._runs import run_text
 from profharness.commands._types import (
     Backends,
     Configs,
@@ -32,13 +33,13 @@ from profharness.commands._types import (
     GpuClasses,
     Insecure,
     Names,
+    OneRun,
     OutFolder,
     PathLike,
     Processes,
     Scheduler,
     ShowProgress,
     Store,
-    complete_runs,
     config_list,
     fleet,
     store_path,
@@ -123,7 +124,7 @@ Precision = Annotated[
         ("--precision",),
         metavar="FRACTION",
         help="Sample until half the width of the median's 95 % interval is at most this fraction of the median.  "
-        "[default: 1%; with --run, that of the run]",
+        "[default: 1%; with RUN, that of the run]",
     ),
 ]
 MaxTime = Annotated[
@@ -157,15 +158,6 @@ BenchSeed = Annotated[
     int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of inputs and order.")
 ]
 Timeout = Annotated[float, timeout_option("Time limit of one step of a cell, in seconds.")]
-BenchRun = Annotated[
-    str | None,
-    Option(
-        ("--run",),
-        metavar="RUN",
-        complete=complete_runs,
-        help="Show a stored run instead of measuring: all of it, or only the given configs and backends.",
-    ),
-]
 Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]
 Raw = Annotated[bool, Option(("--raw",), help="Include the samples in JSON and CSV.")]
 Overwrite = Annotated[bool, replace(FORCE_OPTION, help="Overwrite the output files if they exist.")]
@@ -210,7 +202,7 @@ def bench(
     seed: BenchSeed = BenchOptions.seed,
     timeout_s: Timeout = Protocol.timeout_s,
     device: Device = Protocol.device,
-    run: BenchRun = None,
+    run: OneRun = None,
     out: OutFolder = RUNS_FOLDER,
     store: Store = None,
     progress: ShowProgress = None,
@@ -223,7 +215,8 @@ def bench(
     kernel is the kernels of a profiled call; eager is calls one after the other, as in a program. A
     cell that is refused, fails, crashes or hangs is a row with the reason.
 
-    Without --backend, or with `all`, time the default backends of the device.
+    Without --backend, or with `all`, time the default backends of the device. With RUN, which is a run
+    folder or a stored run, nothing is measured: show all of it, or only the given configs and backends.
 
     \b
     Examples:
@@ -242,7 +235,7 @@ def bench(
     options = BenchOptions(
         configs=config_list(configs),
         backends=split_names(backends),
-        run=run,
+        run=run_text(run),
         baseline=baseline,
         dtypes=split_names(dtypes),
         measurements=split_names(measurements),
@@ -279,7 +272,7 @@ def show(
     *,
     explain: Explained = False,
     raw: Raw = False,
-    run: BenchRun = None,
+    run: OneRun = None,
     store: Store = None,
     format: Format = None,
     output: Target = None,
@@ -290,7 +283,7 @@ def show(
 
     answer, *_ = answers
     path = None if output is None else Path(output)
-    with contextlib.nullcontext() if run else measured("bench", "--run", answer.run):
+    with contextlib.nullcontext() if run else measured("bench", answer.run):
         page = benches_by_gpu_document(answers, explain=explain, raw=raw)
         if path is not None and is_folder(path):
             _write_folder(page, path, answer.environment, force=force)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +16,10 @@ from profharness.commands._command import command, declaration_of, document, gat
 from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
 from profharness.commands._types import (
+    SIDE_OPTION,
     Configs,
+    PathLike,
     Store,
-    complete_sides,
     config_list,
     store_path,
     threshold_option,
@@ -215,17 +217,17 @@ def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
 
 
 Baseline = Annotated[
-    str,
-    Option(
-        complete=complete_sides,
+    PathLike,
+    replace(
+        SIDE_OPTION,
         tool="A run, RUN:BACKEND, or a backend in the latest run that has both.",
         tool_examples=("latest~1", "latest:flash", "flash"),
     ),
 ]
 Candidate = Annotated[
-    str,
-    Option(
-        complete=complete_sides,
+    PathLike,
+    replace(
+        SIDE_OPTION,
         tool="Compared with the baseline; the same forms.",
         tool_examples=("latest", "math"),
     ),
@@ -274,13 +276,15 @@ def diff(
 ) -> Comparison:
     """Compare two backends of a run, or two runs.
 
-    BASELINE and CANDIDATE are each a run (an id, a unique prefix, latest or latest~1), RUN:BACKEND,
-    or a backend in the latest run that has all the backends named. Kernels are paired by what they
-    compute. `ratio` is the candidate's time divided by the baseline's. A gate (--fail-on) fails if
-    there is nothing to compare. Traces of two programs are also compared layer by layer.
+    BASELINE and CANDIDATE are each a trace file, a run folder, a stored run (latest, latest~1, an id or
+    the beginning of one), RUN:BACKEND, or a backend in the latest run that has all the backends named.
+    Kernels are paired by what they compute. `ratio` is the candidate's time divided by the baseline's.
+    A gate (--fail-on) fails if there is nothing to compare. Traces of two programs are also compared
+    layer by layer.
 
     \b
     Examples:
+      profharness diff before.json.gz after.json.gz
       profharness diff flash math --config 2,8,512,64 --fail-on slower
       profharness diff latest~1 latest --fail-on memory,launches,refused
       profharness diff latest~1 latest --fail-on backend-changed
@@ -290,7 +294,7 @@ def diff(
     refusals of both sides.
     """
     with open_store(store_path(store)) as opened:
-        sides = find_sides(opened, baseline, candidate, config_list(configs))
+        sides = find_sides(opened, str(baseline), str(candidate), config_list(configs))
     threshold = stats.THRESHOLD if threshold is None else threshold
     return diff_cells(*sides, threshold=threshold), sides
 

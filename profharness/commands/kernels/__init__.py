@@ -19,6 +19,7 @@ from profharness.commands._output import (
     hint_after,
     is_command_line,
 )
+from profharness.commands._runs import run_text
 from profharness.commands._types import (
     EVERY_PROFILER,
     AtlasFolder,
@@ -27,9 +28,9 @@ from profharness.commands._types import (
     Driver,
     Format,
     Names,
+    OneRun,
     OutputFile,
     Release,
-    RunOrAll,
     Store,
     config_list,
     require_profilers,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GPU_ALONE = (
-    "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave --run, --profiler and "
+    "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave RUN, --profiler and "
     "--steps out"
 )
 NAMES = """
@@ -162,7 +163,7 @@ def kernels(
     *,
     backends: Backends = None,
     profilers: Profilers = None,
-    run: RunOrAll = None,
+    run: OneRun = None,
     gpu: GpuName = None,
     torch: Release = None,
     driver: Driver = None,
@@ -172,8 +173,9 @@ def kernels(
 ) -> KernelsFound:
     """Show which kernels each backend launched.
 
-    Without --config, show every config of the latest run. With --config, use the latest run that has
-    them; if there is none, capture them first.
+    RUN is a trace file, a run folder or a stored run; the default is the latest, and `all` means every
+    stored run. Without --config, show every config of the run. With --config and no RUN, use the latest
+    run that has them; if there is none, capture them first.
 
     Columns: smem KiB is shared memory and smem% its share of an SM's; n/call is launches per call; µs
     is the median of one launch; µs/call is the mean time of all its launches in a call (in a
@@ -181,10 +183,11 @@ def kernels(
     theoretical occupancy. `-` means that the profiler does not record the value.
 
     --profiler all compares the profilers: each kernel's time under torch, nsys and ncu, its counters,
-    and every disagreement. With --run all, each profiler's newest run that has the config is used.
+    and every disagreement. With `all`, each profiler's newest run that has the config is used.
 
     \b
     Examples:
+      profharness kernels trace.json.gz
       profharness kernels --config 2,8,512,64 --backend auto,math --format csv
       profharness kernels --config 2,8,512,64 --profiler all
       profharness kernels --config 2,8,512,64,bf16 --gpu H200
@@ -206,7 +209,7 @@ def kernels(
     watched = TRACE_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
-    path, selection = store_path(store), select(run, chosen, names, watched)
+    path, selection = store_path(store), select(run_text(run), chosen, names, watched)
     rows, cells = find_rows(path, selection, by_op=steps)
     if named:
         return KernelsFound(rows, cells, path, named)
@@ -247,13 +250,13 @@ def show(
 
 
 @gate(kernels)
-def check(found: KernelsFound, *, expect: Expected = (), run: RunOrAll = None) -> str | None:
+def check(found: KernelsFound, *, expect: Expected = (), run: OneRun = None) -> str | None:
     """Raise GateError unless every cell ran one of the expected backends or families."""
     expected = split_names(expect)
     if not expected:
         return None
     watched = {row.run for row in found.rows}
-    # With --run all, skip the cells of runs without kernels.
+    # With `all`, skip the cells of runs without kernels.
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
     names = ",".join(expected)
     if failed := unmet_expectations(expected, found.rows, judged):
@@ -267,7 +270,7 @@ def select(
     backends: Sequence[str],
     profilers: Sequence[str] = (),
 ) -> Selection:
-    """Return the selection of rows for --run, --config, --backend and --profiler."""
+    """Return the selection of rows for RUN, --config, --backend and --profiler."""
     if backends:
         # This import searches for implementations, which only a filter by backend needs.
         from profharness.attention.backends import stored_names
@@ -286,7 +289,7 @@ def find_rows(
     """Return the kernels and cells of the selected run, by default the latest run with the configs.
 
     `needs` lists in order of preference what the run must contain. On the command line, configs
-    without the first need are captured if --run is missing. If the run has no kernels, print why.
+    without the first need are captured if no run is given. If the run has no kernels, print why.
     """
     capturing = selection.configs and selection.run is None and is_command_line()
     try:

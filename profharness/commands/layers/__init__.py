@@ -14,16 +14,16 @@ from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, echo, hint, keep_measured
+from profharness.commands._runs import find_listed, run_text
 from profharness.commands._types import (
     BACKENDS_OPTION,
     RELEASE_OPTION,
-    RUN_TOOL,
-    RUN_TOOL_EXAMPLES,
     AtlasFolder,
     Driver,
     Names,
     OutFolder,
     PathLike,
+    Runs,
     Store,
     complete_runs,
     store_path,
@@ -81,16 +81,6 @@ several runs, name the bench on the GPU of each.
 """
 MAX_TIME_S = 2.0  # time limit for sampling one config on one backend
 
-ProgramRuns = Annotated[
-    str,
-    Option(
-        complete=complete_runs,
-        tool=RUN_TOOL,
-        tool_examples=RUN_TOOL_EXAMPLES,
-        tool_name="run",
-        tool_value=lambda text: (text,),
-    ),
-]
 Step = Annotated[
     int | None,
     Option(
@@ -144,6 +134,7 @@ Benches = Annotated[
         metavar="RUN",
         multiple=True,
         complete=complete_runs,
+        find=find_listed,
         help="Take the times for --regret from this stored bench run. Several runs, one per class of GPU, get "
         "a column each. Repeatable, or separated by commas.",
     ),
@@ -218,7 +209,7 @@ def _to_frame(found: LayersFound) -> pd.DataFrame:
     "predicted_* predict the same calls on another GPU.",
 )
 def layers(
-    *run: ProgramRuns,
+    *run: Runs,
     step: Step = None,
     torch: Release = None,
     gpu: GpuNames = None,
@@ -228,15 +219,15 @@ def layers(
 ) -> LayersFound:
     """Show the attention of a program, layer by layer: what ran, why, and what it cost.
 
-    Works on a trace of any program, recorded by PyTorch's profiler and ingested with `ingest`. Record
-    it with record_shapes=True to get shapes, and with_stack=True to get modules. A line stands for
-    equal calls of equal layers. Times are of kernels, per step. A step is a ProfilerStep; without
-    one, it ends with the optimizer's step; without an optimizer, each call of the outermost module
-    starts one.
+    Works on a trace of any program that PyTorch's profiler recorded. RUN is a trace file or a stored
+    run; the default is the latest program. Record with record_shapes=True to get shapes, and with
+    with_stack=True to get modules. A line stands for equal calls of equal layers. Times are of
+    kernels, per step. A step is a ProfilerStep; without one, it ends with the optimizer's step;
+    without an optimizer, each call of the outermost module starts one.
 
     \b
     Examples:
-      profharness ingest trace.json.gz && profharness layers
+      profharness layers trace.json.gz
       profharness layers --torch 2.11 --full
       profharness layers --gpu H200
       profharness layers RUN-ON-H100 RUN-ON-H200
@@ -249,14 +240,18 @@ def layers(
     path, several = store_path(store), len(run) > 1
     if gpu is not None and not several:
         places = find_places(gpu, torch, driver, atlas)
-        return LayersFound(path, (forecast(path, run[0] if run else None, places, step=step),))
+        return LayersFound(
+            path, (forecast(path, run_text(run[0]) if run else None, places, step=step),)
+        )
     with open_store(path) as opened:
-        names = [opened.find_run(Selection(each), "attention calls") for each in run or (None,)]
+        names = [
+            opened.find_run(Selection(run_text(each)), "attention calls") for each in run or (None,)
+        ]
         if not several:
             return LayersFound(path, (find_layers(opened, names[0], step=step, torch=torch),))
         unique = list(dict.fromkeys(names))
         if len(unique) < 2:
-            raise UsageError(f"{' and '.join(run)} are one run, {names[0]}; name it once")
+            raise UsageError(f"{' and '.join(map(str, run))} are one run, {names[0]}; name it once")
         classes = find_layers_by_gpu(opened, unique, torch=torch)
     return LayersFound(path, tuple(each.layers for each in classes.classes), classes)
 

@@ -10,9 +10,8 @@ from profharness.columns import pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
 from profharness.commands._types import (
-    PathLike,
+    Runs,
     Store,
-    complete_runs,
     store_path,
     threshold_option,
 )
@@ -46,7 +45,6 @@ LABELS_SHOWN = 8
 ANY = "any"
 _WIDTH = max(map(len, CODES))
 
-RankRuns = Annotated[PathLike, Option(metavar="[RUN_OR_FOLDER]...", complete=complete_runs)]
 Threshold = Annotated[
     float, threshold_option("The relative excess of kernel time at which a GPU counts as slow.")
 ]
@@ -77,21 +75,21 @@ def _to_frame(answer: RankComparison) -> pd.DataFrame:
     fill={"codes": "\n    ".join(f"{code:{_WIDTH}}  {text}" for code, text in CODES.items())},
 )
 def ranks(
-    *runs: RankRuns, threshold: Threshold = stats.THRESHOLD, store: Store = None
+    *runs: Runs, threshold: Threshold = stats.THRESHOLD, store: Store = None
 ) -> RankComparison:
     """Compare the ranks of a job: find slow GPUs and ranks that ran something else.
 
     Each kernel is compared with the same kernel, grid and range on the other ranks. Collectives are
-    excluded: when all ranks wait for one GPU, only its own kernels show that it is slow. A run
-    selects its whole job: the traces in the same folder, with the same number of ranks. Without a run,
-    the newest job is compared.
+    excluded: when all ranks wait for one GPU, only its own kernels show that it is slow. RUN is a
+    folder of traces, a trace file or a stored run. A single run selects its whole job: the traces in
+    the same folder, with the same number of ranks. Without RUN, the newest job is compared.
 
     \b
     {codes}
 
     \b
     Examples:
-      profharness ingest traces/step100 --scheduler local && profharness ranks
+      profharness ranks traces/step100
       profharness ranks traces/step100 --fail-on slow-gpu,other-attention
     """
     # imported here because it imports numpy, which --help does not need

@@ -37,9 +37,9 @@ from profharness.commands._types import (
     Backends,
     Force,
     OneConfig,
+    OneRun,
     OutputFile,
     Store,
-    complete_runs,
     config_list,
     store_path,
 )
@@ -58,7 +58,7 @@ from profharness.commands.repro.texts import (
 from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES
 from profharness.errors import NotFoundError, UsageError, join_few, one_line, printable
-from profharness.files import atomic_file, check_output
+from profharness.files import atomic_file, check_output, shell_command
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import DEVICES, SEEDS, Protocol
 from profharness.store import Selection, open_store
@@ -67,21 +67,12 @@ SHOWN = 6  # maximum number of candidates that an error lists
 _OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
 _DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
 
-CellRun = Annotated[
-    str | None,
-    Option(
-        ("--run",),
-        metavar="RUN",
-        complete=complete_runs,
-        help="A stored run that has the cell. The script has its seed, device and result.  [default: none]",
-    ),
-]
 ScriptDevice = Annotated[
     str,
     Option(
         ("--device",),
         type=click.Choice(DEVICES),
-        help="The device of the script. auto means that of the run, or without --run a GPU if there is one.",
+        help="The device of the script. auto means that of the run, or without RUN a GPU if there is one.",
     ),
 ]
 Seed = Annotated[
@@ -99,7 +90,7 @@ def repro(
     configs: OneConfig = None,
     backend: Backends = None,
     *,
-    run: CellRun = None,
+    run: OneRun = None,
     device: ScriptDevice = "auto",
     seed: Seed = None,
     output: OutputFile = None,
@@ -113,14 +104,14 @@ def repro(
     time of a call. If PyTorch refuses the call, the script prints PyTorch's message and exits 1. The
     source of an implementation is included in the script.
 
-    Without --run, --config and --backend (default: auto) define the call; nothing is measured and no
-    store is read. With --run, they select a cell of that run, and the script starts with its stored
-    results.
+    Without RUN, --config and --backend (default: auto) define the call; nothing is measured and no
+    store is read. With RUN, they select a cell of that run, and the script has the seed, the device and
+    the results of the cell.
 
     \b
     Examples:
       profharness repro --config 2,8,512,64,bf16,causal --backend cudnn -o repro.py
-      profharness repro --run latest --config 2,8,512,64 --backend flash -o repro.py
+      profharness repro latest --config 2,8,512,64 --backend flash -o repro.py
 
     In Python the result is the script's text.
     """
@@ -137,7 +128,7 @@ def repro(
         text = repro_script(chosen[0], names[0] if names else "auto", device, seed or 0)
     else:
         text = _stored_script(
-            store_path(store), Selection(run, chosen, stored_names(names)), device, seed
+            store_path(store), Selection(str(run), chosen, stored_names(names)), device, seed
         )
     if output is not None:
         with atomic_file(Path(output), force=force) as file:
@@ -164,7 +155,7 @@ def _stored_script(path: Path, selection: Selection, device: str, seed: int | No
         )
         if not cells:
             raise NotFoundError(
-                f"run {run} has no such cell; `profharness kernels --run {run}` shows all"
+                f"run {run} has no such cell; see all with: {shell_command('kernels', run, store=path)}"
             )
         if len(cells) > 1:
             named = [f"{cell.config} {cell.backend}" for cell in cells]

@@ -1,0 +1,204 @@
+"""Find the runs that a user names, and ingest those that are given as files or folders.
+
+A run is given by an id, a unique prefix of an id, `latest`, `latest~1`, the name of an ingested
+file, a trace file or a run folder. The store resolves all of these except files and folders that
+exist, which this module replaces by the ids of their runs. MCP tools do not call this module, because
+a client may not choose which files the server reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from profharness.attention.config import setting_name, split_names
+from profharness.commands._output import hint, is_command_line, live
+from profharness.errors import NotFoundError, ProfharnessError, UsageError, join_few, printable_path
+from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
+from profharness.store import ALL_RUNS, LATEST, open_store
+
+if TYPE_CHECKING:
+    from profharness.store import IngestResult
+    from profharness.store.ingest import Progress
+
+Reference = str | os.PathLike[str]
+FEW = 4  # maximum number of runs that an error lists
+_CONFIG = re.compile(r"[\d{][^/]*,|b\d+-h\d+-")
+
+
+def find_one(ref: Reference | None, store: Path) -> str | None:
+    """Return a text that selects the given run in the store. None stays None.
+
+    Ingest a file or folder that is not stored yet. Raise UsageError for a folder with several runs.
+    """
+    if ref is None:
+        return None
+    text = os.fspath(ref)
+    if not _is_path(text, store):
+        _require_run(text, store)
+        return text
+    return _only(text, _sources(text), store)
+
+
+def find_several(refs: Iterable[Reference], store: Path) -> tuple[str, ...]:
+    """Return texts that select the given runs in the store. A folder selects all runs in it."""
+    found: list[str] = []
+    for text in [os.fspath(ref) for ref in refs]:
+        if _is_path(text, store):
+            found += _ingest_all(_sources(text), store)
+        else:
+            _require_run(text, store)
+            found.append(text)
+    return tuple(dict.fromkeys(found))
+
+
+def run_text(ref: Reference | None) -> str | None:
+    """Return a reference that was resolved as text."""
+    return None if ref is None else os.fspath(ref)
+
+
+def find_listed(refs: str | Iterable[str], store: Path) -> tuple[str, ...]:
+    """Return texts that select the given runs, which may be separated by commas."""
+    return find_several(split_names(refs), store)
+
+
+def find_side(ref: Reference, store: Path) -> str:
+    """Return a side of a diff in which a file or folder is replaced by the id of its run.
+
+    A side is a run, a backend, or RUN:BACKEND. The name of a stored backend stays as it is, even if
+    a folder has the same name.
+    """
+    text = os.fspath(ref)
+    if store.is_file():
+        with open_store(store) as opened:
+            if setting_name(text) in opened.backends():
+                return text
+    for end in (len(text), *(place for place, letter in enumerate(text) if letter == ":")):
+        path, backend = text[:end], text[end:]
+        # FILE.py:FUNCTION is a backend
+        if not path.endswith(".py") and _is_path(path, store):
+            return _only(path, _sources(path), store) + backend
+    if ":" not in text:
+        _require_run(text, store)
+    return text
+
+
+def _is_path(text: str, store: Path) -> bool:
+    """Return whether a text is a file or folder that exists. Ids and `latest` come first."""
+    if not text or text == ALL_RUNS or text.partition("~")[0] == LATEST:
+        return False
+    try:
+        if not Path(text).exists():
+            return False
+    except (OSError, ValueError):  # such as a text that is too long for a path
+        return False
+    if os.sep in text or not store.is_file():
+        return True
+    with open_store(store) as opened:
+        return text not in {each.run for each in opened.stored_runs()}
+
+
+def _require_run(text: str, store: Path) -> None:
+    """Raise UsageError for a config, and NotFoundError for a missing file that is not stored."""
+    if _CONFIG.match(text):
+        raise UsageError(f"{text!r} is a config, not a run; write --config {shlex.quote(text)}")
+    if os.sep not in text and not Path(text).suffix:
+        return
+    missing = f"{text}: no such file or folder"
+    if not store.exists():
+        raise NotFoundError(missing)
+    with open_store(store) as opened:
+        if any(Path(text) in Path(each.path).parents for each in opened.stored_runs()):
+            return  # `ranks` compares the traces of a folder that was deleted
+        try:
+            opened.resolve(text)
+        except NotFoundError as error:
+            raise NotFoundError(f"{missing}; {error}") from None
+
+
+def _sources(text: str) -> list[Path]:
+    from profharness.store.sources import find_sources  # loads the readers of traces
+
+    return find_sources(Path(text))
+
+
+def _only(text: str, sources: list[Path], store: Path) -> str:
+    """Return the id of the only run in a file or folder. Raise UsageError if there are several."""
+    if len(sources) > 1:
+        raise UsageError(
+            f"{text} contains {len(sources)} runs; name one of them: "
+            f"{join_few(list(map(str, sources)), FEW)}"
+        )
+    return ensure_stored(sources[0], store).run
+
+
+def _ingest_all(sources: list[Path], store: Path) -> list[str]:
+    """Return the ids of the runs of the sources. Print a warning for a source that is unreadable.
+
+    Raise its error if no source can be read.
+    """
+    found: list[str] = []
+    failures: list[ProfharnessError] = []
+    for source in sources:
+        try:
+            found.append(ensure_stored(source, store).run)
+        except ProfharnessError as error:
+            failures.append(error)
+    if not found:
+        raise failures[0]
+    for failure in failures:
+        hint(f"warning: left out: {failure}")
+    return found
+
+
+def ensure_stored(source: Path, store: Path) -> IngestResult:
+    """Ingest a trace file or run folder unless the store has its content. Return the stored run.
+
+    Raise TraceFormatError if it cannot be read, and StoreError if the store cannot be written.
+    """
+    # imported here because only a run that is given as a path needs the readers of traces
+    from profharness.store.ingest import ingest_source, require_stored, unchanged
+    from profharness.store.schema import Writer
+    from profharness.store.sources import read_source
+
+    read = read_source(source)
+    if store.is_file():
+        with open_store(store) as opened:
+            known = unchanged(opened.connection, read)
+        if known is not None:
+            return known
+    with closing(Writer(store)) as writer, ingest_progress(source) as progress:
+        result = ingest_source(store, writer, read, progress)
+    require_stored(store, [result])
+    for warning in result.warnings:
+        hint(f"warning: {printable_path(source)}: {warning}")
+    return result
+
+
+@contextlib.contextmanager
+def ingest_progress(source: Path) -> Iterator[Progress | None]:
+    """Yield a callback that shows the number of launches on a terminal, otherwise None.
+
+    If nsys has to export the source first, print how long that may take.
+    """
+    if source.suffix == SUFFIX:
+        hint(
+            f"{printable_path(source)}: nsys exports it, for {export_limit_s(source):.0f} s at most"
+        )
+    if not is_command_line() or not sys.stderr.isatty():
+        hint(f"reading {printable_path(source)}")
+        yield None
+        return
+
+    def show(name: str, done: int, total: int) -> None:
+        live(f"{printable_path(name)}: {done:,} of {total:,} launches")
+
+    yield show
+    live()

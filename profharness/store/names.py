@@ -1,0 +1,59 @@
+"""Name stored runs.
+
+A captured run is named by its id. A run made from a trace file is named by the file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TRACE = "trace"  # the source of a run that was made from a trace file
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """The id of a stored run, and the file or folder from which it was ingested."""
+
+    run: str
+    source: str
+    path: str
+
+
+def name_runs(runs: Iterable[StoredRun]) -> dict[str, str]:
+    """Return the name of each run by its id. `runs` are sorted, newest first.
+
+    The name of a trace is the end of its path that no other stored trace has, at least the file
+    name. If the same path was ingested with different contents, only the newest run has its name.
+    The others are named by their ids.
+    """
+    names: dict[str, str] = {}
+    newest: dict[str, str] = {}
+    for each in runs:
+        if each.source != TRACE or newest.setdefault(each.path, each.run) != each.run:
+            names[each.run] = each.run
+    count = Counter(ending for path in newest for ending in _endings(path))
+    for path, run in newest.items():
+        names[run] = next((ending for ending in _endings(path) if count[ending] == 1), path)
+    return names
+
+
+def match_path(text: str, runs: Iterable[StoredRun]) -> list[str]:
+    """Return the ids of the runs whose path is `text` or ends with it, newest first.
+
+    If the same path was ingested with different contents, return only the newest run.
+    """
+    wanted = str(Path(text))
+    newest: dict[str, str] = {}
+    for each in runs:
+        newest.setdefault(each.path, each.run)
+    return [run for path, run in newest.items() if text and wanted in _endings(path)]
+
+
+def _endings(path: str) -> Iterator[str]:
+    """Yield the last part of a path, the last two parts, and so on."""
+    parts = Path(path).parts
+    for start in reversed(range(len(parts))):
+        yield str(Path(*parts[start:]))

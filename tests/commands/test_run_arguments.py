@@ -1,0 +1,165 @@
+"""Every command that reads runs accepts them as files, folders, names of files and ids."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import profharness
+from profharness.cli import cli
+from profharness.errors import NotFoundError, UsageError
+from profharness.store import open_store
+
+TRACES = Path(__file__).parents[2] / "traces"
+EAGER = TRACES / "models" / "llama_eager.json.gz"
+PREFILL = TRACES / "models" / "llama_prefill.json.gz"
+RUN = TRACES / "h200-torch2.11"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working folder without a store, with a trace and a run folder."""
+    shutil.copy(EAGER, tmp_path / "trace.json.gz")
+    shutil.copytree(RUN, tmp_path / "run")
+    return tmp_path
+
+
+def invoke(folder: Path, *arguments: str) -> Result:
+    with contextlib.chdir(folder):
+        return CliRunner().invoke(cli, arguments)
+
+
+def stored(folder: Path) -> list[str]:
+    with open_store(folder / "profharness.db") as store:
+        return [row.name for row in store.runs()]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("layers", "trace.json.gz"),
+        ("kernels", "trace.json.gz"),
+        ("kernels", "run"),
+        ("analyze", "trace.json.gz"),
+        ("analyze", "run"),
+        ("report", "trace.json.gz", "--format", "md"),
+        ("report", "trace.json.gz", "run", "--format", "md"),
+        ("export", "trace.json.gz"),
+        ("bench", "run"),
+        ("repro", "run", "--config", "2,8,512,64", "--backend", "flash"),
+        ("diff", "trace.json.gz", str(PREFILL)),
+        ("diff", "run:flash", "run:math"),
+        ("ranks", "trace.json.gz", str(PREFILL)),
+        ("kernels", "--run", "trace.json.gz"),
+    ],
+)
+def test_a_path_is_ingested_once_and_answered(folder: Path, arguments: tuple[str, ...]) -> None:
+    first = invoke(folder, *arguments)
+    assert first.exit_code == 0, (first.output, first.exception)
+    assert "reading " in first.stderr and "reading " not in first.stdout
+    again = invoke(folder, *arguments)
+    assert again.exit_code == 0 and "reading " not in again.stderr
+    assert again.stdout == first.stdout
+
+
+def test_a_name_works_after_the_file_was_deleted(folder: Path) -> None:
+    invoke(folder, "layers", "trace.json.gz")
+    (folder / "trace.json.gz").unlink()
+    rows = json.loads(invoke(folder, "layers", "trace.json.gz", "--format", "json").stdout)["rows"]
+    shown = invoke(folder, "kernels", "trace.json.gz", "--format", "json")
+    assert {row["run"] for row in json.loads(shown.stdout)["rows"]} == {rows[0]["run"]}
+    listed = json.loads(invoke(folder, "runs", "--format", "json").stdout)["rows"]
+    assert [(row["run"], row["name"]) for row in listed] == [(rows[0]["run"], "trace.json.gz")]
+
+
+def test_equal_file_names_are_told_apart_by_their_folders(folder: Path) -> None:
+    for name, source in (("a", EAGER), ("b", PREFILL)):
+        (folder / name).mkdir()
+        shutil.copy(source, folder / name / "step.json.gz")
+    invoke(folder, "layers", "a/step.json.gz")
+    assert stored(folder) == ["step.json.gz"]
+    invoke(folder, "layers", "b/step.json.gz")
+    assert set(stored(folder)) == {"a/step.json.gz", "b/step.json.gz"}
+    error = invoke(folder, "layers", "step.json.gz").exception
+    assert isinstance(error, NotFoundError)
+    assert "is ambiguous; it could be a/step.json.gz, b/step.json.gz" in str(error)
+    shutil.rmtree(folder / "a")
+    assert invoke(folder, "layers", "a/step.json.gz").exit_code == 0
+
+
+def test_a_rewritten_file_is_another_run_of_the_same_name(folder: Path) -> None:
+    (folder / "trace.json.gz").write_bytes(PREFILL.read_bytes())
+    invoke(folder, "layers", "trace.json.gz")
+    (folder / "trace.json.gz").write_bytes(EAGER.read_bytes())  # recorded later
+    invoke(folder, "layers", "trace.json.gz")
+    newest, oldest = stored(folder)
+    assert newest == "trace.json.gz" and oldest.startswith("trace-")
+    for name in (newest, oldest):
+        assert invoke(folder, "layers", name).exit_code == 0
+
+
+def test_printed_commands_use_the_id_if_the_name_is_another_file(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    shutil.copy(PREFILL, folder / "elsewhere" / "trace.json.gz")
+    told = invoke(folder, "ingest", "elsewhere/trace.json.gz").stderr
+    assert "see it with: profharness layers trace-" in told
+    (folder / "trace.json.gz").unlink()
+    told = invoke(folder, "ingest", "elsewhere/trace.json.gz").stderr
+    assert "see it with: profharness layers trace.json.gz\n" in told
+
+
+@pytest.mark.parametrize("command", ["kernels", "layers", "report", "ranks", "diff math"])
+def test_a_config_in_the_place_of_a_run_names_the_option(folder: Path, command: str) -> None:
+    error = invoke(folder, *command.split(), "2,8,512,64").exception
+    assert isinstance(error, UsageError) and "write --config 2,8,512,64" in str(error)
+    assert not (folder / "profharness.db").exists()
+
+
+def test_a_command_of_one_run_refuses_several(folder: Path) -> None:
+    error = invoke(folder, "kernels", "run", "trace.json.gz").exception
+    assert isinstance(error, UsageError)
+    assert "compare two with: profharness diff run trace.json.gz" in str(error)
+    error = invoke(folder, "kernels", ".").exception
+    assert isinstance(error, UsageError) and "contains 2 runs; name one of them: run" in str(error)
+    assert not (folder / "profharness.db").exists()
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    error = invoke(folder, "layers", "no.json.gz").exception
+    assert str(error) == "no.json.gz: no such file or folder"
+    invoke(folder, "layers", "trace.json.gz")
+    error = invoke(folder, "layers", "no.json.gz").exception
+    assert str(error).startswith("no.json.gz: no such file or folder; no run 'no.json.gz' in")
+
+
+def test_a_stored_backend_comes_before_a_folder_of_its_name(folder: Path) -> None:
+    invoke(folder, "kernels", "run")
+    shutil.copytree(folder / "run", folder / "flash")
+    done = invoke(folder, "diff", "flash", "math", "--format", "json")
+    assert json.loads(done.stdout)["baseline"].endswith(":flash")
+
+
+def test_an_unreadable_trace_of_a_folder_is_left_out_with_a_warning(folder: Path) -> None:
+    (folder / "job").mkdir()
+    for source in (EAGER, PREFILL):
+        shutil.copy(source, folder / "job")
+    (folder / "job" / "bad.json").write_text("{")
+    done = invoke(folder, "ranks", "job")
+    assert done.exit_code == 0, done.exception
+    assert "warning: left out: job/bad.json" in done.stderr
+
+
+def test_python_functions_accept_paths(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "s.db"
+    assert len(profharness.kernels(run=EAGER, store=store)) == len(
+        profharness.kernels(run=EAGER.name, store=store)
+    )
+    assert list(profharness.layers(str(EAGER), store=store)["ran"]) == ["eager"]
+    assert len(profharness.launches(EAGER, store=store)) == 194
+    assert set(profharness.cells(RUN, store=store)["backend"]) >= {"flash", "math"}
+    assert capfd.readouterr() == ("", "")
