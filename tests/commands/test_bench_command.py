@@ -119,7 +119,7 @@ def test_the_python_function_gives_the_same_rows(folder: Path) -> None:
         (("--config", "1,1,8,8", "--measurement", "wall"), "cold, graph, kernel, eager"),
         (("--config", "1,1,8,8", "--dtype", "fp8"), "no dtype 'fp8'"),
         (("--config", "1,1,8,8", "--backend", "nobody"), "no backend 'nobody'"),
-        (("--run", "latest", "--verify"), "--verify measures"),
+        (("--run", "latest", "--verify"), "--verify requires"),
         ((), "no config"),
     ],
 )

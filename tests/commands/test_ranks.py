@@ -134,6 +134,8 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
     ingest_path(tmp_path / "s.db", jobs / "even" / "rank0.json")
     with (
         open_store(tmp_path / "s.db") as store,
-        pytest.raises(NotFoundError, match="the only rank of its job here; `profharness ranks FOLDER"),
+        pytest.raises(
+            NotFoundError, match="the only rank of its job here; `profharness ranks FOLDER"
+        ),
     ):
         compare_ranks(store)
