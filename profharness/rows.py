@@ -453,14 +453,15 @@ WHOLE_TRACE = "the whole trace"
 
 
 class StepRow(NamedTuple):
-    """A step of a program in a trace."""
+    """A step of a program in a trace. `step_rows` in `store/steps.py` defines its times."""
 
     trace: int
     step: int
     name: str
     start_ns: int
     duration_ns: int
-    busy_ns: int  # time during which at least one kernel that started in the step was running
+    busy_ns: int  # time during which a kernel was running, averaged over the GPUs of the trace
+    devices: int = 1  # number of GPUs in the trace
 
 
 class GapRow(NamedTuple):

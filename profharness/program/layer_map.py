@@ -270,7 +270,7 @@ class LayerMap:
 
     @property
     def busy_ns(self) -> float:
-        """The average time per step in which the GPU was busy."""
+        """The average time per step in which a GPU was busy."""
         return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
     @property
@@ -304,22 +304,28 @@ def find_layers(
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
         )
     steps = store.steps(run) if calls else []
+    outside = 0
     if step is None:
-        calls += observed.untraced()
+        inside = calls_in_steps(calls, steps)
+        outside = len(calls) - len(inside)
+        calls = inside + observed.untraced()
     else:
         if not 0 <= step < len(steps):
             there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
             raise NotFoundError(f"run {run} has {there}")
-        (only,) = steps = [steps[step]]
-        # A trace without steps counts as one step, but the `step` of its calls is None.
-        inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
-        calls = [call for call in calls if call.trace == only.trace and call.step in inside]
+        steps = [steps[step]]
+        calls = _strictly_in(calls, steps)
     platform = _platform(store, run, torch)
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
     groups = group_calls(calls, observed)
     counts = observed.counts(groups)
+    # Kernels that run at the same time on several streams last longer than the GPU is busy
+    kernels = sum(kernel.total_ns for call in calls for kernel in call.kernels)
+    busy = sum(each.busy_ns * each.devices for each in steps)
+    long = sum(each.duration_ns * each.devices for each in steps)
+    whole = max(busy, kernels) if busy else 0, max(long, kernels) if long else 0
     rows = [
-        _row(run, name, group, steps, platform, observed, made)
+        _row(run, name, group, steps, whole, platform, observed, made)
         for group, made in zip(groups, counts, strict=True)
     ]
     # Rows with the longest times come first. Rows without times are sorted by number of calls.
@@ -331,7 +337,7 @@ def find_layers(
         steps=tuple(steps),
         gaps=tuple(store.gaps(steps)),
         caveats=(
-            *_caveats(rows, platform, observed, problems),
+            *_caveats(rows, platform, observed, problems, outside),
             *problems,
             *store.warnings([run]).get(run, ()),
         ),
@@ -342,6 +348,17 @@ def find_layers(
         ),
         processes=observed.processes,
     )
+
+
+def calls_in_steps(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
+    """Return the calls in the steps of their traces, or all calls if none is in a step."""
+    return _strictly_in(calls, steps) or list(calls)
+
+
+def _strictly_in(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
+    # A trace without steps counts as one step, but the `step` of its calls is None.
+    places = {(step.trace, None if step.name == WHOLE_TRACE else step.step) for step in steps}
+    return [call for call in calls if (call.trace, call.step) in places]
 
 
 def group_calls(
@@ -477,10 +494,12 @@ def _row(
     step: str,
     group: Sequence[CallRow],
     steps: Sequence[StepRow],
+    whole: tuple[int, int],
     platform: Platform | None,
     observed: ObservedCalls,
     made: int | None,
 ) -> LayerRow:
+    """Return a row. `whole` has the time in which the GPUs were busy in the steps, and of the steps."""
     # `count` is at least 1, because an observed program may have no recorded step.
     first, count = group[0], max(len(steps), 1)
     kind, traced = observed.kind(first), first.trace != UNTRACED
@@ -495,7 +514,7 @@ def _row(
         mask = NO_MASK
     reasons, advice = _reasons_and_advice(first, middle, platform, ran, kind)
     has_kernels = any(call.kernels for call in group)
-    busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
+    busy, long = whole
     lengths = [config.seq_len_kv for config in configs]
     if not traced:
         lengths = observed.lengths(group) or lengths
@@ -630,8 +649,11 @@ def _caveats(
     platform: Platform | None,
     observed: ObservedCalls,
     problems: Sequence[str],
+    outside: int,
 ) -> list[str]:
     texts = []
+    if outside:
+        texts.append(f"{outside} attention calls ran outside the steps and are not counted.")
     if names := join_numbered([kind.name for kind in observed.hidden() if kind.name]):
         texts.append(
             f"Compiled code calls attention in {names}; the trace does not say which is which."

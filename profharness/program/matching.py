@@ -17,6 +17,7 @@ from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.program.layer_map import (
     NUMBER,
     actual_backend,
+    calls_in_steps,
     merge_numbered,
     module_name,
     module_names,
@@ -170,7 +171,9 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
     if store.cells(run):
         return None
     calls = store.calls(run)
+    steps = store.steps(run) if calls else []
     observed = ObservedCalls(store.templates(run), calls)
+    calls = calls_in_steps(calls, steps)
     untraced = observed.untraced()
     if configs:
         labels = {call.config for call in (*calls, *untraced) if call.config}
@@ -182,9 +185,9 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
         )
     if not calls and not untraced:
         return None
-    steps, devices = store.steps(run) if calls else (), store.devices(run)
+    devices = store.devices(run)
     device = devices[0].name if devices else None
-    return Program(tuple(calls), tuple(steps), device, tuple(untraced), observed)
+    return Program(tuple(calls), tuple(steps) if calls else (), device, tuple(untraced), observed)
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:

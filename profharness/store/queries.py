@@ -50,6 +50,7 @@ from profharness.store.schema import (
     transaction,
 )
 from profharness.store.selection import ALL_RUNS, NEWEST_FIRST, Need, RunFinder, Selection
+from profharness.store.steps import step_rows
 from profharness.store.tables import GROUP_KEYS, forget_run, insert_row, records, rows_of
 
 if TYPE_CHECKING:
@@ -502,16 +503,14 @@ class Store(RunFinder):
                 "ORDER BY ordinal",
                 (trace,),
             ).fetchall() or [(0, WHOLE_TRACE, first, last - first)]
-            # +1, because the end is exclusive and the last launch may have no duration
-            ends = [*(step[2] for step in steps[1:]), last + 1]
-            for step, end in zip(steps, ends, strict=True):
-                # the busy time of all devices together, for kernels that started in the step
-                (busy,) = self.connection.execute(
-                    "SELECT coalesce(sum(max(0, start_ns + duration_ns - max(start_ns, "
-                    f"coalesce(busy_until, start_ns)))), 0) FROM ({_ENDS})",
-                    (trace, step[2], end),
-                ).fetchone()
-                rows.append(StepRow._make((trace, *step, busy)))
+            launches = self.connection.execute(
+                "SELECT device, start_ns, start_ns + duration_ns, coalesce(launch_ns, start_ns) "
+                "FROM launches l JOIN traces t "
+                "ON l.id BETWEEN t.first_launch_id AND t.last_launch_id WHERE t.id = ? "
+                "AND duration_ns IS NOT NULL AND device >= 0 ORDER BY start_ns, l.id",
+                (trace,),
+            )
+            rows += step_rows(trace, steps, launches)
         return rows
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:

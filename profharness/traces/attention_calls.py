@@ -11,7 +11,7 @@ described only once, however often the program makes them.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +40,7 @@ from profharness.traces.ops import (
     flag,
     tensor_argument,
 )
+from profharness.traces.steps import Moments, find_steps, outermost, step_at
 
 # Names of modules such as `Dropout_0`. A call inside such a module is assigned to its parent
 # module.
@@ -108,10 +109,12 @@ def find_calls(
     ranges: Sequence[Range],
     threads: Sequence[tuple[int, int]],
     base: int,
+    work: Moments,
 ) -> tuple[AttentionCalls, tuple[ProgramStep, ...]]:
     """Return the attention calls and the steps of a trace.
 
     `Attribution` describes `flows`, `threads` and `base`. The times of `ranges` include `base`.
+    `find_steps` describes `work`.
     """
     moments = np.array([(op.thread, op.start) for op in details], np.int64).reshape(-1, 2).T
     tree = SpanTree([*evaluations.around(*moments), *details])
@@ -125,7 +128,9 @@ def find_calls(
     stretches += _backward(drafts, tree, evaluations, flows, doubts)
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((evaluations.last, *(op.end for op in details)))
-    steps = _steps(ranges, _outermost(module_tree, evaluations), base, last)
+    starts = [draft.start for draft in drafts if not draft.recompute]
+    around = outermost(module_tree, evaluations)
+    steps = find_steps(ranges, around, starts, work, threads=threads, base=base, last=last)
     paths = _paths(drafts, ranges, threads, base)
     replay = cache(_replay)
     calls = []
@@ -168,12 +173,6 @@ def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
     while found and PASSED_THROUGH.fullmatch(found[-1]):
         found.pop()
     return tuple(found)
-
-
-def step_at(steps: Sequence[ProgramStep], t: int) -> int | None:
-    """Return the index of the step that contains the time `t`, or None if no step contains it."""
-    at = bisect_right(steps, t, key=lambda step: step.start_ns) - 1
-    return at if at >= 0 and t < steps[at].start_ns + steps[at].duration_ns else None
 
 
 @cache
@@ -491,42 +490,3 @@ def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | N
     elif reason is None:
         reason = "the trace does not tell the shapes of this call"
     return backward, config, reason
-
-
-def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
-    """Return the calls of outermost modules outside backward passes, sorted by start."""
-    spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
-    moments = np.array([(span.thread, span.start) for span in spans], np.int64).reshape(-1, 2).T
-    around = evaluations.intervals.innermost(*moments).tolist()
-    kept = (span for span, node in zip(spans, around, strict=True) if node < 0)
-    return sorted(kept, key=lambda span: int(span.start))
-
-
-def _steps(
-    ranges: Sequence[Range], outermost: Sequence[HostSpan], base: int, last: int
-) -> tuple[ProgramStep, ...]:
-    """Return the steps of a program.
-
-    The ProfilerStep ranges are the steps. If the trace has no such range, each step ends with an
-    Optimizer.step range. If the trace has no such range either, a step lasts from one call of an
-    outermost module to the next such call, and the last step ends with the last op.
-    """
-    numbered = [row for row in ranges if row.name.startswith("ProfilerStep#")]
-    if numbered:
-        rows = sorted(numbered, key=lambda row: row.start_ns)
-        return tuple(ProgramStep(row.name, row.start_ns, row.duration_ns) for row in rows)
-    ends = [row for row in ranges if row.name.startswith("Optimizer.step#")]
-    if ends:
-        first = min(row.start_ns for row in ranges)
-        borders = [first, *(row.start_ns + row.duration_ns for row in ends)]
-        return tuple(
-            ProgramStep(row.name, begin, end - begin)
-            for row, begin, end in zip(ends, borders, borders[1:], strict=False)
-        )
-    borders = [*(int(span.start) for span in outermost[1:]), last]
-    return tuple(
-        ProgramStep(
-            span.name.removeprefix(MODULE), span.start + base, max(span.end, end) - span.start
-        )
-        for span, end in zip(outermost, borders, strict=False)
-    )

@@ -29,6 +29,7 @@ from profharness.traces.columns import (
     nothing,
 )
 from profharness.traces.intervals import AutogradNodes, Intervals
+from profharness.traces.steps import gpu_work
 
 CHUNK_ROWS = 65536  # number of GPU rows that are joined at once
 SLICE_ROWS = 262144  # approximate number of ops that start in a time slice
@@ -61,8 +62,10 @@ class Attribution:
         self._tables, self._base = tables, base
         evaluations = AutogradNodes(tables.evaluations)
         self.ranges = Ranges(tables, threads, base, evaluations.intervals, flows)
-        ops = (tables.details, evaluations, tables.modules)
-        self.calls, self.steps = find_calls(*ops, flows, self.ranges.rows, threads, base)
+        self.calls, self.steps = find_calls(
+            *(tables.details, evaluations, tables.modules, flows),
+            *(self.ranges.rows, threads, base, lambda: gpu_work(tables)),
+        )
         self.stacks = Stacks(tables, slice_rows)
 
     def make_trace(

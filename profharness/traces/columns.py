@@ -7,6 +7,7 @@ disappears when the process ends. Impossible properties of a GPU are left out wi
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ Flags = NDArray[np.bool_]
 MAX_INT = (1 << 63) - 1
 MAX_KEY_BITS = 62
 MAX_NS = 1 << 61
+# prefixes of the names of API calls in CUDA's runtime, in its driver, and in ROCm
+CUDA_API = r"(?:cuda|cu|hip)"
 MAX_TEXT = 200  # maximum number of characters of a text from a header
 # The names of each property of a GPU in Kineto, nsys and ncu. nsys does not record the number of
 # threads per multiprocessor.
@@ -183,6 +186,17 @@ class Tables:
     def read(self, blocks: Sequence[Block]) -> Ints:
         """Return the rows of one or more blocks as an array of shape (columns, rows)."""
         return np.concatenate([self.spool.read(block) for block in blocks], axis=1)
+
+    def calls_of(self, rule: re.Pattern[str]) -> LaunchRows:
+        """Return the API calls whose name matches a pattern, sorted by start."""
+        wanted = np.array([bool(rule.fullmatch(name)) for name in self.apis], np.bool_)
+        parts = [np.empty((len(LaunchRows._fields), 0), np.int64)]
+        if wanted.any():
+            for block in self.launches:
+                rows = self.spool.read(block)
+                parts.append(rows[:, wanted[LaunchRows(*rows).api]])
+        selected = np.concatenate(parts, axis=1)
+        return LaunchRows(*selected[:, np.argsort(LaunchRows(*selected).start, kind="stable")])
 
 
 def nothing(count: int) -> Ints:

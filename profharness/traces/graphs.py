@@ -16,16 +16,23 @@ from typing import Any
 import numpy as np
 
 from profharness.trace import AttentionCall, CallSpan, ProgramStep
-from profharness.traces.attention_calls import AttentionCalls, module_names, step_at
-from profharness.traces.columns import GpuRows, Ints, LaunchRows, Tables, distinct, nothing
+from profharness.traces.attention_calls import AttentionCalls, module_names
+from profharness.traces.columns import (
+    CUDA_API,
+    GpuRows,
+    Ints,
+    LaunchRows,
+    Tables,
+    distinct,
+    nothing,
+)
 from profharness.traces.intervals import SpanTree
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
+from profharness.traces.steps import GRAPH_LAUNCH, step_at
 
-_API = r"(?:cuda|cu|hip)"
-REPLAY = re.compile(rf"{_API}GraphLaunch\w*")
-BEGIN = re.compile(rf"{_API}StreamBeginCapture\w*")
-END = re.compile(rf"{_API}StreamEndCapture\w*")
-NODE = re.compile(rf"{_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
+BEGIN = re.compile(rf"{CUDA_API}StreamBeginCapture\w*")
+END = re.compile(rf"{CUDA_API}StreamEndCapture\w*")
+NODE = re.compile(rf"{CUDA_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
 KINDS = ("kernel", "memcpy", "memset")
 NO_SHAPES = "recorded in a CUDA graph; its shapes are not in the trace"
 
@@ -77,7 +84,7 @@ def replayed(
 
     `Attribution` describes `threads` and `base`. The times of `calls` and `steps` include `base`.
     """
-    marks = _marked(tables, REPLAY)
+    marks = tables.calls_of(GRAPH_LAUNCH)
     if not len(marks.start):
         return calls
     replays = _replays(tables, marks)
@@ -172,18 +179,6 @@ class _ReplayedCalls:
         )
 
 
-def _marked(tables: Tables, rule: re.Pattern[str]) -> LaunchRows:
-    """Return the API calls whose name matches a pattern, sorted by start."""
-    wanted = np.array([bool(rule.fullmatch(name)) for name in tables.apis], np.bool_)
-    parts = [np.empty((len(LaunchRows._fields), 0), np.int64)]
-    if wanted.any():
-        for block in tables.launches:
-            rows = tables.spool.read(block)
-            parts.append(rows[:, wanted[LaunchRows(*rows).api]])
-    selected = np.concatenate(parts, axis=1)
-    return LaunchRows(*selected[:, np.argsort(LaunchRows(*selected).start, kind="stable")])
-
-
 def _rows_of(tables: Tables, correlations: Ints) -> tuple[Ints, GpuRows]:
     """Return the indices and the columns of the GPU rows that have one of these correlation ids."""
     parts, places = [np.empty((len(GpuRows._fields), 0), np.int64)], [nothing(0)]
@@ -220,8 +215,8 @@ def _captures(
     if not calls.calls:
         return []
     pids = np.array([pid for pid, _ in threads], np.int64)
-    begin, end = _marked(tables, BEGIN), _marked(tables, END)
-    nodes = _marked(tables, NODE) if len(begin.start) else begin
+    begin, end = tables.calls_of(BEGIN), tables.calls_of(END)
+    nodes = tables.calls_of(NODE) if len(begin.start) else begin
     ran = np.isin(nodes.correlation, _rows_of(tables, nodes.correlation)[1].correlation)
     kinds = [next((k for k in (1, 2) if KINDS[k] in name.lower()), 0) for name in tables.apis]
     kind = np.array(kinds, np.int64)[nodes.api]

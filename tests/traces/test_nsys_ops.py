@@ -40,7 +40,7 @@ def test_a_real_training_step_has_calls_and_steps(tmp_path: Path) -> None:
             "Optimizer.step#AdamW.step",
             "Optimizer.zero_grad#AdamW.zero_grad",
         ]
-        assert [step.name for step in trace.steps] == ["Optimizer.step#AdamW.step"]
+        assert [step.name for step in trace.steps] == ["step"]  # the range around the optimizer
         query, key = (2, 32, 1024, 64), (2, 8, 1024, 64)
         for call in trace.calls:
             assert (call.kind, call.op) == ("sdpa", "aten::scaled_dot_product_attention")
