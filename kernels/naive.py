@@ -11,6 +11,8 @@ Every file in this folder has the same interface:
 - If `scale` is None, the scale is 1 / sqrt(D).
 - If `enable_gqa` is set, query head h uses key head h // (Hq / Hkv).
 - If `is_causal` is set, row i sees the columns 0 to i, even if Sq and Skv differ.
+- A function with an argument `window` also computes sliding windows: row i sees the columns above
+  i - window, and below i + window if `is_causal` is not set.
 
 An optional function `supports(config)` returns the reason why a config is not supported, or None.
 """
@@ -34,8 +36,11 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Return the attention output [B, Hq, Sq, Dv] in the dtype of q. It is differentiable.
+
+    The output of a row that sees no column is 0.
 
     Raise ValueError if the numbers of heads differ, unless `enable_gqa` is set and the number of
     query heads is a multiple of the number of key heads.
@@ -47,6 +52,11 @@ def attention(
         k = k.repeat_interleave(heads // kv_heads, dim=1)
         v = v.repeat_interleave(heads // kv_heads, dim=1)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if window is not None:
+        whole = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        hidden = whole.tril(-window) | whole.triu(1 if is_causal else window)
+        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        return weights.masked_fill(hidden.all(-1, keepdim=True), 0) @ v
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)

@@ -35,6 +35,7 @@ def configs(draw: st.DrawFn) -> Config:
     q_strides, k_strides = (draw(st.one_of(st.none(), strides)) for _ in range(2))
     layout = "contiguous" if q_strides or k_strides else draw(st.sampled_from(LAYOUTS))
     kv_batch = draw(st.sampled_from([None, 1 if batch > 1 else 7]))
+    window = draw(st.none() | st.integers(1, 10**6)) if mask == "none" else None
     return Config(
         batch=batch,
         num_heads=kv_heads * draw(st.integers(1, 8)),
@@ -57,6 +58,7 @@ def configs(draw: st.DrawFn) -> Config:
         mask_shape=None if shape == WHOLE_MASKS.get(mask, "11qk") else shape,
         q_strides=q_strides,
         k_strides=k_strides,
+        window=window,
     )
 
 
@@ -87,6 +89,7 @@ def test_any_text_is_configs_or_a_usage_error(text: str) -> None:
         ("2,8,512,64,head_dim_v=32,deterministic", "b2-h8-s512-d64-dv32-deterministic"),
         ("2,8,512,64,head_dim_v=64,mask=bool_2d", "b2-h8-s512-d64-mask=bool_2d"),
         ("2,8,512,64,scale=-2,layout=bshd", "b2-h8-s512-d64-scale=-2-layout=bshd"),
+        ("2,8,512,64,window=128,causal", "b2-h8-s512-d64-causal-window=128"),
         ("2,8,512,64,kv_batch=1", "b2-h8-kb1-s512-d64"),
         ("2,8,512,64,kv_batch=2", "b2-h8-s512-d64"),
         ("2,8,9,4,mask=bool,mask_shape=b1qk", "b2-h8-s9-d4-mask=bool-mask_shape=b1qk"),
@@ -122,6 +125,8 @@ def test_sets_and_ranges_expand_to_their_product() -> None:
         ("0,8,512,64", "'0'"),
         ("2,8,512,64,kv_batch=3", "kv_batch=3"),
         ("2,8,512,64,mask_shape=b1qk", "no mask="),
+        ("2,8,512,64,window=0", "'0'"),
+        ("2,8,512,64,window=8,mask=bool", "give one, not both"),
         ("2,8,512,64,q_strides=64x1", "q_strides has 2 numbers"),
         ("2,8,512,64,q_strides=a", "q_strides='a'"),
         ("2,8,512,64,q_strides=1x2x3x4,layout=bshd", "give one"),

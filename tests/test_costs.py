@@ -28,6 +28,7 @@ small = st.integers(1, 9)
 def configs(draw: st.DrawFn) -> Config:
     groups, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     causal = draw(st.booleans())
+    mask = "none" if causal else draw(st.sampled_from(MASKS))
     return Config(
         batch=draw(small),
         num_heads=groups * kv_heads,
@@ -37,10 +38,11 @@ def configs(draw: st.DrawFn) -> Config:
         head_dim=draw(small),
         dtype=draw(st.sampled_from(CONFIG_DTYPES)),
         causal=causal,
-        mask="none" if causal else draw(st.sampled_from(MASKS)),
+        mask=mask,
         dropout=draw(st.sampled_from((0.0, 0.1))),
         bwd=draw(st.booleans()),
         head_dim_v=draw(st.none() | small),
+        window=None if mask != "none" else draw(st.none() | st.integers(1, 12)),
     )
 
 
@@ -49,7 +51,9 @@ def counted(config: Config) -> tuple[int, int]:
     total, keys = 0, set()
     for row in range(config.seq_len_q):
         for column in range(config.seq_len_kv):
-            if not config.causal or column <= row:
+            window = config.window or row + config.seq_len_kv + 1
+            ahead = 1 if config.causal else window
+            if row - window < column < row + ahead:
                 total += 2 * config.head_dim + 2 * config.value_dim
                 keys.add(column)
     return total * config.batch * config.num_heads, len(keys)
@@ -84,6 +88,7 @@ def test_math_agrees_with_the_flop_counter_of_torch(config: Config) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     config = replace(config, mask="none", dropout=0.0, dtype="fp32", num_kv_heads=config.num_heads)
+    config = replace(config, window=None)
 
     def made(rows: int, columns: int) -> object:
         shape = (config.batch, config.num_heads, rows, columns)
@@ -126,6 +131,20 @@ def test_the_conventions_differ_by_the_diagonal() -> None:
     assert flops(decode, "flash-attention") == 2 * 8 * (4095 + 4096) * 64
     with pytest.raises(UsageError, match="flash-attention"):
         flops(config, "mine")
+
+
+def test_a_window_costs_what_it_keeps() -> None:
+    config = parse_config("1,1,1024,64,fp16,causal,window=128")
+    kept = 128 * 129 // 2 + (1024 - 128) * 128
+    assert flops(config) == 4 * 64 * kept == flops(config, "flash-attention")
+    both = replace(config, causal=False)  # every key but the diagonal counts on both sides
+    assert flops(both) == 4 * 64 * (2 * kept - 1024)
+    assert compulsory_bytes(config) == compulsory_bytes(replace(config, window=None))
+    assert tensor_bytes(config.sdpa_call()).mask == 1024 * 1024
+    # flash-attention aligns a window to the last key, so a decode step sees 128 keys, not one
+    decode = parse_config("1,1,1,64,fp16,causal,seq_kv=4096,window=128")
+    assert flops(decode) == 4 * 64
+    assert flops(decode, "flash-attention") == 4 * 64 * 128
 
 
 def test_bytes_of_the_decode_cell() -> None:

@@ -34,6 +34,7 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/atlas.md",
+    "docs/configs.md",
     "docs/contracts.md",
     "docs/design.md",
     "docs/measuring.md",
@@ -209,19 +210,24 @@ def test_contracts_page_lists_the_keys_of_rows() -> None:
     assert listing(page, "`family` is one\nof") == list(kernel_names.FAMILIES)
 
 
-def test_contracts_page_lists_words_tokens_and_views() -> None:
+def test_contracts_page_lists_words_and_views() -> None:
     text = TEXT["docs/contracts.md"]
     spans = set(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
     for verdict in VERDICTS:
         assert verdict in spans
     for status in record.STATUSES:
         assert status in spans
-    assert f"layout={'|'.join(config.LAYOUTS)}" in spans
-    assert f"mask={'|'.join(config.MASKS)}" in spans
-    for key in config.KEYED:
-        assert any(span.startswith(f"{key}=") for span in spans), key
     documented = set(re.findall(r"^\* `(\w+)`: one row", text, re.MULTILINE))
     assert documented == set(VIEWS) - {"kernel_groups", "sample_summary"}
+
+
+def test_configs_page_lists_all_tokens() -> None:
+    text = TEXT["docs/configs.md"]
+    spans = set(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
+    assert spans >= {*config.CONFIG_DTYPES, *config.FLAGS, *config.LAYOUTS}
+    assert spans >= {f"mask={mask}" for mask in config.MASKS if mask != "none"}
+    for key in config.KEYED:
+        assert any(span.startswith(f"{key}=") for span in spans), key
 
 
 def test_the_threshold_is_the_documented_one() -> None:

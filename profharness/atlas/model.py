@@ -43,7 +43,7 @@ from profharness.atlas.kernels import (
     regimes_of,
     together,
 )
-from profharness.attention.config import AUTO, STRIDES, Config
+from profharness.attention.config import AUTO, STRIDES, WHOLE_MASKS, Config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.machine import Machine, from_config, machine_for
 from profharness.attention.dispatch.predict import predict
@@ -237,10 +237,10 @@ def estimate(
     dispatch rules apply. The default is the GPU with the official wheel of the release. Raise
     UsageError for an unknown GPU.
     """
-    configs = [config.resolve(CUDA) for config in configs]
     rows = [NOTHING] * (len(configs) * len(backends))
     if atlas is not None and measured:
-        rows = atlas.rows(configs, backends)
+        rows = measured_rows(atlas, configs, backends)
+    configs = [_as_measured(config.resolve(CUDA)) for config in configs]
     dispatch = dispatch_of(rules or machine_for(gpu, torch))
     model = None if atlas is None else model_of(atlas.machine.name)
     answers = []
@@ -269,6 +269,35 @@ def estimate(
         with garbage_collection_off():
             _fill(answers, model, configs, wanted, gpu)
     return answers
+
+
+def measured_rows(atlas: Atlas, configs: Sequence[Config], backends: Sequence[str]) -> list[int]:
+    """Return the row of the atlas with each config on each backend, or NOTHING if there is none.
+
+    If the atlas does not contain a config, the row of a config with the same call is returned.
+    """
+    exact = [config.resolve(CUDA) for config in configs]
+    alike = [_as_measured(config) for config in exact]
+    rows = atlas.rows(exact, backends)
+    if alike == exact:
+        return rows
+    others = atlas.rows(alike, backends)
+    return [other if row == NOTHING else row for row, other in zip(rows, others, strict=True)]
+
+
+def _as_measured(config: Config) -> Config:
+    """Return the config with the same call whose mask has the shape that atlases contain.
+
+    PyTorch expands masks [Sq, Skv] and [1, 1, Sq, Skv] to the same strided tensor, and its backends
+    accept both, so their choices, kernels and times are the same.
+    """
+    config = config.sdpa_call()
+    letters = config.mask_shape or WHOLE_MASKS.get(config.mask, "")
+    if config.mask_strides is not None or len(letters) not in (2, 4):
+        return config  # PyTorch's fused backends refuse masks with three dimensions
+    letters = letters.rjust(4, "1")
+    kind = config.mask.removesuffix("_2d").removesuffix("_bh")
+    return replace(config, mask=kind, mask_shape=None if letters == "11qk" else letters)
 
 
 def _fill(

@@ -29,7 +29,7 @@ from profharness.atlas.data import (
     packaged_atlases,
     read_atlas,
 )
-from profharness.atlas.model import Estimate, estimate, measured_estimate
+from profharness.atlas.model import Estimate, estimate, measured_estimate, measured_rows
 from profharness.atlas.shards import read_shards
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
 from profharness.attention.dispatch.machine import (
@@ -296,7 +296,7 @@ def place_estimates(
     asked = (place.atlas, configs, backends, place.asked, place.release)
     estimates = estimate(*asked, rules=place.rules)
     for atlas in place.own:
-        for at, row in enumerate(atlas.rows(configs, backends)):
+        for at, row in enumerate(measured_rows(atlas, configs, backends)):
             if row != NOTHING and (cell := atlas.cell(row)).status in SETTLED:
                 estimates[at] = measured_estimate(cell)
     return estimates

@@ -119,6 +119,13 @@ def _narrower(change: int) -> Derive:
     return derive
 
 
+def _windowed(window: int) -> Derive:
+    """Return a function that derives a config with a window of another size. It applies only to
+    configs with a window.
+    """
+    return lambda config: None if config.window is None else _small(config, window=window)
+
+
 def _plain(config: Config) -> Config:
     return _small(config, layout="contiguous")
 
@@ -132,6 +139,8 @@ _DERIVED: dict[str, Derive] = {
     "seq_1000": _sized(1000, 1000),
     "fewer_queries": _sized(33, 200),
     "more_queries": _sized(200, 33),
+    "window_1": _windowed(1),
+    "window_67": _windowed(67),
     "gqa": _grouped(2),
     "mqa": _grouped(None),
     "batch_stride_0": _laid_out("broadcast_batch"),

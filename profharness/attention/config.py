@@ -100,6 +100,7 @@ OPTIONS = (
     ConfigOption("head_dim_v", "head_dim_v", "number", "dv"),
     ConfigOption("dtype", "dtype", "word", allowed=CONFIG_DTYPES),
     ConfigOption("causal", "causal", "flag"),
+    ConfigOption("window", "window", "number"),
     ConfigOption("mask", "mask", "choice", allowed=MASKS),
     ConfigOption("mask_shape", "mask_shape", "choice", allowed=MASK_SHAPES),
     ConfigOption("dropout", "dropout", "real", example="0.1"),
@@ -195,6 +196,10 @@ class Config:
     """These four fields are strides in elements. None means that `layout` determines the strides of
     query, key or value, and that the mask is contiguous.
     """
+    window: int | None = None
+    """The size N of a sliding window. Query row i attends to the keys j with i - N < j <= i if the
+    config is causal, and with i - N < j < i + N otherwise. None means that there is no window.
+    """
 
     @property
     def key_batch(self) -> int:
@@ -247,6 +252,14 @@ class Config:
     def contiguous(self) -> Config:
         """Return the config with a contiguous query, key and value."""
         return replace(self, layout="contiguous", q_strides=None, k_strides=None, v_strides=None)
+
+    def sdpa_call(self) -> Config:
+        """Return the config of the SDPA call that computes this config. SDPA has no parameter for a
+        window, so a window becomes a bool mask [seq_len_q, seq_len_kv], which includes `causal`.
+        """
+        if self.window is None:
+            return self
+        return replace(self, window=None, causal=False, mask="bool_2d")
 
     def matches(self, stored: Config) -> bool:
         """Return whether a stored config equals this config. If this config has no dtype, it
@@ -417,6 +430,8 @@ def _canonical(config: Config) -> Config:
         raise UsageError(f"{message}; one of them must be 1 to be broadcast")
     if (config.mask_shape or config.mask_strides) and config.mask == "none":
         raise UsageError("a shape or strides of a mask, but no mask=")
+    if config.window is not None and config.mask != "none":
+        raise UsageError(f"window={config.window} and mask={config.mask}; give one, not both")
     if config.mask_shape == WHOLE_MASKS.get(config.mask, "11qk"):
         config = replace(config, mask_shape=None)
     for name in STRIDES:

@@ -54,7 +54,7 @@ def tensor_bytes(config: Config) -> TensorBytes:
         raise UsageError(f"config {config}: {text}")
     item = DTYPES[config.dtype].bytes
     rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
-    seen = min(rows, columns) if config.causal else columns
+    seen = seen_keys(config)
     heads = config.output_batch * config.num_heads
     query, key, value = (
         # a batch with stride 0 is stored once
@@ -102,8 +102,8 @@ def copy_bytes(config: Config, dtype: str) -> int:
     If heads are grouped, K and V are copied for each query head. If `dtype` is wider than the dtype
     of the inputs, Q, K and V are copied.
     """
-    # a causal mask does not reduce the copies
-    tensors = tensor_bytes(replace(config, causal=False))
+    # a causal mask or a window does not reduce the copies
+    tensors = tensor_bytes(replace(config, causal=False, window=None))
     widen, repeated = _growth(config, dtype)
     grown = repeated * widen
     keys = (tensors.key + tensors.value) * grown if grown > 1 else 0
@@ -130,14 +130,42 @@ class Phase:
 def score_count(config: Config) -> int:
     """Count the scores that one head must compute.
 
-    The causal mask is aligned to the top left, so query row i attends to the keys 0 to i. Scores
-    that a mask tensor hides are counted, because a config does not contain the values of the mask.
+    The causal mask is aligned to the top left, so query row i attends to the keys 0 to i. A window
+    is aligned in the same way. Scores that a mask tensor hides are counted, because a config does
+    not contain the values of the mask.
     """
+    return _scores_in_band(config, 0)
+
+
+def _scores_in_band(config: Config, shift: int) -> int:
+    """Count the scores that `causal` and `window` leave, with both moved right by `shift` keys."""
     rows, columns = config.seq_len_q, config.seq_len_kv
-    if not config.causal:
-        return rows * columns
-    full = min(rows, columns)
-    return full * (full + 1) // 2 + (rows - full) * columns
+    first, last = -rows, columns  # the diagonals j - i that are computed, first < j - i <= last
+    if config.window is not None:
+        first, last = shift - config.window, shift + config.window - 1
+    if config.causal:
+        last = shift
+    return _scores_up_to(last, rows, columns) - _scores_up_to(first, rows, columns)
+
+
+def _scores_up_to(diagonal: int, rows: int, columns: int) -> int:
+    """Count the pairs of a row i and a column j with j <= i + diagonal."""
+
+    def total(row: int) -> int:
+        """Return the sum of min(n, columns) for n from 1 to the length of a row."""
+        length = max(0, row + diagonal + 1)
+        short = min(length, columns)
+        return short * (short + 1) // 2 + (length - short) * columns
+
+    return total(rows - 1) - total(-1)
+
+
+def seen_keys(config: Config) -> int:
+    """Return the number of keys to which at least one query attends, which are the first ones."""
+    rows, columns = config.seq_len_q, config.seq_len_kv
+    if config.causal:
+        return min(rows, columns)
+    return columns if config.window is None else min(rows + config.window - 1, columns)
 
 
 def flops(config: Config, convention: str = "exact") -> int:
@@ -149,7 +177,8 @@ def flops(config: Config, convention: str = "exact") -> int:
 
     `flash-attention` is the convention of the benchmarks of the flash-attention project. A causal
     call counts half of the scores if the lengths are equal, and aligns the mask to the bottom right
-    if there are more keys than queries. The backward pass counts 2.5 times the forward pass.
+    if there are more keys than queries. A window is aligned to the bottom right too, and all of its
+    scores are counted. The backward pass counts 2.5 times the forward pass.
 
     Both conventions multiply by the number of query heads, not of key heads.
     """
@@ -162,9 +191,11 @@ def flops(config: Config, convention: str = "exact") -> int:
             f"FLOP convention {convention!r} is not known; there are {', '.join(CONVENTIONS)}"
         )
     rows, columns = config.seq_len_q, config.seq_len_kv
-    seen_twice = max(0, columns - rows) + columns if config.causal else 2 * columns
+    scores_twice = rows * (max(0, columns - rows) + columns if config.causal else 2 * columns)
+    if config.window is not None:
+        scores_twice = 2 * _scores_in_band(config, columns - rows)
     dims = config.head_dim + config.value_dim
-    forward = config.output_batch * config.num_heads * rows * seen_twice * dims
+    forward = config.output_batch * config.num_heads * scores_twice * dims
     return forward * 7 // 2 if config.bwd else forward
 
 
@@ -196,7 +227,7 @@ def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
     the output.
 
     If `score_dtype` is given, attention is unfused. Each step reads and writes whole score matrices
-    in this dtype, even if a causal mask hides scores. K and V are copied for each query head of a
+    in this dtype, even if a causal mask or a window hides scores. K and V are copied for each query head of a
     group. Narrower inputs are cast first, as PyTorch's math backend casts 16-bit inputs to fp32.
     """
     return _fused(config) if score_dtype is None else _unfused(config, score_dtype)
@@ -233,7 +264,8 @@ def _fused(config: Config) -> tuple[Phase, ...]:
 
 def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
     tensors = tensor_bytes(config)
-    whole = tensor_bytes(replace(config, causal=False))  # a causal mask does not reduce the bytes
+    # a causal mask or a window does not reduce the bytes
+    whole = tensor_bytes(replace(config, causal=False, window=None))
     key, value, matrix = whole.key, whole.value, matrix_bytes(config, dtype)
     widen, repeated = _growth(config, dtype)
     scores = matrix // DTYPES[dtype].bytes
@@ -247,7 +279,7 @@ def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
         wide = query + key + value + output
         steps.append(Phase(CASTS, 0, wide + wide // widen, matmul=False))
     steps.append(Phase("QK^T", per_key, query + key + matrix))
-    if config.causal or config.mask != "none":
+    if config.causal or config.window or config.mask != "none":
         hidden = tensors.mask or config.seq_len_q * config.seq_len_kv
         steps.append(Phase("mask", scores, 2 * matrix + hidden, matmul=False))
     steps.append(Phase("softmax", SOFTMAX_OPS * scores, 2 * matrix, matmul=False))

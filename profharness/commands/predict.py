@@ -87,6 +87,10 @@ REGRETS = (
     (math.inf, "over 2x"),
 )
 UNKNOWN = "not known"
+WINDOW = (
+    "SDPA gets the window as a bool mask, so these are times of masked calls. flex_attention skips what the "
+    "window hides; the atlas has no times of it."
+)
 
 
 def predict_document(
@@ -180,6 +184,8 @@ def _config_blocks(
     for text in dict.fromkeys(row.outside for row in shown):
         if text:
             yield Note(text, "no time", "warning")
+    if parse_config(auto.config).window is not None:
+        yield Note(WINDOW, "window")
 
 
 def _summary(answers: Sequence[Answer]) -> Iterator[Block]:

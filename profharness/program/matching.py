@@ -317,7 +317,14 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
         *(config.output_batch, config.num_heads, config.seq_len_q, keys),
         *(config.head_dim, config.value_dim),
     )
-    masked = (config.causal, config.mask, config.mask_shape, config.dropout, config.scale)
+    masked = (
+        config.causal,
+        config.window,
+        config.mask,
+        config.mask_shape,
+        config.dropout,
+        config.scale,
+    )
     return (*core, config.num_kv_heads, config.bwd, *masked), core
 
 

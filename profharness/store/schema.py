@@ -30,7 +30,8 @@ from profharness.errors import NotFoundError, StoreError
 from profharness.files import DEFAULT_STORE, STORE_ID, STORE_VARIABLE
 from profharness.store.tables import TABLES, VIEWS
 
-SCHEMA_VERSION = 15  # versions 1 to 14 were never released
+SCHEMA_VERSION = 16
+FIRST_VERSION = 15  # versions 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # maximum size of a file that is checked completely, in about 0.2 s
@@ -107,6 +108,7 @@ def migrate(connection: sqlite3.Connection) -> None:
 
     migrations = Migrations(MIGRATION_SET)
     migrations(name="015_initial")(_initial)
+    migrations(name="016_window")(_add_window)
     migrations.apply(Database(connection, execute_plugins=False))
     connection.execute(f"PRAGMA application_id = {STORE_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -116,6 +118,10 @@ def _initial(db: Any) -> None:
     views = (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
     for statement in chain(TABLES.split(";"), views):
         db.execute(statement)
+
+
+def _add_window(db: Any) -> None:
+    db.execute("ALTER TABLE configs ADD COLUMN window INTEGER")
 
 
 def require_folder(path: Path) -> None:
@@ -354,8 +360,8 @@ def _closed_on_error(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
-    """Return True if a file has the current schema, and False if it is empty.
+def _version(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the schema version of a store that can be read, or 0 if the file is empty.
 
     Raises StoreError for other files.
     """
@@ -367,13 +373,13 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
     if application != STORE_ID:
         if application or version or objects:
             raise _foreign(path)
-        return False
+        return 0
     if version > SCHEMA_VERSION:
         raise StoreError(
             f"{path}: made by a newer profharness (schema {version}, this one knows "
             f"{SCHEMA_VERSION}); upgrade profharness or name another --store"
         )
-    if version < SCHEMA_VERSION:
+    if version < FIRST_VERSION:
         raise StoreError(
             f"{path}: made by an unreleased profharness (schema {version}); delete it or name "
             "another --store, then take the run folders in again: profharness ingest FOLDER"
@@ -382,7 +388,7 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger' LIMIT 1"
     for (name,) in connection.execute(query):
         raise damaged(path, f"contains a trigger, {name!r}", ALTERED)
-    return True
+    return int(version)
 
 
 def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
@@ -390,13 +396,14 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
         # SQLite rolls back the transaction of a killed process, but not on a read-only connection
         half_written = file_beside(path, "-journal").exists()
         with closing(_raw(path, "mode=rw" if half_written else "mode=ro")) as probe:
-            _is_made(probe, path)
+            _version(probe, path)
         _check_file(str(path.absolute()), path.stat().st_ino)
     connection = _raw(path, "mode=rwc")
     with _closed_on_error(connection):
-        if not _is_made(connection, path):
+        if _version(connection, path) < SCHEMA_VERSION:
             with transaction(connection):
-                if not _is_made(connection, path):  # another process may have created the store
+                # another process may have created or migrated the store
+                if _version(connection, path) < SCHEMA_VERSION:
                     migrate(connection)
         if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
             connection.execute("PRAGMA journal_mode = WAL")
@@ -430,7 +437,7 @@ def _open_reader(path: Path) -> sqlite3.Connection:
 def _reader(path: Path, mode: str) -> sqlite3.Connection:
     connection = _raw(path, mode)
     with _closed_on_error(connection):
-        if not _is_made(connection, path):
+        if not _version(connection, path):
             raise NotFoundError(f"{path}: an empty store; `profharness ingest FILE` fills it")
         connection.execute("PRAGMA query_only = ON")
     return connection

@@ -226,6 +226,8 @@ def test_every_property_can_be_a_blocker(name: str) -> None:
         "3,16,7,300,bf16,kv_heads=4,head_dim_v=99,mask=bool,dropout=0.5,causal,deterministic,bwd,"
         "layout=bshd,kv_batch=1"
     )
+    if name == "window":
+        text = text.replace("mask=bool", "window=5")
     config = parse_config(text.replace("300", "299"))
 
     def oracle(asked: Config, _: str) -> Eligibility:
@@ -401,6 +403,7 @@ EXAMPLES = {
     "pad queries": "2,4,1,16,fp32,seq_kv=24,scale=0.3",
     "pad keys": "2,4,8,16,fp32,seq_kv=1",
     "triangle in the mask": "2,4,8,16,fp32,seq_kv=24,causal,mask=float_bh",
+    "no window": "2,4,24,16,fp32,causal,window=24",
     "causal for mask": "2,4,24,16,fp32,mask=bool",
     "no mask": "2,4,24,16,fp32,mask=float",
     "bf16": "2,4,24,16,fp32,mask=float",
@@ -435,6 +438,7 @@ def test_programs_of_several_changes() -> None:
     config = parse_config(
         "2,4,24,20,fp32,kv_heads=2,mask=float_grad,layout=strided_last,head_dim_v=12"
     )
+    windows = [parse_config(f"2,4,24,16,fp32,{text}") for text in ("window=5", "causal,window=7")]
     names = ("contiguous", "pad head_dim", "expand kv heads", "detach mask", "equal head_dim_v")
     changed = config
     for change in CHANGES:
@@ -444,14 +448,15 @@ def test_programs_of_several_changes() -> None:
         (masked.label, call_code(masked, replace(masked, mask="none"))),  # another result
         (triangle.label, call_code(triangle, replace(triangle, causal=False), "math")),
         (config.label, call_code(config, changed, "math")),
+        *((each.label, call_code(each, each, "math")) for each in windows),
     ]
-    assert [close for _, close, _ in run_codes(cases)] == [False, True, True]
+    assert [close for _, close, _ in run_codes(cases)] == [False, True, True, True, True]
 
 
 def test_flex_attention_has_the_result_of_the_mask() -> None:
     cases = []
-    for mask in ("bool", "float_bh"):
-        text = f"2,4,24,16,fp32,kv_heads=2,scale=0.3,mask={mask}"
+    for mask in ("mask=bool", "mask=bool_2d", "mask=float_bh", "window=5", "causal,window=7"):
+        text = f"2,4,24,16,fp32,kv_heads=2,scale=0.3,{mask}"
         (*_, flex) = ways(text.replace("fp32", "fp16"), "flash")
         code = flex.code.replace("torch.compile(flex_attention)", "flex_attention")
         cases.append((parse_config(text).label, code))

@@ -25,6 +25,8 @@ CONFIGS = (
     ("2,2,8,16,q_strides=256x16x32x1,mask=bool,mask_strides=0x0x8x1", "auto"),
     ("1,2,8,16,mask=float_bh,head_dim_v=24", "math"),
     ("1,4,8,16,kv_heads=2,causal", "naive"),
+    ("1,4,8,16,kv_heads=2,causal,window=3,seq_kv=12", "naive"),
+    ("1,2,8,16,window=3,bwd", "math"),
 )
 REFUSED = "b1-h2-s8-d16-fp32-dropout=0.1"
 RAN = "b1-h2-s8-d16-fp32"
@@ -38,7 +40,7 @@ import contextlib, io, json, runpy, sys
 import torch
 from profharness.attention.backends import find_backend
 from profharness.attention.config import parse_config
-from profharness.recording.worker.attention import make_call, make_inputs
+from profharness.recording.worker.attention import make_call, make_inputs, sdpa_mask
 
 for path, text, name, seed in json.load(sys.stdin):
     said, code, names = io.StringIO(), 0, {}
@@ -51,15 +53,16 @@ for path, text, name, seed in json.load(sys.stdin):
     if names:
         config, backend = parse_config(text).resolve("cpu"), find_backend(name)
         inputs = make_inputs(config, "cpu", seed)
-        for field in ("query", "key", "value", "mask", "grad"):
-            ours, theirs = getattr(inputs, field), names.get(field)
+        attention = backend.load() if backend.load else None
+        expected = vars(inputs) | ({} if attention else {"mask": sdpa_mask(config, inputs)})
+        for field, ours in expected.items():
+            theirs = names.get(field)
             same = ours is theirs is None or (
                 torch.equal(ours, theirs)
                 and (ours.stride(), ours.storage_offset(), ours.requires_grad)
                 == (theirs.stride(), theirs.storage_offset(), theirs.requires_grad)
             )
             answer[field] = bool(same)
-        attention = backend.load() if backend.load else None
         with backend.context():
             result = make_call(config, inputs, attention)()
         results = result if isinstance(result, tuple) else (result,)

@@ -17,7 +17,7 @@ from profharness.devices import Device
 from profharness.errors import NotFoundError, StoreError, UsageError
 from profharness.store import Selection, ingest_path, open_store, query, to_frame
 from profharness.store.insert import insert_trace, sdpa_op
-from profharness.store.schema import SCHEMA_VERSION, connect, transaction
+from profharness.store.schema import FIRST_VERSION, SCHEMA_VERSION, connect, transaction
 from profharness.trace import LaunchBatch, LaunchConfig, Range, Trace
 
 Folder = Callable[..., Path]
@@ -132,7 +132,7 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
         path.write_bytes(b"hello" * (100 if kind == "text" else 1))
     elif kind in ("newer", "older"):
         open_store(path, write=True).close()
-        version = SCHEMA_VERSION + (1 if kind == "newer" else -1)
+        version = SCHEMA_VERSION + 1 if kind == "newer" else FIRST_VERSION - 1
         with closing(sqlite3.connect(path)) as connection:
             connection.execute(f"PRAGMA user_version = {version}")
     else:
@@ -145,6 +145,26 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
     with pytest.raises(StoreError, match=remedy):
         open_store(path, write=write)
     assert path.read_bytes() == before
+
+
+def test_a_store_of_the_first_version_is_read_as_it_is_and_migrated_to_write(store: Path) -> None:
+    with closing(sqlite3.connect(store)) as connection:
+        connection.execute("ALTER TABLE configs DROP COLUMN window")
+        connection.execute("DELETE FROM _sqlite_migrations WHERE name = '016_window'")
+        connection.execute(f"PRAGMA user_version = {FIRST_VERSION}")
+        connection.commit()
+
+    def state() -> tuple[int, bool]:
+        with closing(sqlite3.connect(store)) as connection:
+            columns = [row[1] for row in connection.execute("PRAGMA table_info(configs)")]
+            return connection.execute("PRAGMA user_version").fetchone()[0], "window" in columns
+
+    with open_store(store) as opened:
+        before = opened.cells("all")
+    assert state() == (FIRST_VERSION, False)
+    with open_store(store, write=True) as opened:
+        assert opened.cells("all") == before
+    assert state() == (SCHEMA_VERSION, True)
 
 
 @pytest.mark.parametrize("application", [0, 7])

@@ -126,6 +126,11 @@ def test_a_variant_is_not_the_reference() -> None:
     ):
         other = attend(config, inputs, torch.float64, variant=variant)[0]["out"]
         assert not torch.allclose(right, other)
+    config = replace(config, window=5)
+    right = attend(config, inputs, torch.float64)[0]["out"]
+    for window in (0, 4, 6):
+        other = attend(config, inputs, torch.float64, variant=Variant(window=window))[0]["out"]
+        assert not torch.allclose(right, other)
 
 
 THREAD_CACHED = 1032 // 4  # floats in the largest block that glibc's thread cache reuses
@@ -153,7 +158,10 @@ def test_cases_are_derived_and_each_problem_comes_once() -> None:
     config = parse_config("4,16,512,64,fp16,kv_heads=4,dropout=0.1,mask=bool")
     cases = derive_cases(config, ["standard"])
     shapes = dict(cases)
-    assert set(shapes) == set(CASES)
+    assert set(shapes) == set(CASES) - {"window_1", "window_67"}
+    windowed = dict(derive_cases(parse_config("1,2,512,64,causal,window=128"), ["standard"]))
+    assert set(windowed) == set(CASES) - {"masked_row"}
+    assert (windowed["window_67"].window, windowed["seq_7"].window) == (67, 128)
     assert all(derived.dropout == 0 for derived in shapes.values())
     assert all(derived.batch <= 2 for _, derived in cases[1:])
     assert len({(derived, values_of(name)) for name, derived in cases}) == len(cases)

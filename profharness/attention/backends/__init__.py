@@ -19,8 +19,8 @@ from profharness.attention.backends.base import (
     check_limits,
     needs_module,
     no_reason,
-    outside_contract,
     refuse_if_unloadable,
+    takes_window,
 )
 from profharness.attention.backends.libraries import LIBRARY_BACKENDS
 from profharness.attention.backends.sources import (
@@ -105,16 +105,16 @@ TORCH_ROWS = (
     # compilation, flex is not fused.
     GpuBackend(
         "flex",
-        "flex_attention under torch.compile (Triton); causal as a block mask",
+        "flex_attention under torch.compile (Triton); causal and window as a block mask",
         load=refuse_if_unloadable("flex_attention", _in_worker("flex", None)),
-        supports=outside_contract,
+        supports=takes_window,
         absent=needs_module("triton", "pip install triton"),
     ),
     GpuBackend(
         "flex-flash",
         "flex_attention with kernel_options BACKEND FLASH (FA4 kernels)",
         load=refuse_if_unloadable("flex_attention", _in_worker("flex", {"BACKEND": "FLASH"})),
-        supports=check_limits(dtypes=HALF),
+        supports=check_limits(dtypes=HALF, window=True),
         absent=_in_worker("flex_flash_absent"),
         packages=("flash-attn-4",),
         isolated=True,
@@ -124,7 +124,7 @@ TORCH_ROWS = (
         "torch.nn.attention.varlen; packs the inputs, a copy unless layout=bshd",
         load=_in_worker("varlen"),
         supports=check_limits(
-            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256
+            dtypes=HALF, window=True, square_causal=True, same_head_dim=True, max_head_dim=256
         ),
         absent=_in_worker("varlen_absent"),
     ),
@@ -148,7 +148,7 @@ TORCH_ROWS = (
         NAIVE_COMPILED,
         "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
         load=refuse_if_unloadable(NAIVE_COMPILED, _in_worker("naive_compiled")),
-        supports=outside_contract,
+        supports=takes_window,
         absent=_in_worker("naive_compiled_absent"),
         isolated=True,
     ),

@@ -26,7 +26,9 @@ Attention = Callable[..., Any]
 """A function attention(q, k, v, *, is_causal, scale, enable_gqa) on tensors in SDPA's layout: q is
 [B, Hq, Sq, D], k is [B, Hkv, Skv, D] and v is [B, Hkv, Skv, Dv]. It returns a tensor [B, Hq, Sq,
 Dv] with the dtype and the device of q. is_causal has the same meaning as in SDPA: row i attends to
-columns 0 to i, even if Sq and Skv differ.
+columns 0 to i, even if Sq and Skv differ. A function with a further argument `window` also computes
+sliding windows: row i attends to the columns above i - window, and below i + window if is_causal is
+not set. The argument is passed only if the config has a window.
 """
 
 
@@ -93,12 +95,14 @@ refusal.
 """
 
 
-def outside_contract(config: Config) -> str | None:
+def outside_contract(config: Config, *, window: bool = False) -> str | None:
     """Return why an `Attention` function cannot compute the config, or None if it can compute it.
 
     An `Attention` function has no arguments for a mask or dropout, and it requires that query, key
-    and value have the same batch size.
+    and value have the same batch size. Set `window` if it computes sliding windows.
     """
+    if config.window is not None and not window:
+        return f"computes no sliding window (window={config.window})"
     if config.mask != "none":
         return f"an attention mask (mask={config.mask}) cannot be passed; causal can"
     if config.dropout:
@@ -108,8 +112,13 @@ def outside_contract(config: Config) -> str | None:
     return None
 
 
+takes_window = functools.partial(outside_contract, window=True)
+"""A `supports` function for an `Attention` function that computes sliding windows."""
+
+
 def check_limits(
     *,
+    window: bool = False,
     dtypes: tuple[str, ...] = (),
     square_causal: bool = False,
     same_head_dim: bool = False,
@@ -119,17 +128,22 @@ def check_limits(
 ) -> Callable[[Config], str | None]:
     """Return a `supports` function that checks common limits.
 
-    Set `square_causal` if the backend does not align its causal mask to the top left, as SDPA does,
-    when seq_q and seq_kv differ.
+    Set `window` if the backend computes sliding windows. Set `square_causal` if the backend does not
+    align its causal mask and its window to the top left, as SDPA does, when seq_q and seq_kv differ.
     """
 
     def supports(config: Config) -> str | None:
-        if reason := outside_contract(config):
+        if reason := outside_contract(config, window=window):
             return reason
         if dtypes and config.dtype not in dtypes:
             return f"takes {' and '.join(dtypes)}, not {config.dtype}"
-        if square_causal and config.causal and config.seq_len_q != config.seq_len_kv:
-            return "its causal mask is that of SDPA only where seq_q = seq_kv"
+        if square_causal and config.seq_len_q != config.seq_len_kv:
+            if config.window is not None:
+                return (
+                    "aligns a window to the last key, which is the same only where seq_q = seq_kv"
+                )
+            if config.causal:
+                return "its causal mask is that of SDPA only where seq_q = seq_kv"
         if same_head_dim and config.value_dim != config.head_dim:
             return "takes one head_dim for query, key and value"
         if max_head_dim is not None and config.head_dim > max_head_dim:
@@ -193,7 +207,8 @@ class Inputs:
     """The tensors of one call: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv],
     gradient of the output [B, Hq, Sq, Dv], and mask.
 
-    `grad` is None if the config has no backward pass. `mask` is None if the config has no mask.
+    `grad` is None if the config has no backward pass. `mask` is None if the config has no mask. The
+    mask of a window is made by the calls that need it.
     """
 
     query: Any
@@ -270,14 +285,27 @@ def _mask(config: Config, normal: Fill, kept: Fill, written: bool) -> Any:
 def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
     """Return the keyword arguments for a call of SDPA. If `own` is true, return the keyword
     arguments for an `Attention` function, which has no mask and no dropout.
+
+    For a config with a window, the `mask` for SDPA is the mask of the window.
     """
     grouped = config.num_kv_heads != config.num_heads
-    arguments: dict[str, Any] = {"is_causal": config.causal, "scale": config.scale}
+    causal = config.causal if own else config.sdpa_call().causal
+    arguments: dict[str, Any] = {"is_causal": causal, "scale": config.scale}
     if not own:
         arguments |= {"attn_mask": mask, "dropout_p": config.dropout}
+    elif config.window is not None:
+        arguments["window"] = config.window
     if own or grouped:
         arguments["enable_gqa"] = grouped
     return arguments
+
+
+def window_size(window: int | None, is_causal: bool) -> tuple[int, int]:
+    """Return flash-attn's (left, right): the numbers of keys before and after its own that a query
+    attends to, where -1 means all.
+    """
+    side = -1 if window is None else window - 1
+    return side, 0 if is_causal else side
 
 
 def choice_arguments(config: Config, mask: Any) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from profharness.attention.backends.base import (
     needs_module,
     outside_contract,
     refuse_if_unloadable,
+    window_size,
 )
+from profharness.attention.config import Config
 from profharness.dtypes import HALF
 
 
@@ -24,10 +26,21 @@ def flash_attn() -> Attention:
     """Adapt flash_attn_func, which takes tensors [B, S, H, D] and supports grouped key heads."""
     from flash_attn import flash_attn_func
 
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        is_causal: bool,
+        scale: Any,
+        enable_gqa: bool,
+        window: int | None = None,
+    ) -> Any:
         del enable_gqa
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal).transpose(1, 2)
+        sides = window_size(window, is_causal)
+        out = flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal, window_size=sides)
+        return out.transpose(1, 2)
 
     return attention
 
@@ -37,17 +50,35 @@ def xformers() -> Attention:
     [B, S, H, D].
 
     For grouped key heads, the function takes tensors [B, S, Hkv, Hq / Hkv, D], in which key and
-    value are expanded. LowerTriangularMask is aligned to the top left, like SDPA's causal mask.
+    value are expanded. LowerTriangularMask is aligned to the top left, like SDPA's causal mask. The
+    masks of windows are aligned to the bottom right.
     """
-    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+    from xformers.ops import LowerTriangularMask, fmha, memory_efficient_attention
 
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+    def bias_of(is_causal: bool, window: int | None) -> Any:
+        biases = fmha.attn_bias
+        if window is None:
+            return LowerTriangularMask() if is_causal else None
+        if is_causal:
+            return biases.LowerTriangularFromBottomRightMask().make_local_attention(window)
+        return biases.LocalAttentionFromBottomRightMask(window - 1, window - 1)
+
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        is_causal: bool,
+        scale: Any,
+        enable_gqa: bool,
+        window: int | None = None,
+    ) -> Any:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         if enable_gqa:
             groups, size = k.shape[2], q.shape[2] // k.shape[2]
             q = q.unflatten(2, (groups, size))
             k, v = (tensor.unsqueeze(3).expand(-1, -1, -1, size, -1) for tensor in (k, v))
-        bias = LowerTriangularMask() if is_causal else None
+        bias = bias_of(is_causal, window)
         out = memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale)
         return (out.flatten(2, 3) if enable_gqa else out).transpose(1, 2)
 
@@ -66,17 +97,48 @@ def sage() -> Attention:
 
 
 def flashinfer() -> Attention:
-    """Adapt single_prefill_with_kv_cache, which takes one sequence without a batch dimension."""
+    """Adapt single_prefill_with_kv_cache, which takes one sequence without a batch dimension. Its
+    window has no right side, so it needs a causal mask.
+    """
     from flashinfer import single_prefill_with_kv_cache
 
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        is_causal: bool,
+        scale: Any,
+        enable_gqa: bool,
+        window: int | None = None,
+    ) -> Any:
         del enable_gqa
         out = single_prefill_with_kv_cache(
-            q[0].transpose(0, 1), k[0], v[0], causal=is_causal, kv_layout="HND", sm_scale=scale
+            *(q[0].transpose(0, 1), k[0], v[0]),
+            causal=is_causal,
+            kv_layout="HND",
+            sm_scale=scale,
+            window_left=window_size(window, is_causal)[0],
         )
         return out.transpose(0, 1)[None]
 
     return attention
+
+
+def xformers_supports(config: Config) -> str | None:
+    """Return why xformers cannot compute the config, or None if it can."""
+    if config.window is None:
+        return outside_contract(config)
+    return check_limits(window=True, square_causal=True)(config)
+
+
+def flashinfer_supports(config: Config) -> str | None:
+    """Return why flashinfer cannot compute the config, or None if it can."""
+    if config.window is not None and not config.causal:
+        return "takes a window only with causal"
+    return check_limits(
+        dtypes=HALF, window=True, square_causal=True, forward_only=True, one_batch=True
+    )(config)
 
 
 LIBRARY_BACKENDS = (
@@ -85,7 +147,7 @@ LIBRARY_BACKENDS = (
         "flash_attn_func of the package flash-attn (FA2)",
         load=refuse_if_unloadable("flash_attn", flash_attn),
         supports=check_limits(
-            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256
+            dtypes=HALF, window=True, square_causal=True, same_head_dim=True, max_head_dim=256
         ),
         absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
         packages=("flash-attn",),
@@ -95,7 +157,7 @@ LIBRARY_BACKENDS = (
         "xformers",
         "memory_efficient_attention of the package xformers",
         load=refuse_if_unloadable("xformers", xformers),
-        supports=outside_contract,
+        supports=xformers_supports,
         absent=needs_module("xformers.ops", "pip install xformers"),
         packages=("xformers",),
         isolated=True,
@@ -115,7 +177,7 @@ LIBRARY_BACKENDS = (
         "flashinfer",
         "single_prefill_with_kv_cache of the package flashinfer-python",
         load=refuse_if_unloadable("flashinfer", flashinfer),
-        supports=check_limits(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
+        supports=flashinfer_supports,
         absent=needs_module("flashinfer", "pip install flashinfer-python"),
         packages=("flashinfer-python",),
         isolated=True,

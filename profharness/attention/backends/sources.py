@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -43,6 +44,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _IN_WHEEL = _PACKAGE / "_kernels"
 SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
+WINDOW = "window"  # the optional argument of a function that computes sliding windows
 SOURCE_BYTES = 16_000_000  # maximum size of a source file, in bytes
 GIT_S = 5.0  # maximum duration of a git command, in seconds
 NESTED = "an expression may be nested too deeply for Python"
@@ -311,7 +313,9 @@ def _folders() -> list[Path]:
 
 
 def _supports(source: str, config: Config) -> str | None:
-    reason = outside_contract(config)
+    reason = outside_contract(config, window=True)
+    if reason is None and config.window is not None and not _takes_window(source):
+        reason = outside_contract(config)
     supports = _implementation(source).supports
     if reason or supports is None:
         return reason
@@ -321,6 +325,14 @@ def _supports(source: str, config: Config) -> str | None:
             f"supports() returned {answer!r}; it must return a reason, or None for a config it takes"
         )
     return answer
+
+
+def _takes_window(source: str) -> bool:
+    """Return whether the function of an implementation has an argument `window`."""
+    try:
+        return WINDOW in inspect.signature(_implementation(source).attention).parameters
+    except (TypeError, ValueError):  # a callable that has no signature
+        return False
 
 
 def _implementation(source: str) -> _Implementation:

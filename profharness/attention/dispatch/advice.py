@@ -77,6 +77,7 @@ def _easy_heads(config: Config) -> Config:
 # comes first.
 PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "dtype": lambda c: replace(c, dtype="fp16"),
+    "window": lambda c: replace(c, window=None),
     "mask": lambda c: replace(c, mask="none", mask_shape=None, mask_strides=None),
     "dropout": lambda c: replace(c, dropout=0.0),
     "causal": lambda c: replace(c, causal=False),
@@ -256,12 +257,20 @@ def _pad_both(config: Config, dim: int) -> Config | None:
 
 def _causal_instead(config: Config) -> Config | None:
     square = config.seq_len_q == config.seq_len_kv
-    return replace(config, mask="none", causal=True) if square and not config.causal else None
+    plain = config.causal or config.window is not None
+    return replace(config, mask="none", causal=True) if square and not plain else None
+
+
+def _without_window(config: Config) -> Config | None:
+    """Return the config without its window, if the window hides no key from any query."""
+    ahead = 1 if config.causal else config.seq_len_kv
+    wide = config.window is not None and config.window >= max(config.seq_len_q, ahead)
+    return replace(config, window=None) if wide else None
 
 
 def _fewer_keys(config: Config) -> Config | None:
     shorter = 1 < config.seq_len_q < config.seq_len_kv
-    plain = config.causal and config.mask == "none"
+    plain = config.causal and config.mask == "none" and config.window is None
     return replace(config, seq_len_kv=config.seq_len_q) if shorter and plain else None
 
 
@@ -271,7 +280,7 @@ def _pad_queries(config: Config) -> Config | None:
 
 
 def _pad_keys(config: Config) -> Config | None:
-    if config.mask != "none" or config.causal:
+    if config.mask != "none" or config.causal or config.window is not None:
         return None
     length = rounded_up(config.seq_len_kv + 1)
     return replace(config, seq_len_kv=length, mask="bool_2d")
@@ -318,6 +327,8 @@ CHANGES = (
            "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added ones"),
     ConfigChange("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
            "put the triangle of is_causal into attn_mask, and leave is_causal out"),
+    ConfigChange("no window", ("mask", "mask_shape"), _without_window,
+           "leave the window out: a window of {b.window} hides no key from {b.seq_len_q} queries"),
     ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
            "say is_causal=True instead of attn_mask, which holds only if the mask is lower triangular", exact=False),
     ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
@@ -378,7 +389,14 @@ def setting_code(setting: SdpaSetting) -> str:
     return f"sdpa_kernel([{members}]{', set_priority=True' if setting.ordered else ''})"
 
 
+def window_condition(config: Config) -> str:
+    """Return a Python expression of whether query i attends to key j in a config with a window."""
+    ahead = "j <= i" if config.causal else f"j < i + {config.window}"
+    return f"(i - {config.window} < j) & ({ahead})"
+
+
 def _arguments(config: Config) -> Iterator[str]:
+    config = config.sdpa_call()
     if config.mask != "none":
         yield "attn_mask=attn_mask"
     if config.dropout:
@@ -407,6 +425,10 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
         yield f"k, v = (F.pad(each, (0, 0, 0, {keys})) for each in (k, v))"
         real = f"torch.arange({after.seq_len_kv}, device=q.device) < {before.seq_len_kv}"
         yield f"attn_mask = ({real}).repeat({after.seq_len_q}, 1)"
+    if after.window is not None:
+        yield f"i = torch.arange({after.seq_len_q}, device=q.device)[:, None]"
+        yield f"j = torch.arange({after.seq_len_kv}, device=q.device)"
+        yield f"attn_mask = {window_condition(after)}"
     if before.num_kv_heads != after.num_kv_heads:
         group = after.num_kv_heads // before.num_kv_heads
         yield f"k, v = (each.repeat_interleave({group}, dim=1) for each in (k, v))"
@@ -432,16 +454,29 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
 
 MAX_ADVICE = 3
 MAX_CHANGES = 6
-FLEX_CODE = """\
+FLEX_BIAS = """\
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 bias = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 def score_mod(score, b, h, i, j):
-    return {score}
+    return score + bias[b, h, i, j]
 
 out = torch.compile(flex_attention)(q, k, v, score_mod=score_mod{arguments})"""
+FLEX_BLOCKS = """\
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+{before}
+def mask_mod(b, h, i, j):
+    return {seen}
+
+# build it once, and use it again in every layer and step
+block_mask = create_block_mask(mask_mod, {sizes}, device=q.device)
+out = torch.compile(flex_attention)(q, k, v, block_mask=block_mask{arguments})"""
+EXPANDED = """
+seen = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+"""
 
 
 @dataclass(frozen=True)
@@ -567,18 +602,29 @@ def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, as
 
 
 def _flex(config: Config, _: str) -> Advice | None:
-    if config.causal or config.dropout:
+    if config.sdpa_call().causal or config.dropout:
         return None
-    score = "score + bias[b, h, i, j]"
-    if config.mask.startswith("bool"):
-        score = 'torch.where(bias[b, h, i, j], score, -float("inf"))'
     arguments = "" if config.scale is None else f", scale={config.scale!r}"
     arguments += ", enable_gqa=True" if config.num_kv_heads != config.num_heads else ""
-    return Advice(
-        "keep the mask and call flex_attention, which takes any mask (its own kernels, not those of flash)",
-        FLEX_CODE.format(score=score, arguments=arguments),
-        steps=("flex",),
-    )
+    lengths = f"{config.seq_len_q}, {config.seq_len_kv}"
+    if config.window is not None:
+        change = "call flex_attention with a BlockMask of the window: its kernels skip the blocks outside"
+        condition, sizes = window_condition(config), f"None, None, {lengths}"
+        code = FLEX_BLOCKS.format(before="", seen=condition, sizes=sizes, arguments=arguments)
+    elif config.mask.startswith("bool"):
+        change = (
+            "keep the mask as a BlockMask and call flex_attention: its kernels skip the blocks that the mask "
+            "hides. For a sliding window, write its condition in mask_mod instead of reading attn_mask"
+        )
+        # a mask that is broadcast over batch or heads needs one block mask for all of them
+        outer = (1, 1, *config.mask_dims)[-4:-2]
+        sizes = ", ".join([*("None" if size == 1 else str(size) for size in outer), lengths])
+        seen = "seen[b, h, i, j]"
+        code = FLEX_BLOCKS.format(before=EXPANDED, seen=seen, sizes=sizes, arguments=arguments)
+    else:
+        change = "keep the mask and call flex_attention, whose kernels add any mask to the scores"
+        code = FLEX_BIAS.format(arguments=arguments)
+    return Advice(change, code, steps=("flex",))
 
 
 def _switch(_: Config, backend: str) -> Advice:

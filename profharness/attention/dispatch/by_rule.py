@@ -22,6 +22,7 @@ from profharness.attention.config import (
     sdpa_setting,
     setting_name,
 )
+from profharness.attention.costs import score_count
 from profharness.attention.dispatch.advice import BackendAnswer, advise, rule_choice, rule_oracle
 from profharness.attention.dispatch.machine import (
     RELEASES,
@@ -316,7 +317,11 @@ def explain_by_rule(
         priority_order=() if too_early else prediction.priority_order,
         predicted="unknown" if too_early else prediction.choice,
         backends=tuple(sides),
-        caveats=(*prediction.hazards, *_caveats(platform, params, prediction)),
+        caveats=(
+            *window_texts(config),
+            *prediction.hazards,
+            *_caveats(platform, params, prediction),
+        ),
         error=NO_ORDER if too_early else None,
         asked=asked,
     )
@@ -402,6 +407,19 @@ FIRST_CHOICE = (
 )
 CPU_IGNORES = "On a CPU PyTorch keeps its own order (flash, then math), whatever order is set."
 LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
+
+
+def window_texts(config: Config) -> Iterator[str]:
+    """Yield a sentence about what a window costs in SDPA, if the config has one."""
+    if config.window is None:
+        return
+    rows, columns = config.seq_len_q, config.seq_len_kv
+    share = score_count(config) / (rows * columns)
+    yield (
+        f"SDPA has no window: attn_mask is a bool mask of [{rows}, {columns}] "
+        f"({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The other backends compute all "
+        f"scores, of which the window keeps {100 * share:.2g} %. flex_attention skips the rest."
+    )
 
 
 def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:

@@ -293,8 +293,9 @@ class AttentionParams:
 
 def from_config(config: Config, device: str = CUDA) -> AttentionParams:
     """Return the parameters of the call that the worker makes for a config on `cuda` or `cpu`, with
-    default flags.
+    default flags. A window is passed as a mask.
     """
+    config = config.sdpa_call()
     dtype = str(config.resolve(device).dtype)
     mask = None
     if config.mask != "none":

@@ -452,10 +452,12 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 def _readers(cell: CellAnalysis, kernel: KernelFigures) -> float | None:
     """Return how many blocks of a forward kernel read the same row of K and V, based on the grid.
 
-    Return None if the grid does not show that several blocks do, or if ncu counted too few bytes
-    for this number.
+    Return None if the grid does not show that several blocks do, if the config has a window, of
+    which a block may read only a part, or if ncu counted too few bytes for this number.
     """
     config, sms = cell.config, cell.machine.num_sms
+    if config.window is not None:
+        return None
     heads = config.batch * config.num_kv_heads
     if kernel.role != "attention" or not kernel.blocks or kernel.blocks % heads:
         return None

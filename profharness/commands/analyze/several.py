@@ -256,7 +256,14 @@ def changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[tuple[str, di
     for analysis in analyses:
         config = analysis.config
         if analysis.figures is not None:
-            key = (analysis.backend, analysis.run, config.dtype, config.bwd, config.causal)
+            key = (
+                analysis.backend,
+                analysis.run,
+                config.dtype,
+                config.bwd,
+                config.causal,
+                config.window,
+            )
             groups.setdefault(key, []).append(config)
     for (backend, *_), configs in groups.items():
         scores = {

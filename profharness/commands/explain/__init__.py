@@ -40,6 +40,7 @@ from profharness.attention.dispatch.by_rule import (
     settle,
     sides_by_rule,
     skipped_text,
+    window_texts,
 )
 from profharness.attention.dispatch.machine import (
     from_config,
@@ -305,7 +306,7 @@ def _explanation(
     variables = environment.get("env") or {}
     if switches := {key: variables[key] for key in variables if key.startswith(CUDNN_SWITCHES)}:
         facts["env"] = switches
-    caveats = [*hazards(answer.choice or prediction.choice, params, machine)]
+    caveats = [*window_texts(config), *hazards(answer.choice or prediction.choice, params, machine)]
     caveats += _caveats(environment, answer.backends)
     if params.priority:
         caveats.append(FIRST_CHOICE if is_gpu(device) else CPU_IGNORES)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partialmethod
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from profharness.attention.backends.base import (
 )
 from profharness.attention.backends.sources import find_implementation, fingerprint, parts_of
 from profharness.attention.config import Config, parse_config, sdpa_setting, split_names
-from profharness.attention.dispatch.advice import setting_code
+from profharness.attention.dispatch.advice import setting_code, window_condition
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
@@ -228,7 +229,7 @@ def repro_script(
         seed=seed,
         deterministic=config.deterministic,
         setup=setup,
-        inputs="\n".join(_inputs(config)),
+        inputs="\n".join(_inputs(config) if own else chain(_inputs(config), _window(config))),
         arguments=_keywords(call_arguments(config, mask, own=own)),
         choice=choice,
         call=call,
@@ -257,7 +258,8 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
         return needs, refused + ACTIVATED.format(impl=name.upper())
     if name in ("flex", "flex-flash"):
         options = {"BACKEND": "FLASH"} if name == "flex-flash" else None
-        return "torch and triton", refused + FLEX.format(options=options, causal=config.causal)
+        attended = "j <= i" if config.window is None else window_condition(config)
+        return "torch and triton", refused + FLEX.format(options=options, attended=attended)
     if name == NAIVE_COMPILED and (plain := find_implementation("naive")) and plain.source:
         _, text = _source(plain.source, config)
         return "torch and triton", refused + text + COMPILED
@@ -278,7 +280,7 @@ def _source(source: str, config: Config) -> tuple[str, str]:
     asked = FILE.format(
         properties=",\n    ".join(f"{name}={value!r}" for name, value in properties.items()),
         function=function,
-        reason=outside_contract(config),
+        reason=outside_contract(config, window=True),
         load="{load}",
     )
     if not place.endswith(".py"):
@@ -361,6 +363,14 @@ def _inputs(config: Config) -> Iterator[str]:
             yield from made.lines
         if repr(made) != name and (name == "mask" or made is not None):
             yield f"{name} = {made!r}"
+
+
+def _window(config: Config) -> Iterator[str]:
+    """Yield statements that create the mask of a window, if the config has a window."""
+    if config.window is not None:
+        yield f"i = torch.arange({config.seq_len_q}, device=DEVICE)[:, None]"
+        yield f"j = torch.arange({config.seq_len_kv}, device=DEVICE)"
+        yield f"mask = {window_condition(config)}"
 
 
 def _keywords(arguments: Mapping[str, object]) -> str:

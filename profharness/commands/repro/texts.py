@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import tempfile
 import time
@@ -159,18 +160,20 @@ context = contextlib.nullcontext
 masks = []
 
 
-def causal(_batch, _head, row, column):
-    return row >= column
+def attended(_batch, _head, i, j):
+    return {attended}
 
 
-def attention(q, k, v, *, is_causal, scale, enable_gqa):
-    if is_causal and not masks:
-        masks.append(create_block_mask(causal, None, None, q.shape[2], k.shape[2], device=q.device))
+def attention(q, k, v, *, is_causal, scale, enable_gqa, window=None):
+    if (is_causal or window) and not masks:
+        masks.append(
+            create_block_mask(attended, None, None, q.shape[2], k.shape[2], device=q.device)
+        )
     return compiled(
         q,
         k,
         v,
-        block_mask=masks[0] if is_causal else None,
+        block_mask=masks[0] if masks else None,
         scale=scale,
         enable_gqa=enable_gqa,
         kernel_options={options},
@@ -202,6 +205,8 @@ config = types.SimpleNamespace(
 )
 config.dtype = {{torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}}[DTYPE]
 reason = {reason!r} or getattr(module, "supports", lambda config: None)(config)
+if config.window and "window" not in inspect.signature(attention).parameters:
+    reason = "computes no sliding window"
 if reason:
     print(f"refused: {{reason}}")
     sys.exit(1)

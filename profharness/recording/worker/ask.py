@@ -34,7 +34,7 @@ from profharness.attention.dispatch.advice import (
 from profharness.attention.dispatch.machine import machine_of, with_flags
 from profharness.attention.dispatch.predict import CPU_ORDER, Eligibility, clean, code, is_header
 from profharness.device_types import is_gpu
-from profharness.recording.worker.attention import fused_choice, make_inputs
+from profharness.recording.worker.attention import fused_choice, make_inputs, sdpa_mask
 from profharness.recording.worker.environment import backend_name, priority_order, set_deterministic
 from profharness.recording.worker.failures import (
     is_oom,
@@ -177,9 +177,10 @@ class LiveDispatch:
         try:
             with _deterministic(config), recorded_warnings(warnings), self.stderr.into(warnings):
                 inputs = make_inputs(config, self.device, seed=None)
-                tensors = (inputs.query, inputs.key, inputs.value, inputs.mask)
+                mask = sdpa_mask(config, inputs)
+                tensors = (inputs.query, inputs.key, inputs.value, mask)
                 grouped = config.num_kv_heads != config.num_heads
-                options = (config.dropout, config.causal, grouped)
+                options = (config.dropout, config.sdpa_call().causal, grouped)
                 can = bool(ask(torch.backends.cuda.SDPAParams(*tensors, *options), True))
         except RuntimeError:
             return None, []

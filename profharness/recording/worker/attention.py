@@ -30,6 +30,7 @@ from profharness.attention.backends.base import (
     leaf_names,
     needs_module,
     output_shape,
+    window_size,
 )
 from profharness.attention.backends.sources import find_implementation
 from profharness.attention.config import SDP_BACKENDS, Config, SdpaSetting
@@ -70,6 +71,26 @@ def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
     return build_inputs(config, filled, kept, written=generator is not None)
 
 
+def window_mask(config: Config, device: Any) -> Any:
+    """Return the bool mask [Sq, Skv] of a config with a window."""
+    rows = torch.arange(config.seq_len_q, device=device)[:, None]
+    columns = torch.arange(config.seq_len_kv, device=device)
+    return in_window(rows, columns, config.window, config.causal)
+
+
+def in_window(row: Any, column: Any, window: int | None, causal: bool) -> Any:
+    """Return whether a query row attends to a key under `causal` and a window of this size."""
+    ahead = 1 if causal else window
+    if window is None:
+        return column <= row
+    return (column > row - window) & (column < row + ahead)
+
+
+def sdpa_mask(config: Config, inputs: Inputs) -> Any:
+    """Return the mask of the SDPA call that computes a config, or None if it has none."""
+    return inputs.mask if config.window is None else window_mask(config, inputs.query.device)
+
+
 def make_forward(
     config: Config, inputs: Inputs, attention: Attention | None = None
 ) -> Callable[[], Any]:
@@ -78,7 +99,9 @@ def make_forward(
     The default is PyTorch's `scaled_dot_product_attention`.
     """
     tensors = (inputs.query, inputs.key, inputs.value)
-    arguments = call_arguments(config, inputs.mask, own=attention is not None)
+    own = attention is not None
+    mask = None if own else sdpa_mask(config, inputs)
+    arguments = call_arguments(config, mask, own=own)
     function = attention or scaled_dot_product_attention
 
     def forward() -> Any:
@@ -131,11 +154,12 @@ def fused_choice(config: Config, inputs: Inputs) -> int:
     raise because the config has both a causal and an explicit mask.
     """
     tensors = (inputs.query, inputs.key, inputs.value)
-    choice = torch._fused_sdp_choice(*tensors, **choice_arguments(config, inputs.mask))
+    mask = sdpa_mask(config, inputs)
+    choice = torch._fused_sdp_choice(*tensors, **choice_arguments(config, mask))
     if (
         choice == torch_attention.SDPBackend.MATH.value
-        and config.causal
-        and inputs.mask is not None
+        and config.sdpa_call().causal
+        and mask is not None
     ):
         raise RuntimeError(CAUSAL_MASK)
     return int(choice)
@@ -286,21 +310,32 @@ def flex_flash_absent() -> str | None:
 
 
 def flex(kernel_options: dict[str, Any] | None) -> Attention:
-    """Return an adapter for flex_attention. For a causal config it passes a causal block mask."""
+    """Return an adapter for flex_attention. It passes `causal` and a window as a block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Copy the function because, after too many recompiles, Dynamo would run it uncompiled.
     compiled = torch.compile(copy_function(flex_attention), dynamic=False, fullgraph=True)
 
-    def causal(_batch: Any, _head: Any, row: Any, column: Any) -> Any:
-        return row >= column
-
     @functools.cache
-    def causal_mask(rows: int, columns: int, device: Any) -> Any:
-        return create_block_mask(causal, None, None, rows, columns, device=device)
+    def block_mask(window: int | None, causal: bool, rows: int, columns: int, device: Any) -> Any:
+        def seen(_batch: Any, _head: Any, row: Any, column: Any) -> Any:
+            return in_window(row, column, window, causal)
 
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
-        mask = causal_mask(q.shape[2], k.shape[2], q.device) if is_causal else None
+        return create_block_mask(seen, None, None, rows, columns, device=device)
+
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        is_causal: bool,
+        scale: Any,
+        enable_gqa: bool,
+        window: int | None = None,
+    ) -> Any:
+        mask = None
+        if is_causal or window is not None:
+            mask = block_mask(window, is_causal, q.shape[2], k.shape[2], q.device)
         options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
         return compiled(q, k, v, block_mask=mask, **options)
 
@@ -326,12 +361,23 @@ def varlen() -> Attention:
     def offsets(batch: int, rows: int, device: Any) -> Any:
         return torch.arange(batch + 1, device=device, dtype=torch.int32) * rows
 
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        is_causal: bool,
+        scale: Any,
+        enable_gqa: bool,
+        window: int | None = None,
+    ) -> Any:
         batch, _, rows, _ = q.shape
         columns = k.shape[2]
         options: dict[str, Any] = {}
         if "window_size" in parameters:
-            options["window_size"] = (-1, 0 if is_causal else -1)
+            options["window_size"] = window_size(window, is_causal)
+        elif window is not None:
+            raise RefusedError("unsupported", "varlen_attn of this torch takes no window_size")
         elif is_causal:
             options["is_causal"] = True
         # earlier versions have no such option and always accept fewer key heads

@@ -74,6 +74,7 @@ class Variant:
     diagonal: int = 0  # with a causal mask, row i attends to columns 0..i+diagonal
     interleaved: bool = False  # query head h uses key head h % num_kv_heads
     keys: int | None = None  # use only this number of keys, from the beginning
+    window: int | None = None  # replaces `window` of the config, where 0 stands for no window
     order: str = "plain"  # one of ORDERS, which round differently but are all correct
 
 
@@ -105,8 +106,8 @@ def attend(
     """Compute attention in plain torch ops. Return the results and, if requested, their sizes.
 
     The result `out` is softmax(Q K^T * scale + mask) V. If the config has `bwd`, there are
-    also the gradients `dq`, `dk` and `dv`. A causal mask is aligned to the first row and
-    column, as in SDPA.
+    also the gradients `dq`, `dk` and `dv`. A causal mask and a window are aligned to
+    the first row and column, as in SDPA.
 
     If `with_sizes` is set, the second dict has a size for each result, otherwise it is empty. The
     size is what the result would be if all terms of its sums were positive, as (largest element,
@@ -244,6 +245,13 @@ def _weights(
     if config.causal if variant.causal is None else variant.causal:
         row = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
         scores = scores.masked_fill(columns > row + variant.diagonal, -math.inf)
+    window = config.window if variant.window is None else variant.window
+    if window:
+        row = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+        hidden = columns <= row - window
+        if not config.causal:
+            hidden |= columns >= row + window
+        scores = scores.masked_fill(hidden, -math.inf)
     if variant.keys is not None:
         scores = scores.masked_fill(columns >= variant.keys, -math.inf)
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
@@ -525,6 +533,11 @@ def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
             yield text, Variant(diagonal=columns - config.seq_len_q)
     else:
         yield "with a causal mask that was not requested", Variant(causal=True)
+    if config.window is not None:
+        yield "without the window", Variant(window=0)
+        yield "with a window that is one key too large", Variant(window=config.window + 1)
+        if config.window > 1:
+            yield "with a window that is one key too small", Variant(window=config.window - 1)
     if 1 < config.num_kv_heads < config.num_heads:
         text = "with query head h on key head h % Hkv instead of h // (Hq / Hkv)"
         yield text, Variant(interleaved=True)
