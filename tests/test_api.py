@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pydoc
 import re
 from pathlib import Path
@@ -55,6 +56,25 @@ def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
     with pytest.raises(UsageError, match="'bogus'"):
         profharness.launches(profiler="bogus", store=store)
     assert len(profharness.launches(profiler="all", store=store)) > 0
+
+
+def test_layers_of_a_trace_file(tmp_path: Path) -> None:
+    trace = ROOT / "traces" / "models" / "llama_eager.json.gz"
+    frame = profharness.layers(trace, store=tmp_path / "s.db")
+    assert isinstance(frame, pd.DataFrame)
+    assert set(frame["kind"]) == {"eager"}
+    assert (frame["calls"] > 0).all()
+    (own,) = frame.attrs["layers"]
+    assert [row.module for row in own.rows] == list(frame["module"])
+
+
+def test_help_tells_what_a_caller_gets_and_nothing_shadows_a_function() -> None:
+    for name in ("layers", "kernels", "predict", "verify"):
+        function = getattr(profharness, name)
+        assert inspect.signature(function).return_annotation == "pd.DataFrame"
+    package = Path(str(profharness.__file__)).parent
+    folders = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert not folders & set(profharness.__all__)
 
 
 def test_profiler_names_are_those_with_traces() -> None:

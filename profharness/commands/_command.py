@@ -194,6 +194,10 @@ def command(
             return frame(function(*bound.args, **bound.kwargs))
 
         call.declaration = declaration  # type: ignore[attr-defined]
+        if frame is not as_is:  # help() shows the type that callers get
+            call.__signature__ = inspect.signature(function).replace(  # type: ignore[attr-defined]
+                return_annotation=inspect.signature(frame).return_annotation
+            )
         return call
 
     return decorate
