@@ -156,7 +156,8 @@ def export(
                     launches = _write_run(opened, name, cast("IO[bytes]", packed), profilers)
             else:
                 launches = _write_run(opened, name, file, profilers)
-    hint(f"wrote {path}: {launches:,} launches of run {name}")
+        shown = opened.run_name(name)
+    hint(f"wrote {path}: {launches:,} launches of run {shown}")
     return launches
 
 
@@ -182,12 +183,16 @@ def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -
     row = next(row for row in store.runs() if row.run == run)
     found = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
     if not found:
-        raise NotFoundError(f"run {run} has no kernels; see it with: {store.shown_by(run)}")
+        raise NotFoundError(
+            f"run {store.run_name(run)} has no kernels; see it with: {store.shown_by(run)}"
+        )
     if profiler in (None, EVERY_PROFILER):
         return sorted(found, key=(*TRACE_PROFILERS, *found).index)
     if profiler not in found:
         there = f"there are those of {', '.join(found)}"
-        raise NotFoundError(f"run {run} has no launches of profiler {profiler!r}; {there}")
+        raise NotFoundError(
+            f"run {store.run_name(run)} has no launches of profiler {profiler!r}; {there}"
+        )
     return [profiler]
 
 

@@ -21,7 +21,7 @@ from profharness.errors import ProfharnessError, printable, printable_path
 from profharness.files import shell_command
 from profharness.logs import duration
 from profharness.store import open_store
-from profharness.store.schema import require_folder
+from profharness.store.schema import require_writable
 from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def _ingest_each(
     from profharness.jobs.parallel_ingest import readers_of  # loads numpy
 
     cpus = readers_of(scheduler) if scheduler else []
-    # check the folder only once, and not for each source
-    require_folder(store)
+    # check the store only once, and not for each source
+    require_writable(store)
     paths: list[Path] = []
     failed = done = warned = 0
     for given in sources:

@@ -179,14 +179,15 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
             own = [*maps[run].blocks, *own]
             extra.setdefault("layers", []).extend(maps[run].records)
         if len(runs) > 1:
-            own = [Heading(f"Run {run}"), *_deeper(own)]
+            own = [Heading(f"Run {store.run_name(run)}"), *_deeper(own)]
         blocks += own
         records += _records(cells)
-        extra["runs"].append({"run": run, "environment": store.environment(run)})
+        name, environment = store.run_name(run), store.environment(run)
+        extra["runs"].append({"run": run, "environment": environment, "name": name})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
     blocks += glossary_blocks(blocks)
-    title = f"{f'Run {runs[0]}' if len(runs) == 1 else f'{len(runs)} runs'}: attention kernels"
+    title = f"{f'Run {store.run_name(runs[0])}' if len(runs) == 1 else f'{len(runs)} runs'}: attention kernels"
     return Document(SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra)
 
 
@@ -274,7 +275,7 @@ def _change_notes(diff: Diff) -> Iterator[Note]:
     that may explain them.
     """
     verdicts = ", ".join(f"{count} {name}" for name, count in diff.verdicts().most_common())
-    yield Note(f"{diff.baseline} → {diff.candidate}: {verdicts or 'nothing pairs'}.")
+    yield Note(f"{' → '.join(diff.names)}: {verdicts or 'nothing pairs'}.")
     if diff.costs:
         costs = Counter(f"{row.what} {row.verdict}" for row in diff.costs if row.verdict != "same")
         counts = ", ".join(f"{name} on {count}" for name, count in costs.most_common())
@@ -299,7 +300,7 @@ def diff_blocks(diff: Diff) -> list[Block]:
     )
     blocks: list[Block] = [Heading("What changed")]
     if points:
-        caption = f"baseline: {diff.baseline}; candidate: {diff.candidate}"
+        caption = "baseline: {}; candidate: {}".format(*diff.names)
         title = "Latency of a call on both sides"
         axes = ("µs", "call", "side", "µs")
         blocks.append(Chart("dumbbell", title, points, *axes, caption=caption))
@@ -618,7 +619,7 @@ def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -
     if no_charts:
         kept = tuple(block for block in page.blocks if not isinstance(block, Chart))
         page = replace(page, blocks=kept)
-    named = ", ".join(entry["run"] for entry in page.extra["runs"])
+    named = ", ".join(entry["name"] for entry in page.extra["runs"])
     about = f"run {named}" if len(page.extra["runs"]) == 1 else f"runs {named}"
     emit(replace(page, about=about), format, path, force=force, images=images)
 

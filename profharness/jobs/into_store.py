@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from profharness.environment import gpu_name, gpu_present
 from profharness.errors import (
     CaptureError,
     NotFoundError,
-    StoreError,
     TraceFormatError,
     UsageError,
 )
@@ -66,7 +64,7 @@ from profharness.run import (
     require_number,
 )
 from profharness.store import LATEST, Selection, Store, open_store
-from profharness.store.schema import refuse_network
+from profharness.store.schema import require_writable
 from profharness.store.sources import ParsedTraceCache
 
 if TYPE_CHECKING:
@@ -315,15 +313,10 @@ def resume_into_store(
 
 def require_store(path: Path) -> None:
     """Raise StoreError if the store cannot be written to. Jobs check this before any cell runs."""
-    refuse_network(path)
-    written = path if path.exists() else path.parent
+    require_writable(path)
     # do not create a new store here, because that takes as long as a cell
-    if written == path or not written.is_dir():
+    if path.exists():
         open_store(path, write=True).close()
-    if not os.access(written, os.W_OK):
-        raise StoreError(
-            f"cannot write {written} for the store {path}; choose another file with --store"
-        )
 
 
 def _ingest_run_folder(
@@ -448,7 +441,7 @@ def time_layers(
         here = gpu_name() if layers.gpu else None
         if here != layers.gpu:
             raise CaptureError(
-                f"run {layers.run} was recorded on {layers.gpu}, and this machine has {here or 'no GPU'}: "
+                f"run {layers.name} was recorded on {layers.gpu}, and this machine has {here or 'no GPU'}: "
                 "run the command there, or bench there the configs of `layers --regret --configs`, "
                 "and pass that run as --bench RUN"
             )

@@ -38,7 +38,7 @@ from profharness.store.ingest import ingest_source
 from profharness.store.schema import (
     Writer,
     refuse_network,
-    require_folder,
+    require_writable,
 )
 from profharness.store.sources import Source, find_sources
 from profharness.trace import LaunchBatch, Trace
@@ -268,7 +268,7 @@ def ingest_sources(
     workers early. Raise StoreError if the store cannot be used.
     """
     refuse_network(store)
-    require_folder(store)
+    require_writable(store)
     with (
         closing(Writer(store)) as writer,
         _workers(store, cpus[: len(sources)]) as workers,

@@ -8,7 +8,7 @@ in the trace, the families of the kernels, or the status of the cell. This modul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -254,11 +254,14 @@ def check_expected_names(expected: Sequence[str]) -> None:
 
 
 def unmet_expectations(
-    expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
+    expected: Sequence[str],
+    rows: Sequence[KernelRow],
+    cells: Sequence[CellRow],
+    names: Mapping[str, str],
 ) -> list[str]:
     """Return a line for each cell, or range of a foreign trace, whose backend is unexpected or
     unknown. Refused and failed cells are ignored. If there is nothing to check, return a line that
-    says so.
+    says so. `names` maps the ids of runs to their names.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -269,20 +272,20 @@ def unmet_expectations(
     for run, name in dict.fromkeys((row.run, row.range) for row in foreign):
         own = [row for row in foreign if (row.run, row.range) == (run, name)]
         if signs := _signs(None, own):
-            judged.append((f"run {run}, range {name or '(none)'}", signs))
+            judged.append((f"run {names.get(run, run)}, range {name or '(none)'}", signs))
     if not judged:
         return ["nothing to judge: no cell that ran is shown"]
-    names, lines = " or ".join(expected), []
+    wanted, lines = " or ".join(expected), []
     for place, signs in judged:
         wrong = [sign for sign in signs if not _accepts(expected, *sign[:2])]
         if not signs:
             lines.append(
-                f"{place}: expected {names}, but neither an op nor a kernel tells what ran"
+                f"{place}: expected {wanted}, but neither an op nor a kernel tells what ran"
             )
         elif wrong:
             ran = ", ".join(dict.fromkeys(backend for backend, _, _ in wrong))
             texts = "; ".join(text for _, _, text in wrong)
-            lines.append(f"{place}: expected {names}, but {ran} ran ({texts})")
+            lines.append(f"{place}: expected {wanted}, but {ran} ran ({texts})")
     return lines
 
 

@@ -63,7 +63,7 @@ def require_recorded(layers: LayerMap, gates: Gates) -> None:
     """Raise UsageError if a gate of `--fail-on` needs data that the run does not contain."""
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
-            raise UsageError(f"--fail-on {name}: run {layers.run} does not tell it, {why}")
+            raise UsageError(f"--fail-on {name}: run {layers.name} does not tell it, {why}")
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
@@ -87,7 +87,7 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
     for text, (backends, glob) in gates.expected.items():
         lines += [f"--expect {text}: {line}" for line in _unmet(backends, glob, layers.rows)]
     if lines:
-        raise GateError(f"gates of run {layers.run} are not met:\n  " + "\n  ".join(lines))
+        raise GateError(f"gates of run {layers.name} are not met:\n  " + "\n  ".join(lines))
 
 
 def _why_missing(gate: str, layers: LayerMap) -> str | None:

@@ -267,6 +267,7 @@ class LayerMap:
     regret: Regret | None = None
     processes: int = 0  # number of observed processes
     forecasts: tuple[Forecast, ...] = ()  # predictions for other GPUs
+    name: str = ""  # the file of a trace, otherwise the id of the run
 
     @property
     def busy_ns(self) -> float:
@@ -298,9 +299,9 @@ def find_layers(
     if not calls and not observed:
         of_configs = ""
         if store.cells(run):
-            of_configs = f"it is of configs (profharness kernels {run}); "
+            of_configs = f"it is of configs (profharness kernels {store.run_reference(run)}); "
         raise NotFoundError(
-            f"run {run} shows no attention call of a program; {of_configs}record a trace with "
+            f"run {store.run_name(run)} shows no attention call of a program; {of_configs}record a trace with "
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
         )
     steps = store.steps(run) if calls else []
@@ -312,7 +313,7 @@ def find_layers(
     else:
         if not 0 <= step < len(steps):
             there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
-            raise NotFoundError(f"run {run} has {there}")
+            raise NotFoundError(f"run {store.run_name(run)} has {there}")
         steps = [steps[step]]
         calls = _strictly_in(calls, steps)
     platform = _platform(store, run, torch)
@@ -347,6 +348,7 @@ def find_layers(
             None if steps else store.environment(run).get("gpu"),
         ),
         processes=observed.processes,
+        name=store.run_name(run),
     )
 
 

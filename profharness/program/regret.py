@@ -105,7 +105,7 @@ def regret_configs(layers: LayerMap) -> list[Config]:
     if not configs:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
         raise NotFoundError(
-            f"no config replays a call of run {layers.run}, so nothing can be timed: "
+            f"no config replays a call of run {layers.name}, so nothing can be timed: "
             f"{'; '.join(reasons) or 'what ran is not told'}"
         )
     return list(configs)
@@ -157,7 +157,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     gpu = benched.gpu
     if gpu != layers.gpu:
         raise NotFoundError(
-            f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.run} is of "
+            f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.name} is of "
             f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --regret`), or name a "
             "bench of each GPU, which stand beside each other (--bench RUN,RUN)"
         )
@@ -167,7 +167,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     if not timed:
         configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
         raise NotFoundError(
-            f"run {benched.run} has no time of what ran in run {layers.run}, which is "
+            f"run {benched.run} has no time of what ran in run {layers.name}, which is "
             f"{configs or 'nothing that a config replays'} on {', '.join(regret_backends(layers))}"
         )
     saves = sum(row.saves_ns or 0.0 for row in timed)

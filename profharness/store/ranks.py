@@ -89,7 +89,7 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
     wanted = _wanted(store, refs, stored)
     members = _by_rank([record for record in stored if record["run"] in wanted])
     if len(members) < 2:
-        which = f"run {min(wanted)} is" if wanted else "the store holds"
+        which = f"run {store.run_name(min(wanted))} is" if wanted else "the store holds"
         what = "the only rank of its job here" if wanted else "no job of several ranks"
         raise NotFoundError(f"{store.path}: {which} {what}; {NEED}")
     stored_environments = store.connection.execute("SELECT id, data FROM environments")

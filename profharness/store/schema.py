@@ -130,6 +130,18 @@ def require_folder(path: Path) -> None:
         raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
 
 
+def require_writable(path: Path) -> None:
+    """Raise StoreError if a store cannot be written, or cannot be created in its folder."""
+    require_folder(path)
+    refuse_network(path)
+    if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
+        raise StoreError(f"{path}: no permission to write this store; {OTHER}")
+    # SQLite writes its log beside the store
+    if not os.access(path.parent, os.W_OK, effective_ids=True):
+        folder = path.parent.resolve()
+        raise StoreError(f"{path}: no permission to write in the folder {folder}; {OTHER}")
+
+
 def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
     """Return a connection in autocommit mode. If `write` is True, create a missing store.
 
@@ -138,8 +150,7 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
     system is to be written. In these cases, the file is not changed.
     """
     if write:
-        require_folder(path)
-        refuse_network(path)
+        require_writable(path)
     elif not path.exists():
         raise NotFoundError(
             f"{path}: no store here; `profharness ingest FILE` or `profharness capture` makes one, "

@@ -258,7 +258,7 @@ RANGES = [
 def test_expect_compares_what_ran_with_the_expected_backend(
     expected: str, rows: list[KernelRow], cells: list[CellRow], text: str | None
 ) -> None:
-    lines = unmet_expectations(expected.split(","), rows, cells)
+    lines = unmet_expectations(expected.split(","), rows, cells, {})
     if text is None:
         assert lines == []
     else:

@@ -271,6 +271,7 @@ def test_captures_have_no_layers(tmp_path: Path) -> None:
     )
     assert set(json.loads(answer.stdout)) == {
         *("schema", "rows", "baseline", "candidate", "environment", "costs"),
+        *("baseline_name", "candidate_name"),
     }
     gate = ["diff", "flash", "cudnn", "--store", path, "--fail-on", "backend-changed"]
     failed = CliRunner().invoke(cli, gate).exception

@@ -94,7 +94,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     differences are listed at the end, in one line each.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
-    blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
+    blocks: list[Block] = [Heading(" → ".join(diff.names), counts)]
     if diff.environment:
         blocks.append(Table.of(pick(EnvChange), diff.environment))
     elif diff.environment_told:
@@ -124,7 +124,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     plain = diff.to_json()
     return Document(
         schema=plain["schema"],
-        title=f"Diff of {diff.baseline} and {diff.candidate}",
+        title=f"Diff of {' and '.join(diff.names)}",
         blocks=tuple(blocks),
         fields=FIELDS,
         records=tuple(plain["rows"]),

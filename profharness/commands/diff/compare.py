@@ -94,12 +94,13 @@ MISSING_COSTS = {
 class Side:
     """The baseline or the candidate of a diff."""
 
-    label: str
+    label: str  # RUN or RUN:BACKEND, with the id of the run
     cells: tuple[CellRow, ...] = ()
     kernels: Kernels = ()
     backend: str | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     program: Program | None = None  # the attention calls of the run, or None for a capture
+    name: str = ""  # `label` with the name of the run instead of its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,13 @@ class Diff:
     # environment.
     environment_told: bool = True
     costs: tuple[Cost, ...] = ()
+    baseline_name: str = ""  # `baseline` with the name of the run instead of its id
+    candidate_name: str = ""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of both sides."""
+        return self.baseline_name or self.baseline, self.candidate_name or self.candidate
 
     def verdicts(self) -> Counter[str]:
         """Return the number of rows with each verdict."""
@@ -309,17 +317,24 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
     if backend is not None and backend not in {cell.backend for cell in cells}:
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
-        raise NotFoundError(f"run {run} has no cell on {backend!r}{of}; its backends are {has}")
+        raise NotFoundError(
+            f"run {store.run_name(run)} has no cell on {backend!r}{of}; its backends are {has}"
+        )
     # The GPU of a trace is stored as a device, not in the environment.
     gpus = [("gpu", device.name) for device in store.devices(run)[:1]]
     return Side(
-        label=f"{run}:{backend}" if backend else run,
+        label=_with_backend(run, backend),
+        name=_with_backend(store.run_name(run), backend),
         cells=tuple(cells),
         kernels=tuple(kernels),
         backend=backend,
         environment=dict(gpus) | store.environment(run),
         program=find_program(store, run, configs),
     )
+
+
+def _with_backend(run: str, backend: str | None) -> str:
+    return f"{run}:{backend}" if backend else run
 
 
 def nothing_compared(
@@ -370,13 +385,13 @@ def _contents(side: Side) -> str:
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = dict.fromkeys([cell.config for cell in cells] or [str(row.range) for row in rows])
     if not labels and side.program and not side.program.calls:
-        return f"{side.label} has counted calls and no recorded step, so no kernels and no times"
+        return f"{side.name or side.label} has counted calls and no recorded step, so no kernels and no times"
     if not labels:
-        return f"{side.label} has no cells and no kernels of what was asked for"
+        return f"{side.name or side.label} has no cells and no kernels of what was asked for"
     lacks = [] if rows else ["kernels"]
     lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
     without = f", without {' and '.join(lacks)}" if lacks else ""
-    return f"{side.label} has {join_few(list(labels), SHOWN)}{without}"
+    return f"{side.name or side.label} has {join_few(list(labels), SHOWN)}{without}"
 
 
 def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRESHOLD) -> Diff:
@@ -404,6 +419,8 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     return Diff(
         baseline=baseline.label,
         candidate=candidate.label,
+        baseline_name=baseline.name,
+        candidate_name=candidate.name,
         environment=tuple(environment_changes(baseline.environment, candidate.environment)),
         rows=tuple(rows),
         layers=diff_layers(before, after, threshold) if before and after else (),

@@ -55,6 +55,7 @@ from profharness.store import (
     open_store,
     to_frame,
 )
+from profharness.store.names import name_runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,6 +144,13 @@ class KernelsFound:
         with open_store(self.store) as opened:
             runs = {row.run for row in self.rows} | {cell.run for cell in self.cells}
             return opened.warnings(runs)
+
+    def names(self) -> dict[str, str]:
+        """Return the name of each stored run by its id."""
+        if self.store is None:
+            return {}
+        with open_store(self.store) as opened:
+            return name_runs(opened.stored_runs())
 
 
 def _to_frame(found: KernelsFound) -> pd.DataFrame:
@@ -240,7 +248,7 @@ def show(
     elif EVERY_PROFILER in found.profilers:
         page = witness_document(found.rows, found.cells, full=full)
     else:
-        page = kernels_document(found.rows, found.cells, full=full)
+        page = kernels_document(found.rows, found.cells, full=full, names=found.names())
     warnings = found.warnings()
     if found.store is not None:
         _hint_layers(found.store, found.rows, found.cells)
@@ -259,7 +267,7 @@ def check(found: KernelsFound, *, expect: Expected = (), run: OneRun = None) -> 
     # With `all`, skip the cells of runs without kernels.
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
     names = ",".join(expected)
-    if failed := unmet_expectations(expected, found.rows, judged):
+    if failed := unmet_expectations(expected, found.rows, judged, found.names()):
         raise GateError(f"--expect {names} is not met: " + "\n  ".join(failed))
     return f"--expect {names}"
 

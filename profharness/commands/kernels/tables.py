@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -108,9 +108,13 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
 
 
 def kernels_document(
-    rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
+    rows: Sequence[KernelRow],
+    cells: Sequence[CellRow] = (),
+    *,
+    full: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> Document:
-    """Return the document of `kernels` for one profiler.
+    """Return the document of `kernels` for one profiler. `names` maps the ids of runs to their names.
 
     Configs are in the order of the cells, and kernels in the order of their first launch.
     """
@@ -122,7 +126,7 @@ def kernels_document(
         title = config or (f"range {range_name}" if range_name else "outside of any range")
         own = [row for row in rows if _scope(row) == scope]
         beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
-        detail = f"run {run}" if several_runs else ""
+        detail = f"run {(names or {}).get(run, run)}" if several_runs else ""
         if any(row.source in SOURCE_WORDS for row in own):
             detail = f"{run}, from its atlas"
         blocks.append(Heading(title, detail))

@@ -335,7 +335,7 @@ def show(
         )
         own = time_layers(own, options, found.store, Listener(hint, capture_progress))
         if own.regret is not None:
-            keep_measured("layers", own.run, "--bench", own.regret.run)
+            keep_measured("layers", own.name, "--bench", own.regret.run)
     return layers_document(own, full=full)
 
 
@@ -410,7 +410,7 @@ def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
     lines = replay_lines(own)
     if not lines:
         reasons = dict.fromkeys(text for row in own.rows for text in row.reasons)
-        raise NotFoundError(f"no config replays a call of run {own.run}: {'; '.join(reasons)}")
+        raise NotFoundError(f"no config replays a call of run {own.name}: {'; '.join(reasons)}")
     return lines
 
 

@@ -117,7 +117,7 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
     ]
     classes = [
         GpuLayers(
-            name=device if devices.count(device) == 1 else f"{device} ({layers.run})",
+            name=device if devices.count(device) == 1 else f"{device} ({layers.name})",
             device=device,
             layers=layers,
             changes=_software_changes(environments[0], environment),
@@ -205,7 +205,7 @@ def _bench_class(
     calls = tuple(_benched_call(side, bench, times, own=program is not None) for side in sides)
     if all(call.ns is None and call.best_ns is None for call in calls):
         unknown = "; ".join(dict.fromkeys(call.doubt for call in calls if call.doubt))
-        run, remedy = programs.classes[at].layers.run, ""
+        run, remedy = programs.classes[at].layers.name, ""
         if any(call.calls for call in calls):
             remedy = f": bench what `profharness layers {run} --regret --configs` prints"
         raise NotFoundError(

@@ -65,7 +65,7 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     asked = dict.fromkeys(query for own in queries for query in own)
     if not asked:
         reasons = "; ".join(dict.fromkeys(filter(None, whys)))
-        raise NotFoundError(f"no call of run {layers.run} can be predicted: {reasons}")
+        raise NotFoundError(f"no call of run {layers.name} can be predicted: {reasons}")
     sampled = [_as_sampled(config) for config, _ in asked]
     answers = dict(zip(asked, _predictions(asked, sampled, place), strict=True))
     rows, made = [], []

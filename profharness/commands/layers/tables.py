@@ -62,7 +62,7 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     lines = [_line(row, full) for row in layers.rows]
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
-    blocks: list[Block] = [Heading(f"Attention of run {layers.run}", _summary(layers))]
+    blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     for row in layers.rows:
         blocks += _notes(row, full)
