@@ -30,7 +30,7 @@ from profharness.columns import column
 from profharness.device_types import CUDA, on_gpu
 from profharness.devices import Peaks
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, UsageError, join_and
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.measurements import (
     CHOSEN,
@@ -190,9 +190,9 @@ class Loss:
         if self.real:
             return ""
         if self.same_backend:
-            return "the same one"
+            return "the same backend"
         if self.verdict == "unknown":
-            return f"not told apart: {self.why_open}"
+            return f"no significant difference: {self.why_open}"
         if self.verdict == "faster":
             return "auto is faster"
         return f"as fast, within {stats.THRESHOLD:.0%}"
@@ -295,7 +295,7 @@ def evaluate_bench(
         environment=store.environment(name),
         winners=tuple(winners),
         losses=tuple(losses),
-        conclusions=tuple(_conclude(figures, winners, losses, samples_of, ran, baseline)),
+        conclusions=tuple(_conclude(figures, winners, samples_of, ran, baseline)),
         samples=samples,
         created=stored.created,
         protocol=store.protocol(name),
@@ -373,8 +373,8 @@ _WORDS: dict[str, str] = {
     "faster": "faster",
     "slower": "slower",
     "same": f"as fast (within {WITHIN})",
-    "unknown": "not told apart",
-    _ONE: "the backend that ran there anyhow",
+    "unknown": "not significantly different",
+    _ONE: "the same backend",
 }
 
 
@@ -388,12 +388,11 @@ def _why_open(left: BenchRow, right: BenchRow) -> str:
 def _conclude(
     figures: Sequence[BenchRow],
     winners: Sequence[Winner],
-    losses: Sequence[Loss],
     samples_of: SamplesOf,
     ran: Ran,
     baseline: Baseline | None,
 ) -> Iterator[str]:
-    """Yield sentences about the ranking rows. `losses` must be sorted by regret, largest first."""
+    """Yield sentences that compare the ranking rows."""
     ranked = [row for row in figures if row.ranked]
     if len({row.config for row in ranked}) > 1:
         yield from _across_configs(ranked)
@@ -410,19 +409,14 @@ def _conclude(
         where = " on their config" if isinstance(baseline, str) else ""
         counted = f"{len(lost)} of {len(ranked)} figures"
         yield f"no speed-up for {counted}: the baseline {baseline} has no figure{where}"
-    if losses:
-        yield from _regret_sentences(losses)
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
-        yield f"not ranked, for its output is wrong: {', '.join(wrong)}"
+        yield f"not ranked, because its output is wrong: {', '.join(wrong)}"
     if isinstance(baseline, Config):
         yield (
-            "speed-ups against another config are ratios of latencies; where the work differs, "
-            "FLOP/s say which is used better"
+            "speed-ups against another config are ratios of latencies; compare FLOP/s where the work "
+            "differs"
         )
-    doubtful = sum(bool(row.doubts) for row in figures)
-    if doubtful:
-        yield f"{doubtful} of {len(figures)} figures are doubtful; the notes say why"
 
 
 def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
@@ -441,8 +435,8 @@ def _fastest(winner: Winner) -> str:
     if not winner.open:
         return f"{winner.config}: {winner.backend} is fastest{tied}"
     return (
-        f"{winner.config}: {winner.backend} has the lowest median{tied}, but is not told apart "
-        f"from {', '.join(winner.open)}: {winner.why_open}"
+        f"{winner.config}: {winner.backend} has the lowest median{tied}, but no significant difference "
+        f"from {join_and(winner.open)}: {winner.why_open}"
     )
 
 
@@ -458,7 +452,7 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> Iterato
         elif verdict == "unknown" and row.speedup < 1:
             yield (
                 f"{row.config}: the median of auto is {1 / row.speedup:.2f}x that of "
-                f"{row.baseline}, but they are not told apart: {_why_open(plain, row)}"
+                f"{row.baseline}, but the difference is not significant: {_why_open(plain, row)}"
             )
 
 
@@ -490,31 +484,3 @@ def _against_backend(
         if parts:
             counted = f"of {len(own)} config{'s' if len(own) > 1 else ''}"
             yield f"against {baseline}, {counted}, {backend} is {', '.join(parts)}"
-
-
-def _regret_sentences(losses: Sequence[Loss]) -> Iterator[str]:
-    def cost(loss: Loss) -> str:
-        took = f" (it took {loss.choice})" if loss.choice else ""
-        return f"{loss.config}{took}: {loss.regret:.1%} over {loss.best}"
-
-    count = len(losses)
-    real = [loss for loss in losses if loss.real]
-    unproven = [loss for loss in losses if loss.open]
-    if real:
-        yield (
-            f"auto is slower than another correct backend on {len(real)} of {count} config(s); "
-            f"most on {cost(real[0])}"
-        )
-    if unproven:
-        reasons = " or ".join(dict.fromkeys(loss.why_open for loss in unproven))
-        most = f"; most on {cost(unproven[0])}, by the medians" if unproven[0].regret else ""
-        yield (
-            f"auto is not told apart from the fastest other backend on {len(unproven)} of {count} "
-            f"config(s): {reasons}{most}"
-        )
-    if not real and not unproven:
-        alike = "is as fast as the fastest backend"
-        # Even if `auto` ran the fastest backend, the medians of the two cells may differ.
-        if any(loss.same_backend and loss.verdict != "same" for loss in losses):
-            alike = "took the fastest backend, or is as fast,"
-        yield f"auto {alike} on all {count} config(s)"

@@ -741,7 +741,7 @@ WORDS: dict[str, str] = {
     "same": f"as fast (within {stats.THRESHOLD:.0%})",
     "faster": "faster",
     "slower": "slower",
-    "unknown": "not told apart",
+    "unknown": "not significantly different",
 }
 
 

@@ -5,6 +5,7 @@ runs.
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,63 @@ def test_kernels_from_an_atlas_are_marked_as_predicted() -> None:
         "kernels", "--config", "2,8,512,64,bf16", "--gpu", "A100", "--torch", "2.11"
     )
     assert sentence == "auto is predicted to take flash; its kernels are unknown."
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "auto is within 10 % of the fastest backend on all 4 configs."),
+        (
+            ("--config", "2,8,512,64,fp16"),
+            "auto takes 12.2 µs on cuDNN, which is the fastest backend.",
+        ),
+        (
+            ("--config", "2,8,512,64,fp16", "--backend", "auto,flash"),
+            "auto takes 12.2 µs on cuDNN; no other backend is faster (17.2 µs on flash).",
+        ),
+        (
+            ("--config", "2,8,512,64,fp16", "--backend", "flash,math,cudnn"),
+            "cuDNN is the fastest: 11.7 µs; math is the slowest: 137 µs.",
+        ),
+        (
+            ("--backend", "cudnn,math"),
+            "cuDNN is the fastest on 3 of 4 configs and math on 1.",
+        ),
+        (("--config", "2,8,512,64,fp16", "--backend", "flash"), "flash takes 17.2 µs on b2-h8-s512-d64-fp16."),
+        (
+            ("--backend", "flash"),
+            "flash takes 17.2 µs (b2-h8-s512-d64-fp16) to 149 µs (b2-h8-s1024-d64-fp16-causal-bwd).",
+        ),
+    ],
+)  # fmt: skip
+def test_bench_of_an_h200(store: Path, words: tuple[str, ...], sentence: str) -> None:
+    measured = (
+        "Medians of 30 cold calls (timed by an older version) on NVIDIA H200 with PyTorch 2.11.0."
+    )
+    found = answer("bench", "--store", store, "--run", "20261121-151544-59c7", *words)
+    assert found == [sentence, measured]
+
+
+def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
+    folder = "runs/backend-investigation/bench/20261122-170254-e772"
+    with tarfile.open(ROOT / "traces" / "studies.tar.xz") as archive:
+        archive.extract(f"{folder}/run.json", tmp_path, filter="data")
+    store = tmp_path / "profharness.db"
+    ingest_path(store, tmp_path / folder)
+    assert answer("bench", "--store", store, "--run", "latest") == [
+        "auto loses more than 10 % on all 3 configs; the worst is b1-h1-s16-d8192-fp32: 34.1 times as "
+        "long (356 µs on efficient, 10.4 µs on tiled). Call tiled itself instead.",
+        "Medians of 90 to 150 cold calls (caches flushed before each) on NVIDIA H200 with PyTorch 2.11.0.",
+    ]  # fmt: skip
+    shown = invoke("bench", "--store", store, "--run", "latest").stdout
+    assert "cold is one call with caches flushed before it, as between the layers" in " ".join(
+        shown.split()
+    )
+    few = ("--backend", "auto,math,efficient", "--config", "1,1,16,8192,fp32")
+    assert answer("bench", "--store", store, "--run", "latest", *few)[0] == (
+        "auto takes 9.18 times as long: 356 µs on efficient, 38.8 µs on math. Use "
+        "sdpa_kernel([SDPBackend.MATH]); the code is below."
+    )
 
 
 def test_all_profilers_agree_on_an_h200(store: Path) -> None:

@@ -12,6 +12,7 @@ from profharness.attention.config import parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
+from profharness.commands.bench.answer import bench_answer, trust_note
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
 from profharness.errors import join_few
@@ -69,10 +70,10 @@ def _axis_blocks(answer: BenchResult) -> Iterator[Block]:
         own = [sweep for sweep in answer.sweeps if sweep.axis == axis.key]
         for sweep in own[:SHOWN_SWEEPS]:
             if sweep.statement:
-                yield Note(sweep.statement, f"{axis.title}, {sweep.name}")
+                yield Note(f"{sweep.name}: {sweep.statement}", axis.title)
             if sweep.growth:
                 text = "; ".join(growth.text for growth in sweep.growth)
-                yield Note(text, f"peak memory over {axis.title}, {sweep.name}")
+                yield Note(f"{sweep.name} over {axis.title}: {text}", "peak memory")
         if len(own) > SHOWN_SWEEPS:
             more = f"{len(own) - SHOWN_SWEEPS} more sweeps (--format json has them all)"
             yield Note(more, axis.title)
@@ -126,12 +127,12 @@ CELL_FIELDS = (
 )
 RAW, TURNS = "samples_ns", "turns"
 MEANS = {
-    COLD: "one call on the GPU, L2 flushed, the host not in it",
+    COLD: "one call on the GPU, L2 flushed, host time excluded",
     GRAPH: "CUDA-graph replay, L2 warm",
     KERNEL: "kernels of a profiled call, L2 warm",
     EAGER: "calls one after the other as a program makes them, L2 warm",
-    HOST: "the host's own time of an eager call",
-    EVENT: "an older run's cold call: CUDA events, L2 flushed, a part of the launch path in it",
+    HOST: "CPU time of an eager call; if it is close to eager, the GPU waits for the CPU",
+    EVENT: "an older run's cold call: L2 flushed, a part of the launch path included",
     WALL: "wall clock of the CPU",
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
@@ -162,26 +163,21 @@ def bench_document(
     """
     environment = answer.environment
     facts = [device_name(environment) or "unknown device", f"torch {environment.get('torch')}"]
-    facts += [answer.created[:10], _sample_counts(answer)]
-    if baselines := dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline):
-        facts.append(f"baseline {' or '.join(baselines)}")
-    peaks = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
     blocks: list[Block] = [
-        Heading(f"run {answer.run}", ", ".join(filter(None, facts))),
+        Heading(f"run {answer.run}", ", ".join(filter(None, [*facts, answer.created[:10]]))),
         _main_table(answer),
         *(_charts(answer) if charts else ()),
-        Note(_header(answer), "figures"),
+        *_regret(answer),
+        *([Heading("Comparison")] if answer.conclusions else ()),
+        *(Note(text) for text in answer.conclusions),
+        *_axis_blocks(answer),
+        Heading("Notes"),
+        *_legend(answer),
         Note(_measured(answer), "measured"),
-        *([Note("; ".join(peaks), "peaks")] if peaks else ()),
-        *([Note(f"against {'; '.join(baselines)}", "speed-up")] if baselines else ()),
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain),
         *_doubts(answer),
-        *_regret(answer),
-        *_axis_blocks(answer),
-        *([Heading("Conclusion")] if answer.conclusions else ()),
-        *(Note(text) for text in answer.conclusions),
     ]
     records = [record(row) for row in answer.rows]
     for plain in records if raw else ():
@@ -213,6 +209,7 @@ def bench_document(
             "cells": [record(cell, CELL_FIELDS) for cell in answer.cells],
             "environment": environment,
         },
+        answer=bench_answer(answer),
     )
 
 
@@ -259,15 +256,25 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
         yield Chart("dumbbell", title, shown, "µs", "pair", "dtype", "µs", label="label")
 
 
-def _header(answer: BenchResult) -> str:
+def _legend(answer: BenchResult) -> Iterator[Note]:
+    """Yield notes on the columns, and on what each measurement is good for."""
     means = MEANS.get(answer.ranking, answer.ranking)
+    yield Note(f"median of {answer.ranking} ({means}); ±% is half its 95 % interval", "µs")
+    measured = {str(row.measurement) for row in answer.rows}
+    if text := trust_note([*measured]):
+        yield Note(text, "which to trust")
+    if any(row.host_ns for row in answer.rows):
+        yield Note(MEANS[HOST], HOST)
     ceiling = "no peaks of this device are known, so there is no efficiency"
     if peaks := answer.peaks:
-        ceiling = f"eff% is of the {peaks.source} peak of {peaks.device} that binds first"
-    return (
-        f"µs is the median of {answer.ranking} ({means}), ±% half its 95 % interval; FLOPs by the "
-        f"convention {answer.convention}, bytes are the compulsory ones; {ceiling}"
-    )
+        ceiling = (
+            f"eff% is the share of the {peaks.source} peak of {peaks.device} that limits first"
+        )
+        against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
+        ceiling += f" ({'; '.join(against)})" if against else ""
+    yield Note(f"FLOPs by the convention {answer.convention}, compulsory bytes; {ceiling}", "rates")
+    if baselines := dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline):
+        yield Note(f"against {'; '.join(baselines)}", "speed-up")
 
 
 def _sample_counts(answer: BenchResult) -> str:
@@ -306,7 +313,10 @@ def _main_table(answer: BenchResult) -> Table:
         if row.host_ns:
             own[HOST] = row.host_ns
     batches = {parse_config(row.config).batch for row in answer.figures()}
-    numbers = {cell: f"[{number}]" for number, cell in enumerate(_doubtful(answer), start=1)}
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for number, cells in enumerate(_doubtful(answer).values(), start=1):
+        for cell in cells:
+            numbers.setdefault(cell, []).append(f"[{number}]")
     lines: list[tuple[Any, ...]] = []
     for row in answer.ranking_rows():
         cell = row.config, row.backend
@@ -315,7 +325,7 @@ def _main_table(answer: BenchResult) -> Table:
             values = {name: getattr(row, name) for name in ("config", "backend", "status")}
             lines.append((empty | values,))
             continue
-        marks = ["[~]" if row.is_wide(answer.precision) else "", numbers.get(cell, "")]
+        marks = ["[~]" if row.is_wide(answer.precision) else "", *numbers.get(cell, ())]
         values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
         values["mark"] = " ".join(filter(None, marks))
         # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
@@ -325,12 +335,13 @@ def _main_table(answer: BenchResult) -> Table:
     return Table.of(COLUMNS, lines)
 
 
-def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
-    """Return the warnings about unreliable measurements for each (config, backend).
+def _doubtful(answer: BenchResult) -> dict[str, list[tuple[str, str]]]:
+    """Return the cells, as (config, backend), to which each warning about a measurement applies.
 
-    A warning about a measurement that does not rank the backends starts with its name. A warning
-    that several measurements share is listed once.
+    A warning about a measurement that does not rank the backends starts with its name. If several
+    measurements of a cell share a warning, the cell is listed once.
     """
+    order = {(row.config, row.backend): place for place, row in enumerate(answer.rows)}
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
         lead = "" if row.measurement == answer.ranking else f"{row.measurement}: "
@@ -338,18 +349,24 @@ def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
         # run, so it is shown once for all rows.
         for text in row.doubts[:-1] if row.is_wide(answer.precision) else row.doubts:
             doubts.setdefault((row.config, row.backend), {}).setdefault(text, lead + text)
-    order = dict.fromkeys((row.config, row.backend) for row in answer.rows)
-    return {key: list(doubts[key].values()) for key in order if key in doubts}
+    cells: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(doubts, key=lambda key: order[key]):
+        for text in doubts[key].values():
+            cells.setdefault(text, []).append(key)
+    return cells
 
 
 def _doubts(answer: BenchResult) -> Iterator[Note]:
     figures = answer.figures()
     wide = sum(row.is_wide(answer.precision) for row in figures)
     if wide:
-        text = f"the interval is wider than ±{answer.precision:.1%}; more samples would narrow it"
+        text = (
+            f"their interval is wider than ±{answer.precision:.1%}; take more samples to narrow it"
+        )
         yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")
-    for number, ((config, backend), texts) in enumerate(_doubtful(answer).items(), start=1):
-        yield Note("; ".join(texts), f"[{number}] {config} {backend}", "warning")
+    for number, (text, cells) in enumerate(_doubtful(answer).items(), start=1):
+        where = " ".join(cells[0]) if len(cells) == 1 else f"{len(cells)} figures"
+        yield Note(text, f"[{number}] {where}", "warning")
 
 
 def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
@@ -391,16 +408,20 @@ def _opening(message: str) -> str:
 
 
 def _regret(answer: BenchResult) -> Iterator[Block]:
-    if not answer.losses:
+    """Yield a table of the configs on which `auto` ran another backend than the fastest one, and code
+    that selects the fastest one.
+    """
+    losses = [loss for loss in answer.losses if not loss.same_backend]
+    if not losses:
         return
-    yield Heading("Regret", "what auto costs against the fastest correct other backend")
-    yield Table.of(LOSS_COLUMNS, answer.losses)
+    yield Heading("Regret", "auto against the fastest correct other backend")
+    yield Table.of(LOSS_COLUMNS, losses)
     labels_of: dict[str, list[str]] = {}
-    for loss in answer.losses:
+    for loss in losses:
         if loss.real:
             labels_of.setdefault(loss.code, []).append(loss.config)
     for code, labels in list(labels_of.items())[:SHOWN_CODES]:
-        yield Note(f"for {join_few(labels, SHOWN_CODES)}, the fastest backend is selected so")
+        yield Note("the fastest backend", f"for {join_few(labels, SHOWN_CODES)}")
         yield Code(code)
 
 
@@ -534,6 +555,10 @@ def benches_by_gpu_document(
         first.fields,
         tuple(chain.from_iterable(document.records for document in documents)),
         {**first.extra, "classes": [gpu_record(answer) for answer in answers]},
+        answer=(
+            *(f"{_device(each)}: {bench_answer(each)[0]}" for each in answers),
+            *(f"{text[0].upper()}{text[1:]}." for text in _other_winners(answers)),
+        ),
     )
 
 
@@ -578,9 +603,8 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
         times = [base / other if base and other else None for other in figures[1:]]
         rows.append((*cell, *figures, *times))
     return [
-        Heading("classes", f"{len(answers)} of them, medians of {answers[0].ranking}"),
+        Heading("GPUs compared", f"medians of {answers[0].ranking}"),
         Table(tuple(columns), tuple(rows)),
-        *(Note(text) for text in _other_winners(answers)),
     ]
 
 
@@ -601,7 +625,7 @@ def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
             for config in apart[:SHOWN]
         )
         texts.append(
-            f"on {_device(answer)} another backend than on {_device(answers[0])} is the fastest for "
-            f"{len(apart)} of {len(both)} configs{f': {examples}' if examples else ''}"
+            f"the fastest backend on {_device(answer)} is another one than on {_device(answers[0])} "
+            f"for {len(apart)} of {len(both)} configs{f': {examples}' if examples else ''}"
         )
     return texts

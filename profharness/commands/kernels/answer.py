@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from profharness.attention.config import AUTO, OWN_CHOICE, backend_text
+from profharness.commands._answers import refused_and_failed
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import (
     FAMILY_BACKENDS,
@@ -57,27 +58,6 @@ def kernels_answer(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> tuple
         (of_backend,) = calls.values()
         sentences = [_of_config(of_backend)]
     return (*sentences, *refused_and_failed(cells, several=several))
-
-
-def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:
-    """Yield a sentence on the backends that refused a config, and one on those that failed.
-
-    If `several` is set, the sentences count the configs.
-    """
-    for status, refused in (("refused", True), ("failed", False)):
-        found = Counter(
-            backend_text(cell.backend)
-            for cell in cells
-            if cell.status not in ("ok", "unknown") and (cell.status == "refused") is refused
-        )
-        if not found:
-            continue
-        if several:
-            parts = (f"{name} ({counted(count, 'config')})" for name, count in found.items())
-            yield f"{status.capitalize()}: {', '.join(parts)}."
-        else:
-            verb = ("refuses" if len(found) == 1 else "refuse") if refused else "failed on"
-            yield f"{join_and(found)} {verb} this config."
 
 
 def _call(cell: CellRow, rows: Sequence[KernelRow]) -> Call:

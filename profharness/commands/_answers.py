@@ -1,0 +1,28 @@
+"""Sentences that the answers of several commands contain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from profharness.attention.config import backend_text
+from profharness.errors import counted, join_and
+from profharness.rows import CellRow
+
+NOT_FAILED = ("ok", "refused", "unknown")
+
+
+def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:
+    """Yield a sentence on the backends that refused a config, and one on those that failed.
+
+    If `several` is set, the sentences count the configs.
+    """
+    refused = Counter(backend_text(cell.backend) for cell in cells if cell.status == "refused")
+    failed = Counter(backend_text(each.backend) for each in cells if each.status not in NOT_FAILED)
+    for lead, found in (("Refused", refused), ("Failed", failed)):
+        if found and several:
+            parts = (f"{name} ({counted(count, 'config')})" for name, count in found.items())
+            yield f"{lead}: {', '.join(parts)}."
+        elif found:
+            verb = "failed on" if found is failed else "refuses" if len(found) == 1 else "refuse"
+            yield f"{join_and(found)} {verb} this config."

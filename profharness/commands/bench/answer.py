@@ -1,0 +1,167 @@
+"""The sentences with which `bench` answers, computed from its evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from profharness.attention.config import backend_text, sdpa_setting
+from profharness.attention.dispatch.advice import setting_code
+from profharness.commands._answers import refused_and_failed
+from profharness.device_types import device_name
+from profharness.errors import counted, join_and
+from profharness.measurements.evaluation import BenchResult, Loss
+from profharness.measurements.measurements import UNKNOWN, BenchRow
+from profharness.render.document import share_text, time_text
+from profharness.rows import COLD, EAGER, EVENT, GRAPH, KERNEL, WALL
+from profharness.stats import NOTABLE_LOSS
+
+CALLS = {
+    COLD: "cold calls (caches flushed before each)",
+    GRAPH: "CUDA-graph replays (caches warm, no launch cost)",
+    KERNEL: "profiled calls (their kernels alone, caches warm)",
+    EAGER: "eager calls (launch cost included)",
+    EVENT: "cold calls (timed by an older version)",
+    WALL: "calls (wall clock)",
+}
+"""What the samples of each measurement are, for a sentence."""
+TRUST = {
+    EAGER: "eager is what a program without CUDA graphs takes: it includes the cost of launches",
+    GRAPH: "graph is a replayed CUDA graph: caches warm, no launch cost",
+    COLD: "cold is one call with caches flushed before it, as between the layers of a model",
+    KERNEL: "kernel is the kernels alone, caches warm: use it to compare kernels",
+}
+"""What each measurement is good for."""
+
+
+def bench_answer(answer: BenchResult) -> tuple[str, ...]:
+    """Return sentences on what `auto` loses or which backend is fastest, and how it was measured."""
+    figures = answer.figures()
+    if not figures:
+        several = len({cell.config for cell in answer.cells}) > 1
+        return ("No cell was timed.", *refused_and_failed(answer.cells, several=several))
+    verdict = _of_auto(answer.losses) if answer.losses else _of_winners(answer)
+    return (verdict, _measurement(answer), *_problems(figures))
+
+
+def _of_auto(losses: Sequence[Loss]) -> str:
+    much, total = share_text(NOTABLE_LOSS), len(losses)
+    notable = [loss for loss in losses if loss.regret > NOTABLE_LOSS and not loss.same_backend]
+    real = [loss for loss in notable if loss.real]
+    found = real or [loss for loss in notable if loss.open]
+    if not found:
+        if total > 1:
+            return f"auto is within {much} of the fastest backend on {_all(total)}."
+        return _good_choice(losses[0])
+    worst, may = found[0], "" if real else "may "
+    times = f"{_time(worst.chosen_ns, worst.choice)}, {_time(worst.best_ns, worst.best)}"
+    where = _all(total) if len(found) == total else f"{len(found)} of {total} configs"
+    lead = f"auto {may}{'take' if may else 'takes'} {_longer(worst.regret)}: {times}"
+    if total > 1:
+        lead = (
+            f"auto {may}{'lose' if may else 'loses'} more than {much} on {where}; the worst is "
+            f"{worst.config}: {_longer(worst.regret)} ({times})"
+        )
+    if not real:
+        return f"{lead}. The difference is not significant: {worst.why_open}."
+    return f"{lead}. {_instead(worst.best)}"
+
+
+def _good_choice(loss: Loss) -> str:
+    """Return a sentence on the only config of a bench, on which `auto` loses little or nothing."""
+    lead = f"auto takes {_time(loss.chosen_ns, loss.choice)}"
+    if loss.same_backend:
+        return f"{lead}, which is the fastest backend."
+    if loss.chosen_ns <= loss.best_ns:
+        return f"{lead}; no other backend is faster ({_time(loss.best_ns, loss.best)})."
+    return f"{lead}, within {share_text(NOTABLE_LOSS)} of the fastest ({_time(loss.best_ns, loss.best)})."
+
+
+def _all(count: int) -> str:
+    return "both configs" if count == 2 else f"all {count} configs"
+
+
+def _time(ns: float, backend: str | None) -> str:
+    return f"{time_text(ns)} on {backend_text(backend)}" if backend else time_text(ns)
+
+
+def _longer(regret: float) -> str:
+    """Return how much longer a call takes: `34 % longer`, or `6.4 times as long`."""
+    return f"{share_text(regret)} longer" if regret < 1 else f"{1 + regret:,.3g} times as long"
+
+
+def _instead(backend: str) -> str:
+    setting = sdpa_setting(backend)
+    if setting is None:
+        return f"Call {backend} itself instead."
+    return f"Use {setting_code(setting)}; the code is below."
+
+
+def _of_winners(answer: BenchResult) -> str:
+    """Return a sentence on the fastest backends of a bench in which `auto` lost to none."""
+    figures = answer.figures()
+    ranked = [row for row in figures if row.ranked]
+    if not answer.winners:
+        return "No backend has a correct result, so none is ranked."
+    if len({row.backend for row in ranked}) == 1:
+        return _of_one_backend(ranked)
+    if len(answer.winners) > 1:
+        first, *others = Counter(winner.backend for winner in answer.winners).most_common()
+        parts = [
+            f"{backend_text(first[0])} is the fastest on {first[1]} of {len(answer.winners)} configs"
+        ]
+        parts += [f"{backend_text(name)} on {count}" for name, count in others]
+        return f"{join_and(parts)}."
+    (winner,) = answer.winners
+    lead = f"{backend_text(winner.backend)} is the fastest: {time_text(winner.median_ns)}"
+    if winner.open:
+        unclear = join_and([backend_text(name) for name in winner.open])
+        lead = (
+            f"{backend_text(winner.backend)} has the lowest median, {time_text(winner.median_ns)}, but "
+            f"no significant difference from {unclear}"
+        )
+    elif winner.ties:
+        lead += f", and {join_and([backend_text(name) for name in winner.ties])} as fast"
+    slowest = max(ranked, key=lambda row: row.median_ns or 0)
+    if slowest.backend in (winner.backend, *winner.ties, *winner.open):
+        return f"{lead}."
+    return f"{lead}; {backend_text(slowest.backend)} is the slowest: {time_text(slowest.median_ns or 0)}."
+
+
+def _of_one_backend(rows: Sequence[BenchRow]) -> str:
+    low, high = (find(rows, key=lambda row: row.median_ns or 0) for find in (min, max))
+    text = f"{backend_text(low.backend)} takes {time_text(low.median_ns or 0)}"
+    if low is high:
+        return f"{text} on {low.config}."
+    return f"{text} ({low.config}) to {time_text(high.median_ns or 0)} ({high.config})."
+
+
+def _measurement(answer: BenchResult) -> str:
+    """Return a sentence on what was measured, how often and where."""
+    counts = [row.samples for row in answer.figures()]
+    least, most = min(counts), max(counts)
+    number = f"{least}" if least == most else f"{least} to {most}"
+    what = CALLS.get(answer.ranking, f"samples of {answer.ranking}")
+    environment = answer.environment
+    torch = str(environment.get("torch") or "unknown").split("+")[0]
+    device = device_name(environment) or "an unknown device"
+    return f"Medians of {number} {what} on {device} with PyTorch {torch}."
+
+
+def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
+    """Yield sentences on wrong results and on a busy machine."""
+    wrong = Counter(row.backend for row in figures if row.verified is False)
+    if wrong:
+        parts = (f"{backend_text(name)} on {counted(n, 'config')}" for name, n in wrong.items())
+        yield f"Results are WRONG and not ranked: {', '.join(parts)}."
+    busy = sum((row.half or 0) > UNKNOWN for row in figures)
+    if busy:
+        yield (
+            f"The machine was busy: {counted(busy, 'time')} of {len(figures)} cannot be used. Repeat "
+            "when nothing else runs."
+        )
+
+
+def trust_note(measurements: Sequence[str]) -> str:
+    """Return a legend of the measurements that explains which of them to trust for what."""
+    return "; ".join(text for name, text in TRUST.items() if name in measurements)
