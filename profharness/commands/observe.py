@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -25,11 +26,12 @@ from profharness.commands.layers import (
     require_forecast_alone,
     require_gpu,
 )
+from profharness.commands.layers.answer import layers_answer
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.jobs.into_store import observe_into_store
-from profharness.program.gates import Gates, check_gates, parse_gates
+from profharness.program.gates import Gates, check_gates, parse_gates, passed_gates
 from profharness.program.layer_map import NO_MASK_EFFECT, find_layers
 from profharness.recording.observe import Observed
 from profharness.render.renderers import RENDERERS
@@ -208,10 +210,11 @@ def _check(result: ObservedProgram, gates: Gates) -> None:
     observed = result.observed
     try:
         if observed.why is not None:
-            raise GateError("the gates cannot be answered, for no attention was recorded")
+            raise GateError("the gates cannot be checked, because no attention was recorded")
         with open_store(result.store) as opened:
             layers = find_layers(opened, observed.run.run)
         check_gates(layers, gates)
+        hint(f"gate passed: {passed_gates(layers, gates)}")
     except GateError as error:
         if not observed.code:
             raise
@@ -224,7 +227,7 @@ def _print_summary(result: ObservedProgram) -> None:
         begin = "" if observed.reported else "error: "
         hint(f"{begin}no attention was recorded: {observed.why}")
         return
-    for line in _summary(read_observed(observed.folder)):
+    for line in _summary(read_observed(observed.folder), observed.run.run, result.store):
         hint(line)
     for problem in observed.run.problems:
         hint(f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}")
@@ -233,8 +236,8 @@ def _print_summary(result: ObservedProgram) -> None:
     hint(f"see it with: {shell_command('layers', observed.run.run, store=result.store)}")
 
 
-def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
-    """Return lines with the number of calls and the backends that computed them."""
+def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str]:
+    """Return the number of calls and the backends that computed them, and the answer of `layers`."""
     total = sum(item.count for item in calls)
     processes = len({item.pid for item in calls})
     ran = Counter[str]()
@@ -242,19 +245,26 @@ def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
         if item.count:
             ran[item.ran or "unknown"] += item.count
     shares = ", ".join(f"{name} {count:,}" for name, count in ran.most_common())
-    compiled = sum(item.call.compiled for item in calls)
-    kinds = len(calls) - compiled
+    eager = [item for item in calls if not item.call.compiled]
+    compiled = len(calls) - len(eager)
     lines = []
-    if kinds:
-        lines.append(
-            f"{total:,} attention calls of {kinds} kinds in {processes} process(es): {shares}"
-        )
+    if eager:
+        places = len({(item.call.path, item.file, item.line) for item in eager})
+        where = f"{places} place{'s' * (places != 1)}"
+        where += f" in {processes} processes" if processes > 1 else ""
+        lines.append(f"{total:,} attention call{'s' * (total != 1)} at {where}: {shares}")
     if compiled:
-        lines.append(f"{compiled} calls are in compiled code, which a trace counts")
+        lines.append(
+            f"Compiled code calls attention at {compiled} places; only a trace counts them."
+        )
+    with contextlib.suppress(ProfharnessError), open_store(store) as opened:
+        layers = find_layers(opened, run)
+        if layers.steps:
+            lines += layers_answer(layers)
     idle = [item for item in calls if item.mask == NO_MASK_EFFECT]
     if idle:
         where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))
-        lines.append(f"a mask that masks nothing was given in {len(idle)} kinds of calls: {where}")
+        lines.append(f"The mask hides nothing in {where}: leave attn_mask out.")
     return lines
 
 

@@ -12,7 +12,13 @@ from fnmatch import fnmatchcase
 from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config, split_names
 from profharness.errors import GateError, UsageError
 from profharness.measurements.agreement import FAMILY_BACKENDS
-from profharness.program.layer_map import NO_MASK_EFFECT, LayerMap, LayerRow, any_length
+from profharness.program.layer_map import (
+    NO_MASK_EFFECT,
+    LayerMap,
+    LayerRow,
+    any_length,
+    join_numbered,
+)
 
 THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
@@ -20,6 +26,15 @@ GATES = (
     *("math-fallback", "eager-attention", "noop-mask", "asked-not-ran", "backend-changed"),
     "unseen",
 )
+PASSED = {
+    "math-fallback": "no layer runs on math",
+    "eager-attention": "no layer computes attention eagerly",
+    "noop-mask": "every mask has an effect",
+    "asked-not-ran": "a backend that the program allowed ran in every layer",
+    "backend-changed": "equal calls of a layer ran on one backend",
+    "unseen": "the backend of every layer is known",
+}
+"""Maps a gate of `--fail-on` to what holds if it passes."""
 OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
 
 
@@ -63,7 +78,7 @@ def require_recorded(layers: LayerMap, gates: Gates) -> None:
     """Raise UsageError if a gate of `--fail-on` needs data that the run does not contain."""
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
-            raise UsageError(f"--fail-on {name}: run {layers.name} does not tell it, {why}")
+            raise UsageError(f"--fail-on {name}: run {layers.name} does not show this: {why}")
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
@@ -75,9 +90,9 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
     blind = all(row.ran is None for row in layers.rows)
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
-            faults = [f"not told, {why}"]
+            faults = [f"unknown: {why}"]
         elif blind and name in OF_WHAT_RAN:
-            faults = ["nothing to judge, what ran is told of no call"]
+            faults = ["unknown: no call shows which backend ran"]
         else:
             changed = _changes(layers.rows) if name == "backend-changed" else ()
             found = [(row, _fault(name, row)) for row in layers.rows]
@@ -87,7 +102,48 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
     for text, (backends, glob) in gates.expected.items():
         lines += [f"--expect {text}: {line}" for line in _unmet(backends, glob, layers.rows)]
     if lines:
-        raise GateError(f"gates of run {layers.name} are not met:\n  " + "\n  ".join(lines))
+        raise GateError(f"gates failed for run {layers.name}:\n  " + "\n  ".join(lines))
+
+
+def passed_gates(layers: LayerMap, gates: Gates) -> str | None:
+    """Return what holds because the gates passed, with the number of checked calls.
+
+    Return None without gates.
+    """
+    rows = layers.rows
+    calls = sum(row.program_calls or round((row.calls or 0) * len(layers.steps)) for row in rows)
+    checked = f"({calls:,} call{'s' * (calls != 1)} checked)" if calls else ""
+    texts = []
+    for name in gates.fail_on:
+        text = PASSED[name]
+        if name == "math-fallback" and any("math" in _backends(row) for row in rows):
+            text = "math runs only where the program allows no other backend"
+        eager = [row for row in rows if is_unfused(row)]
+        note = ""
+        if name == "math-fallback" and eager and "eager-attention" not in gates.fail_on:
+            where = join_numbered(name for row in eager for name in row.names)
+            note = (
+                f", but {where or 'it'} computes attention eagerly, without "
+                "scaled_dot_product_attention: add eager-attention to fail on this"
+            )
+        texts.append(f"{text} {checked}".rstrip() + note)
+    for backends, glob in gates.expected.values():
+        where = "everywhere" if glob == "*" else f"in all modules that match {glob}"
+        texts.append(f"{' or '.join(backends)} ran {where}")
+    return "; ".join(texts) or None
+
+
+def falls_back(row: LayerRow) -> bool:
+    """Return whether math computed the calls although the program allowed other backends."""
+    return "math" in _backends(row) and row.asked != "math"
+
+
+def is_unfused(row: LayerRow) -> bool:
+    """Return whether separate kernels computed the calls without scaled_dot_product_attention.
+
+    flex_attention without torch.compile also runs separate matrix products.
+    """
+    return row.kind == "eager" or (row.kind, row.mode) == ("flex", "eager")
 
 
 def _why_missing(gate: str, layers: LayerMap) -> str | None:
@@ -95,29 +151,28 @@ def _why_missing(gate: str, layers: LayerMap) -> str | None:
     if the gate needs no such data.
     """
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
-        return "which a recorded step alone shows, and none was recorded"
+        return "only a recorded step shows it, and none was recorded"
     needed = {"noop-mask": "mask", "asked-not-ran": "asked"}.get(gate)
     # In an observed program, each call without this information fails on its own.
     if needed is None or layers.processes:
         return None
     if any(getattr(row, needed) is not None for row in layers.rows):
         return None
-    return "a trace alone cannot; run the program with `profharness observe`"
+    return "a trace does not contain it; run the program with `profharness observe`"
 
 
 def _fault(gate: str, row: LayerRow) -> str | None:
     """Return a description of why a row fails a gate, or None if it passes. The description may be
     empty.
     """
-    if gate == "math-fallback" and "math" in _backends(row) and row.asked != "math":
+    if gate == "math-fallback" and falls_back(row):
         return "; ".join(row.reasons)
     if gate == "eager-attention":
-        # flex_attention without torch.compile also runs separate matrix products
-        return "" if row.kind == "eager" or (row.kind, row.mode) == ("flex", "eager") else None
+        return "" if is_unfused(row) else None
     if gate == "noop-mask" and row.mask == NO_MASK_EFFECT:
         return "its mask hides nothing"
     if gate == "unseen" and row.ran is None:
-        return "what ran is not told"
+        return "the backend that ran is unknown"
     if gate == "asked-not-ran" and row.ran and row.asked:
         if row.asked != AUTO and row.ran not in split_names(row.asked):
             return f"asked for {row.asked}, {row.ran} ran"
@@ -130,26 +185,29 @@ def _missing(gate: str, row: LayerRow) -> str | None:
     missing = None
     seen = row.calls is None or row.site is not None
     if gate in ("math-fallback", "backend-changed") and seen and row.ran is None:
-        missing = "what ran"
+        missing = "the backend that ran is unknown"
     elif gate == "asked-not-ran" and row.kind in THROUGH_SDPA and not (row.asked and row.ran):
-        missing = "what was asked for" if row.ran else "what ran"
+        missing = f"the backend that {'was allowed' if row.ran else 'ran'} is unknown"
     elif gate == "noop-mask" and row.mask is None and row.kind not in ("flex", "custom"):
-        missing = "what its mask does"
+        missing = "the effect of its mask is unknown"
     because = f" ({row.reasons[0]})" if row.calls is None and row.reasons else ""
-    return missing and f"{missing} is not told{because}"
+    return missing and f"{missing}{because}"
 
 
 def _unmet(backends: Sequence[str], glob: str, rows: Sequence[LayerRow]) -> Iterator[str]:
     matching = [row for row in rows if _matches(row, glob)]
     for row in matching:
         if not row.ran:
-            yield _at(row, "what ran is not told")
+            yield _at(row, "the backend that ran is unknown")
         elif not _backends(row) <= set(backends):
             yield _at(row, f"{row.ran} ran")
     if not matching:
         named = list(dict.fromkeys(name for row in rows for name in row.names))
-        some = ", ".join(named[:3]) or "no modules, for the trace has none (with_stack=True)"
-        yield f"matches no call; there are {some}"
+        some = ", ".join(named[:3])
+        there = (
+            f"modules are {some}" if named else "the trace has no modules (record with_stack=True)"
+        )
+        yield f"matches no call; {there}"
 
 
 def _backends(row: LayerRow) -> set[str]:

@@ -31,21 +31,19 @@ from profharness.store import Store
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
-EAGER = (
-    "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
-)
+EAGER = "use scaled_dot_product_attention (in transformers: attn_implementation='sdpa')"
 
 # Maps the effect of a mask to a reason, and to the change that makes the mask unnecessary.
 _MASKS = {
-    NO_MASK_EFFECT: ("the mask masks nothing", "drop the mask"),
-    "causal": ("the mask is what is_causal=True says", "is_causal=True in place of the mask"),
+    NO_MASK_EFFECT: ("the mask hides nothing", "leave attn_mask out"),
+    "causal": ("the mask is causal", "pass is_causal=True instead of attn_mask"),
 }
 Points = tuple[tuple[str, float], ...]  # config labels, each with a number of calls
 Text = str | None
 Number = float | None
 MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
-UNFUSED = "flex_attention without torch.compile: plain products, which hold all scores"
-FUSE = "torch.compile(flex_attention): one fused kernel"
+UNFUSED = "flex_attention without torch.compile computes and stores all scores"
+FUSE = "compile it, as in torch.compile(flex_attention), to get one fused kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +193,16 @@ class LayerForecast:
     """
 
     predicted_backend: Annotated[
-        Text, column("takes", meaning="PyTorch's choice there among the allowed backends, by rule")
+        Text,
+        column(
+            "predicted backend",
+            meaning="PyTorch's choice there among the allowed backends, by rule",
+        ),
     ] = None
     predicted_source: Annotated[
         Text,
         column(
-            "source",
+            "predicted from",
             meaning="the least certain source of the calls: `measured`, `model` or `floor` (a lower "
             "bound instead of a time)",
         ),
@@ -208,7 +210,9 @@ class LayerForecast:
     predicted_kernels: Annotated[
         tuple[str, ...], column("kernels", "names", meaning="kernels of the call of median length")
     ] = ()
-    predicted_ns: Annotated[Number, column("µs/call", "us", meaning="mean time of one call")] = None
+    predicted_ns: Annotated[
+        Number, column("predicted µs/call", "us", meaning="mean time of one call")
+    ] = None
     predicted_low_ns: Annotated[
         Number, column("from", "us", meaning="lower end of the 90 % interval of one call")
     ] = None
@@ -216,17 +220,23 @@ class LayerForecast:
         Number, column("to", "us", meaning="upper end of that interval")
     ] = None
     predicted_total_ns: Annotated[
-        Number, column("µs", "us", meaning="time of all calls of a step, else of the whole program")
+        Number,
+        column(
+            "predicted µs", "us", meaning="time of all calls of a step, else of the whole program"
+        ),
     ] = None
     predicted_share: Annotated[
         Number, column("share", "percent", meaning="share of all predicted attention")
     ] = None
     predicted_best: Annotated[
-        Text, column("best", meaning="the fastest backend that supports the call and has a time")
+        Text,
+        column(
+            "predicted best", meaning="the fastest backend that supports the call and has a time"
+        ),
     ] = None
     predicted_best_ns: Annotated[Number, column(meaning="time of one call on it")] = None
     predicted_saves_ns: Annotated[
-        Number, column("saves µs", "us", meaning="savings of the best backend for all calls")
+        Number, column("would save µs", "us", meaning="savings of the best backend for all calls")
     ] = None
     predicted_certain: Annotated[
         bool | None, column(meaning="whether the two intervals are more than 3 % apart")
@@ -299,10 +309,10 @@ def find_layers(
     if not calls and not observed:
         of_configs = ""
         if store.cells(run):
-            of_configs = f"it is of configs (profharness kernels {store.run_reference(run)}); "
+            of_configs = f"it contains configs (see them with profharness kernels {store.run_reference(run)}); "
         raise NotFoundError(
-            f"run {store.run_name(run)} shows no attention call of a program; {of_configs}record a trace with "
-            "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
+            f"run {store.run_name(run)} has no attention calls of a program; {of_configs}record a trace with "
+            "torch.profiler.profile(record_shapes=True, with_stack=True)"
         )
     steps = store.steps(run) if calls else []
     outside = 0
@@ -331,14 +341,14 @@ def find_layers(
     ]
     # Rows with the longest times come first. Rows without times are sorted by number of calls.
     rows.sort(key=lambda row: (-row.kernel_ns, row.calls is None, -(row.program_calls or 0)))
-    problems = [problem.message for problem in store.problems(run)]
+    problems = [f"{problem.message}; {problem.remedy}" for problem in store.problems(run)]
     return LayerMap(
         run=run,
         rows=tuple(rows),
         steps=tuple(steps),
         gaps=tuple(store.gaps(steps)),
         caveats=(
-            *_caveats(rows, platform, observed, problems, outside),
+            *_caveats(rows, platform, observed, outside),
             *problems,
             *store.warnings([run]).get(run, ()),
         ),
@@ -607,22 +617,22 @@ def _reasons_and_advice(
     if kind:
         if ran == "math" and kind.asked not in (None, "math"):
             allowed = "any backend" if kind.asked == AUTO else kind.asked
-            reasons.append(f"a silent fall-back: the program allowed {allowed}, and math ran")
+            reasons.append(f"PyTorch fell back to math silently: the program allows {allowed}")
         if ran and kind.choice and kind.choice != ran and ran != "none":
-            reasons.append(f"PyTorch said that it would take {kind.choice}, and {ran} ran")
+            reasons.append(f"PyTorch chose {kind.choice}, but {ran} ran")
         if kind.mask in _MASKS:
             reason, change = _MASKS[kind.mask]
-            reasons.append(f"{reason}, as of the first call")
+            reasons.append(f"{reason} in the first call")
             then = ""
             if config is not None and platform is not None:
                 bare = replace(config, mask="none", mask_shape=None, mask_strides=None)
                 bare = replace(bare, causal=bare.causal or kind.mask == "causal")
                 predicted = explain_by_rule(bare, platform, advice=False).predicted
-                then = "" if predicted in (None, "none", ran) else f", then {predicted} runs"
-            advice.append(f"{change}, if it is the same in all calls{then}")
+                then = "" if predicted in (None, "none", ran) else f"; {predicted} then runs"
+            advice.append(f"{change}, if the mask is the same in all calls{then}")
         if ran == kind.asked == "math":
             advice.append(
-                "allow other backends: sdpa_kernel or a switch of torch.backends rules them out"
+                "allow other backends: sdpa_kernel or a switch of torch.backends.cuda excludes them"
             )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
@@ -650,7 +660,6 @@ def _caveats(
     rows: Sequence[LayerRow],
     platform: Platform | None,
     observed: ObservedCalls,
-    problems: Sequence[str],
     outside: int,
 ) -> list[str]:
     texts = []
@@ -658,25 +667,24 @@ def _caveats(
         texts.append(f"{outside} attention calls ran outside the steps and are not counted.")
     if names := join_numbered([kind.name for kind in observed.hidden() if kind.name]):
         texts.append(
-            f"Compiled code calls attention in {names}; the trace does not say which is which."
+            f"Compiled code calls attention in {names}; the trace does not show which call is which."
         )
     live = [row for row in rows if row.kind != "replay"]
     if len(live) < len(rows):
         texts.append(
-            "CUDA graphs: what a replay computed is told by its capture alone; record both, or the "
-            "program without graphs."
+            "Replays of a CUDA graph have no shapes in a trace. To see them, record the capture of "
+            "the graph too, or the program without CUDA graphs."
         )
-    if all(row.calls is None for row in rows) and not problems:
-        texts.append("No step was recorded: calls are counted, and there are no kernels and times.")
-    elif live and not observed and not any(row.module for row in live):
+    if live and not observed and not any(row.module for row in live):
         texts.append(
-            "The trace has no modules: record it with with_stack=True; nsys tells none, but under "
-            "`observe --profiler nsys` they are told."
+            "The trace has no modules. Record it with with_stack=True; nsys records modules only "
+            "under `profharness observe --profiler nsys`."
         )
     if platform is None and any(row.ran == "math" for row in rows):
-        texts.append("Why math ran depends on PyTorch's release: name it with --torch.")
-    if all(row.forward_ns is None for row in rows) and any(row.calls is not None for row in rows):
-        texts.append("No kernel of these calls is in the trace, so no time is told.")
+        texts.append(
+            "Why math ran depends on the PyTorch release, which the trace does not record: add "
+            "--torch, as in --torch 2.11."
+        )
     return texts
 
 

@@ -106,7 +106,7 @@ def regret_configs(layers: LayerMap) -> list[Config]:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
         raise NotFoundError(
             f"no config replays a call of run {layers.name}, so nothing can be timed: "
-            f"{'; '.join(reasons) or 'what ran is not told'}"
+            f"{'; '.join(reasons) or 'the backend is unknown'}"
         )
     return list(configs)
 
@@ -236,11 +236,11 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
         if cell.backend == OWN_CHOICE[0] and cell.config == row.points[0][0]
     }
     if row.best in chosen:
-        how = f"leave the choice to PyTorch, which takes {row.best} there"
+        how = f"leave the choice to PyTorch, which then chooses {row.best}"
     elif row.best in SDP_BACKENDS:
-        how = f"sdpa_kernel(SDPBackend.{SDP_BACKENDS[row.best]})"
+        how = f"use sdpa_kernel(SDPBackend.{SDP_BACKENDS[row.best]})"
     else:
-        how = f"call {row.best} itself"
+        how = f"call {row.best} instead"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
     return f"{how}: {speed:.2f}x as fast, {_saves(layers)} {_saved_text(row)} a step"
 
@@ -284,21 +284,19 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     shares += [f"{regret.saves_ns / step:.1%} of the step as it was traced"] if step else []
     parts = f", {' and '.join(shares)}" if shares else ""
     if regret.saves_ns <= 0:
-        texts.append("no correct backend that was timed is shown to be faster than what ran")
+        texts.append("No correct backend is significantly faster than what ran.")
     elif regret.launch_bound:
-        waits = "the trace has no kernels, so how busy the GPU is is not told"
+        waits = "The trace has no kernels, so it is unknown how busy the GPU is."
         if busy:
-            waits = f"launch-bound: the GPU is busy {busy / step:.0%} of the traced step"
+            waits = f"The GPU is busy for only {busy / step:.0%} of the traced step."
         texts.append(
-            f"{waits}, and kernel time saves wall time only where it is busy; "
-            f"at most {saved} a step{parts}"
+            f"{waits} Faster kernels save time only while it is busy: at most {saved} a step{parts}."
         )
     else:
-        texts.append(f"the fastest correct backends save {saved} a step{parts}")
+        texts.append(f"The fastest correct backends save {saved} a step{parts}.")
     if step:
         texts.append(
-            "the step's time is that under the profiler, which makes it longer; "
-            "the trace does not tell how long a step takes without one"
+            "The profiler makes the traced step longer; its time without a profiler is unknown."
         )
     return texts
 
@@ -308,19 +306,19 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
     for row in rows:
         name = row.module or row.config or row.kind
         if row.calls is None:
-            texts.append(f"not timed: calls of {name}, which no recorded step shows")
+            texts.append(f"Not timed: calls of {name}, which are in no recorded step.")
             continue
         if row.saves_ns is None:
             why = "no config replays them"
             if row.replayable:
                 why = f"run {benched.run} has no correct {row.ran} of them"
-            texts.append(f"not timed: {row.calls:g} calls a step of {name}, for {why}")
+            texts.append(f"Not timed: {row.calls:g} calls a step of {name}, because {why}.")
             continue
         fastest = times.fastest(row.points)
         if fastest and times.verdict(row.points, str(row.ran), than=fastest) == "unknown":
             texts.append(
-                f"{name}: {row.ran} is not told apart from {fastest}, which has the lower median; "
-                "sample longer with --max-time"
+                f"{name}: no significant difference between {row.ran} and {fastest}, which has the "
+                "lower median; sample longer with --max-time"
             )
         seen = row.kernel_ns
         alone = (row.ran_ns or 0) * row.calls
@@ -338,9 +336,9 @@ def bench_doubts(benched: BenchResult) -> list[str]:
     # `wall` is measured on a CPU, which launches no kernels
     if benched.ranking not in ("kernel", "wall"):
         texts.append(
-            f"run {benched.run} has no kernel times: {benched.ranking} counts launches too"
+            f"run {benched.run} has no kernel times; its {benched.ranking} times include launches"
         )
     wrong = {f"{row.config} {row.backend}" for row in benched.figures() if row.verified is False}
     if wrong:
-        texts.append(f"left out, for its output is wrong: {', '.join(sorted(wrong))}")
+        texts.append(f"excluded because of wrong output: {', '.join(sorted(wrong))}")
     return texts

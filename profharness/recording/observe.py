@@ -154,17 +154,22 @@ def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]
 def _why_no_step(
     folder: Path, windows: Sequence[Mapping[str, Any]], options: ObserveOptions
 ) -> tuple[str, str]:
-    again = "give --warmup 0, which records from the first call on, or run more steps"
+    again = "record from the first call with `profharness observe --warmup 0 -- PROGRAM`, or run more steps"
     if all(row.get("compiled") for row in _rows(folder, "template")):
-        why = "compiled code alone calls attention, where only an optimizer's steps are seen"
+        why = "only compiled code calls attention, where a step ends only with an optimizer's step"
         again = "record it with torch.profiler (record_shapes=True) and profharness ingest"
     elif not windows:
-        why = f"the program ended before {options.warmup} steps brought nothing new"
+        why = (
+            f"the program ended before {options.warmup} steps in a row without a new kind of call, "
+            "after which the profiler starts"
+        )
+        if all(row.get("grad") for row in _rows(folder, "template")):
+            why += "; with gradients enabled, passes count as steps once an optimizer steps"
     else:
         why = windows[-1].get("why", "the process ended while the profiler recorded")
         if why == ELSEWHERE:
             again = RECORD_THREAD
-    return f"no step was recorded, so calls have no times: {why}", again
+    return f"no step was recorded, so the calls have no times: {why}", again
 
 
 def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:
@@ -181,7 +186,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 def _export(report: Path, tool: Path) -> tuple[Problem, ...]:
     if not report.exists():
         text = "nsys left no report: the program ended before its window was opened"
-        return (Problem(NSYS, "capture_range_missed", text, "give --warmup 0, or run more steps"),)
+        return (Problem(NSYS, "capture_range_missed", text, "use --warmup 0, or run more steps"),)
     try:
         export_report(report, report.with_suffix(".sqlite"), tool)
     except ToolError as error:

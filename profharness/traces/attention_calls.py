@@ -342,7 +342,7 @@ def _eager_signature(scores: HostSpan, output: HostSpan) -> _Signature | None:
         return None
     key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
     tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
-    unrecorded = "eager attention; what it masks is not told"
+    unrecorded = "the mask of eager attention is unknown"
     return _Signature("eager", scores.name, None, tensors, {}, unrecorded)
 
 
@@ -488,5 +488,5 @@ def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | N
             reason = f"{why}; {reason}"
         reason = reason or why
     elif reason is None:
-        reason = "the trace does not tell the shapes of this call"
+        reason = "the trace does not show the shapes of this call"
     return backward, config, reason

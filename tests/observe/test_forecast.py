@@ -198,7 +198,7 @@ def test_calls_on_tensors_without_data_are_predicted(
     assert "fp64" in odd["predicted_reason"]
     whole = answer["predicted"]
     assert whole["of"] == "program" and whole["unpredicted_calls"] >= 1
-    assert any(text.startswith("no time of odd: ") for text in whole["conclusions"])
+    assert any(text.startswith("No time for odd: ") for text in whole["conclusions"])
 
 
 def test_an_unknown_gpu_is_reported_before_the_program_runs(tmp_path: Path) -> None:

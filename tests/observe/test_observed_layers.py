@@ -17,7 +17,7 @@ from programs import Seen, observe, write
 from profharness.cli import cli
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.program.gates import check_gates, parse_gates
-from profharness.program.layer_map import LayerMap, find_layers
+from profharness.program.layer_map import FUSE, LayerMap, find_layers
 from profharness.scrub import audit, scrub
 from profharness.store import Selection, ingest_path, open_store
 from profharness.traces.observed import CUT_SHORT, read_observed
@@ -147,7 +147,7 @@ def test_uncompiled_flex_attention_differs_from_eager_attention(tmp_path: Path) 
     assert (row.module, row.mode, row.ran, row.calls) == ("{0-1}", "eager", "flex", 2)
     assert row.program_calls == 8 and row.config is None and not row.replayable
     assert "without torch.compile" in row.reasons[1]
-    assert row.advice == ("torch.compile(flex_attention): one fused kernel",)
+    assert row.advice == (FUSE,)
 
 
 def test_a_traced_run_contains_what_the_trace_lacks(seen: Seen, store: Path) -> None:
@@ -164,10 +164,10 @@ def test_a_traced_run_contains_what_the_trace_lacks(seen: Seen, store: Path) -> 
         ("prefill", "none", "math", "math", None, 2, (16, 16)),
     ]
     noop = next(row for row in others if row.mask == "nothing")
-    assert noop.program_calls == 3 and "masks nothing" in noop.reasons[0]
-    assert noop.advice == ("drop the mask, if it is the same in all calls",)
+    assert noop.program_calls == 3 and "hides nothing" in noop.reasons[0]
+    assert noop.advice == ("leave attn_mask out, if the mask is the same in all calls",)
     causal = next(row for row in others if row.mask == "causal")
-    assert causal.advice[0].startswith("is_causal=True in place of the mask")
+    assert causal.advice[0].startswith("pass is_causal=True instead of attn_mask")
     refused = next(row for row in others if row.ran == "none")
     assert refused.reasons == ("the call raised an error",) and "refused" in seen.stdout
 
@@ -189,15 +189,16 @@ def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path)
     assert sum(row.program_calls or 0 for row in layers.rows) == sum(c.count for c in seen.calls)
     assert told(layers)[0] == ("train", "none", "auto", "flash", None, 20, (5, 16))
     text = shown(store).stdout
-    assert "calls of 1 process(es), counted" in text and "No step was recorded" in text
+    counted = "The program made 31 attention calls, 28 on flash, 2 on math, 1 with an error."
+    assert counted in text and "No step was recorded" in text
     assert "forward µs" not in text and "calls in all" in text
     for arguments, error in (
-        (["--fail-on", "eager-attention"], "a recorded step alone shows"),
+        (["--fail-on", "eager-attention"], "only a recorded step shows"),
         (["--step", "0"], "has no recorded step"),
         (["--regret"], "nothing can be timed"),
     ):
         assert error in str(shown(store, *arguments).exception)
-    with pytest.raises(GateError, match="eager-attention: not told, which a recorded step alone"):
+    with pytest.raises(GateError, match="eager-attention: unknown: only a recorded step"):
         check_gates(layers, parse_gates(["eager-attention"], []))
     failed = shown(store, "--fail-on", "noop-mask").exception
     assert isinstance(failed, GateError) and "hides nothing" in str(failed)
@@ -319,7 +320,7 @@ def test_gates_use_the_settings_when_compiled_code_was_traced(tmp_path: Path) ->
     options = ("--profiler", "none", "--fail-on", "noop-mask")
     done = observe(tmp_path, program, options=options)
     assert done.code == 3
-    assert "what its mask does is not told (torch.compile traced this call" in done.stderr
+    assert "the effect of its mask is unknown (torch.compile traced this call" in done.stderr
 
 
 def test_a_gate_without_a_recording_fails_a_successful_program(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_a_gate_without_a_recording_fails_a_successful_program(tmp_path: Path) -
     options = ("--profiler", "none", "--fail-on", "math-fallback,eager-attention")
     done = observe(tmp_path, program, options=options)
     assert done.code == 3
-    assert "eager-attention: not told" in done.stderr and "math-fallback: " not in done.stderr
+    assert "eager-attention: unknown" in done.stderr and "math-fallback: " not in done.stderr
 
 
 def test_gates_are_parsed_before_the_program_starts(tmp_path: Path) -> None:

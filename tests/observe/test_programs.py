@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import signal
 import subprocess
 import sys
@@ -59,6 +60,33 @@ def test_the_contents_of_a_mask_are_recorded(tmp_path: Path) -> None:
     body = "\n".join(f"infer(1, Model(1), mask={mask})" for mask in masks)
     seen = observe(tmp_path, write(tmp_path, body))
     assert [call.mask for call in seen.calls] == list(masks.values())
+
+
+def test_a_mask_is_read_while_the_profiler_records(tmp_path: Path) -> None:
+    """With --warmup 0 the profiler starts before the first call."""
+    body = "infer(4, Model(1), mask=torch.zeros(1, 1, 16, 16))"
+    options = ("--warmup", "0", "--fail-on", "noop-mask")
+    seen = observe(tmp_path, write(tmp_path, body), options=options)
+    assert [call.mask for call in seen.calls] == ["nothing"]
+    assert seen.code == 3 and "its mask hides nothing" in seen.stderr
+    trace = gzip.decompress(next(seen.folder.glob("*.torch.json.gz")).read_bytes())
+    assert b"aten::isneginf" not in trace and b"aten::arange" not in trace
+    # _classify calls `mean`, and the model does not
+    assert b"aten::linear" in trace and b"aten::mean" not in trace
+
+
+def test_a_program_without_a_whole_step_says_what_to_type(tmp_path: Path) -> None:
+    """The profiler starts after the last step, or never because passes have gradients."""
+    last = "the program ended when the profiler had just started"
+    graded = "with gradients enabled, passes count as steps once an optimizer steps"
+    model = "model = Model(1)\nfor _ in range(8): model(torch.randn(2, 16, 32))"
+    for name, body, why in (("a", "train(4)", last), ("b", model, graded)):
+        (tmp_path / name).mkdir()
+        seen = observe(tmp_path / name, write(tmp_path / name, body), options=())
+        assert seen.code == 0 and seen.folder is not None
+        assert why in seen.stderr and "profharness observe --warmup 0 -- PROGRAM" in seen.stderr
+        assert "nothing ran in its" not in seen.stderr
+        assert not list(seen.folder.glob("*.torch.json.gz"))
 
 
 def test_lengths_are_a_histogram_of_one_kind(tmp_path: Path) -> None:

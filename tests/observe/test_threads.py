@@ -51,7 +51,7 @@ def test_threads_are_counted_without_a_profiler_in_them(tmp_path: Path) -> None:
     assert f"{problem['message']} [no_step]" in seen.stderr
     store = str(tmp_path / "profharness.db")
     shown = CliRunner().invoke(cli, ["layers", "--store", store, "--format", "json"])
-    assert problem["message"] in json.loads(shown.stdout)["caveats"]
+    assert f"{problem['message']}; {problem['remedy']}" in json.loads(shown.stdout)["caveats"]
 
 
 def test_threads_share_the_kinds_of_their_calls(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_eager_attention_is_found_by_its_products(tmp_path: Path) -> None:
         assert [call.kind for call in trace.calls] == ["eager", "eager"]
         assert labels(trace.calls) == ["b3-h4-s16-d8-fp32-bwd"] * 2
         assert [call.modules[-1] for call in trace.calls] == ["Attention_0", "Attention_1"]
-        assert "what it masks is not told" in str(trace.calls[0].reason)
+        assert "the mask of eager attention is unknown" in str(trace.calls[0].reason)
         directions = Counter(span.direction for span in trace.call_spans)
         assert directions["backward"] > 2  # the gradients of each product and of the softmax
 

@@ -210,7 +210,7 @@ def test_eager_attention_and_its_backward_are_found(tmp_path: Path) -> None:
         (call,) = trace.calls
         assert [t.dims for t in call.tensors if t] == [(8, 16, 4), (8, 32, 4), (8, 32, 4)]
         assert call.kind == "eager" and call.config is None
-        assert str(call.reason).endswith("eager attention; what it masks is not told")
+        assert str(call.reason).endswith("the mask of eager attention is unknown")
         assert "not 4 dims" in str(call.reason)
 
 

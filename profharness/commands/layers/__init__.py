@@ -45,6 +45,7 @@ from profharness.program.gates import (
     Gates,
     check_gates,
     parse_gates,
+    passed_gates,
     require_recorded,
 )
 from profharness.program.layer_map import LayerMap, find_layers, replay_lines
@@ -340,11 +341,17 @@ def show(
 
 
 @gate(layers)
-def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
-    """Raise GateError unless every run meets the gates."""
+def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> str | None:
+    """Raise GateError unless every run meets the gates. Return what the gates showed."""
     gates = parse_gates(fail_on, expect)
     for each in found.maps:
         check_gates(each, gates)
+    texts = [passed_gates(each, gates) for each in found.maps]
+    if len(texts) > 1:
+        texts = [
+            text and f"{each.name}: {text}" for each, text in zip(found.maps, texts, strict=True)
+        ]
+    return "; ".join(filter(None, texts)) or None
 
 
 def _show_several(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
 
+from profharness import stats
 from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import Column, pick
 from profharness.commands.layers.tables import GPU_LAYER, figure_columns, figures, layers_document
@@ -18,7 +19,15 @@ from profharness.program.changes import environment_changes
 from profharness.program.layer_map import LayerMap, LayerRow, find_layers, short_module
 from profharness.program.matching import LayerSide, MatchedLayers, find_program, match_layers
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
-from profharness.render.document import Block, Document, Heading, Note, Table, record
+from profharness.render.document import (
+    Block,
+    Document,
+    Heading,
+    Note,
+    Table,
+    record,
+    time_text,
+)
 from profharness.store import Selection, Store
 
 SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # versions in an environment
@@ -248,13 +257,13 @@ def _benched_call(
     spent = times.total(side.points, asked)
     if spent is None:
         lacks = next(label for label, _ in side.points if times.median(label, asked) is None)
-        so = "" if ran else ", so what PyTorch takes there is not told"
+        so = "" if ran else ", so PyTorch's choice there is unknown"
         doubt = f"run {bench.run} has no correct {asked} of {lacks}{so}"
         return BenchedCall(None, None, best, least and least / calls, calls, doubt)
     backend = ran or _chosen_backend(bench, side, asked) or asked
     verdict = times.verdict(side.points, asked, than=best) if best else "same"
     unclear = verdict == "unknown" and best != backend and (least or spent) < spent
-    doubt = f"{backend} is not told apart from {best}, which has the lower median"
+    doubt = f"no significant difference between {backend} and {best}, which has the lower median"
     # Without a significant difference, the lower median of `best` may be noise.
     if verdict != "slower" or best == backend:
         best, least = backend, spent
@@ -286,6 +295,7 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
             *chain.from_iterable(each.blocks for each in documents),
             *layers_by_gpu_blocks(answer, full),
         ),
+        answer=runs_answer(answer),
         records=tuple(chain.from_iterable(each.records for each in documents)),
         extra={**first.extra, **layers_by_gpu_record(answer)},
     )
@@ -311,7 +321,7 @@ def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
 def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
     """Yield a table with columns for each GPU, and notes about the differences between GPUs."""
     names = [each.name for each in answer.classes]
-    yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
+    yield Heading("Runs compared", "median kernel time per call")
     rows = []
     ordered = sorted(answer.rows, key=lambda row: -_spent(row))
     for row in ordered:
@@ -326,13 +336,13 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         label = str(line["module"] or line["config"] or "a call")
         for name, each, reasons in zip(names, row.sides, row.reasons, strict=True):
             if each is None:
-                yield Note(f"{name} has no such layer of these sizes", label)
+                yield Note(f"{name} has no such layer of this size", label)
             elif reasons:
                 yield Note(f"on {name} {'; '.join(reasons)}", label)
         if row.basis == "forward" and any(
             each and each.backward_ns is not None for each in row.sides
         ):
-            yield Note("not each class has a backward, so that times are of forward alone", label)
+            yield Note("Only the forward is compared, because not all runs have a backward.", label)
 
 
 def _name(row: MatchedLayers, *, full: bool) -> str | None:
@@ -349,31 +359,67 @@ def _spent(row: MatchedLayers) -> float:
     return next(spent, 0)
 
 
+def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
+    """Return which run is faster, and the layers with the largest difference, one sentence each."""
+    first, *others = answer.classes
+    texts = []
+    for at, other in enumerate(others, 1):
+        before, after = first.layers.attention_ns, other.layers.attention_ns
+        shared = [row for row in answer.rows if row.sides[0] and row.sides[at]]
+        if not shared:
+            text = f"{other.name} has no layer in common with {first.name}."
+            texts.append(f"{text} Are they runs of one model?")
+        elif before and after:
+            text = (
+                f"Attention of a step takes {time_text(before)} on {first.name} and "
+                f"{time_text(after)} on {other.name}: {_faster(other.name, before / after)}"
+            )
+            gaps = [(_gap(row, at), row) for row in shared]
+            gap, row = max(gaps, key=lambda pair: abs(pair[0]))
+            if len(shared) > 1 and gap:
+                label = _name(row, full=False) or row.first.config or "one layer"
+                text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
+            texts.append(f"{text}.")
+    return tuple(texts)
+
+
+def _faster(name: str, ratio: float) -> str:
+    if stats.beyond(ratio, stats.THRESHOLD):
+        factor = f"{max(ratio, 1 / ratio):.3g} times"
+        return f"{name} is {factor} {'faster' if ratio > 1 else 'slower'}"
+    return "no difference"
+
+
+def _gap(row: MatchedLayers, at: int) -> float:
+    """Return the difference between the times of a row in a step of the first and another run."""
+    times = []
+    for place in (0, at):
+        side, ns = row.sides[place], row.call_ns[place]
+        if side is None or ns is None:
+            return 0
+        times.append(ns * (side.calls or 1))
+    return times[0] - times[1]
+
+
 def _step_texts(answer: LayersByGpu) -> Iterator[str]:
     first, *others = answer.classes
-    before = first.layers.attention_ns
     for at, other in enumerate(others, 1):
-        after = other.layers.attention_ns
         shared = [
             (row.sides[0].ran, side.ran)
             for row in answer.rows
             if row.sides[0] and (side := row.sides[at])
         ]
         if not shared:
-            yield f"{other.name} has no layer in common with {first.name}; are they of one model?"
-        elif before and after:
-            yield (
-                f"attention of a step: {before / 1e6:,.2f} ms on {first.name}, "
-                f"{after / 1e6:,.2f} ms on {other.name} ({before / after:.2f}x)"
-            )
+            continue  # the answer says so
         if both := [pair for pair in shared if all(pair)]:
             apart = sum(here != there for here, there in both)
-            yield (
-                f"on {other.name} another backend than on {first.name} runs for {apart} of "
-                f"{len(both)} rows"
-            )
+            if apart:
+                yield (
+                    f"{other.name} runs another backend than {first.name} in {apart} of "
+                    f"{len(both)} rows."
+                )
         if other.changes:
-            yield f"{other.name} differs in more than the GPU: {', '.join(other.changes)}"
+            yield f"{other.name} differs in more than the GPU: {', '.join(other.changes)}."
 
 
 def benches_document(
@@ -426,7 +472,7 @@ def _bench_blocks(
         else f"{each.name}: no bench"
         for each in benches
     ]
-    yield Heading("classes in benches", f"µs of one call; {', '.join(timed)}")
+    yield Heading("Benches compared", f"µs of one call; {', '.join(timed)}")
     layers = list(zip(rows, zip(*(each.calls for each in benches), strict=True), strict=True))
     lines = []
     # sort by the time on the first GPU that has a time for the layer
@@ -473,7 +519,7 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
         if first.bench and other.bench and first.measurement != other.measurement:
             yield (
                 f"{first.measurement} times on {first.name} and {other.measurement} times on {other.name} "
-                "do not compare"
+                "cannot be compared"
             )
             continue
         both = zip(first.calls, other.calls, strict=True)

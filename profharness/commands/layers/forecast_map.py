@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -212,20 +211,9 @@ def _total(weighted: Weighted, name: str) -> float | None:
 def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
     if not forecast.calls:
         return
-    whole = "a step" if forecast.of == "step" else "the whole program"
-    whole += f" ({processes} processes)" if processes > 1 else ""
-    sources = Counter(row.predicted_source for row in forecast.rows if row.predicted_source)
-    known = ", ".join(f"{sources[name]} {name}" for name in SOURCES if sources[name])
-    yield (
-        f"predicted, not measured: {_ms(forecast.ns)} ({_ms(forecast.low_ns)} to "
-        f"{_ms(forecast.high_ns)}) of attention kernels in {whole}; rows by source: {known}"
-    )
-    if forecast.saves_ns:
-        yield f"other backends save {_ms(forecast.saves_ns)} of it, beyond the intervals"
-    yield (
-        "kernel times with the L2 as warm as a call leaves it: neither launches, nor the pauses between "
-        "kernels, nor what else the program does is in them"
-    )
+    if processes > 1 and forecast.of != "step":
+        yield f"The times are those of all {processes} processes together."
+    yield "Kernel times only, with a warm L2; launches and gaps are excluded."
 
 
 def _doubts(
@@ -233,12 +221,12 @@ def _doubts(
 ) -> Iterator[str]:
     if [config for config, _ in asked] != sampled:
         yield (
-            "the choice is that of the calls as they are, times are those of tensors that lie in order"
+            "The choice of the backend uses the strides of the calls; times assume contiguous tensors."
         )
     if layers.gpu is None and all(config.dtype == "fp32" for config in sampled):
         yield (
-            "all calls are fp32, as the program made them on the CPU; where it takes fp16 or bf16 on a "
-            "GPU, observe it so"
+            "All calls are fp32, as on the CPU. If the program uses fp16 or bf16 on a GPU, observe it "
+            "with that dtype."
         )
 
 
@@ -247,11 +235,7 @@ def _left_out(layers: LayerMap, rows: Sequence[LayerForecast]) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for row, forecast in zip(layers.rows, rows, strict=True):
         if forecast.predicted_ns is None:
-            reason = forecast.predicted_reason or "no time is known, the bound alone"
+            reason = forecast.predicted_reason or "only a lower bound is known"
             names.setdefault(reason, []).append(row.module or row.config or row.kind)
     for reason, modules in names.items():
-        yield f"no time of {join_numbered(modules)}: {reason}"
-
-
-def _ms(ns: float) -> str:
-    return f"{ns / 1e6:,.3f} ms"
+        yield f"No time for {join_numbered(modules)}: {reason}."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from profharness.columns import Column, pick
+from profharness.commands.layers.answer import layers_answer, what_to_change
+from profharness.errors import join_few
 from profharness.program.layer_map import (
     NO_MASK,
     NO_MASK_EFFECT,
@@ -24,9 +26,12 @@ from profharness.render.document import (
     field_names,
     filled_columns,
     record,
+    share_text,
+    time_text,
 )
 
 SCHEMA = "profharness.layers/1"
+LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
 FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
 COLUMNS = pick(
@@ -46,12 +51,12 @@ GAPS = (
 REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 GPU_LAYER = pick(LayerRow, "module", "config")  # first columns of a table with columns for each GPU
-FORECAST = (
-    *GPU_LAYER,
+PREDICTED = (
     *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
     *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
     *pick(LayerForecast, "predicted_share", "predicted_best", "predicted_saves_ns"),
 )
+FORECAST = (*GPU_LAYER, *PREDICTED)
 
 
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
@@ -64,14 +69,13 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
-    for row in layers.rows:
-        blocks += _notes(row, full)
+    for forecast in layers.forecasts:
+        blocks += _forecast_blocks(forecast, lines, full)
     if layers.regret:
         timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
         blocks += [Heading("Regret", timed, 3), *map(Note, layers.regret.conclusions)]
+    blocks += _notes(layers.rows, full)
     blocks += [Note(text, "", "warning") for text in layers.caveats]
-    for forecast in layers.forecasts:
-        blocks += _forecast_blocks(forecast, lines, full)
     if full:
         blocks += [Heading("Kernels", "in order of their first launch", 3)]
         named = zip(lines, layers.rows, strict=True)
@@ -94,7 +98,8 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
         for rows in predictions or [(LayerForecast(),) * len(layers.rows)]
         for row, prediction in zip(layers.rows, rows, strict=True)
     )
-    return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra)
+    answer = layers_answer(layers)
+    return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra, answer=answer)
 
 
 def _forecast_blocks(
@@ -119,12 +124,13 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     first, *others = layers.forecasts
     measured = any(row.forward_ns is not None for row in layers.rows)
     names = [forecast.gpu for forecast in layers.forecasts]
-    verbs = ["takes"] * len(names)
+    names = [f"{name} predicted" for name in names]
+    verbs = [""] * len(names)
     if measured:
-        names.insert(0, f"measured {layers.gpu or 'here'}")
-        verbs.insert(0, "ran")
+        names.insert(0, f"{layers.gpu or 'here'} measured")
+        verbs.insert(0, "")
     whole = "a step" if first.of == "step" else "the whole program"
-    yield Heading("classes", f"{len(layers.forecasts)} of them, predicted kernels of {whole}")
+    yield Heading("GPUs compared", f"predicted time of the kernels of {whole}")
     rows = []
     for at, (row, line) in enumerate(zip(layers.rows, lines, strict=True)):
         spent = None if row.forward_ns is None else row.kernel_ns
@@ -135,7 +141,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     yield Table.of((*GPU_LAYER, *figure_columns(names, verbs)), rows)
     if len({forecast.torch for forecast in layers.forecasts}) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
-        yield Note(f"predicted for several releases of torch ({there}); --torch names one for all")
+        yield Note(f"Predicted for several PyTorch releases: {there}. Choose one with --torch.")
     for forecast in others:
         pairs = [
             (here.predicted_backend, there.predicted_backend)
@@ -144,7 +150,8 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         both = [pair for pair in pairs if all(pair)]
         apart = sum(here != there for here, there in both)
         yield Note(
-            f"{forecast.gpu} takes another backend than {first.gpu} for {apart} of {len(both)} rows"
+            f"PyTorch chooses another backend on {forecast.gpu} than on {first.gpu} for {apart} of "
+            f"{len(both)} rows."
         )
 
 
@@ -152,7 +159,7 @@ def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
     """Return columns for the backend and its time on each GPU, and for speed-ups over the first GPU."""
     columns = []
     for at, (name, verb) in enumerate(zip(names, verbs, strict=True)):
-        columns.append(Column(f"ran{at}", f"{name} {verb}"))
+        columns.append(Column(f"ran{at}", f"{name} {verb}".rstrip()))
         columns.append(Column(f"us{at}", f"{name} µs", "us"))
     columns += [
         Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
@@ -202,32 +209,46 @@ def _config(row: LayerRow) -> str | None:
 
 
 def _summary(layers: LayerMap) -> str:
+    """Return the name and the duration of the step, such as `LlamaForCausalLM_0, 9.63 ms`."""
     if not layers.steps:
         made = sum(row.program_calls or 0 for row in layers.rows)
-        return f"{made:,} calls of {layers.processes} process(es), counted" if made else ""
-    step, busy = layers.step_ns, layers.busy_ns
-    measured = any(row.forward_ns is not None for row in layers.rows)
+        processes = f" in {layers.processes} processes" if layers.processes > 1 else ""
+        return f"{made:,} calls{processes}" if made else ""
     count = len(layers.steps)
-    name = layers.steps[0].name if count == 1 else f"{count} steps of"
-    share = f" ({busy / step:.0%})" if step else ""
-    parts = [f"{name} {step / 1e6:,.2f} ms"]
-    if busy:
-        parts.append(f"GPU busy {busy / 1e6:,.2f} ms{share}")
-    else:
-        parts.append("no kernels recorded" + (", times are of CPU ops" if measured else ""))
-    return ", ".join(
-        [*parts, *([f"attention {layers.attention_ns / 1e6:,.2f} ms"] if measured else [])]
-    )
+    name = layers.steps[0].name if count == 1 else f"{count} steps"
+    each = " each" if count > 1 else ""
+    if not layers.step_ns:
+        return name
+    busy = f", GPU busy {share_text(layers.busy_ns / layers.step_ns)}" if layers.busy_ns else ""
+    return f"{name}, {time_text(layers.step_ns)}{each}{busy}"
 
 
-def _notes(row: LayerRow, full: bool) -> Iterator[Note]:
-    label = _line(row, full)["module"] or row.config or row.kind
-    doubtful = row.ran in ("math", "eager") or row.mask == NO_MASK_EFFECT
-    level = "warning" if doubtful else "note"
-    for reason in row.reasons:
-        yield Note(reason, label, level)
-    for advice in row.advice:
-        yield Note(f"would help: {advice}", label, level)
+def _notes(rows: Sequence[LayerRow], full: bool) -> Iterator[Note]:
+    """Yield what to change, then why the backends ran. Equal notes of several rows become one."""
+    for label, text, level in (
+        *_merged(rows, full, what_to_change),
+        *_merged(rows, full, lambda row: () if row.kind == "replay" else row.reasons),
+    ):
+        yield Note(text, label, level)
+
+
+def _merged(
+    rows: Sequence[LayerRow], full: bool, texts_of: Callable[[LayerRow], Iterable[str]]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the label, the text and the level of each distinct text."""
+    found: dict[str, dict[str, bool]] = {}
+    names = set()
+    for row in rows:
+        label = _line(row, full)["module"] or row.config or row.kind
+        names.add(label)
+        doubtful = row.ran in ("math", "eager") or row.mask == NO_MASK_EFFECT
+        for text in texts_of(row):
+            labels = found.setdefault(text, {})
+            labels[label] = labels.get(label, False) or doubtful
+    for text, labels in found.items():
+        level = "warning" if any(labels.values()) else "note"
+        of_all = len(labels) == len(names)
+        yield "" if of_all else join_few(list(labels), LABELS_SHOWN), text, level
 
 
 def _gaps(layers: LayerMap) -> Table:

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from _thread import get_ident
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -35,6 +36,8 @@ TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
 GRADED_PASSES = 16
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
 CAST_BYTES = 64 << 20  # maximum size of a tensor created to query the backend under autocast
+# Old releases of torch cannot hide ops from a profiler.
+HIDES_OPS = hasattr(torch.autograd, "_enable_record_function")
 MASK_BYTES = 16 << 20  # maximum size of a mask whose contents are read
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 FUNCTIONS = "functions of flex_attention"  # a key that differs from the names of all arguments
@@ -192,7 +195,8 @@ class Recorder:
         """Add properties to a new template that are known only after the call, and write it."""
         template = self.templates[entry.template]
         if template["kind"] == "flex":
-            template |= {"ran": "flex", "mask": block_mask(a[BLOCK_MASK])}
+            blocks = block_mask(a[BLOCK_MASK], recorded=self._recorded())
+            template |= {"ran": "flex", "mask": blocks}
             self._write(template)
             return
         given = dict(zip(NAMES, a, strict=False)) | k
@@ -203,8 +207,17 @@ class Recorder:
         choice = select_backend([given[name] for name in NAMES[:3]], mask, template)
         template |= {"node": node, "choice": choice, "ran": NODES.get(node or "", choice)}
         if mask is not None:
-            template["mask"] = mask_contents(mask)
+            template["mask"] = mask_contents(mask, recorded=self._recorded())
         self._write(template)
+
+    def _recorded(self) -> bool:
+        """Return whether the program would notice the ops that read a mask.
+
+        While the window is open, `unrecorded` hides them from its profiler.
+        """
+        if self.window.state == "open" and not self.window.others and HIDES_OPS:
+            return in_mode_or_capture()
+        return in_mode_or_capture() or torch.autograd._profiler_enabled()
 
     def raised(self, entry: Entry) -> None:
         """Forget a new template whose call raised an exception.
@@ -258,7 +271,9 @@ class Recorder:
             self.passes += 1
             if not _grad() or self.passes > GRADED_PASSES:
                 self.window.step()
-        return self.window.state == "open"
+        shown = self.window.state == "open"
+        self.window.calls += shown
+        return shown
 
     def _forget_last(self) -> None:
         for site in (self.outside, *list(self.sites.values())):
@@ -515,37 +530,37 @@ def environment() -> dict[str, Any]:
     return keys
 
 
-def mask_contents(mask: Any) -> dict[str, Any] | None:
+def mask_contents(mask: Any, *, recorded: bool) -> dict[str, Any] | None:
     """Return the kind of a mask, such as `causal`, `key_padding` or `window`, and its properties.
 
-    Return None if the mask is too large or cannot be read now.
+    Return None if the mask is too large, or if `recorded` forbids ops that read it.
     """
     if type(mask) not in PLAIN or mask.device.type == "meta":
         return None
-    if mask.numel() == 0 or not 2 <= mask.dim() <= 4 or _recorded():
+    if mask.numel() == 0 or not 2 <= mask.dim() <= 4 or recorded:
         return None
     size = 1
     for length, stride in zip(mask.shape, mask.stride(), strict=True):
         size *= length if stride else 1
     if size * mask.element_size() > MASK_BYTES:
         return None
-    # Read broadcast dims only once.
-    distinct = mask.detach()[
-        tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride()[:-2])
-    ]
-    if distinct.numel() * mask.element_size() > MASK_BYTES:
-        return None
-    with torch.no_grad():
+    with unrecorded(), torch.no_grad():
+        # Read broadcast dims only once.
+        distinct = mask.detach()[
+            tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride()[:-2])
+        ]
+        if distinct.numel() * mask.element_size() > MASK_BYTES:
+            return None
         return _classify(distinct.to("cpu"))
 
 
-def block_mask(mask: Any) -> dict[str, Any]:
-    """Describe a block mask of flex_attention, with its masked fraction if it can be read now."""
+def block_mask(mask: Any, *, recorded: bool) -> dict[str, Any]:
+    """Describe a block mask of flex_attention, with its masked fraction unless `recorded` is set."""
     if mask is None:
         return {"contents": "none"}
-    if type(mask.kv_num_blocks) is not torch.Tensor or _recorded():
+    if type(mask.kv_num_blocks) is not torch.Tensor or recorded:
         return {"contents": "block_mask"}
-    with torch.no_grad():
+    with unrecorded(), torch.no_grad():
         return {"contents": "block_mask", "masked": float(mask.sparsity()) / 100}
 
 
@@ -556,10 +571,23 @@ def _in_mode() -> bool:
     return bool(transform or C._len_torch_dispatch_stack())
 
 
-def _recorded() -> bool:
-    """Return whether a mode, a profiler or a CUDA graph would record ops of the observer."""
+def in_mode_or_capture() -> bool:
+    """Return whether a mode or a CUDA graph would record ops of the observer."""
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return _in_mode() or torch.autograd._profiler_enabled() or capturing
+    return _in_mode() or capturing
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hide the ops within the block from profilers of this thread, except copies from a GPU."""
+    if not (HIDES_OPS and torch.autograd._profiler_enabled()):
+        yield
+        return
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 def _classify(mask: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ TRIES = 3  # after this many lost windows, no other window opens
 SUFFIX = ".torch.json.gz"
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 OWN_PROFILER = "the program ran a profiler of its own"
+TOO_SHORT = "the program ended when the profiler had just started"
 STARTS, STOP = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
 
 
@@ -43,6 +44,7 @@ class ProfilerWindow:
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
         self.quiet = 0  # steps since the last new kind of call
         self.passed = 0  # steps since the window opened
+        self.calls = 0  # attention calls since the window opened
         self.tries = 0  # windows that ended early
         self.waited = False  # whether the journal mentions that another profiler runs
         self.others: set[int] = set()  # threads in which the program's own profilers run
@@ -105,8 +107,9 @@ class ProfilerWindow:
             name = f"{os.environ.get('RANK', 0)}-{os.getpid()}{SUFFIX}"
         try:
             active = self._stop()
-            if not active.profiler.kineto_results.events():
-                raise RuntimeError("it holds no event")
+            events = active.profiler.kineto_results.events()
+            if not (self.passed or self.calls or any("attention" in e.name() for e in events)):
+                raise RuntimeError(TOO_SHORT)
             active.export_chrome_trace(f"{folder}/{name}")
         except Exception as error:
             self._lost(str(error))
@@ -204,7 +207,7 @@ class ProfilerWindow:
                 self.waited = True
                 self.journal.write("window", state="waiting", why=OWN_PROFILER)
             return
-        self.passed = self.elsewhere = 0
+        self.passed = self.elsewhere = self.calls = 0
         try:
             with self._own():
                 self._start()

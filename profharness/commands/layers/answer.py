@@ -1,0 +1,180 @@
+"""Answer what the attention of a program costs, which backends run, and what limits the step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from profharness.attention.config import SDPA_BACKENDS, backend_text
+from profharness.errors import join_and
+from profharness.program.gates import falls_back, is_unfused
+from profharness.program.layer_map import Forecast, LayerMap, LayerRow
+from profharness.render.document import share_text, time_text
+from profharness.rows import WHOLE_TRACE
+
+LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
+IDLE = 0.1  # a smaller idle share is not worth a sentence
+USE_SDPA = "use scaled_dot_product_attention"
+
+
+def layers_answer(layers: LayerMap) -> tuple[str, ...]:
+    """Return the answer of `layers` about one program, as one to three sentences."""
+    if layers.forecasts:
+        return tuple(map(_forecast_sentence, layers.forecasts))
+    if not layers.steps:
+        return _counted(layers)
+    first = f"{_cost(layers)}; {_what_ran(layers)}."
+    if layers.attention_ns and all(map(is_unfused, layers.rows)):
+        first = f"{_cost(layers, 'Eager attention')}: {_remedy(layers.rows[0]) or USE_SDPA}."
+        return (first, *_idle(layers))
+    return (first, *_change(layers), *_idle(layers))
+
+
+def what_to_change(row: LayerRow) -> Iterator[str]:
+    """Yield the advice of a row as sentences."""
+    for text in row.advice:
+        backend, colon, change = text.partition(": ")
+        named = (
+            f"to run on {backend_text(backend)}: {change}"
+            if colon and backend in SDPA_BACKENDS
+            else text
+        )
+        yield named[0].upper() + named[1:]
+
+
+def _layer_count(rows: Sequence[LayerRow]) -> tuple[float, str]:
+    """Return the number of layers and the noun `layer`. Return the number of calls and `call` if
+    the layers cannot be told apart, as in compiled code or in a trace without modules.
+    """
+    if rows and all(row.names and row.mode != "compile" for row in rows):
+        return len({name for row in rows for name in row.names}), "layer"
+    return _calls(rows), "call"
+
+
+def _number(count: float, noun: str) -> str:
+    return f"{count:,.10g} {noun}{'s' * (count != 1)}"
+
+
+def _cost(layers: LayerMap, subject: str = "Attention") -> str:
+    spent, busy = layers.attention_ns, layers.busy_ns
+    timed = [row for row in layers.rows if row.forward_ns is not None]
+    if not timed:
+        return "The trace has no kernels of the attention calls, so their times are unknown"
+    backward = sum(row.backward_ns or 0 for row in timed)
+    forward = sum(row.forward_ns or 0 for row in timed)
+    parts = f"; forward {time_text(forward)}, backward {time_text(backward)}" if backward else ""
+    if busy:
+        whole = (
+            f"{share_text(spent / busy)} of the GPU time ({time_text(spent)} of {time_text(busy)}"
+        )
+        return f"{subject} takes {whole}{parts})"
+    whole = f"{share_text(spent / layers.step_ns)} of the step" if layers.step_ns else "some time"
+    of = f" of {time_text(layers.step_ns)}" if layers.step_ns else ""
+    return f"{subject} takes {whole} ({time_text(spent)}{of}, times of CPU ops{parts})"
+
+
+def _what_ran(layers: LayerMap) -> str:
+    """Return a clause such as `all 3 layers run on cudnn, none on math`."""
+    rows = layers.rows
+    whole, noun = _layer_count(rows)
+    slow = [
+        (falls_back, "fall back to math", "falls back to math"),
+        (is_unfused, "compute it eagerly", "computes it eagerly"),
+        (lambda row: row.ran is None, "run on an unknown backend", "runs on an unknown backend"),
+    ]
+    clauses = []
+    for holds, several, one in slow:
+        if matching := [row for row in rows if holds(row)]:
+            count = _layer_count(matching)[0] if noun == "layer" else _calls(matching)
+            spent = sum(row.kernel_ns for row in matching)
+            cost = (
+                f" ({share_text(spent / layers.busy_ns)} of the GPU time)" if layers.busy_ns else ""
+            )
+            what = several if whole != 1 and count != 1 else one
+            some = f"{count:,.10g} of {_number(whole, noun)}"
+            some = f"all {_number(whole, noun)}" if count == whole > 1 else some
+            clauses.append(f"{some} {what}{cost}")
+    if clauses:
+        return ", ".join(clauses)
+    ran = dict.fromkeys(_backend(row.ran) for row in rows)
+    names = join_and(ran)
+    math = "" if any("math" in name for name in ran) else ", none on math"
+    if whole == 1:
+        return f"it runs on {names}"
+    return f"all {_number(whole, noun)} run on {names}{math}"
+
+
+def _backend(name: str | None) -> str:
+    return " and ".join(map(backend_text, name.split(" and "))) if name else "an unknown backend"
+
+
+def _calls(rows: Sequence[LayerRow]) -> float:
+    return sum(row.program_calls or row.calls or 0 for row in rows)
+
+
+def _remedy(row: LayerRow) -> str | None:
+    text = next(iter(row.advice), None)
+    return text and text.partition(" (")[0]
+
+
+def _change(layers: LayerMap) -> Iterator[str]:
+    """Yield what to change in the costliest row that math or eager attention computes."""
+    for row in layers.rows:
+        if (falls_back(row) or is_unfused(row)) and (text := next(what_to_change(row), None)):
+            yield f"{text}."
+            return
+
+
+def _idle(layers: LayerMap) -> Iterator[str]:
+    step, busy = layers.step_ns, layers.busy_ns
+    if not busy or busy > (1 - IDLE) * step:
+        return
+    idle = 1 - busy / step
+    whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
+    text = f"The GPU is idle for {share_text(idle)} of the {whole}"
+    known = [gap for gap in layers.gaps if gap.launch_ns is not None]
+    late = sum(gap.duration_ns for gap in known if (gap.launch_ns or 0) > gap.start_ns)
+    if 2 * late < sum(gap.duration_ns for gap in known) or not known:
+        yield f"{text}."
+    elif idle < LAUNCH_BOUND:
+        yield f"{text}, where it waits for the CPU to launch kernels."
+    elif 2 * layers.attention_ns < busy:
+        yield f"{text}: launch overhead, not attention, is the limit."
+    else:
+        yield f"{text}: launch overhead is a limit too."
+
+
+def _counted(layers: LayerMap) -> tuple[str, ...]:
+    calls = sum(row.program_calls or 0 for row in layers.rows)
+    ran: Counter[str] = Counter()
+    for row in layers.rows:
+        name = f"on {_backend(row.ran)}" if row.ran != "none" else "with an error"
+        ran[name] += row.program_calls or 0
+    made = (
+        f"The program made {_number(calls, 'attention call')}"
+        if calls
+        else "The program calls attention"
+    )
+    where = f" in {layers.processes} processes" if layers.processes > 1 else ""
+    backends = ", ".join(
+        f"{count:,} {name}" if len(ran) > 1 else f"all {name}" for name, count in ran.most_common()
+    )
+    texts = [f"{made}{where}, {backends}." if calls else f"{made}, how often is unknown."]
+    return (*texts, *_change(layers), "No step was recorded, so no times are known.")
+
+
+def _forecast_sentence(forecast: Forecast) -> str:
+    whole = "a step" if forecast.of == "step" else "the whole program"
+    if not forecast.calls:
+        return f"No time is known for these calls on {forecast.gpu}."
+    ran = dict.fromkeys(
+        _backend(row.predicted_backend) for row in forecast.rows if row.predicted_backend
+    )
+    saves = ""
+    if forecast.saves_ns:
+        saves = f"; other backends would save {time_text(forecast.saves_ns)}"
+    return (
+        f"Predicted for {forecast.gpu}: attention takes {time_text(forecast.ns)} of {whole} "
+        f"({time_text(forecast.low_ns)} to {time_text(forecast.high_ns)}), on "
+        f"{join_and(ran)}{saves}."
+    )

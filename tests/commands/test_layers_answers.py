@@ -1,0 +1,137 @@
+"""The sentences with which `layers` and `observe` begin, on real traces, and what gates say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from profharness.cli import cli
+from profharness.commands.layers.answer import layers_answer
+from profharness.errors import GateError
+from profharness.program.layer_map import LayerMap, find_layers
+from profharness.store import ingest_path, open_store
+
+MODELS = Path(__file__).parents[2] / "traces" / "models"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("answers") / "s.db"
+
+
+def the_map(store: Path, name: str) -> LayerMap:
+    (ingested,) = ingest_path(store, MODELS / f"{name}.json.gz")
+    with open_store(store) as opened:
+        return find_layers(opened, ingested.run)
+
+
+def ask(store: Path, *words: str) -> Any:
+    return CliRunner().invoke(cli, ["layers", *words, "--store", str(store)])
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences"),
+    [
+        (
+            "llama_eager",
+            [
+                "Eager attention takes 58 % of the GPU time (2.36 ms of 4.08 ms): use "
+                "scaled_dot_product_attention.",
+                "The GPU is idle for 58 % of the traced step: launch overhead is a limit too.",
+            ],
+        ),
+        (
+            "llama_prefill",
+            [
+                "Attention takes 6 % of the GPU time (104 µs of 1.70 ms); all 3 layers run on cuDNN, "
+                "none on math.",
+                "The GPU is idle for 82 % of the traced step: launch overhead, not attention, is the "
+                "limit.",
+            ],
+        ),
+        (
+            "llama_graph",
+            [
+                "Attention takes 12 % of the GPU time (228 µs of 1.96 ms); all 3 calls run on cuDNN, "
+                "none on math."
+            ],
+        ),
+        (
+            "bert_fp32",
+            [
+                "Attention takes 11 % of the GPU time (482 µs of 4.49 ms); all 3 layers run on "
+                "efficient, none on math.",
+                "The GPU is idle for 58 % of the traced step: launch overhead, not attention, is the "
+                "limit.",
+            ],
+        ),
+        (
+            "unet",
+            [
+                "Attention takes 61 % of the GPU time (210 µs of 343 µs); all 6 layers run on cuDNN, "
+                "none on math.",
+                "The GPU is idle for 95 % of the traced step: launch overhead is a limit too.",
+            ],
+        ),
+        (
+            "whisper",
+            [
+                "Attention takes 17 % of the GPU time (120 µs of 700 µs); all 6 layers run on cuDNN, "
+                "none on math.",
+                "The GPU is idle for 95 % of the traced step: launch overhead, not attention, is the "
+                "limit.",
+            ],
+        ),
+    ],
+)
+def test_the_answer_of_a_model(store: Path, name: str, sentences: list[str]) -> None:
+    layers = the_map(store, name)
+    assert list(layers_answer(layers)) == sentences
+    # every format shows the answer first
+    text = " ".join(ask(store, layers.run).stdout.split())
+    assert text.startswith(" ".join(sentences))
+
+
+def test_training_has_forward_and_backward(store: Path) -> None:
+    first, *_ = layers_answer(the_map(store, "llama_train"))
+    assert "forward 103 µs, backward 337 µs); all 3 layers run on cuDNN, none on math." in first
+
+
+def test_equal_notes_of_several_layers_are_one(store: Path) -> None:
+    run = the_map(store, "llama_eager").run
+    text = ask(store, run).stdout
+    assert text.count("in transformers: attn_implementation='sdpa'") == 1
+    assert "would help" not in text and "is not told" not in text
+
+
+def test_a_gate_that_passes_says_so_and_names_eager_attention(store: Path) -> None:
+    run = the_map(store, "llama_prefill").run
+    done = ask(
+        store, run, "--fail-on", "math-fallback,unseen", "--expect", "cudnn@LlamaAttention_*"
+    )
+    assert done.exit_code == 0
+    assert done.stderr == (
+        "gate passed: no layer runs on math (3 calls checked); the backend of every layer is known "
+        "(3 calls checked); cudnn ran in all modules that match LlamaAttention_*\n"
+    )
+    run = the_map(store, "llama_eager").run
+    done = ask(store, run, "--fail-on", "math-fallback")
+    assert done.exit_code == 0
+    where = "LlamaForCausalLM_0.LlamaModel_0.LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2}"
+    assert done.stderr == (
+        f"gate passed: no layer runs on math (3 calls checked), but {where} computes attention "
+        "eagerly, without scaled_dot_product_attention: add eager-attention to fail on this\n"
+    )
+    failed = ask(store, run, "--fail-on", "math-fallback,eager-attention")
+    assert isinstance(failed.exception, GateError) and "gate passed" not in failed.output
+
+
+def test_predictions_are_marked_in_the_table(store: Path) -> None:
+    text = ask(store, the_map(store, "whisper").run, "--gpu", "H200").stdout
+    assert text.startswith("Predicted for H200: attention takes 119 µs of a step (")
+    titles = next(line for line in text.splitlines() if "would save µs" in line)
+    for title in ("predicted backend", "predicted µs/call", "predicted from", "predicted µs"):
+        assert title in titles
