@@ -169,9 +169,8 @@ def test_layers_refuses_a_captured_run(store: dict[str, str]) -> None:
     for words in (("configs",), ("configs", "--gpu", "H100,H200")):
         error = ask(store, *words).exception
         assert isinstance(error, NotFoundError)
-        assert (
-            f"it contains configs (see them with profharness kernels {store['configs']})"
-            in str(error)
+        assert f"it contains configs (see them with profharness kernels {store['configs']})" in str(
+            error
         )
 
 
