@@ -6,9 +6,9 @@ Bandwidth and matrix rates are either measured or taken from data sheets.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from profharness.columns import column
 from profharness.errors import UsageError
@@ -253,6 +253,17 @@ _SM_FACTS: dict[tuple[int, int], tuple[int, int, int, int]] = {
     (12, 0): (1536, 24, 100, 128),
     (12, 1): (1536, 24, 100, 128),
 }
+# FP32 cores ("CUDA cores") and tensor cores of an SM by compute capability. Sources: CUDA C++
+# Programming Guide, "Compute Capabilities", sections 7.x to 12.x; NVIDIA's whitepapers of the
+# Volta, Turing, A100, GA102, Ada, H100 and RTX Blackwell architectures. The boards' own figures
+# agree: H200 16,896 and 528, RTX PRO 6000 24,064 and 752.
+_CORES: dict[tuple[int, int], tuple[int, int]] = {
+    **dict.fromkeys([(7, 0), (7, 2), (7, 5)], (64, 8)),
+    (8, 0): (64, 4),
+    **dict.fromkeys([(8, 6), (8, 7), (8, 9), (9, 0)], (128, 4)),
+    **dict.fromkeys([(10, 0), (10, 3), (12, 0), (12, 1)], (128, 4)),
+}
+_NO_TENSOR_CORES = re.compile(r"\bGTX 16\d\d")
 # Possible sizes of the shared memory within the unified L1 cache, in KiB. An SM supports the sizes
 # that do not exceed its maximum in _SM_FACTS. The source is also the same.
 _CARVE_OUTS_KIB = (8, 16, 32, 64, 100, 132, 164, 196, 228)
@@ -262,6 +273,15 @@ def unified_l1_bytes(device: Device) -> int | None:
     """Return the combined size of L1 and shared memory per SM, or None if it is unknown."""
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     return facts[3] * KIB if facts else None
+
+
+def cores(device: Device) -> tuple[int | None, int | None]:
+    """Return the numbers of CUDA cores and of tensor cores. A number is None if it is unknown."""
+    cuda, tensor = _CORES.get((device.compute_major, device.compute_minor), (None, None))
+    if cuda is None or tensor is None:
+        return None, None
+    has_tensor_cores = not _NO_TENSOR_CORES.search(device.name)
+    return cuda * device.num_sms, tensor * device.num_sms if has_tensor_cores else 0
 
 
 def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | None:
@@ -396,6 +416,15 @@ class DeviceFact(NamedTuple):
     source: Annotated[str, column("source", meaning="where the value comes from")]
 
 
+# The names of facts about the machine around the device, and their keys in an environment. Old
+# environments contain only `platform` instead of `os`.
+_HOST_FACTS = {
+    "CPU": ("cpu",),
+    "cores of the CPU": ("cpu_cores",),
+    "logical CPUs": ("cpu_count",),
+    "operating system": ("os", "platform"),
+    "kernel of the operating system": ("os_kernel",),
+}
 _TRACE = "as the trace tells it"
 _GUIDE = "CUDA C++ Programming Guide, by compute capability"
 
@@ -407,22 +436,27 @@ def device_facts(
     l2_bytes: int | None = None,
     sm_mhz: float | None = None,
     memory_mhz: float | None = None,
+    host: Mapping[str, Any] | None = None,
 ) -> tuple[DeviceFact, ...]:
-    """Return the known properties of a device.
+    """Return the known properties of a device and of its machine.
 
-    The properties are the sizes of the device, the clocks while cells were timed, and the
-    bandwidth, matrix rates and ridge points of each element of `peaks`.
+    The properties are the sizes of the device, the clocks while cells were timed, the bandwidth,
+    matrix rates and ridge points of each element of `peaks`, and the processor and the operating
+    system in the environment `host`.
     """
     clocks = "NVML, median while cells were timed"
     facts: list[tuple[str, float | str | None, str, str]] = []
     if device is not None:
         limits = sm_limits(device)
         unified = unified_l1_bytes(device)
+        cuda_cores, tensor_cores = cores(device)
         capability = f"{device.compute_major}.{device.compute_minor}"
         memory = device.total_memory_bytes
         facts += [
             ("compute capability", capability, "", _TRACE),
             ("SMs", device.num_sms, "", _TRACE),
+            ("CUDA cores (fp32)", cuda_cores, "", f"SMs x {_GUIDE}"),
+            ("tensor cores", tensor_cores, "", f"SMs x {_GUIDE}"),
             ("memory", memory and memory / GIB, "GiB", _TRACE),
             ("L1 and shared memory of an SM", unified and unified / KIB, "KiB", _GUIDE),
         ]
@@ -451,6 +485,9 @@ def device_facts(
             facts.append((f"{dtype} rate", rate / 1e12, "TFLOP/s", each.source))
         for dtype in each.flops_per_s:
             facts.append((f"{dtype} ridge point", ridge(each, dtype), "FLOP/B", each.source))
+    for name, keys in _HOST_FACTS.items():
+        values = [value for key in keys if (value := (host or {}).get(key))]
+        facts.append((name, next(iter(values), None), "", "environment of the run"))
     return tuple(
         DeviceFact(name, value, unit, source) for name, value, unit, source in facts if value
     )

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import Any
 
+OS_RELEASE, CPU_INFO = "/etc/os-release", "/proc/cpuinfo"
 CHANGED = ", changed"  # appended to a commit hash if the file differs from the committed version
 
 
@@ -97,6 +100,40 @@ def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, or None if there is no driver."""
     with _opened_nvml() as nvml:
         return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
+
+
+def operating_system() -> dict[str, str]:
+    """Return the name and release of the operating system, and the version of its kernel.
+
+    Only the numbers of the kernel's version are kept, because the rest may identify a host or a
+    company, as in `6.8.0-1057-aws`.
+    """
+    system = {"os": f"{platform.system()} {platform.mac_ver()[0]}".strip()}
+    with (
+        contextlib.suppress(OSError),
+        open(OS_RELEASE, encoding="utf-8", errors="replace") as lines,
+    ):
+        pairs = (line.strip().partition("=") for line in lines)
+        release = {key: value.strip("'\"") for key, _, value in pairs}
+        named = " ".join(release[key] for key in ("NAME", "VERSION_ID") if release.get(key))
+        system = {"os": named or system["os"]}
+    numbers = re.match(r"\d+(?:\.\d+){1,2}", platform.release())
+    return system | ({"os_kernel": numbers[0]} if numbers else {})
+
+
+def processor() -> dict[str, str | int]:
+    """Return the name of the processor, its cores if they are known, and the logical CPUs."""
+    name, socket, cores = "", "", set[tuple[str, str]]()
+    with contextlib.suppress(OSError), open(CPU_INFO, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            key, _, value = (part.strip() for part in line.partition(":"))
+            name = name or (value if key == "model name" else "")
+            socket = value if key == "physical id" else socket
+            if key == "core id":
+                cores.add((socket, value))
+    found: dict[str, str | int] = {"cpu": name or platform.processor() or platform.machine()}
+    found |= {"cpu_cores": len(cores)} if cores else {}
+    return found | ({"cpu_count": count} if (count := os.cpu_count()) else {})
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

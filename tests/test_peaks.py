@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.devices import TABLE, Peaks, data_sheet, flop_peak, ridge
+from profharness.devices import TABLE, Device, Peaks, cores, data_sheet, flop_peak, ridge
 from profharness.errors import CaptureError
 from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
@@ -30,6 +30,27 @@ NAMES = {
     "NVIDIA B200": (7.7e12, 2250e12, 148),
     "Tesla T4": (0.32e12, 65e12, 40),
 }
+
+
+CORES = {  # the figures of NVIDIA's data sheets and whitepapers for these boards
+    ("Tesla V100-SXM2-16GB", (7, 0), 80): (5120, 640),
+    ("Tesla T4", (7, 5), 40): (2560, 320),
+    ("NVIDIA GeForce GTX 1660", (7, 5), 22): (1408, 0),
+    ("NVIDIA A100-SXM4-40GB", (8, 0), 108): (6912, 432),
+    ("NVIDIA GeForce RTX 3090", (8, 6), 82): (10496, 328),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 128): (16384, 512),
+    ("NVIDIA H200", (9, 0), 132): (16896, 528),
+    ("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188): (24064, 752),
+    ("a GPU of tomorrow", (42, 0), 7): (None, None),
+}
+
+
+@pytest.mark.parametrize(("board", "expected"), CORES.items())
+def test_cores_of_boards(
+    board: tuple[str, tuple[int, int], int], expected: tuple[int | None, int | None]
+) -> None:
+    name, capability, sms = board
+    assert cores(Device(0, name, *capability, sms)) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

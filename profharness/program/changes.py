@@ -72,7 +72,7 @@ OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUni
 # also differ in other keys.
 OF_ONE_GPU = frozenset({"gpu_key", "env.CUDA_VISIBLE_DEVICES"})
 UNIMPORTANT = re.compile(
-    r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
+    r"^(created|run|note|path|time(stamp)?|profharness|python|platform|os(_kernel)?|host\w*)$"
 )
 
 

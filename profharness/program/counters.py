@@ -9,6 +9,7 @@ from typing import Annotated
 
 from profharness.columns import column
 from profharness.recording.profilers.ncu import (
+    ACTIVE_THREADS,
     BANK_CONFLICTS,
     DRAM_THROUGHPUT,
     FMA_PIPE,
@@ -65,6 +66,10 @@ class Counters:
         None
     )
     issue_active: Annotated[Value, column("issue%", "percent", meaning="share of cycles")] = None
+    active_threads: Annotated[
+        Value,
+        column("threads/warp", "tenths", meaning="active threads of 32, mean of all instructions"),
+    ] = None
     # The share of each warp state in the time of all resident warps, in descending order.
     warp_states: dict[str, float] = field(default_factory=dict)
 
@@ -92,6 +97,7 @@ def read_counters(metrics: Metrics) -> Counters:
         tensor_instructions=metric(metrics, TENSOR_INSTRUCTIONS),
         load_sectors=metric(metrics, LOAD_SECTORS) if loads else None,
         store_sectors=metric(metrics, STORE_SECTORS) if stores else None,
+        active_threads=metric(metrics, ACTIVE_THREADS),
         bank_conflicts=conflicts / passes if conflicts is not None and passes else None,
         warp_states={
             name: states[name] / whole for name in sorted(states, key=lambda name: -states[name])

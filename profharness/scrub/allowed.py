@@ -80,6 +80,26 @@ _INDUCTOR = r"[a-z2-7]{51,52}"
 _VERSION = re.compile(
     r"[0-9]{1,4}(?:\.[0-9]{1,4}){1,2}(?:[a-z]{1,3}[0-9]{1,8})?(?:\+[a-z]{2,4}[0-9]{0,4})?"
 )
+_SYSTEMS = "|".join(
+    (
+        *(
+            "Ubuntu",
+            "Debian GNU/Linux",
+            "Rocky Linux",
+            "AlmaLinux",
+            "CentOS Linux",
+            "CentOS Stream",
+        ),
+        *(
+            "Red Hat Enterprise Linux",
+            "Fedora Linux",
+            "Amazon Linux",
+            "Oracle Linux Server",
+            "SLES",
+        ),
+        *("openSUSE Leap", "Alpine Linux", "Darwin", "Windows"),
+    )
+)
 # Maps keys to patterns of values that are harmless only under this key.
 BY_KEY = {
     "torch_git": HASH,
@@ -91,6 +111,8 @@ BY_KEY = {
     "kernel_file": re.compile(rf"{_INDUCTOR}\.py"),
     **dict.fromkeys(("Concrete Inputs", "Process Group Ranks"), SCALARS),
     **dict.fromkeys(("python", "torch", "triton", "driver", "profharness"), _VERSION),
+    "os": re.compile(rf"(?:{_SYSTEMS})(?: [0-9]{{1,4}}(?:\.[0-9]{{1,3}}){{0,2}})?"),
+    "os_kernel": re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,4}){1,2}"),
     "bytes": re.compile(r"[0-9]{1,12}"),
     "stream": re.compile(r"0x[0-9a-f]{1,4}"),
     "run": re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}"),

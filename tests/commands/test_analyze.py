@@ -5,6 +5,7 @@ and findings about many cells.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from profharness.devices import Device, Peaks, data_sheet
 from profharness.program.counters import read_counters
 from profharness.recording.profilers import ncu
 from profharness.render.document import Heading, Note
+from profharness.render.terminal import render_table
 from profharness.rows import DRAM_READ, DRAM_WRITE, CellRow, KernelRow
 from profharness.store import ingest_path
 
@@ -573,6 +575,15 @@ def test_a_kernel_without_such_requests_has_no_sectors() -> None:
         }
     )
     assert (counters.load_sectors, counters.store_sectors) == (None, None)
+
+
+def test_active_threads_of_a_warp_have_a_column() -> None:
+    """The value is that of flash_fwd_splitkv_combine on an H200."""
+    assert ncu.ACTIVE_THREADS in ncu.metric_names(["stalls"])
+    analysis = counted(**{ncu.ACTIVE_THREADS: 31.331962155491563})
+    assert analysis.kernels[0].counters.active_threads == pytest.approx(31.33, abs=0.01)
+    text = render_table(analyze_document([analysis]), width=200)
+    assert re.search(r"threads/warp.*\n.*31\.3", text)
 
 
 def test_dram_bytes_are_told_over_the_time_that_ncu_saw() -> None:

@@ -65,6 +65,14 @@ def test_names_of_software_stay(text: str) -> None:
     assert not scrubber.changes
 
 
+def test_systems_stay_and_what_tells_a_host_goes() -> None:
+    known = {"os": "Ubuntu 24.04", "os_kernel": "6.18.44", "cpu_cores": 16, "cpu_count": 32}
+    assert Scrubber().value(known) == known
+    private = {"os": "Acme Farm Linux 3", "os_kernel": "6.8.0-1057-acme"}
+    cleaned = Scrubber().value(private)
+    assert not any("cme" in text for text in cleaned.values())
+
+
 def test_every_known_kernel_name_stays() -> None:
     lines = gzip.decompress(NAMES.read_bytes()).decode().splitlines()
     names = [line.split("\t")[0] for line in lines]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Annotated, Any
@@ -96,6 +96,7 @@ class RunMachine:
     tf32: bool = False  # whether matrix products of fp32 inputs may use TF32
     sm_mhz: float | None = None  # median SM clock while the cells were timed
     memory_mhz: float | None = None  # median memory clock while the cells were timed
+    host: Mapping[str, Any] = field(default_factory=dict)  # the run's environment
 
     @property
     def name(self) -> str | None:
@@ -116,6 +117,7 @@ class RunMachine:
             l2_bytes=self.l2_bytes,
             sm_mhz=self.sm_mhz,
             memory_mhz=self.memory_mhz,
+            host=self.host,
         )
 
 
@@ -136,6 +138,7 @@ def run_machine(
         peaks=store.peaks(run, source),
         l2_bytes=environment.get("l2_bytes"),
         tf32=bool(environment.get("tf32")),
+        host=environment,
         **clocks,
     )
 

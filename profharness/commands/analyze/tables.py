@@ -74,7 +74,7 @@ COUNTER_COLUMNS = (
     *pick(Counters, "l2_hit_rate"),
     *pick(KernelFigures, "shared_share"),
     *pick(Counters, "bank_conflicts", "load_sectors", "store_sectors", "tensor_pipe", "fma_pipe"),
-    *pick(Counters, "sm_throughput", "issue_active", "stall"),
+    *pick(Counters, "sm_throughput", "issue_active", "active_threads", "stall"),
 )
 TRAFFIC_COLUMNS = (
     Column("backend", "backend", repeat=False),

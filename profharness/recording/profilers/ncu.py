@@ -450,6 +450,9 @@ SHARED_WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 BANK_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 # How often a scheduler issues an instruction, and the states in which warps wait.
 ISSUE_ACTIVE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+# Threads of a warp that are active in an instruction, on average. The rest has left the kernel or
+# takes another branch.
+ACTIVE_THREADS = "smsp__average_thread_inst_executed_per_inst_executed.ratio"
 WARP_STATES = (
     *("selected", "not_selected", "wait", "barrier", "membar", "sleeping"),
     *("long_scoreboard", "short_scoreboard", "lg_throttle", "mio_throttle", "tex_throttle"),
@@ -472,7 +475,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
         *(SHARED_WAVEFRONTS, BANK_CONFLICTS),
     ),
     "cache": _CACHES,
-    "stalls": (ISSUE_ACTIVE, *map(warp_state, WARP_STATES)),
+    "stalls": (ISSUE_ACTIVE, ACTIVE_THREADS, *map(warp_state, WARP_STATES)),
 }
 """Maps each preset of `--metrics` to the metrics that it adds to DEFAULT_METRICS."""
 SOME_GPUS = frozenset({TENSOR_PIPE_OF_ADA, warp_state("gmma"), warp_state("imc_miss")})

@@ -21,6 +21,8 @@ from profharness.environment import (
     VISIBLE,
     driver_version,
     hashed_key,
+    operating_system,
+    processor,
     visible_gpus,
 )
 
@@ -39,7 +41,8 @@ def collect(device_type: str) -> dict[str, Any]:
         "profharness": profharness.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_name(),
+        **operating_system(),
+        **processor(),
         "torch": str(torch.__version__),
         "torch_git": torch.version.git_version,
         "torch_cuda": torch.version.cuda,
@@ -51,17 +54,6 @@ def collect(device_type: str) -> dict[str, Any]:
     if is_gpu(device_type):
         keys |= _cuda()
     return keys | _flags()
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def default_device() -> str:
