@@ -417,7 +417,7 @@ def predicted(
             )
     shown = BACKENDS if not backends or "all" in backends else tuple(dict.fromkeys(backends))
     if not configs:
-        raise UsageError("predict needs a config: 2,8,512,64,bf16 with --config, or --configs FILE")
+        raise UsageError("predict needs a config, such as 2,8,512,64,bf16, or --configs FILE")
     place, doubt = find_place(known_atlases(folder), gpu, torch, driver=driver)
     doubts = (doubt, place.others, disagreement(place, configs))
     return Asked(place, "\n".join(filter(None, doubts)), predict_all(place, configs), shown)

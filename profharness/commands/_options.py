@@ -43,8 +43,11 @@ class Option:
     find: Callable[[Any, Path], Any] | None = None
     """Replaces the value before the function runs, given the value and the path of the store. It is not
     called for an MCP tool, because it may read files that the value names."""
-    old_flag: str = ""
-    """A hidden option that an argument had before it became an argument, such as `--run`."""
+    old_flags: tuple[str, ...] = ()
+    """Earlier spellings of the option. They keep working, but `--help` and completion do not show them.
+    A positional argument has them if it was an option before, such as `--run`."""
+    as_arguments: bool = False
+    """Whether the values of a repeatable option may also be given as positional arguments."""
     tool: str = ""
     """Description of the parameter in the MCP tool. If empty, the tool has no such parameter."""
     tool_name: str = ""
@@ -59,6 +62,20 @@ class Option:
         """Return the long option name without dashes, or an empty text for an argument."""
         long = [flag for flag in self.flags if flag.startswith("--")]
         return long[0].removeprefix("--").partition("/")[0] if long else ""
+
+
+class RenamedOption(click.Option):
+    """An option with earlier spellings, which only the parser knows."""
+
+    def __init__(self, *arguments: Any, old_flags: tuple[str, ...], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.old_flags = old_flags
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts
+        self.opts = [*shown, *self.old_flags]
+        super().add_to_parser(parser, ctx)
+        self.opts = shown
 
 
 @dataclass(frozen=True)
@@ -85,12 +102,12 @@ class Parameter:
         kind = self.option.type or _click_type(self.base)
         if not self.option.flags:
             count = {"nargs": -1, "required": settings.pop("required", False)}
-            many = self.variadic or self.option.old_flag
+            many = self.variadic or self.option.old_flags
             settings |= count if many else {"required": self.required}
             yield click.Argument([self.name], type=kind, metavar=self.option.metavar, **settings)
-            if self.option.old_flag:
+            if self.option.old_flags:
                 yield click.Option(
-                    [f"{self.name}_option", self.option.old_flag],
+                    [f"{self.name}_option", *self.option.old_flags],
                     multiple=True,
                     hidden=True,
                     shell_complete=self.option.complete,
@@ -106,8 +123,21 @@ class Parameter:
             settings.setdefault("default", self.default)
             shown = self.default is not None and self.default is not False and self.default != ""
             settings.setdefault("show_default", shown)
+        if self.option.as_arguments:
+            yield click.Argument(
+                [f"{self.name}_arguments"],
+                nargs=-1,
+                metavar=f"[{self.option.metavar}]...",
+                shell_complete=self.option.complete,
+            )
         names = (self.name, *self.option.flags)
-        yield click.Option(names, help=self.option.help, metavar=self.option.metavar, **settings)
+        yield RenamedOption(
+            names,
+            old_flags=self.option.old_flags,
+            help=self.option.help,
+            metavar=self.option.metavar,
+            **settings,
+        )
         if self.option.file_flag:
             path = click.Path(exists=True, dir_okay=False, path_type=Path)
             names = (f"{self.name}_file", self.option.file_flag)
@@ -131,10 +161,12 @@ class Parameter:
         If a repeatable option is missing, return the function's default, or None if there is none.
         """
         value = given.pop(self.name)
-        if self.option.old_flag:
+        if self.option.old_flags and not self.option.flags:
             value = (*value, *given.pop(f"{self.name}_option"))
             if not self.variadic:
                 return self._single(value)
+        if self.option.as_arguments:
+            value = (*given.pop(f"{self.name}_arguments", ()), *value)
         if self.option.file_flag:
             path = given.pop(f"{self.name}_file")
             if path is not None:

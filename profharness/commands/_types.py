@@ -5,17 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from profharness.attention.config import Config, expand_configs, parse_config_lines, split_names
+from profharness.attention.config import (
+    FLAGS,
+    KEYED,
+    POSITIONS,
+    SDPA_BACKENDS,
+    Config,
+    expand_configs,
+    parse_config_lines,
+    split_names,
+)
 from profharness.commands._options import Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, OUTPUT_OPTION
 from profharness.commands._runs import find_one, find_several, find_side
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
 from profharness.rows import TRACE_PROFILERS
@@ -39,15 +51,84 @@ MAX_TOOL_CONFIGS = 1000  # maximum number of configs in a call of an MCP tool
 EVERY_PROFILER = "all"
 
 
+Complete = Callable[[click.Context, click.Parameter, str], list[str]]
+"""A function that returns the completions of an incomplete word."""
+
+
 def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the last name in a list of backends that are separated by commas."""
+    """Complete the last name in a list of backends, or in a set or an order of SDPA's backends."""
     # every command imports this file, but only completion needs these names
     from profharness.attention.backends import ALL, BACKENDS, KERNELS
     from profharness.attention.backends.sources import implementation_names
 
-    before, comma, last = incomplete.rpartition(",")
-    names = dict.fromkeys([*BACKENDS, *implementation_names(), ALL, KERNELS])
-    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+    before, last = _last_item(incomplete)
+    joined = re.fullmatch(r"(.*(\+|>|-then-))(.*)", last)
+    if joined is None:
+        names = [*BACKENDS, *implementation_names(), ALL, KERNELS]
+        return _continued(before, last, names)
+    used = re.split(r"\+|>|-then-", joined[1])
+    return _continued(before + joined[1], joined[3], [n for n in SDPA_BACKENDS if n not in used])
+
+
+def complete_names(names: Callable[[], Iterable[str]]) -> Complete:
+    """Return a function that completes the last name in a list of names separated by commas."""
+
+    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+        before, last = _last_item(incomplete)
+        return _continued(before, last, names())
+
+    return complete
+
+
+def _last_item(text: str) -> tuple[str, str]:
+    """Split a text behind its last comma."""
+    before, comma, last = text.rpartition(",")
+    return before + comma, last
+
+
+def _continued(before: str, last: str, names: Iterable[str]) -> list[str]:
+    """Return `before` with each of the names that starts with `last`. Case does not matter."""
+    start = last.lower()
+    return [before + name for name in dict.fromkeys(names) if name.lower().startswith(start)]
+
+
+def complete_configs(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the last token of a config."""
+    before, last = _last_item(incomplete)
+    plain = re.sub(r"\{[^{}]*\}", "", before)  # a comma in a set does not end a token
+    if plain.count(",") < len(POSITIONS) or "{" in plain:
+        return []  # numbers, or a set that is not closed yet
+    key, equals, word = last.partition("=")
+    if equals:
+        option = KEYED.get(key)
+        return _continued(f"{before}{key}=", word, option.allowed if option else ())
+    used = {token.partition("=")[0] for token in before.split(",")}
+    words = [*CONFIG_DTYPES, *FLAGS, *(f"{name}=" for name in KEYED)]
+    return _continued(before, last, [each for each in words if each.rstrip("=") not in used])
+
+
+def complete_gpus(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the last name in a list of GPUs. Those with an atlas come first."""
+    from profharness.atlas.data import packaged_atlases, read_atlas
+    from profharness.devices import GPUS, find_gpu
+
+    names: list[str] = []
+    for path in packaged_atlases():
+        with contextlib.suppress(Exception):  # see complete_runs
+            names.append(find_gpu(read_atlas(path).machine.gpu).name)
+    before, last = _last_item(incomplete)
+    return _continued(before, last, [*names, *(gpu.name for gpu in GPUS)])
+
+
+def complete_releases(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Complete a release of PyTorch with known rules, or the end of a range of them."""
+    from profharness.attention.dispatch.machine import RELEASES, release_text
+
+    names = {".".join(map(str, release[:2])): None for release in sorted(RELEASES, reverse=True)}
+    exact = [release_text(release) for release in RELEASES]
+    start = incomplete.rfind("..") + 2 if ".." in incomplete else incomplete.rfind(",") + 1
+    before, last = incomplete[:start], incomplete[start:]
+    return _continued(before, last, [*names, *exact] if last.count(".") == 2 else names)
 
 
 def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -169,6 +250,7 @@ def config_option(repeat: str = " Repeatable.") -> Option:
         ("--config",),
         metavar="CONFIG",
         multiple=True,
+        complete=complete_configs,
         help=f"batch,heads,seq_len,head_dim and options, such as 2,8,512,64,bf16,causal.{repeat}",
         file_flag="--configs",
         file_help="Read configs from a file, one per line; # starts a comment.",
@@ -194,6 +276,8 @@ Store = Annotated[
     ),
 ]
 Configs = Annotated[ConfigLike, config_option()]
+ConfigArguments = Annotated[ConfigLike, replace(config_option(), as_arguments=True)]
+"""The type of the configs of a command whose positional arguments are configs."""
 OneConfig = Annotated[ConfigLike, config_option(" Only one: a script contains one cell.")]
 BACKENDS_OPTION = Option(
     ("--backend",),
@@ -220,7 +304,7 @@ ONE_RUN = Option(
     metavar="[RUN]",
     complete=complete_runs,
     find=find_one,
-    old_flag="--run",
+    old_flags=("--run",),
     tool=RUN_TOOL,
     tool_examples=RUN_TOOL_EXAMPLES,
 )
@@ -228,7 +312,7 @@ SEVERAL_RUNS = Option(
     metavar="[RUN]...",
     complete=complete_runs,
     find=find_several,
-    old_flag="--run",
+    old_flags=("--run",),
     tool=RUN_TOOL,
     tool_examples=RUN_TOOL_EXAMPLES,
     tool_value=lambda text: (text,),
@@ -240,6 +324,7 @@ Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the parameter `*runs` of a command that shows several runs."""
 RELEASE_OPTION = Option(
     ("--torch",),
+    complete=complete_releases,
     metavar="RELEASE",
     help="With --gpu: the PyTorch release to predict for.  [default: the newest with an atlas]",
     tool="The release of PyTorch.",
@@ -297,6 +382,7 @@ GpuClasses = Annotated[
     Names,
     Option(
         ("--gpu",),
+        complete=complete_gpus,
         multiple=True,
         metavar="CLASS",
         help="Run every config on each of these classes of GPU, such as H100,H200.",

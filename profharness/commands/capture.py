@@ -16,8 +16,8 @@ from profharness.commands._options import Option
 from profharness.commands._output import echo, hint, is_command_line, run_listener
 from profharness.commands._types import (
     Backends,
+    ConfigArguments,
     ConfigLike,
-    Configs,
     Device,
     GpuClasses,
     Insecure,
@@ -29,6 +29,7 @@ from profharness.commands._types import (
     Seed,
     ShowProgress,
     Store,
+    complete_names,
     config_list,
     fleet,
     store_path,
@@ -37,7 +38,8 @@ from profharness.commands._types import (
 from profharness.errors import CaptureError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.processes import prewarmed_worker
-from profharness.recording.profilers.ncu import metric_names
+from profharness.recording.profilers import PROFILERS
+from profharness.recording.profilers.ncu import PRESETS, metric_names
 from profharness.rows import COUNTERS
 from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
 
@@ -53,6 +55,7 @@ Profilers = Annotated[
     Names | None,
     Option(
         ("--profiler",),
+        complete=complete_names(lambda: PROFILERS),
         multiple=True,
         metavar="NAME",
         help="torch (default), events (timing only), nsys, ncu. Repeatable, or separated by commas.",
@@ -98,6 +101,7 @@ Metrics = Annotated[
     Names,
     Option(
         ("--metrics",),
+        complete=complete_names(lambda: PRESETS),
         multiple=True,
         metavar="NAME",
         help="Metrics that ncu collects besides the default ones: the presets tensor, memory, cache and "
@@ -146,7 +150,7 @@ def _to_frame(captured: CapturedRuns) -> pd.DataFrame:
 
 @command("capture", frame=_to_frame, fill={"grammar": "\n      ".join(grammar_lines())})
 def capture(
-    configs: Configs = None,
+    configs: ConfigArguments = None,
     backends: Backends = None,
     *,
     profilers: Profilers = None,
@@ -189,9 +193,9 @@ def capture(
 
     \b
     Examples:
-      profharness capture --config 2,8,512,64 --backend auto,flash,math
-      profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
-      profharness capture --config 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
+      profharness capture 2,8,512,64 --backend auto,flash,math
+      profharness capture 2,8,512,64 --profiler torch,nsys,ncu
+      profharness capture 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
       profharness capture --python old/bin/python --python new/bin/python
 
     In Python the result has one row per cell, including cells that failed or were refused. `configs` are

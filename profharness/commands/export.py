@@ -28,6 +28,7 @@ from profharness.commands._types import (
     OneRun,
     OutputFile,
     Store,
+    complete_names,
     require_profilers,
     store_path,
 )
@@ -99,6 +100,7 @@ Profiler = Annotated[
     str | None,
     Option(
         ("--profiler",),
+        complete=complete_names(lambda: (*TRACE_PROFILERS, EVERY_PROFILER)),
         metavar="NAME",
         check=require_profilers,
         help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  [default: the first that "

@@ -16,7 +16,14 @@ from profharness.atlas.predictions import Place
 from profharness.commands._command import as_is, command, declaration_of, document, gate
 from profharness.commands._options import Option
 from profharness.commands._output import DEFAULT_WIDTH, hint
-from profharness.commands._types import AtlasFolder, Driver, OutFolder, Store, store_path
+from profharness.commands._types import (
+    AtlasFolder,
+    Driver,
+    OutFolder,
+    Store,
+    complete_gpus,
+    store_path,
+)
 from profharness.commands.capture import RunNote
 from profharness.commands.layers import (
     Expected,
@@ -85,6 +92,7 @@ GpuNames = Annotated[
     str | None,
     Option(
         ("--gpu",),
+        complete=complete_gpus,
         metavar="NAME",
         help="At the end, predict each layer on other GPUs from their atlases, such as H200.",
     ),

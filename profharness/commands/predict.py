@@ -31,10 +31,11 @@ from profharness.commands._types import (
     RELEASE_OPTION,
     AtlasFolder,
     Backends,
-    Configs,
+    ConfigArguments,
     Driver,
     Format,
     OutputFile,
+    complete_gpus,
     config_list,
 )
 from profharness.commands.explain.maps import Map, draw_maps, value_text
@@ -293,6 +294,7 @@ GpuName = Annotated[
     str | None,
     Option(
         ("--gpu",),
+        complete=complete_gpus,
         metavar="NAME",
         help="The GPU: H200, or any that `explain --gpu` knows.  [default: the local GPU if it has an atlas, "
         "else the only one with an atlas]",
@@ -324,7 +326,7 @@ def _to_frame(found: Asked) -> pd.DataFrame:
     tool="Use it for the time of a config or its fastest backend on a GPU; explain gives reasons.",
 )
 def predict(
-    configs: Configs,
+    configs: ConfigArguments,
     backends: Backends = None,
     *,
     gpu: GpuName = None,
@@ -342,8 +344,8 @@ def predict(
 
     \b
     Examples:
-      profharness predict --config 16,32,1,128,bf16,seq_kv=4096,kv_heads=8 --gpu H200
-      profharness predict --config '2,16,{512:8192:*2},{64,128,256},bf16' --gpu H200 -o maps.html
+      profharness predict 16,32,1,128,bf16,seq_kv=4096,kv_heads=8 --gpu H200
+      profharness predict '2,16,{512:8192:*2},{64,128,256},bf16' --gpu H200 -o maps.html
       profharness predict --configs FILE --gpu H200 --format csv
 
     In Python the result has one row per config and backend, times in ns. A row with the source `floor`

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from profharness.attention.cases import VerificationRow, failures
+from profharness.attention.cases import CASES, NO_CASES, STANDARD, VerificationRow, failures
 from profharness.attention.config import split_names
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
@@ -15,7 +15,7 @@ from profharness.commands._options import Option
 from profharness.commands._output import keep_measured, run_listener
 from profharness.commands._types import (
     Backends,
-    Configs,
+    ConfigArguments,
     Device,
     GpuClasses,
     Insecure,
@@ -25,6 +25,7 @@ from profharness.commands._types import (
     Seed,
     ShowProgress,
     Store,
+    complete_names,
     config_list,
     fleet,
     store_path,
@@ -130,6 +131,7 @@ Cases = Annotated[
     Names | None,
     Option(
         ("--cases",),
+        complete=complete_names(lambda: (STANDARD, NO_CASES, *CASES)),
         multiple=True,
         metavar="NAME",
         help="standard (default); none for only the config itself; or names of cases. Repeatable, or "
@@ -146,7 +148,7 @@ def _to_frame(rows: list[VerificationRow]) -> pd.DataFrame:
 
 @command("verify", frame=_to_frame)
 def verify(
-    configs: Configs,
+    configs: ConfigArguments,
     backends: Backends = None,
     *,
     grad: Grad = False,
@@ -173,8 +175,8 @@ def verify(
 
     \b
     Example:
-      profharness verify --config 1,4,256,64,causal --backend all,my.py:attention --grad
-      profharness verify --config 2,8,512,64 --cases seq_1,large --format json
+      profharness verify 1,4,256,64,causal --backend all,my.py:attention --grad
+      profharness verify 2,8,512,64 --cases seq_1,large --format json
 
     In Python the result has one row per check. `passed` is False for a wrong result and None for a
     skipped check. Raise CaptureError if no worker starts.
@@ -184,7 +186,7 @@ def verify(
 
     chosen = config_list(configs)
     if not chosen:
-        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+        raise UsageError("verify needs a config, such as 2,8,512,64, or --configs FILE")
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
     options = CaptureOptions(
         out=Path(out),

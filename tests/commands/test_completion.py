@@ -61,6 +61,40 @@ def test_backends_runs_and_sides_are_offered(folder: Path) -> None:
     assert run in completed(folder, "diff", "")
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("capture", "--backend", "flash+ma"), ["flash+math"]),
+        (("capture", "--backend", "auto,cudnn-then-fl"), ["auto,cudnn-then-flash"]),
+        (("explain", "--backend", "flash+math+"), ["flash+math+efficient", "flash+math+cudnn"]),
+        (("explain", "--gpu", "h20"), ["H200"]),
+        (("layers", "--gpu", "H200,h100"), ["H200,H100", "H200,H100 PCIe"]),
+        (("predict", "--torch", "2.1"), ["2.15", "2.14", "2.13", "2.12", "2.11", "2.10"]),
+        (("explain", "--torch", "2.5..2.15"), ["2.5..2.15"]),
+        (("explain", "--torch", "2.11,2.9."), ["2.11,2.9.0", "2.11,2.9.1"]),
+        (("layers", "--fail-on", "math-fallback,eager"), ["math-fallback,eager-attention"]),
+        (("diff", "--fail-on", "sl"), ["slower"]),
+        (("ranks", "--fail-on", "slow-g"), ["slow-gpu"]),
+        (("kernels", "--expect", "mat"), ["math"]),
+        (("layers", "--expect", "mat"), ["math"]),
+        (("bench", "--measurement", "cold,gr"), ["cold,graph"]),
+        (("capture", "--profiler", "torch,ns"), ["torch,nsys"]),
+        (("capture", "--metrics", "ten"), ["tensor"]),
+        (("verify", "--cases", "head_dim_o"), ["head_dim_odd"]),
+        (("explain", "2,8,512,64,bf16,ca"), ["2,8,512,64,bf16,causal"]),
+        (("kernels", "--config", "2,8,512,64,mask=bool_"), ["2,8,512,64,mask=bool_2d"]),
+        (("kernels", "--config", "2,8,512,64,causal,ca"), []),
+        (("kernels", "--config", "2,8,{1,2},"), []),
+    ],
+)
+def test_names_are_offered(words: tuple[str, ...], offered: list[str], tmp_path: Path) -> None:
+    assert completed(tmp_path, *words) == offered
+
+
+def test_gpus_with_an_atlas_come_first(tmp_path: Path) -> None:
+    assert completed(tmp_path, "predict", "--gpu", "")[0] == "H200"
+
+
 def test_without_a_store_nothing_breaks(tmp_path: Path) -> None:
     assert completed(tmp_path, "kernels", "") == ["", "latest"]
     (tmp_path / "profharness.db").write_text("no store")

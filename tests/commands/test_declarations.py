@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -58,6 +59,36 @@ def default_of(parameter: Parameter, option: click.Parameter) -> Any:
     if isinstance(parameter.default, float) and isinstance(value, str):
         return parse_seconds(value)
     return value
+
+
+def test_earlier_spellings_work_and_are_not_shown() -> None:
+    """An argument that was an option is tested in test_which_run.py."""
+    found = 0
+    for declared in declarations():
+        command = declared.click_command()
+        shown = command.get_help(click.Context(command, info_name=declared.name))
+        for parameter in (*declared.parameters, *declared.shown_parameters):
+            for old in parameter.option.old_flags:
+                assert not re.search(rf"{old}\b(?!-)", shown), (declared.name, old)
+                if not parameter.option.flags:
+                    continue
+                option = next(each for each in command.params if each.name == parameter.name)
+                value = [] if getattr(option, "is_flag", False) else ["3"]
+                given, _, _ = command.make_parser(click.Context(command)).parse_args([old, *value])
+                assert given[parameter.name], (declared.name, old)
+                found += 1
+    assert found >= 0
+
+
+@pytest.mark.parametrize("name", ["explain", "predict", "capture", "verify"])
+def test_configs_are_arguments_or_options(name: str) -> None:
+    (declared,) = (each for each in declarations() if each.name == name)
+    command = declared.click_command()
+    (parameter,) = (each for each in declared.parameters if each.name == "configs")
+    words = ["1,2,8,16", "1,2,16,16", "--config", "1,2,32,16"]
+    context = command.make_context(name, words)
+    assert parameter.value(context.params) == ("1,2,8,16", "1,2,16,16", "1,2,32,16")
+    assert "[CONFIG]..." in command.get_usage(context)
 
 
 def test_functions_have_the_parameters_of_their_commands() -> None:

@@ -383,7 +383,7 @@ def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -
 
 
 def test_unquoted_braces_are_told(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "profharness", "explain"]
+    argv = [sys.executable, "-m", "profharness", "diff", "flash", "math"]
     torn = ["--config", "1,4,128,64", "1,4,256,64"]  # what a shell makes of 1,4,{128,256},64
     done = subprocess.run([*argv, *torn], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2

@@ -40,11 +40,14 @@ from profharness.commands._types import (
     Scheduler,
     ShowProgress,
     Store,
+    complete_backends,
+    complete_names,
     config_list,
     fleet,
     store_path,
     timeout_option,
 )
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.environment import missing_packages
 from profharness.errors import MissingExtraError, UsageError
 from profharness.files import RUNS_FOLDER, atomic_file, shell_command
@@ -96,6 +99,7 @@ Dtypes = Annotated[
     Names,
     Option(
         ("--dtype",),
+        complete=complete_names(lambda: CONFIG_DTYPES),
         multiple=True,
         metavar="NAME",
         help="The dtype of configs that name none: fp16, bf16 or fp32. Repeatable, or separated by commas.",
@@ -105,6 +109,7 @@ Measurements = Annotated[
     Names | None,
     Option(
         ("--measurement",),
+        complete=complete_names(lambda: GPU_MEASUREMENTS),
         multiple=True,
         metavar="NAME",
         help=f"{', '.join(GPU_MEASUREMENTS)} (default: all); backends are ranked by the first. A CPU "
@@ -139,6 +144,7 @@ Baseline = Annotated[
     str | None,
     Option(
         ("--baseline",),
+        complete=complete_backends,
         metavar="BACKEND",
         help="Compute speed-ups relative to this backend on each config, or to this config.  "
         "[default: naive, else math]",

@@ -20,6 +20,7 @@ from profharness.commands._types import (
     Configs,
     PathLike,
     Store,
+    complete_names,
     config_list,
     store_path,
     threshold_option,
@@ -238,6 +239,7 @@ FailOn = Annotated[
     tuple[str, ...],
     Option(
         ("--fail-on",),
+        complete=complete_names(lambda: (*VERDICTS, *COSTS, BACKEND_CHANGED)),
         multiple=True,
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),

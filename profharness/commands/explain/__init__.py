@@ -56,11 +56,13 @@ from profharness.commands._command import command, declaration_of, document, gat
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, hint
 from profharness.commands._types import (
-    Configs,
+    ConfigArguments,
     Names,
     PositiveNumber,
     Store,
     complete_backends,
+    complete_gpus,
+    complete_releases,
     config_list,
     store_path,
     tool_backends,
@@ -368,6 +370,7 @@ Releases = Annotated[
     str | None,
     Option(
         ("--torch",),
+        complete=complete_releases,
         metavar="RELEASES",
         help="Use the rules of this release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.",
         tool="A release of PyTorch, several, or a range. Default: the installed one.",
@@ -378,6 +381,7 @@ GpuName = Annotated[
     str | None,
     Option(
         ("--gpu",),
+        complete=complete_gpus,
         metavar="NAME",
         help='Use the rules for this GPU: "RTX A6000", H100, sm90, or cpu.  [default: the local GPU]',
         tool="A GPU by name, a capability, or cpu.",
@@ -513,7 +517,7 @@ def _to_frame(question: Question) -> pd.DataFrame:
     tool_required=("gpu",),
 )
 def explain(
-    configs: Configs,
+    configs: ConfigArguments,
     *,
     backend: Backend = AUTO,
     torch: Releases = None,
@@ -538,12 +542,12 @@ def explain(
 
     \b
     Examples:
-      profharness explain --config 2,8,512,100,fp32,mask=bool
-      profharness explain --config 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
-      profharness explain --config 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
-      profharness explain --config 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
-      profharness explain --config '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
-      profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
+      profharness explain 2,8,512,100,fp32,mask=bool
+      profharness explain 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
+      profharness explain 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
+      profharness explain 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
+      profharness explain '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
+      profharness explain 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
 
     In Python the result has one row per config and release. `<backend>_eligible` is missing if it is
     unknown. `<backend>_reasons` are codes, first the one at which PyTorch stops. `attrs["answers"]` has
@@ -552,7 +556,7 @@ def explain(
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
     if not chosen_configs:
-        raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
+        raise UsageError("explain needs a config, such as 2,8,512,64,bf16, or --configs FILE")
     platforms = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
     path = store_path(store)
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)

@@ -32,6 +32,8 @@ from profharness.commands._types import (
     OutputFile,
     Release,
     Store,
+    complete_gpus,
+    complete_names,
     config_list,
     require_profilers,
     store_path,
@@ -41,6 +43,7 @@ from profharness.commands.runs import warning_notes, with_warnings
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import (
+    EXPECTED,
     check_expected_names,
     predicted_rows,
     unmet_expectations,
@@ -92,6 +95,7 @@ GpuName = Annotated[
     str | None,
     Option(
         ("--gpu",),
+        complete=complete_gpus,
         metavar="NAME",
         help="Predict from the atlas of this GPU (H200) instead. No store is read and nothing runs.",
         tool="Predict from the atlas of this GPU.",
@@ -119,6 +123,7 @@ Expected = Annotated[
     tuple[str, ...],
     Option(
         ("--expect",),
+        complete=complete_names(lambda: EXPECTED),
         multiple=True,
         metavar="NAME",
         check=lambda names: check_expected_names(split_names(names)),

@@ -25,6 +25,8 @@ from profharness.commands._types import (
     PathLike,
     Runs,
     Store,
+    complete_gpus,
+    complete_names,
     complete_runs,
     store_path,
 )
@@ -42,6 +44,8 @@ from profharness.errors import NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.jobs.into_store import Listener, time_layers
 from profharness.program.gates import (
+    BACKENDS,
+    GATES,
     Gates,
     check_gates,
     parse_gates,
@@ -103,6 +107,7 @@ GpuNames = Annotated[
     str | None,
     Option(
         ("--gpu",),
+        complete=complete_gpus,
         metavar="NAME",
         help="Predict each layer on other GPUs from their atlases: H200, or H100,H200 for a column each. "
         "Nothing runs.",
@@ -161,6 +166,7 @@ FailOn = Annotated[
     tuple[str, ...],
     Option(
         ("--fail-on",),
+        complete=complete_names(lambda: GATES),
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
@@ -172,6 +178,7 @@ Expected = Annotated[
     tuple[str, ...],
     Option(
         ("--expect",),
+        complete=complete_names(lambda: BACKENDS),
         multiple=True,
         metavar="BACKEND@GLOB",
         check=lambda texts: parse_gates((), texts),

@@ -12,6 +12,7 @@ from profharness.commands._options import Option, one_of
 from profharness.commands._types import (
     Runs,
     Store,
+    complete_names,
     store_path,
     threshold_option,
 )
@@ -52,6 +53,7 @@ FailOn = Annotated[
     tuple[str, ...],
     Option(
         ("--fail-on",),
+        complete=complete_names(lambda: (*CODES, ANY)),
         multiple=True,
         metavar="FINDING",
         check=one_of((*CODES, ANY), "--fail-on"),
