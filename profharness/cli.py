@@ -157,9 +157,7 @@ def _run() -> int:
         error.show(shown)
         _say(shown.getvalue().rstrip())
         if _TORN_CONFIG.search(error.message):
-            _say(
-                "hint: quote a config with braces: --config '2,8,{512,1024},64'"
-            )
+            _say("hint: quote a config with braces: --config '2,8,{512,1024},64'")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")
