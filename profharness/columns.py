@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 NUMERIC = frozenset({
     "count", "figures", "short", "tenths", "us", "ms", "kib", "mib", "percent", "spread", "load",
-    "triple", "ratio", "thousandths", "mega", "millions", "giga", "tera",
+    "triple", "ratio", "thousandths", "mega", "millions", "giga", "tera", "duration",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 

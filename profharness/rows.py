@@ -117,6 +117,17 @@ class RunRow:
     name: Annotated[
         str, column("run", meaning="the file that a trace was read from, otherwise the id")
     ]
+    ended: Annotated[str | None, column(meaning="when it ended, in UTC, if known")] = None
+    duration_ns: Annotated[
+        int | None,
+        column(
+            "took", "duration", meaning="how long it took, or what time a trace covers, if known"
+        ),
+    ] = None
+    lanes_ns: Annotated[
+        int | None,
+        column(meaning="the same, summed over GPUs (or groups of cores) that ran at the same time"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

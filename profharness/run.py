@@ -16,6 +16,7 @@ import shlex
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,6 +187,23 @@ def require_number(
 
 
 @dataclass(frozen=True)
+class Period:
+    """A period in which a process worked on a run. A resumed run has several."""
+
+    began: str  # UTC, in ISO 8601 format
+    seconds: float | None = None  # None if the process was killed, or has not ended yet
+
+    @classmethod
+    def begin(cls) -> Period:
+        """Return a period that begins now."""
+        return cls(datetime.now(UTC).isoformat(timespec="milliseconds"))
+
+    def end(self, seconds: float) -> Period:
+        """Return the period with its length."""
+        return replace(self, seconds=round(seconds, 3))
+
+
+@dataclass(frozen=True)
 class Run:
     """The content of run.json: the plan, the environment and the results of a run."""
 
@@ -202,6 +220,45 @@ class Run:
     problems: tuple[Problem, ...] = ()
     kind: str | None = None  # the command that made the run, one of KINDS
     bench: BenchPlan | None = None
+    periods: tuple[Period, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """When a run ended, and how long it took. None means that it is unknown."""
+
+    ended: str | None = None  # UTC, in ISO 8601 format
+    duration_ns: int | None = None  # time in which at least one process worked on the run
+    lanes_ns: int | None = None  # summed over lanes that worked at the same time
+
+
+def run_times(run: Run) -> RunTimes:
+    """Return the times of a run, as far as its periods tell them."""
+    spans = []
+    try:
+        for each in run.periods:
+            began = datetime.fromisoformat(each.began)
+            seconds = None if each.seconds is None else timedelta(seconds=each.seconds)
+            spans.append((began, None if seconds is None else began + seconds))
+        spans.sort(key=lambda span: span[0])
+        ends = [end for _, end in spans if end is not None]
+        if not spans or spans[-1][1] is None:
+            return RunTimes()
+        ended = max(ends).astimezone(UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, TypeError):  # a record that was changed
+        return RunTimes()
+    if len(ends) < len(spans):
+        return RunTimes(ended)
+    covered, until = timedelta(), spans[0][0]
+    for (began, _), end in zip(spans, ends, strict=True):
+        covered += max(end - max(began, until), timedelta())
+        until = max(until, end)
+    whole = sum((end - began for (began, _), end in zip(spans, ends, strict=True)), timedelta())
+    return RunTimes(ended, _nanoseconds(covered), _nanoseconds(whole))
+
+
+def _nanoseconds(time: timedelta) -> int:
+    return time // timedelta(microseconds=1) * 1000
 
 
 def run_kind(run: Run) -> str:
@@ -310,6 +367,12 @@ def _with_groups(folder: Path, run: Run) -> Run:
         cells=tuple(results.get(cell.cell, cell) for cell in run.cells),
         traces=tuple(traces),
         problems=tuple(dict.fromkeys(problems)),
+        # the times are unknown if those of a group are
+        periods=(
+            tuple(period for _, part in groups for period in part.periods)
+            if all(part.periods for _, part in groups)
+            else ()
+        ),
         # the first environment, with the keys of all GPUs that were used
         environment=(environments[0] if environments else {})
         | ({"gpu_key": ",".join(sorted(gpu_keys))} if gpu_keys else {}),

@@ -31,7 +31,8 @@ from profharness.commands.diff.compare import DiffRow
 from profharness.commands.kernels import tables as kernels
 from profharness.commands.ranks.comparison import RankFigures
 from profharness.commands.report import GLOSSARY
-from profharness.commands.runs import RUN_FIELDS
+from profharness.commands.runs import COST, RUN_FIELDS
+from profharness.jobs.unfinished import UnfinishedRun
 from profharness.measurements.evaluation import Loss
 from profharness.measurements.measurements import BenchRow
 from profharness.program.changes import EnvChange
@@ -103,7 +104,11 @@ def page() -> str:
         "## Columns\n\nJSON and CSV contain times in ns, sizes in bytes, rates in FLOP/s and bytes/s, and "
         "shares from 0 to 1.\n"
     )
-    parts += row_lines("Runs (`runs`)", {key: columns_of(RunRow)[key] for key in RUN_FIELDS})
+    runs = {key: columns_of(RunRow)[key] for key in RUN_FIELDS} | {COST.key: COST}
+    parts += row_lines("Runs (`runs`)", runs)
+    parts += row_lines(
+        "Unfinished runs (`runs`, key `unfinished`)", dict(columns_of(UnfinishedRun))
+    )
     parts += row_lines("Kernels (`kernels`)", {key: kernels.KERNEL[name] for key, name in fields})
     cells: dict[str, Any] = {key: kernels.CELL[key] for key in kernels.CELL_FIELDS}
     parts += row_lines("Cells (`kernels`, key `cells`)", cells)

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from profharness.columns import pick
+from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint
-from profharness.commands._types import Names, Store, store_path
-from profharness.render.document import Block, Document, Note, Table, record
+from profharness.commands._types import Names, PositiveNumber, Store, store_path
+from profharness.files import RUNS_FOLDER
+from profharness.render.document import Block, Document, Heading, Note, Table, record
 from profharness.rows import RunRow
 from profharness.store import open_store, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from profharness.jobs.unfinished import UnfinishedRun
+
 RUN_FIELDS = (
     *("run", "created", "source", "device", "torch", "profilers"),
     *("cells", "failed_cells", "launches", "path", "kind", "warnings"),
     *("rank", "world_size", "host_key", "gpu_key", "name"),
+    *("ended", "duration_ns", "lanes_ns"),
 )
-RUN_COLUMNS = pick(
-    RunRow,
-    *("name", "rank", "kind", "created", "device", "torch", "profilers", "cells"),
-    *("failed_cells", "launches"),
+COST = Column("cost", "cost", "figures", meaning="`lanes_ns` times --price-per-hour, if given")
+RUN_COLUMNS = (
+    *pick(RunRow, "name", "rank", "kind", "created", "duration_ns"),
+    COST,
+    *pick(RunRow, "device", "torch", "profilers", "cells", "failed_cells", "launches"),
 )
+UNFINISHED_COLUMNS = ("run", "kind", "created", "status", "done", "cells")
+NS_PER_HOUR = 3600 * 10**9
 Deleted = Annotated[
     Names,
     Option(
@@ -40,26 +48,59 @@ Deleted = Annotated[
 ]
 
 
-def _to_frame(rows: Sequence[RunRow]) -> pd.DataFrame:
-    return to_frame(rows, RunRow)
+PricePerHour = Annotated[
+    float | None,
+    Option(
+        ("--price-per-hour",),
+        type=PositiveNumber(),
+        metavar="PRICE",
+        help="The price of one GPU (or of the machine) for an hour. Show what each run cost.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class RunsFound:
+    """The stored runs, and the run folders that were begun and did not finish."""
+
+    rows: list[RunRow]
+    unfinished: list[UnfinishedRun]
+
+
+def _to_frame(found: RunsFound) -> pd.DataFrame:
+    made = to_frame(found.rows, RunRow)
+    made.attrs["unfinished"] = list(map(record, found.unfinished))
+    return made
 
 
 @command(
     "runs",
     frame=_to_frame,
     tool="Use it first, to find out what is stored.",
+    fill={"runs_folder": RUNS_FOLDER.as_posix()},
 )
-def runs(*, deleted: Deleted = (), store: Store = None) -> list[RunRow]:
-    """List stored runs, newest first.
+def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
+    """List stored runs, newest first, and unfinished ones.
+
+    A run that was made from a trace file has the name of the file. Runs in {runs_folder} that were
+    interrupted follow, with the command that resumes each.
+
+    `took` is the time in which profharness worked on a run, or that a trace covers. With
+    --price-per-hour, `cost` is the price of that time on all GPUs that the run used.
 
     --delete removes a run from the store. Its run folder and traces stay, and `ingest` restores it.
 
     \b
-    Example:
+    Examples:
       profharness runs --format json
+      profharness runs --price-per-hour 2.50
+
+    In Python `attrs["unfinished"]` has the unfinished runs.
     """
     path = store_path(store)
     names = (deleted,) if isinstance(deleted, str) else tuple(deleted)
+    if not path.exists() and not names and (unfinished := _unfinished((), path)):
+        return RunsFound([], unfinished)
     with open_store(path, write=bool(names)) as opened:
         # Look up all runs before deleting any, so that `latest~1` keeps its meaning.
         for run in dict.fromkeys([opened.resolve(name) for name in names]):
@@ -67,22 +108,62 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> list[RunRow]:
             opened.delete_run(run)
             hint(f"deleted {name}")
         rows = opened.runs()
-    if not rows and not names:
+    unfinished = _unfinished({row.run for row in rows}, path)
+    if not rows and not unfinished and not names:
         hint(f"{path} holds no runs; `profharness capture` or `profharness ingest FILE` makes one")
-    return rows
+    return RunsFound(rows, unfinished)
+
+
+def _unfinished(stored: Collection[str], store: Path) -> list[UnfinishedRun]:
+    if not RUNS_FOLDER.is_dir():
+        return []
+    # imported here because it loads the code that runs workers
+    from profharness.jobs.unfinished import find_unfinished
+
+    return find_unfinished(RUNS_FOLDER, stored, store)
 
 
 @document(runs)
-def show(rows: Sequence[RunRow], *, deleted: Deleted = ()) -> Document | None:
+def show(
+    found: RunsFound, *, deleted: Deleted = (), price_per_hour: PricePerHour = None
+) -> Document | None:
     """Return a document with one row per run, or None if --delete was given."""
     if deleted:
         return None
+    rows = found.rows
+    costs = [_cost(row, price_per_hour) for row in rows]
+    priced = [(row, {"cost": cost}) for row, cost in zip(rows, costs, strict=True)]
     notes = warning_notes({row.name: row.warnings for row in rows if row.warnings})
     ranked = any(row.rank is not None for row in rows)
-    columns = [column for column in RUN_COLUMNS if ranked or column.key != "rank"]
-    blocks: tuple[Block, ...] = (Table.of(columns, rows), *notes) if rows else ()
-    records = tuple(record(row, RUN_FIELDS) for row in rows)
-    return Document("profharness.runs/1", "Runs", blocks, RUN_FIELDS, records)
+    left_out = {"rank"} if not ranked else set()
+    left_out |= {"cost"} if price_per_hour is None else set()
+    columns = [column for column in RUN_COLUMNS if column.key not in left_out]
+    blocks: list[Block] = [Table.of(columns, priced), *notes] if rows else []
+    blocks += _unfinished_blocks(found.unfinished)
+    fields = (*RUN_FIELDS, COST.key)
+    records = tuple(
+        record(row, RUN_FIELDS) | {COST.key: cost} for row, cost in zip(rows, costs, strict=True)
+    )
+    extra = {"unfinished": list(map(record, found.unfinished)), "price_per_hour": price_per_hour}
+    return Document("profharness.runs/1", "Runs", tuple(blocks), fields, records, extra)
+
+
+def _cost(row: RunRow, price_per_hour: float | None) -> float | None:
+    if price_per_hour is None or row.lanes_ns is None:
+        return None
+    return row.lanes_ns / NS_PER_HOUR * price_per_hour
+
+
+def _unfinished_blocks(runs: Sequence[UnfinishedRun]) -> Iterator[Block]:
+    if not runs:
+        return
+    count = f"{len(runs)} in {RUNS_FOLDER}"
+    yield Heading("Unfinished", count)
+    yield Table.of(pick(type(runs[0]), *UNFINISHED_COLUMNS), runs)
+    for each in runs:
+        if each.command is not None:
+            what = "resume it" if each.resumable else "store what is done"
+            yield Note(f"{what} with: {each.command}", each.run)
 
 
 def with_warnings(document: Document, warnings: Mapping[str, Sequence[str]]) -> Document:

@@ -202,6 +202,7 @@ def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> Plain
         environment={},
         traces=(),
         problems=(),
+        periods=(),
     )
     return {
         "root": str((folder / GROUPS_FOLDER).absolute()),

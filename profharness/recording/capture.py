@@ -345,6 +345,7 @@ def _carry_out(
 ) -> RunFolder:
     python = _read_python(folder)
     record = RunRecord(folder, run, progress, _backend_code(folder, run))
+    record.begin_period()
     # save before the first cell, so that the run can be resumed if this process is killed
     record.save()
     profilers = find_profilers(run.profilers)
@@ -382,6 +383,7 @@ def _carry_out(
     except OSError as error:  # raised for the run folder or for TMPDIR
         raise unwritable(folder, f"{error.filename or folder}: {error.strerror}") from None
     finally:
+        record.end_period()
         record.save()
     record.explain_pending()
     _tidy(folder, record.run)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from profharness.errors import CaptureError, TraceFormatError
 from profharness.processes import run_in_place, with_startup
-from profharness.recording.capture import new_run, write_folder
+from profharness.recording.capture import locked, new_run, write_folder
 from profharness.recording.profilers import find_profilers, require_tools
 from profharness.recording.profilers.base import ToolError
 from profharness.recording.profilers.nsys import child_environment, export_report, profile_argv
@@ -23,6 +24,7 @@ from profharness.rows import NSYS, TORCH
 from profharness.run import (
     OBSERVE,
     ObserveOptions,
+    Period,
     Problem,
     Protocol,
     Run,
@@ -72,14 +74,18 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     # make every Python process of the program load the observer when it starts
     environment = with_startup({**os.environ, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
     report = folder / "nsys-1.nsys-rep"
+    period, began = Period.begin(), time.monotonic()
+    write_run(folder, replace(run, periods=(period,)))
     try:
-        if tools:
-            code = _run_under_nsys(tools[NSYS].path, report, argv, environment)
-        else:
-            code = run_in_place(argv, environment)
+        with locked(folder):
+            if tools:
+                code = _run_under_nsys(tools[NSYS].path, report, argv, environment)
+            else:
+                code = run_in_place(argv, environment)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise CaptureError(f"{argv[0]}: does not start: {error.strerror}") from None
+    period = period.end(time.monotonic() - began)
     code = code if code >= 0 else 128 - code
     why = why_silent(folder)
     if why is not None:
@@ -94,6 +100,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
         problems=(*problems, *_window_problems(folder, options)),
         traces=tuple(traces),
         profilers=tuple(dict.fromkeys(trace.profiler for trace in traces)),
+        periods=(period,),
         environment=next((row["environment"] for row in _rows(folder, "start")), {}),
     )
     write_run(folder, run)

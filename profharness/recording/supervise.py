@@ -51,6 +51,7 @@ from profharness.run import (
     Cell,
     Check,
     JournalEntry,
+    Period,
     Plan,
     Problem,
     Protocol,
@@ -583,6 +584,17 @@ class RunRecord:
             self.problems.append(problem)
         if trace or problem:
             self.save()
+
+    def begin_period(self) -> None:
+        """Record that this process begins to work on the run."""
+        self._began = time.monotonic()
+        self.run = replace(self.run, periods=(*self.run.periods, Period.begin()))
+
+    def end_period(self) -> None:
+        """Record how long this process has worked on the run."""
+        *earlier, last = self.run.periods
+        last = last.end(time.monotonic() - self._began)
+        self.run = replace(self.run, periods=(*earlier, last))
 
     def save(self) -> None:
         """Write run.json, with all traces that exist in the run folder."""

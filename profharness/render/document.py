@@ -11,6 +11,7 @@ import msgspec
 
 from profharness.columns import Column
 from profharness.errors import one_line
+from profharness.logs import duration
 
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, a line and a mark a series",
@@ -253,6 +254,12 @@ def share_text(share: float) -> str:
     return f"{percent:.{digits}f}".removesuffix(".0") + " %"
 
 
+def _duration(time_ns: float) -> str:
+    if time_ns < 1e9:
+        return f"{time_ns / 1e6:.3g} ms"
+    return f"{time_ns / 1e9:.1f} s" if time_ns < 1e10 else duration(time_ns / 1e9)
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "count": _count,
@@ -274,6 +281,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "mega": lambda value: _figures(value / 1e6),
     "giga": lambda value: _figures(value / 1e9),
     "tera": lambda value: _figures(value / 1e12),
+    "duration": _duration,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
 

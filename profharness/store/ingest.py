@@ -26,7 +26,7 @@ from profharness.errors import StoreError, TraceFormatError, join_few, printable
 from profharness.files import shell_command
 from profharness.processes import garbage_collection_off
 from profharness.rows import NCU
-from profharness.run import OBSERVE, RUN_FILE, Cell, Problem, Protocol, Run, run_kind
+from profharness.run import OBSERVE, RUN_FILE, Cell, Problem, Protocol, Run, run_kind, run_times
 from profharness.stats import Series
 from profharness.store.groups import TIMED, DeviceTimes
 from profharness.store.insert import Inserted, insert_journals, insert_trace
@@ -377,6 +377,8 @@ def _write(
         profilers = [trace.profiler for _, trace in parsed]
         results_of = list(zip(profilers, results, strict=True))
         warnings += _update_cells(connection, run, cells, results_of)
+    if run is None and parsed[0][1].profiler != NCU:
+        _set_span(connection, run_id)
     connection.execute("UPDATE runs SET warnings = ? WHERE id = ?", (to_json(warnings), run_id))
     require_no_less(connection, source, name, before)
     launches = sum(result.launches for result in results)
@@ -429,8 +431,25 @@ def _insert_run(
             "note": run.note,
             "profharness": run.profharness,
             "problems": (*run.problems, *unreadable),
+            **asdict(run_times(run)),
         }
     return insert_row(connection, "runs", row)
+
+
+def _set_span(connection: sqlite3.Connection, run_id: int) -> None:
+    """Set the duration of a foreign trace to the time that its events cover, if it has events.
+
+    A trace of ncu has no such time, because ncu repeats each kernel.
+    """
+    connection.execute(
+        "UPDATE runs SET (duration_ns, lanes_ns) = (SELECT max(last) - min(first), "
+        "max(last) - min(first) FROM ("
+        "SELECT trace_id, start_ns AS first, end_ns AS last FROM device_times "
+        "UNION ALL SELECT trace_id, start_ns, start_ns + duration_ns FROM ranges "
+        "UNION ALL SELECT trace_id, start_ns, start_ns + duration_ns FROM steps) "
+        "WHERE trace_id IN (SELECT id FROM traces WHERE run_id = :run)) WHERE id = :run",
+        {"run": run_id},
+    )
 
 
 def _created(path: Path, trace: Trace) -> str:

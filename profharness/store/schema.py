@@ -30,7 +30,7 @@ from profharness.errors import NotFoundError, StoreError
 from profharness.files import DEFAULT_STORE, STORE_ID, STORE_VARIABLE
 from profharness.store.tables import TABLES, VIEWS
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 FIRST_VERSION = 15  # versions 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
@@ -109,6 +109,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations = Migrations(MIGRATION_SET)
     migrations(name="015_initial")(_initial)
     migrations(name="016_window")(_add_window)
+    migrations(name="017_run_times")(_add_run_times)
     migrations.apply(Database(connection, execute_plugins=False))
     connection.execute(f"PRAGMA application_id = {STORE_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -122,6 +123,11 @@ def _initial(db: Any) -> None:
 
 def _add_window(db: Any) -> None:
     db.execute("ALTER TABLE configs ADD COLUMN window INTEGER")
+
+
+def _add_run_times(db: Any) -> None:
+    for column in ("ended TEXT", "duration_ns INTEGER", "lanes_ns INTEGER"):
+        db.execute(f"ALTER TABLE runs ADD COLUMN {column}")
 
 
 def require_folder(path: Path) -> None:

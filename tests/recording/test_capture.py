@@ -20,7 +20,16 @@ from profharness.jobs.into_store import capture_into_store, find_run_folder
 from profharness.measurements.agreement import disagreements, with_predictions
 from profharness.recording.capture import LOCK_FILE, capture, plan_capture, resume, write_folder
 from profharness.recording.supervise import run_cells
-from profharness.run import JOURNAL_FILE, RUN_FILE, CaptureOptions, Cell, Protocol, Run, read_run
+from profharness.run import (
+    JOURNAL_FILE,
+    RUN_FILE,
+    CaptureOptions,
+    Cell,
+    Protocol,
+    Run,
+    read_run,
+    run_times,
+)
 from profharness.store import open_store
 
 QUICK = Protocol(iterations=2, warmup=1, samples=5, timeout_s=PATIENCE_S, device="cpu")
@@ -226,6 +235,11 @@ def test_interrupted_capture_can_be_resumed(tmp_path: Path) -> None:
     finished = read_run(resumed.folder)
     assert resumed.run == finished
     assert {cell.status for cell in finished.cells} == {"ok"}
+    assert len(stopped.periods) == 1 and len(finished.periods) == 2
+    assert finished.periods[0] == stopped.periods[0]
+    times = run_times(finished)
+    assert times.ended is not None and times.ended >= finished.created
+    assert times.duration_ns == sum(round(1e9 * each.seconds) for each in finished.periods)
     for name in done:
         assert _cell(finished, name) == _cell(stopped, name)
     with pytest.raises(NotFoundError, match=f"can be resumed; the newest: run {stopped.run} is"):
