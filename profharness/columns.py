@@ -9,13 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
-    "count", "figures", "short", "tenths", "us", "ms", "kib", "mib", "percent", "spread", "load",
-    "triple", "ratio", "thousandths", "mega", "millions", "giga", "tera", "duration",
+    "count", "figures", "short", "tenths", "us", "ms", "ms3", "ms4", "kib", "mib", "percent",
+    "spread", "load", "triple", "ratio", "thousandths", "mega", "millions", "giga", "tera", "duration",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
+
+Importance = Literal["key", "answer", "normal", "detail"]
+"""What a narrow terminal does with a column.
+
+`key` identifies a row and `answer` is what one reads the table for: both are always visible. If the
+others do not fit, `detail` is hidden first and then `normal`, from the right.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,11 @@ class Column:
     title: str = ""  # heading in tables, empty for a field that only JSON and CSV contain
     format: str = "text"  # a key of `profharness.render.document.FORMATS`
     right: bool = False  # whether to align right; always true for numeric formats
+    # None: `key` if the column is the table's first or has `repeat=False`, else `normal`
+    importance: Importance | None = None
     shrink: bool = False  # whether the values may be cut in a narrow terminal
+    wrap: bool = False  # whether long values continue on further lines in a narrow terminal
+    scale: str = ""  # columns of times with the same scale share their unit, µs or ms
     repeat: bool = True  # whether to print a value that is equal to the value above it
     optional: bool = False  # whether tables omit the column if no row has a value
     meaning: str = ""  # short description for the glossary and the reference page

@@ -411,9 +411,11 @@ class DeviceFact(NamedTuple):
     """A property of a device, with its unit and its source."""
 
     name: Annotated[str, column("figure", repeat=False, meaning="name of the property")]
-    value: Annotated[float | str, column("value", "tenths", meaning="its value")]
-    unit: Annotated[str, column("unit", meaning="its unit")]
-    source: Annotated[str, column("source", meaning="where the value comes from")]
+    value: Annotated[
+        float | str, column("value", "tenths", importance="answer", meaning="its value")
+    ]
+    unit: Annotated[str, column("unit", importance="answer", meaning="its unit")]
+    source: Annotated[str, column("source", wrap=True, meaning="where the value comes from")]
 
 
 # The names of facts about the machine around the device, and their keys in an environment. Old

@@ -50,10 +50,15 @@ ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 class Refusal:
     """One reason why a backend cannot compute a config."""
 
-    code: Annotated[str, column("reason", meaning="name of the violated constraint")]
-    message: Annotated[str, column("what it says", shrink=True, meaning="the reason in words")]
+    code: Annotated[
+        str, column("reason", importance="answer", meaning="name of the violated constraint")
+    ]
+    message: Annotated[str, column("what it says", wrap=True, meaning="the reason in words")]
     source: Annotated[
-        str, column("source", meaning="`live` (from PyTorch), `rule` or `inferred`")
+        str,
+        column(
+            "source", importance="detail", meaning="`live` (from PyTorch), `rule` or `inferred`"
+        ),
     ] = "live"
 
 
@@ -87,20 +92,34 @@ class RunRow:
     """One stored run."""
 
     run: Annotated[str, column("run", meaning="id of the run")]
-    created: Annotated[str, column("created", meaning="when it was measured or stored, in UTC")]
+    created: Annotated[
+        str,
+        column("created", importance="normal", meaning="when it was measured or stored, in UTC"),
+    ]
     source: Annotated[
         str, column(meaning="`capture` (made by profharness) or `trace` (another file)")
     ]
     kind: Annotated[
-        str, column("kind", meaning="the command that made it, such as `capture`, or `trace`")
+        str,
+        column(
+            "kind",
+            importance="normal",
+            meaning="the command that made it, such as `capture`, or `trace`",
+        ),
     ]
     path: Annotated[str, column(meaning="run folder or trace file")]
     device: Annotated[
-        str | None, column("device", shrink=True, meaning="GPU, or CPU of a run without")
+        str | None,
+        column("device", importance="normal", shrink=True, meaning="GPU, or CPU of a run without"),
     ]
-    torch: Annotated[str | None, column("torch", shrink=True, meaning="release of PyTorch")]
+    torch: Annotated[
+        str | None, column("torch", importance="detail", shrink=True, meaning="release of PyTorch")
+    ]
     profilers: Annotated[
-        tuple[str, ...], column("profilers", "names", meaning="what recorded its kernels and times")
+        tuple[str, ...],
+        column(
+            "profilers", "names", importance="detail", meaning="what recorded its kernels and times"
+        ),
     ]
     cells: Annotated[int, column("cells", "count", meaning="number of cells")]
     failed_cells: Annotated[
@@ -109,7 +128,10 @@ class RunRow:
     launches: Annotated[int, column("launches", "count", meaning="stored launches of kernels")]
     warnings: Annotated[tuple[str, ...], column(meaning="problems of its traces")]
     rank: Annotated[
-        int | None, column("rank", right=True, meaning="rank in a distributed job, if known")
+        int | None,
+        column(
+            "rank", importance="detail", right=True, meaning="rank in a distributed job, if known"
+        ),
     ]
     world_size: Annotated[int | None, column(meaning="ranks of its job, if known")]
     host_key: Annotated[str | None, column(meaning="hash of the host, if known")]
@@ -137,8 +159,12 @@ class CellRow:
     run: Annotated[str, column("run", meaning="id of the run")]
     cell: Annotated[str, column(meaning="id of the cell in its run")]
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
-    backend: Annotated[str, column("backend", meaning="the backend that was asked for")]
-    status: Annotated[str, column("status", meaning="`ok`, `refused`, or how it failed")]
+    backend: Annotated[
+        str, column("backend", importance="key", meaning="the backend that was asked for")
+    ]
+    status: Annotated[
+        str, column("status", importance="answer", meaning="`ok`, `refused`, or how it failed")
+    ]
     message: Annotated[str | None, column(meaning="why the cell failed")]
     choice: Annotated[str | None, column(meaning="backend that PyTorch reported before the call")]
     sdpa_op: Annotated[
@@ -158,7 +184,13 @@ class CellRow:
         dict[str, tuple[int, ...]], column(meaning="raw samples in ns by measurement")
     ] = field(default_factory=dict)
     peak_memory_bytes: Annotated[
-        int | None, column("peak KiB", "kib", meaning="peak memory of a call without its inputs")
+        int | None,
+        column(
+            "peak KiB",
+            "kib",
+            importance="detail",
+            meaning="peak memory of a call without its inputs",
+        ),
     ] = None
     clocks: Annotated[
         dict[str, Any], column(meaning="clocks, temperature and load while it was timed")
@@ -167,6 +199,7 @@ class CellRow:
         str | None,
         column(
             "rules say",
+            importance="detail",
             meaning="prediction of the dispatch rules: a backend or `none` for `auto`, `eligible` or "
             "`refused` for a forced backend; empty if the rules do not cover the machine",
         ),
@@ -178,7 +211,7 @@ class CellRow:
     @property
     def reason(
         self,
-    ) -> Annotated[str | None, column("reason", shrink=True, meaning="why the cell did not run")]:
+    ) -> Annotated[str | None, column("reason", wrap=True, meaning="why the cell did not run")]:
         """The message of the cell, or the messages of its refusals if it has no message."""
         return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
 
@@ -201,14 +234,24 @@ class KernelRow:
     cell: Annotated[str | None, column(meaning="id of the cell in its run")]
     profiler: Annotated[
         str,
-        column("profiler", repeat=False, meaning="what recorded the launches: torch, nsys or ncu"),
+        column(
+            "profiler",
+            importance="normal",
+            repeat=False,
+            meaning="what recorded the launches: torch, nsys or ncu",
+        ),
     ]
     status: Annotated[str | None, column(meaning="status of the cell")]
     range: Annotated[
         str | None, column(meaning="`record_function` or NVTX range around the launches")
     ]
-    kernel: Annotated[str, column("kernel", meaning="canonical name, with all template parameters")]
-    kernel_short: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
+    kernel: Annotated[
+        str,
+        column("kernel", importance="key", meaning="canonical name, with all template parameters"),
+    ]
+    kernel_short: Annotated[
+        str, column("kernel", importance="key", shrink=True, meaning="short name of the kernel")
+    ]
     kernel_kind: Annotated[str, column(meaning="`kernel`, `memcpy`, `memset` or `op`")]
     family: Annotated[str, column(meaning="family of the kernel, such as `flash` or `gemm`")]
     grid: Annotated[
@@ -217,30 +260,55 @@ class KernelRow:
     ]
     block: Annotated[
         Triple | None,
-        column("block", "triple", meaning="the threads of a block, in three dimensions"),
+        column(
+            "block",
+            "triple",
+            importance="detail",
+            meaning="the threads of a block, in three dimensions",
+        ),
     ]
     registers_per_thread: Annotated[
-        int | None, column("regs", "count", meaning="registers of a thread")
+        int | None, column("regs", "count", importance="detail", meaning="registers of a thread")
     ]
     static_shared_bytes: Annotated[int | None, column(meaning="static shared memory of a block")]
     dynamic_shared_bytes: Annotated[int | None, column(meaning="dynamic shared memory of a block")]
     shared_bytes: Annotated[
         int | None,
-        column("smem KiB", "kib", meaning="shared memory of a block, static and dynamic"),
+        column(
+            "smem KiB",
+            "kib",
+            importance="detail",
+            meaning="shared memory of a block, static and dynamic",
+        ),
     ]
-    launches: Annotated[int, column("n", "count", meaning="launches in all profiled calls")]
+    launches: Annotated[
+        int, column("n", "count", importance="detail", meaning="launches in all profiled calls")
+    ]
     launches_per_call: Annotated[
         float | None, column("n/call", "count", meaning="launches of a kernel in one call")
     ]
-    duration_ns: Annotated[int | None, column("µs", "us", meaning="median time of one launch")]
+    duration_ns: Annotated[
+        int | None,
+        column(
+            "µs", "us", importance="answer", scale="launch", meaning="median time of one launch"
+        ),
+    ]
     total_ns: Annotated[
         int | None,
-        column("total µs", "us", meaning="sum over all launches of all profiled calls"),
+        column(
+            "total µs",
+            "us",
+            importance="answer",
+            meaning="sum over all launches of all profiled calls",
+        ),
     ]
     min_ns: Annotated[int | None, column(meaning="shortest launch")]
     max_ns: Annotated[int | None, column(meaning="longest launch")]
     share: Annotated[
-        float | None, column("share%", "percent", meaning="the part of the call's kernel time")
+        float | None,
+        column(
+            "share%", "percent", importance="answer", meaning="the part of the call's kernel time"
+        ),
     ]
     """Share of the sum of `total_ns` in the cell, or in the range if the row has no cell."""
     first_ns: Annotated[
@@ -256,6 +324,7 @@ class KernelRow:
         column(
             "occ%",
             "percent",
+            importance="detail",
             meaning="theoretical occupancy: what registers, shared memory and block size leave room "
             "for",
         ),
@@ -272,7 +341,12 @@ class KernelRow:
     ] = field(default_factory=dict, hash=False)
     shared_share: Annotated[
         float | None,
-        column("smem%", "percent", meaning="share of an SM's shared memory that one block uses"),
+        column(
+            "smem%",
+            "percent",
+            importance="detail",
+            meaning="share of an SM's shared memory that one block uses",
+        ),
     ] = None
     source: Annotated[
         str, column(meaning="`profiled`, or from an atlas `measured`, `model` or `floor`")
@@ -293,7 +367,13 @@ class KernelRow:
         self,
     ) -> Annotated[
         float | None,
-        column("µs/call", "us", meaning="time of the kernel's launches in one call"),
+        column(
+            "µs/call",
+            "us",
+            importance="answer",
+            scale="launch",
+            meaning="time of the kernel's launches in one call",
+        ),
     ]:
         """Time of the kernel's launches in one call, or None if the time or the call is unknown."""
         if self.total_ns is None or self.launches_per_call is None:

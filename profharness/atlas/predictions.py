@@ -329,7 +329,9 @@ class Predicted:
     """The prediction for a config on a backend."""
 
     config: Annotated[str, column("config", meaning="label of the attention problem")]
-    backend: Annotated[str, column("backend", repeat=False, meaning="the backend")]
+    backend: Annotated[
+        str, column("backend", importance="key", repeat=False, meaning="the backend")
+    ]
     gpu: Annotated[str, column(meaning="the GPU")]
     torch: Annotated[str, column(meaning="release of PyTorch")]
     source: Annotated[
@@ -345,31 +347,51 @@ class Predicted:
         str | None,
         column(
             "takes",
+            importance="answer",
             meaning="the backend that the dispatch rules choose for `auto`; `none` if PyTorch raises",
         ),
     ]
     reasons: Annotated[tuple[Refusal, ...], column(meaning="why the backend refuses the config")]
-    kernel_ns: Annotated[int | None, column("µs", "us", meaning="time of the call's kernels")]
+    kernel_ns: Annotated[
+        int | None,
+        column("µs", "us", importance="answer", scale="call", meaning="time of the call's kernels"),
+    ]
     low_ns: Annotated[
         int | None,
         column(
-            "from", "us", meaning="lower end of its 90 % interval; the roofline bound of a `floor`"
+            "from",
+            "us",
+            importance="detail",
+            scale="call",
+            meaning="lower end of its 90 % interval; the roofline bound of a `floor`",
         ),
     ]
-    high_ns: Annotated[int | None, column("to", "us", meaning="upper end of that interval")]
+    high_ns: Annotated[
+        int | None,
+        column("to", "us", importance="detail", scale="call", meaning="upper end of that interval"),
+    ]
     error: Annotated[float | None, column(meaning="relative error of the model")]
     graph_ns: Annotated[
-        int | None, column("graph µs", "us", meaning="time of a CUDA graph replay of the call")
+        int | None,
+        column(
+            "graph µs",
+            "us",
+            importance="detail",
+            scale="call",
+            meaning="time of a CUDA graph replay of the call",
+        ),
     ]
     bottleneck: Annotated[
         str | None, column("bottleneck", shrink=True, meaning="what limits the time")
     ]
     best: Annotated[
-        str | None, column("best", meaning="the fastest backend whose time is known")
+        str | None,
+        column("best", importance="answer", meaning="the fastest backend whose time is known"),
     ] = None
-    best_ns: Annotated[int | None, column("its µs", "us", meaning="its time")] = None
+    best_ns: Annotated[int | None, column("its µs", "us", scale="call", meaning="its time")] = None
     regret: Annotated[
-        float | None, column("loses%", "percent", meaning="kernel_ns over best_ns, minus 1")
+        float | None,
+        column("loses%", "percent", importance="answer", meaning="kernel_ns over best_ns, minus 1"),
     ] = None
     certain: Annotated[bool | None, column(meaning="whether the two intervals are disjoint")] = None
     """For this comparison, the interval of a measured time t is t * (1 ± REPEATS)."""

@@ -136,17 +136,42 @@ class AtlasComparison:
     """A comparison of the measured time of a cell with the prediction of the machine's atlas."""
 
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
-    backend: Annotated[str, column("backend", meaning="the backend")]
-    ran_ns: Annotated[int, column("ran µs", "us", meaning="measured time of the call's kernels")]
-    kernel_ns: Annotated[int, column("atlas µs", "us", meaning="their time in the atlas")]
-    low_ns: Annotated[int | None, column("from", "us", meaning="lower end of its 90 % interval")]
-    high_ns: Annotated[int | None, column("to", "us", meaning="upper end of that interval")]
-    ratio: Annotated[float, column("ran to atlas", "ratio", meaning="ran_ns over kernel_ns")]
+    backend: Annotated[str, column("backend", importance="key", meaning="the backend")]
+    ran_ns: Annotated[
+        int,
+        column(
+            "ran µs",
+            "us",
+            importance="answer",
+            scale="call",
+            meaning="measured time of the call's kernels",
+        ),
+    ]
+    kernel_ns: Annotated[
+        int, column("atlas µs", "us", scale="call", meaning="their time in the atlas")
+    ]
+    low_ns: Annotated[
+        int | None,
+        column(
+            "from",
+            "us",
+            importance="detail",
+            scale="call",
+            meaning="lower end of its 90 % interval",
+        ),
+    ]
+    high_ns: Annotated[
+        int | None,
+        column("to", "us", importance="detail", scale="call", meaning="upper end of that interval"),
+    ]
+    ratio: Annotated[
+        float, column("ran to atlas", "ratio", importance="answer", meaning="ran_ns over kernel_ns")
+    ]
     inside: Annotated[
         bool | None,
         column(meaning="whether ran_ns is in the interval of the model; null without a model"),
     ]
-    source: Annotated[str, column("source", meaning="`measured` or `model`")]
+    source: Annotated[str, column("source", importance="detail", meaning="`measured` or `model`")]
     same_kernels: Annotated[
         bool | None, column("same kernels", "flag", meaning="whether the atlas has these kernels")
     ]

@@ -24,8 +24,10 @@ class VerificationRow:
     run: Annotated[str, column(meaning="id of the run")]
     asked: Annotated[str, column(meaning="label of the config that the case was derived from")]
     config: Annotated[str, column(meaning="label of the config of the case")]
-    case: Annotated[str, column("case", meaning="name of the case")]
-    backend: Annotated[str, column("backend", meaning="the backend that was checked")]
+    case: Annotated[str, column("case", importance="key", meaning="name of the case")]
+    backend: Annotated[
+        str, column("backend", importance="key", meaning="the backend that was checked")
+    ]
     what: Annotated[
         str,
         column(

@@ -198,11 +198,13 @@ def emit(
     *,
     force: bool = False,
     images: str = "svg",
+    full: bool | None = None,
 ) -> None:
     """Render the document to the file, or to stdout if `output` is None.
 
     If `format` is None, the suffix of the file determines the format. The default is `table`. A
-    Markdown file has its charts in separate files, whose format is `images` (`svg` or `png`).
+    Markdown file has its charts in separate files, whose format is `images` (`svg` or `png`). `full`
+    is the value of the command's option `--full`, or None if it has none.
     """
     chosen = chosen_format(format, output)
     detail = f": {document.about}" if document.about else ""
@@ -217,10 +219,12 @@ def emit(
         on_terminal = output is None and sys.stdout.isatty()
         # Any value that is not empty disables colours (https://no-color.org).
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+        # A file does not depend on the terminal from which it is written.
+        terminal = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+        width = terminal if output is None else DEFAULT_WIDTH
         # escape codes are only for terminals
         color = on_terminal and not plain
-        text = render_table(document, width=width, cut=on_terminal, color=color)
+        text = render_table(document, width=width, cut=on_terminal, color=color, full=full)
     else:
         text = RENDERERS[chosen](document)
     if output is not None:

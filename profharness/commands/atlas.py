@@ -62,12 +62,12 @@ AtlasName = Annotated[str, Option(metavar="NAME")]
 SCHEMA = "profharness.atlas/1"
 COLUMNS = (
     Column("name", "name"),
-    Column("origin", "from"),
-    Column("gpu", "GPU"),
-    Column("torch", "torch"),
-    Column("cuda", "CUDA"),
-    Column("cudnn", "cuDNN"),
-    Column("driver", "driver"),
+    Column("origin", "from", importance="detail"),
+    Column("gpu", "GPU", importance="answer"),
+    Column("torch", "torch", importance="answer"),
+    Column("cuda", "CUDA", importance="detail"),
+    Column("cudnn", "cuDNN", importance="detail"),
+    Column("driver", "driver", importance="detail"),
     Column("cells", "cells", "count"),
 )
 FIELDS = (

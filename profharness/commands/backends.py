@@ -44,9 +44,9 @@ def show(states: list[BackendState]) -> Document:
     """Return a document with one row per backend, and the reasons why some cannot run."""
     columns = (
         Column("backend", "backend"),
-        Column("runs", "runs here"),
-        Column("device", "device"),
-        Column("summary", "what it is", shrink=True),
+        Column("runs", "runs here", importance="answer"),
+        Column("device", "device", importance="detail"),
+        Column("summary", "what it is", wrap=True),
     )
     rows = tuple(
         (state.backend, "yes" if state.runs else "no", state.device, state.summary)

@@ -92,9 +92,9 @@ class Check:
     """The result of one check."""
 
     name: Annotated[str, column("check")]
-    state: Annotated[str, column("state")]
+    state: Annotated[str, column("state", importance="answer")]
     """`ok`, `warning` (works in part), `missing`, or `absent` (optional)."""
-    detail: Annotated[str, column("found", shrink=True)]
+    detail: Annotated[str, column("found", importance="answer", wrap=True)]
     remedy: str = ""
 
 

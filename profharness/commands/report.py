@@ -83,20 +83,30 @@ SCHEMA = "profharness.report/1"
 class Latency:
     """A summary of the samples of one measurement in a cell."""
 
-    measurement: Annotated[str, column("measured by", meaning="what was timed, such as `cold`")]
-    samples: Annotated[int, column("n", "count", meaning="number of samples")]
+    measurement: Annotated[
+        str, column("measured by", importance="key", meaning="what was timed, such as `cold`")
+    ]
+    samples: Annotated[int, column("n", "count", importance="detail", meaning="number of samples")]
     median_ns: Annotated[
         float,
         column(
-            "median µs", "us", meaning="median of the samples; p10 and p90 enclose 80 % of them"
+            "median µs",
+            "us",
+            importance="answer",
+            scale="call",
+            meaning="median of the samples; p10 and p90 enclose 80 % of them",
         ),
     ]
-    p10_ns: Annotated[float, column("p10 µs", "us", meaning="10th percentile")]
-    p90_ns: Annotated[float, column("p90 µs", "us", meaning="90th percentile")]
-    min_ns: Annotated[float, column("min µs", "us", meaning="shortest sample")]
+    p10_ns: Annotated[float, column("p10 µs", "us", scale="call", meaning="10th percentile")]
+    p90_ns: Annotated[float, column("p90 µs", "us", scale="call", meaning="90th percentile")]
+    min_ns: Annotated[
+        float, column("min µs", "us", importance="detail", scale="call", meaning="shortest sample")
+    ]
 
 
-RAN = Column("ran", "ran", meaning="the backend whose op and kernels the trace shows")
+RAN = Column(
+    "ran", "ran", importance="answer", meaning="the backend whose op and kernels the trace shows"
+)
 CELL_COLUMNS = (
     *pick(CellRow, "config", "backend", "status"),
     RAN,
@@ -106,6 +116,7 @@ TO_FASTEST = Column(
     "to_fastest",
     "to fastest",
     "ratio",
+    importance="answer",
     meaning="the median over that of the fastest backend of the same config",
 )
 LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)

@@ -45,7 +45,7 @@ SCHEMA = "profharness.verify/1"
 FIELDS = field_names(VerificationRow)
 SUMMARY = (
     Column("backend", "backend"),
-    Column("verdict", "verdict"),
+    Column("verdict", "verdict", importance="answer"),
     *(Column(name, name, "count") for name in ("passed", "failed", "skipped")),
     Column("worst", "error/allowance", "short"),
     Column("case", "largest in", shrink=True),

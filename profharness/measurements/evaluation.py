@@ -154,15 +154,26 @@ class Loss:
     """The cost of `auto` on a config, compared with the fastest correct other backend."""
 
     config: Annotated[str, column("config", meaning="label of the attention problem")]
-    choice: Annotated[str | None, column("auto took", meaning="what ran on `auto`")]
-    chosen_ns: Annotated[float, column("auto µs", "us", meaning="median of `auto`")]
-    best: Annotated[str, column("fastest other", meaning="the fastest correct other backend")]
-    best_ns: Annotated[float, column("µs", "us", meaning="its median")]
+    choice: Annotated[
+        str | None, column("auto took", importance="answer", meaning="what ran on `auto`")
+    ]
+    chosen_ns: Annotated[
+        float,
+        column("auto µs", "us", importance="answer", scale="call", meaning="median of `auto`"),
+    ]
+    best: Annotated[
+        str,
+        column("fastest other", importance="answer", meaning="the fastest correct other backend"),
+    ]
+    best_ns: Annotated[
+        float, column("µs", "us", importance="answer", scale="call", meaning="its median")
+    ]
     regret: Annotated[
         float,
         column(
             "regret%",
             "percent",
+            importance="answer",
             meaning="how much longer `auto` took than the fastest correct other backend",
         ),
     ]

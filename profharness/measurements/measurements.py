@@ -151,22 +151,39 @@ class BenchRow:
 
     run: Annotated[str, column(meaning="id of the run")]
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
-    backend: Annotated[str, column("backend", meaning="the backend that was asked for")]
-    status: Annotated[str, column(optional=True, meaning="`ok`, `refused`, or how it failed")]
+    backend: Annotated[
+        str, column("backend", importance="key", meaning="the backend that was asked for")
+    ]
+    status: Annotated[
+        str, column(importance="answer", optional=True, meaning="`ok`, `refused`, or how it failed")
+    ]
     message: Annotated[str | None, column(meaning="why the cell failed")]
     measurement: Annotated[str | None, column(meaning="what was timed, such as `cold`")] = None
     samples: Annotated[int, column(meaning="number of samples")] = 0
-    median_ns: Annotated[float | None, column("µs", "us", meaning="median of the samples")] = None
+    median_ns: Annotated[
+        float | None, column("µs", "us", importance="answer", meaning="median of the samples")
+    ] = None
     low_ns: Annotated[float | None, column(meaning="95 % confidence interval of the median")] = None
     high_ns: Annotated[float | None, column(meaning="upper end of that interval")] = None
-    mean_ns: Annotated[float | None, column("mean", "us", meaning="mean")] = None
-    std_ns: Annotated[float | None, column("std", "us", meaning="standard deviation")] = None
+    mean_ns: Annotated[float | None, column("mean", "us", importance="detail", meaning="mean")] = (
+        None
+    )
+    std_ns: Annotated[
+        float | None, column("std", "us", importance="detail", meaning="standard deviation")
+    ] = None
     min_ns: Annotated[float | None, column(meaning="shortest sample")] = None
     flops_per_s: Annotated[
         float | None, column("TFLOP/s", "tera", optional=True, meaning="FLOPs per second")
     ] = None
     bytes_per_s: Annotated[
-        float | None, column("GB/s", "giga", optional=True, meaning="compulsory bytes per second")
+        float | None,
+        column(
+            "GB/s",
+            "giga",
+            importance="detail",
+            optional=True,
+            meaning="compulsory bytes per second",
+        ),
     ] = None
     efficiency: Annotated[
         float | None,
@@ -175,7 +192,13 @@ class BenchRow:
     against: Annotated[str | None, column(meaning="that peak")] = None
     speedup: Annotated[
         float | None,
-        column("speed-up", "ratio", optional=True, meaning="the baseline's time over this one"),
+        column(
+            "speed-up",
+            "ratio",
+            importance="answer",
+            optional=True,
+            meaning="the baseline's time over this one",
+        ),
     ] = None
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
     regret: Annotated[
@@ -183,7 +206,12 @@ class BenchRow:
     ] = None
     verified: Annotated[
         bool | None,
-        column("verified", optional=True, meaning="whether the output is correct; null if unknown"),
+        column(
+            "verified",
+            importance="answer",
+            optional=True,
+            meaning="whether the output is correct; null if unknown",
+        ),
     ] = None
     doubts: Annotated[tuple[str, ...], column(meaning="what makes the figure doubtful")] = ()
     host_ns: Annotated[
@@ -192,12 +220,22 @@ class BenchRow:
     p90_ns: Annotated[float | None, column(meaning="90th percentile")] = None
     p99_ns: Annotated[float | None, column(meaning="99th percentile")] = None
     queries_per_s: Annotated[
-        float | None, column("Mquery/s", "millions", meaning="query rows of all heads per second")
+        float | None,
+        column(
+            "Mquery/s",
+            "millions",
+            importance="detail",
+            meaning="query rows of all heads per second",
+        ),
     ] = None
     sequences_per_s: Annotated[
         float | None,
         column(
-            "sequences/s", "figures", optional=True, meaning="sequences of the batch per second"
+            "sequences/s",
+            "figures",
+            importance="detail",
+            optional=True,
+            meaning="sequences of the batch per second",
         ),
     ] = None
     peak_memory_bytes: Annotated[
@@ -229,6 +267,7 @@ class BenchRow:
         column(
             "±%",
             "spread",
+            importance="answer",
             meaning="half the 95 % interval of the median; busy: that is more than the median",
         ),
     ]:
@@ -246,6 +285,7 @@ class BenchRow:
         column(
             "±% processes",
             "spread",
+            importance="detail",
             optional=True,
             meaning="`between_processes_ns` over the median",
         ),

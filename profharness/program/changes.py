@@ -20,11 +20,15 @@ class EnvChange:
     """A key whose values differ between two environments."""
 
     key: Annotated[str, column("environment", meaning="name of the property")]
-    baseline: Annotated[Any, column("baseline", shrink=True, meaning="value of the baseline")]
-    candidate: Annotated[Any, column("candidate", shrink=True, meaning="value of the candidate")]
+    baseline: Annotated[
+        Any, column("baseline", importance="answer", shrink=True, meaning="value of the baseline")
+    ]
+    candidate: Annotated[
+        Any, column("candidate", importance="answer", shrink=True, meaning="value of the candidate")
+    ]
     explains: Annotated[
         str | None,
-        column("what it can explain", shrink=True, meaning="what such a change can cause"),
+        column("what it can explain", wrap=True, meaning="what such a change can cause"),
     ]
 
 

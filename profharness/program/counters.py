@@ -49,26 +49,45 @@ Value = float | None
 class Counters:
     """The counters of a kernel. Shares are from 0 to 1. Missing counters are None."""
 
-    tensor_pipe: Annotated[Value, column("tensor%", "percent", meaning="share of cycles")] = None
+    tensor_pipe: Annotated[
+        Value, column("tensor%", "percent", importance="normal", meaning="share of cycles")
+    ] = None
     tensor_instructions: float | None = None
-    fma_pipe: Annotated[Value, column("FMA%", "percent", meaning="share of cycles")] = None
+    fma_pipe: Annotated[
+        Value, column("FMA%", "percent", importance="detail", meaning="share of cycles")
+    ] = None
     sm_throughput: Annotated[Value, column("SM%", "percent", meaning="share of its peak")] = None
-    dram_throughput: Annotated[Value, column("DRAM%", "percent", meaning="share of its peak")] = (
-        None
-    )
+    dram_throughput: Annotated[
+        Value, column("DRAM%", "percent", importance="normal", meaning="share of its peak")
+    ] = None
     l2_throughput: Annotated[Value, column("L2%", "percent", meaning="share of its peak")] = None
-    l1_throughput: Annotated[Value, column("L1%", "percent", meaning="share of its peak")] = None
-    l1_hit_rate: Annotated[Value, column("L1 hit%", "percent", meaning="share of sectors")] = None
+    l1_throughput: Annotated[
+        Value, column("L1%", "percent", importance="detail", meaning="share of its peak")
+    ] = None
+    l1_hit_rate: Annotated[
+        Value, column("L1 hit%", "percent", importance="detail", meaning="share of sectors")
+    ] = None
     l2_hit_rate: Annotated[Value, column("L2 hit%", "percent", meaning="share of sectors")] = None
-    load_sectors: Annotated[Value, column("sectors/ld", "figures", meaning="per request")] = None
-    store_sectors: Annotated[Value, column("sectors/st", "figures", meaning="per request")] = None
-    bank_conflicts: Annotated[Value, column("conflict%", "percent", meaning="share of passes")] = (
-        None
-    )
-    issue_active: Annotated[Value, column("issue%", "percent", meaning="share of cycles")] = None
+    load_sectors: Annotated[
+        Value, column("sectors/ld", "figures", importance="detail", meaning="per request")
+    ] = None
+    store_sectors: Annotated[
+        Value, column("sectors/st", "figures", importance="detail", meaning="per request")
+    ] = None
+    bank_conflicts: Annotated[
+        Value, column("conflict%", "percent", importance="detail", meaning="share of passes")
+    ] = None
+    issue_active: Annotated[
+        Value, column("issue%", "percent", importance="detail", meaning="share of cycles")
+    ] = None
     active_threads: Annotated[
         Value,
-        column("threads/warp", "tenths", meaning="active threads of 32, mean of all instructions"),
+        column(
+            "threads/warp",
+            "tenths",
+            importance="detail",
+            meaning="active threads of 32, mean of all instructions",
+        ),
     ] = None
     # The share of each warp state in the time of all resident warps, in descending order.
     warp_states: dict[str, float] = field(default_factory=dict)
@@ -77,7 +96,8 @@ class Counters:
     def stall(
         self,
     ) -> Annotated[
-        str | None, column("most stalled by", meaning="what most resident warps wait for")
+        str | None,
+        column("most stalled by", importance="normal", meaning="what most resident warps wait for"),
     ]:
         """The most frequent state of resident warps that do not issue, with its share."""
         state = next((name for name in self.warp_states if name != "selected"), None)

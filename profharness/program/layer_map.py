@@ -68,38 +68,67 @@ class LayerRow:
     kind: Annotated[
         str, column(meaning="`sdpa`, `inner`, `fast_path`, `flex`, `custom`, `eager` or `replay`")
     ]
-    config: Annotated[Text, column("config", meaning="label of the call of median length")]
+    config: Annotated[
+        Text, column("config", shrink=True, meaning="label of the call of median length")
+    ]
     lengths: Annotated[
         tuple[int, int] | None, column(meaning="the smallest and the largest seq_kv")
     ]
-    calls: Annotated[Number, column("calls/step", "count", meaning="calls per step")]
+    calls: Annotated[
+        Number, column("calls/step", "count", importance="detail", meaning="calls per step")
+    ]
     phase: Annotated[Text, column("phase", meaning="`prefill`, `decode`, `cross` or `train`")]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
     mode: Annotated[
-        str, column("mode", meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph)")
+        str,
+        column(
+            "mode",
+            importance="detail",
+            meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph)",
+        ),
     ]
     asked: Annotated[
         Text,
         column(
             "asked",
+            importance="detail",
             meaning="backends that the program allowed, joined by commas; `auto` if it excluded none; empty if unknown",
         ),
     ]
-    ran: Annotated[Text, column("ran", meaning="the backend that computed it")]
+    ran: Annotated[Text, column("ran", importance="answer", meaning="the backend that computed it")]
     sdpa_op: Annotated[Text, column(meaning="the attention op in the trace")]
     kernels: Annotated[
         tuple[str, ...],
         column("kernels", "names", meaning="short names in order of the first launch"),
     ]
     forward_ns: Annotated[
-        Number, column("forward µs", "us", meaning="kernel time per step, if there are kernels")
+        Number,
+        column(
+            "forward µs",
+            "us",
+            importance="answer",
+            scale="layer",
+            meaning="kernel time per step, if there are kernels",
+        ),
     ]
     backward_ns: Annotated[
-        Number, column("backward µs", "us", meaning="kernel time of the backward per step")
+        Number,
+        column(
+            "backward µs",
+            "us",
+            importance="answer",
+            scale="layer",
+            meaning="kernel time of the backward per step",
+        ),
     ]
     share: Annotated[
         Number,
-        column("% of busy", "percent", meaning="share of the time in which the GPU was busy"),
+        column(
+            "% of busy",
+            "percent",
+            importance="answer",
+            meaning="share of the time in which the GPU was busy",
+        ),
     ]
     step_share: Annotated[Number, column("% of step", "percent", meaning="share of the step")]
     reasons: Annotated[
@@ -112,6 +141,7 @@ class LayerRow:
         Text,
         column(
             "mask",
+            importance="detail",
             meaning="effect of the first call's mask; `none` without a mask; empty if unknown",
         ),
     ] = None
@@ -121,9 +151,10 @@ class LayerRow:
             meaning="the configs to time instead of the calls, each with the calls per step that it represents"
         ),
     ] = ()
-    best: Annotated[Text, column("best", meaning="the fastest correct backend, with `--bench`")] = (
-        None
-    )
+    best: Annotated[
+        Text,
+        column("best", importance="answer", meaning="the fastest correct backend, with `--bench`"),
+    ] = None
     ran_ns: Annotated[Number, column(meaning="time of one call on what ran, with `--bench`")] = None
     best_ns: Annotated[
         Number, column(meaning="time of one call on the best backend, with `--bench`")
@@ -133,6 +164,7 @@ class LayerRow:
         column(
             "saves µs/step",
             "us",
+            importance="answer",
             meaning="savings of the best backend per step, forward and backward",
         ),
     ] = None
@@ -140,7 +172,13 @@ class LayerRow:
     saves_backward_ns: Annotated[Number, column(meaning="savings of the backward per step")] = None
     choice: Annotated[Text, column(meaning="PyTorch's choice, recorded by `observe`")] = None
     site: Annotated[
-        Text, column("at", shrink=True, meaning="file and line of the call, recorded by `observe`")
+        Text,
+        column(
+            "at",
+            importance="detail",
+            shrink=True,
+            meaning="file and line of the call, recorded by `observe`",
+        ),
     ] = None
     program_calls: Annotated[
         int | None,
@@ -196,6 +234,7 @@ class LayerForecast:
         Text,
         column(
             "predicted backend",
+            importance="answer",
             meaning="PyTorch's choice there among the allowed backends, by rule",
         ),
     ] = None
@@ -214,15 +253,22 @@ class LayerForecast:
         Number, column("predicted µs/call", "us", meaning="mean time of one call")
     ] = None
     predicted_low_ns: Annotated[
-        Number, column("from", "us", meaning="lower end of the 90 % interval of one call")
+        Number,
+        column(
+            "from", "us", importance="detail", meaning="lower end of the 90 % interval of one call"
+        ),
     ] = None
     predicted_high_ns: Annotated[
-        Number, column("to", "us", meaning="upper end of that interval")
+        Number, column("to", "us", importance="detail", meaning="upper end of that interval")
     ] = None
     predicted_total_ns: Annotated[
         Number,
         column(
-            "predicted µs", "us", meaning="time of all calls of a step, else of the whole program"
+            "predicted µs",
+            "us",
+            importance="answer",
+            scale="program",
+            meaning="time of all calls of a step, else of the whole program",
         ),
     ] = None
     predicted_share: Annotated[
@@ -231,12 +277,21 @@ class LayerForecast:
     predicted_best: Annotated[
         Text,
         column(
-            "predicted best", meaning="the fastest backend that supports the call and has a time"
+            "predicted best",
+            importance="answer",
+            meaning="the fastest backend that supports the call and has a time",
         ),
     ] = None
     predicted_best_ns: Annotated[Number, column(meaning="time of one call on it")] = None
     predicted_saves_ns: Annotated[
-        Number, column("would save µs", "us", meaning="savings of the best backend for all calls")
+        Number,
+        column(
+            "would save µs",
+            "us",
+            importance="answer",
+            scale="program",
+            meaning="savings of the best backend for all calls",
+        ),
     ] = None
     predicted_certain: Annotated[
         bool | None, column(meaning="whether the two intervals are more than 3 % apart")

@@ -53,11 +53,19 @@ class LayerSide:
     config: str | None
     calls: Annotated[
         float | None,
-        column("calls/step", right=True, meaning="calls per step; null if no step was recorded"),
+        column(
+            "calls/step",
+            importance="detail",
+            right=True,
+            meaning="calls per step; null if no step was recorded",
+        ),
     ]
     phase: str | None
     mode: str
-    ran: Annotated[str | None, column("ran", meaning="the backend that computed the calls")]
+    ran: Annotated[
+        str | None,
+        column("ran", importance="answer", meaning="the backend that computed the calls"),
+    ]
     sdpa_op: str | None
     forward_ns: Annotated[
         float | None,
@@ -65,13 +73,17 @@ class LayerSide:
     ]
     backward_ns: Annotated[float | None, column("backward µs/call", right=True)]
     # Only the observer records the following values.
-    asked: Annotated[str | None, column("asked", meaning="backends that the program allowed")] = (
-        None
-    )
+    asked: Annotated[
+        str | None,
+        column("asked", importance="detail", meaning="backends that the program allowed"),
+    ] = None
     choice: str | None = None
     mask: str | None = None
     program_calls: Annotated[
-        int | None, column("calls in all", right=True, meaning="calls of the whole program")
+        int | None,
+        column(
+            "calls in all", importance="detail", right=True, meaning="calls of the whole program"
+        ),
     ] = None
     # The configs to time instead of the calls, each with the number of calls that it represents.
     # This is a number per step, or for the whole program if no step was recorded. The tuple is
@@ -104,12 +116,22 @@ class LayerDiff:
     baseline: LayerSide | None = None
     candidate: LayerSide | None = None
     ratio: Annotated[
-        float | None, column("ratio", "ratio", meaning="the candidate's time over the baseline's")
+        float | None,
+        column(
+            "ratio",
+            "ratio",
+            importance="answer",
+            meaning="the candidate's time over the baseline's",
+        ),
     ] = None
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`
     verdict: Annotated[
         Verdict,
-        column("verdict", meaning="`changed` if another backend or mode ran, else as `speed`"),
+        column(
+            "verdict",
+            importance="answer",
+            meaning="`changed` if another backend or mode ran, else as `speed`",
+        ),
     ] = "unknown"
     speed: Verdict = "unknown"  # the verdict if only times are compared
     changed: bool = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -231,6 +232,11 @@ def _figures(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def _ms(value: float, digits: int) -> str:
+    least = 10.0**-digits
+    return f"<{least:.{digits}f}" if 0 < value < least / 2 * 1e6 else f"{value / 1e6:,.{digits}f}"
+
+
 def time_text(ns: float) -> str:
     """Format a time for a sentence with three significant figures, in µs, ms or s: `7.44 µs`."""
     if not ns or not math.isfinite(ns):
@@ -268,6 +274,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "short": lambda value: f"{value:.3g}",
     "us": lambda value: f"{value / 1e3:.2f}",
     "ms": lambda value: f"{value / 1e6:,.2f}",
+    "ms3": functools.partial(_ms, digits=3),
+    "ms4": functools.partial(_ms, digits=4),
     "kib": lambda value: f"{value / 1024:.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
     "percent": lambda value: f"{100 * value:.1f}",
@@ -284,6 +292,53 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "duration": _duration,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
+
+
+def with_time_units(document: Document) -> Document:
+    """Return the document with ms instead of µs in columns that contain a value of 1 ms or more.
+
+    Tables with the same columns have the same units. Renderers for people call this function.
+    """
+    tables = [block for block in document.blocks if isinstance(block, Table)]
+    times: dict[tuple[Column, ...], list[list[float]]] = {}
+    for table in tables:
+        own = times.setdefault(table.columns, [[] for _ in table.columns])
+        for place, column in enumerate(table.columns):
+            if column.format == "us":
+                values = (row[place] for row in table.rows)
+                own[place] += [value for value in values if isinstance(value, int | float)]
+    shown = {columns: _in_units(columns, values) for columns, values in times.items()}
+    blocks = (
+        replace(block, columns=shown[block.columns]) if isinstance(block, Table) else block
+        for block in document.blocks
+    )
+    return replace(document, blocks=tuple(blocks))
+
+
+def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tuple[Column, ...]:
+    scales: list[str] = []
+    scale = ""
+    for column in columns:
+        # A title without a unit, such as the end of an interval, has the unit of the time before it.
+        if column.format == "us" and (column.scale or "µs" in column.title):
+            scale = column.scale or column.key
+        scales.append(scale)
+    values: dict[str, list[float]] = {}
+    for scale, own in zip(scales, times, strict=True):
+        values.setdefault(scale, []).extend(own)
+    return tuple(
+        _in_ms(column, values[scale])
+        if column.format == "us" and max(values[scale], default=0) >= 1e6
+        else column
+        for column, scale in zip(columns, scales, strict=True)
+    )
+
+
+def _in_ms(column: Column, values: Iterable[float]) -> Column:
+    # Show two figures of the smallest value, if four decimals are enough for them.
+    least = min((value for value in values if value > 0), default=0)
+    kind = "ms" if least >= 1e6 else "ms3" if least >= 1e4 else "ms4"
+    return replace(column, title=column.title.replace("µs", "ms"), format=kind)
 
 
 def field_names(row_type: Any) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from profharness.render.document import (
     Note,
     Table,
     formatted_rows,
+    with_time_units,
 )
 
 TRIPLES = ("grid", "block")  # CSV splits these into _x, _y and _z, like the views of the store
@@ -128,6 +129,7 @@ def escape_markdown(text: str) -> str:
 
 def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
     """Render GitHub-flavoured Markdown. `images` are the paths of the charts in order."""
+    document = with_time_units(document)
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
     if document.answer:
@@ -172,7 +174,7 @@ def _render_table(document: Document, **options: Any) -> str:
 def _render_html(document: Document) -> str:
     from profharness.render.html import render_html  # imports templates and hashes
 
-    return render_html(document)
+    return render_html(with_time_units(document))
 
 
 # Maps each format to the function that renders a Document as text.

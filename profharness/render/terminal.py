@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from profharness.columns import Column
-from profharness.errors import one_line, printable
+from profharness.errors import join_few, one_line, printable
 from profharness.render.document import (
     Block,
     Chart,
@@ -23,31 +21,50 @@ from profharness.render.document import (
     Note,
     Table,
     formatted_rows,
+    with_time_units,
+)
+from profharness.render.fitting import (
+    GAP,
+    INDENT,
+    Layout,
+    chunks,
+    fit_columns,
+    natural_layout,
+    split_title,
+    without_strides,
 )
 
-GAP = 2
-MIN_SHRUNK = 12
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
-ROUNDS = 4  # maximum number of attempts to make shortened names distinct; two are usually enough
-_WORD_END = re.compile(r"[^\W_]*$")
+SHOWN_TITLES = 8  # maximum number of hidden columns that are named
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
+
+Rows = list[list[str]]
+Layouts = Mapping[tuple[Column, ...], Layout]
 
 
 def render_table(
-    document: Document, *, width: int = 100, cut: bool = False, color: bool = False
+    document: Document,
+    *,
+    width: int = 100,
+    cut: bool = False,
+    color: bool = False,
+    full: bool | None = None,
 ) -> str:
     """Render headings, aligned tables and notes, wrapped at `width`.
 
-    Tables with the same columns have the same column widths. If `cut` is set, names are shortened so
-    that tables fit the width.
+    Tables with the same columns have the same column widths. If `cut` is set, tables fit the width
+    as `fit_columns` describes. `full` is the value of the command's option `--full`, if it has one.
     """
+    document = with_time_units(document)
     tables = [block for block in document.blocks if isinstance(block, Table)]
-    widths = _shared_widths(tables, width if cut else None)
-    needed = [sum(columns) + GAP * (len(columns) - 1) for columns in widths.values()]
+    rows = [formatted_rows(table) for table in tables]
+    layouts = _layouts(tables, rows, width if cut else None, full=bool(full))
+    last_cut = max(
+        (at for at, each in enumerate(tables) if layouts[each.columns].hidden), default=-1
+    )
     console = Console(
         file=io.StringIO(),
-        # Otherwise rich would cut the numbers of a wider table.
-        width=max([width, *needed]),
+        width=width,
         force_terminal=color,
         color_system="standard" if color else None,
         legacy_windows=False,
@@ -55,12 +72,13 @@ def render_table(
         _environ={},
     )
     labels = (len(b.label) for b in document.blocks if isinstance(b, Note))
-    label_width = min(max(labels, default=0), MAX_LABEL)
+    label_width = min(max(labels, default=0), MAX_LABEL, width // 3)
     for sentence in document.answer:
         _print_note(console, Note(sentence), 0, width)
     if document.answer and document.blocks:
         console.print()
     previous: Block | None = None
+    table_count = 0
     for block in document.blocks:
         # a table of the document has the values of the chart
         if isinstance(block, Chart):
@@ -68,129 +86,133 @@ def render_table(
         if isinstance(block, Heading):
             if previous is not None:
                 console.print()
-            _print_heading(console, block)
+            _print_heading(console, block, width if cut else None)
         elif isinstance(block, Code):
             for line in printable(block.text).splitlines():
-                text = f"    {line}" if line else ""
+                text = f"    {line}".rstrip()
                 # Do not interpret brackets in code as styles.
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif isinstance(block, Table):
-            if isinstance(previous, Note):
+            if isinstance(previous, Note | Table):
                 console.print()
-            _print_table(console, block, widths[block.columns])
+            _print_table(console, block.columns, rows[table_count], layouts[block.columns])
+            if table_count == last_cut:
+                _print_hidden(console, layouts, width, full)
+            table_count += 1
         else:
             _print_note(console, block, label_width, width)
         previous = block
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    # remove the blanks with which rich pads cells
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n" if text else ""
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def _shared_widths(
-    tables: Iterable[Table], width: int | None
-) -> dict[tuple[Column, ...], list[int]]:
-    """Return column widths that are shared by all tables with the same columns.
-
-    If `width` is set, shrinkable columns are narrowed so that the tables fit.
-    """
-    natural: dict[tuple[Column, ...], list[int]] = {}
-    for table in tables:
-        sizes = natural.setdefault(
-            table.columns, [cell_len(one_line(c.title)) for c in table.columns]
-        )
-        for row in formatted_rows(table):
-            sizes[:] = [max(size, cell_len(text)) for size, text in zip(sizes, row, strict=True)]
-    if width is None:
-        return natural
-    return {columns: fit_widths(columns, sizes, width) for columns, sizes in natural.items()}
+def _layouts(
+    tables: Sequence[Table], rows: Sequence[Rows], width: int | None, *, full: bool
+) -> Layouts:
+    """Return the layout of all tables with the same columns. None as `width` is unlimited."""
+    joined: dict[tuple[Column, ...], Rows] = {}
+    for table, own in zip(tables, rows, strict=True):
+        joined.setdefault(table.columns, []).extend(own)
+    return {
+        columns: natural_layout(columns, own)
+        if width is None
+        else fit_columns(columns, own, width, full=full)
+        for columns, own in joined.items()
+    }
 
 
-def fit_widths(columns: tuple[Column, ...], sizes: list[int], width: int) -> list[int]:
-    """Narrow the widest shrinkable columns until the table fits, but not below MIN_SHRUNK."""
-    sizes = list(sizes)
-    excess = sum(sizes) + GAP * (len(sizes) - 1) - width
-    shrinkable = [index for index, column in enumerate(columns) if column.shrink]
-    while excess > 0:
-        widest = max(shrinkable, key=lambda index: sizes[index], default=None)
-        if widest is None or sizes[widest] <= MIN_SHRUNK:
-            break
-        sizes[widest] -= 1
-        excess -= 1
-    return sizes
-
-
-def _print_heading(console: Console, heading: Heading) -> None:
-    line = Text(one_line(heading.text), style="bold")
-    if heading.detail:
-        line.append(f"  {one_line(heading.detail)}", style="not bold dim")
+def _print_heading(console: Console, heading: Heading, width: int | None) -> None:
+    title, detail = one_line(heading.text), one_line(heading.detail)
+    if width is not None and cell_len(title) > width:
+        title = without_strides(title)
+    apart = width is not None and cell_len(title) + GAP + cell_len(detail) > width
+    line = Text("\n".join(_wrapped(title, width)), style="bold")
+    if detail:
+        rest = "\n".join(["", *_wrapped(detail, width)]) if apart else f"{' ' * GAP}{detail}"
+        line.append(rest, style="not bold dim")
     console.print(line, soft_wrap=True)
 
 
-def _print_table(console: Console, table: Table, widths: list[int]) -> None:
-    grid = RichTable(
-        box=None, padding=(0, GAP, 0, 0), pad_edge=False, collapse_padding=True, header_style="dim"
-    )
-    for column, size in zip(table.columns, widths, strict=True):
-        grid.add_column(
-            Text(one_line(column.title)),
-            width=size,
-            no_wrap=True,
-            overflow="ellipsis",
-            justify="right" if column.right else "left",
+def _wrapped(text: str, width: int | None) -> list[str]:
+    if width is None or cell_len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _print_table(console: Console, columns: Sequence[Column], rows: Rows, layout: Layout) -> None:
+    for text in _title_lines(columns, layout):
+        console.print(Text(text, style="dim"), soft_wrap=True)
+    # rich takes long for long tables, and rows have no styles
+    console.file.write("".join(f"{line}\n" for line in _row_lines(columns, rows, layout)))
+
+
+def _title_lines(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
+    for number, line in enumerate(layout.lines):
+        titles = [split_title(one_line(columns[at].title), layout.widths[at]) for at in line]
+        for part in (0, 1):
+            cells = (
+                _padded(title[part], layout.widths[at], columns[at].right)
+                for at, title in zip(line, titles, strict=True)
+            )
+            text = _joined(cells, number)
+            if text.strip() or (part and len(layout.lines) == 1):
+                yield text
+
+
+def _row_lines(columns: Sequence[Column], rows: Rows, layout: Layout) -> Iterator[str]:
+    cells: list[dict[str, list[str]]] = []
+    for at, column in enumerate(columns):
+        cuts, size = layout.cuts.get(at, {}), layout.widths[at]
+        texts = dict.fromkeys(row[at] for row in rows)
+        cells.append(
+            {
+                text: [
+                    _padded(part, size, column.right) for part in chunks(cuts.get(text, text), size)
+                ]
+                for text in texts
+            }
         )
-    rows = formatted_rows(table)
-    shown = [
-        distinct_cuts([row[place] for row in rows], size) if column.shrink else {}
-        for place, (column, size) in enumerate(zip(table.columns, widths, strict=True))
-    ]
+    blanks = [" " * size for size in layout.widths]
     for row in rows:
-        grid.add_row(*(Text(cuts.get(text, text)) for cuts, text in zip(shown, row, strict=True)))
-    console.print(grid)
+        for number, line in enumerate(layout.lines):
+            if len(line) == 1 and not row[line[0]] and len(layout.lines) > 1:
+                continue  # a value that repeats the row above
+            parts = [cells[at][row[at]] for at in line]
+            yield _joined((part[0] for part in parts), number)
+            for count in range(1, max(map(len, parts))):
+                rest = (
+                    part[count] if count < len(part) else blanks[at]
+                    for at, part in zip(line, parts, strict=True)
+                )
+                yield _joined(rest, number)
 
 
-def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
-    """Map each text that is longer than `width` to a shortened text.
-
-    Texts with the same beginning are shortened so that their differences remain visible.
-    """
-    cuts = {text: f"{_fitting(text, width - 1)}…" for text in texts if cell_len(text) > width}
-    for _ in range(ROUNDS):
-        alike: dict[str, list[str]] = {}
-        for text, cut in cuts.items():
-            alike.setdefault(cut, []).append(text)
-        for group in alike.values():
-            if len(group) > 1:
-                cuts |= {text: _from_difference(text, group, width) for text in group}
-    return cuts
+def _joined(cells: Iterator[str], number: int) -> str:
+    return f"{' ' * (INDENT if number else 0)}{(' ' * GAP).join(cells)}".rstrip()
 
 
-def _from_difference(text: str, group: Sequence[str], width: int) -> str:
-    """Shorten a text to the common prefix of the group, an ellipsis, and the part that differs."""
-    shared = min(group)
-    other = max(group)  # the common prefix of the least and the greatest text is common to all
-    while not other.startswith(shared):
-        shared = shared[:-1]
-    head = _fitting(shared, width // 3)
-    word = len(shared) - len(_WORD_END.search(shared)[0])  # type: ignore[index]
-    start = word if len(shared) - word <= width // 4 else len(shared)
-    rest, room = text[start:], width - cell_len(head) - 1
-    if cell_len(rest) > room:
-        return f"{head}…{_fitting(rest, room - 1)}…"
-    return f"{head}…{_fitting(text[::-1], room)[::-1]}"
+def _padded(text: str, width: int, right: bool) -> str:
+    blanks = " " * (width - cell_len(text))
+    return f"{blanks}{text}" if right else f"{text}{blanks}"
 
 
-def _fitting(text: str, width: int) -> str:
-    end = min(len(text), max(width, 0))
-    while cell_len(text[:end]) > width:
-        end -= 1
-    return text[:end]
+def _print_hidden(console: Console, layouts: Layouts, width: int, full: bool | None) -> None:
+    titles = dict.fromkeys(
+        one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
+    )
+    how = "a wider terminal" if full is None else "--full or a wider terminal"
+    names = join_few([title for title in titles if title], SHOWN_TITLES)
+    text = f"hidden at {width} columns: {names} ({how} shows them)"
+    console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:
     indent = label_width + GAP if note.label else 0
-    lead = f"{one_line(note.label):<{label_width}}{' ' * GAP}" if note.label else ""
+    label, text = one_line(note.label), one_line(note.text)
+    lead = f"{label:<{label_width}}{' ' * GAP}" if label else ""
+    if len(label) > label_width:
+        indent, lead, text = 2 * GAP, "", f"{label}{' ' * GAP}{text}"
     body = textwrap.fill(
-        one_line(note.text),
+        text,
         width=max(width, indent + 20),
         initial_indent=lead,
         subsequent_indent=" " * indent,
@@ -198,5 +220,4 @@ def _print_note(console: Console, note: Note, label_width: int, width: int) -> N
         break_long_words=False,
         break_on_hyphens=False,
     )
-    text = Text(body, style=NOTE_STYLES.get(note.level, ""))
-    console.print(text, soft_wrap=True)
+    console.print(Text(body, style=NOTE_STYLES.get(note.level, "")), soft_wrap=True)

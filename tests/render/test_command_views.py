@@ -20,7 +20,7 @@ from profharness.commands.kernels.tables import kernel_record, kernels_document,
 from profharness.program.changes import EnvChange
 from profharness.render.document import Table
 from profharness.render.renderers import RENDERERS
-from profharness.render.terminal import MIN_SHRUNK, render_table
+from profharness.render.terminal import render_table
 from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
 from profharness.store import Selection, ingest_path, open_store
 
@@ -73,7 +73,7 @@ def test_terminal_cuts_names_to_distinct_ones(store: Path, rows: list[KernelRow]
     names = [line[: line.index("  ")] for line in lines if "…" in line]
     assert len(names) > 5
     short = {row.kernel_short for row in rows if (row.config, row.backend) == (CONFIG, "math")}
-    assert len(set(names)) == len([name for name in short if len(name) > MIN_SHRUNK])
+    assert len(set(names)) == len([name for name in short if len(name) > max(map(len, names))])
 
 
 def test_full_witnesses_have_whole_names_and_counters(rows: list[KernelRow]) -> None:

@@ -41,8 +41,8 @@ from profharness.render.document import (
     share_text,
     time_text,
 )
+from profharness.render.fitting import MIN_SHRUNK, distinct_cuts
 from profharness.render.renderers import RENDERERS, escape_markdown, harmless
-from profharness.render.terminal import MIN_SHRUNK, distinct_cuts
 from profharness.rows import CellRow, KernelRow, RunRow
 from profharness.traces.kernel_names import parse_kernel_name
 
@@ -85,17 +85,16 @@ def test_empty_answer_has_all_keys() -> None:
 def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
     text = RENDERERS["table"](kernels_document(*sample()), width=100, cut=True)
     assert max(map(len, text.splitlines())) <= 100
-    for number in ("65535,16,1", "1234.57", "2.5", "48.0", "12.5"):
+    for number in ("65535,16,1", "1.2346", "2.5", "48.0"):
         assert number in text
     assert "…" in text
+    assert "hidden at 100 columns: occ%" in text
 
 
-@given(width=st.integers(1, 200))
-def test_numbers_survive_any_width(width: int) -> None:
+@pytest.mark.parametrize("width", range(30, 200, 10))
+def test_important_numbers_survive_any_width(width: int) -> None:
     text = RENDERERS["table"](kernels_document(*sample()), width=width, cut=True)
-    _, _, table = text.partition("backend")
-    assert "65535,16,1" in next(line for line in table.splitlines() if line.startswith("math"))
-    assert "1234.57" in table
+    assert {"1.2346", "0.0185", "50.0"} <= set(text.split())
 
 
 def test_color_is_only_used_on_request() -> None:
@@ -111,8 +110,8 @@ def test_long_label_does_not_indent_other_notes() -> None:
     notes = (Note("a b " * 30, "short"), Note("said", "long " * 19 + "long"))
     text = RENDERERS["table"](Document("t/1", "t", notes, ("a",), ()))
     assert len(text.splitlines()) == 4
-    assert max(map(len, text.splitlines())) <= 106
-    assert "long  said" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.endswith("\n    said\n")
 
 
 def _document(text: str) -> Document:
@@ -183,11 +182,6 @@ def test_table_refuses_ragged_rows() -> None:
         Table((Column("a", "a"),), ((1, 2),))
 
 
-def test_shrinking_stops_before_a_name_is_gone() -> None:
-    text = RENDERERS["table"](_document("n" * 80), width=5, cut=True)
-    assert "n" * (MIN_SHRUNK - 1) + "…" in text
-
-
 @given(width=st.integers(1, 200))
 def test_name_is_whole_unless_a_terminal_cuts_it(width: int) -> None:
     assert "n" * 80 in RENDERERS["table"](_document("n" * 80), width=width)
@@ -249,8 +243,12 @@ def test_columns_without_a_value_are_left_out() -> None:
 
 def test_field_declares_its_column() -> None:
     columns = columns_of(KernelRow)
-    assert columns["duration_ns"] == Column(
-        "duration_ns", "µs", "us", right=True, meaning="median time of one launch"
+    assert columns["launches_per_call"] == Column(
+        "launches_per_call",
+        "n/call",
+        "count",
+        right=True,
+        meaning="launches of a kernel in one call",
     )
     keys = list(columns)
     assert keys.index("run") < keys.index("source") < keys.index("call_ns"), "properties come last"

@@ -656,7 +656,12 @@ class BackendAnswer:
     backend: Annotated[str, column("backend", repeat=False, meaning="the backend")]
     eligible: Annotated[
         bool | None,
-        column("eligible", repeat=False, meaning="whether it supports the config; null if unknown"),
+        column(
+            "eligible",
+            importance="answer",
+            repeat=False,
+            meaning="whether it supports the config; null if unknown",
+        ),
     ]
     reasons: tuple[Refusal, ...] = ()
     """All known reasons against the backend. PyTorch itself reports only the first reason."""

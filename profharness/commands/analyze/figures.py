@@ -148,20 +148,30 @@ class KernelFigures:
     """One kernel of a cell. Times are in ns per call."""
 
     role: str
-    kernel: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
+    kernel: Annotated[
+        str, column("kernel", importance="key", shrink=True, meaning="short name of the kernel")
+    ]
     family: str
     launches_per_call: float
     call_ns: float | None
     share: Annotated[
-        float | None, column("share%", "percent", meaning="of the time of the call's kernels")
+        float | None,
+        column(
+            "share%", "percent", importance="answer", meaning="of the time of the call's kernels"
+        ),
     ]
-    blocks: Annotated[int | None, column("blocks", "count", meaning="blocks of the grid")]
+    blocks: Annotated[
+        int | None, column("blocks", "count", importance="detail", meaning="blocks of the grid")
+    ]
     threads: int | None
     blocks_per_sm: int | None
     waves: Annotated[
         float | None, column("waves", "count", meaning="blocks over those that fit at once")
     ]
-    occupancy: Annotated[float | None, column("occ%", "percent", meaning="theoretical occupancy")]
+    occupancy: Annotated[
+        float | None,
+        column("occ%", "percent", importance="detail", meaning="theoretical occupancy"),
+    ]
     limiter: str | None
     achieved_occupancy: float | None  # measured by ncu, per launch
     registers_per_thread: int | None
@@ -186,11 +196,13 @@ class KernelFigures:
 class PhaseFigures:
     """One phase of the attention computation, such as the product of Q and K."""
 
-    name: Annotated[str, column("phase", meaning="step of the call")]
+    name: Annotated[str, column("phase", importance="key", meaning="step of the call")]
     flops: Annotated[int, column("MFLOP", "mega", meaning="its FLOPs")]
     bytes: Annotated[int, column("MB", "mega", meaning="bytes that it moves")]
     intensity: Annotated[float | None, column("FLOP/B", "count", meaning="FLOPs per byte")]
-    bound: Annotated[str | None, column("bound by", meaning="`memory` or `compute`")]
+    bound: Annotated[
+        str | None, column("bound by", importance="answer", meaning="`memory` or `compute`")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +210,9 @@ class Figures:
     """The figures of a cell. `flops_share` and `bandwidth_share` are fractions of the peaks."""
 
     basis: Annotated[str | None, column("of", meaning="the time behind the rates")]
-    duration_ns: Annotated[float | None, column("µs", "us", meaning="median of that time")]
+    duration_ns: Annotated[
+        float | None, column("µs", "us", importance="answer", meaning="median of that time")
+    ]
     kernels_ns: float | None
     event_ns: float | None  # median `event` sample, or cold_ns if the run has no `event` samples
     graph_ns: float | None
@@ -206,12 +220,16 @@ class Figures:
     launches: float
     flops: int
     compulsory_bytes: int
-    intensity: Annotated[float, column("FLOP/B", "count", meaning="FLOPs per compulsory byte")]
+    intensity: Annotated[
+        float, column("FLOP/B", "count", importance="detail", meaning="FLOPs per compulsory byte")
+    ]
     ridge: float | None
     flops_per_s: Annotated[
         float | None, column("TFLOP/s", "tera", meaning="exact FLOPs per second")
     ]
-    flops_share: Annotated[float | None, column("rate%", "percent", meaning="of the peak rate")]
+    flops_share: Annotated[
+        float | None, column("rate%", "percent", importance="answer", meaning="of the peak rate")
+    ]
     rate: str | None
     bytes_per_s: Annotated[
         float | None, column("GB/s", "giga", meaning="compulsory bytes per second")
@@ -221,12 +239,14 @@ class Figures:
     ]
     dram_bytes: Annotated[
         float | None,
-        column("DRAM MB", "mega", meaning="per call, by ncu"),
+        column("DRAM MB", "mega", importance="detail", meaning="per call, by ncu"),
     ]
     dram_bytes_per_s: float | None  # dram_bytes divided by ncu_ns
     against: str | None
     peak_memory_bytes: int | None
-    kv_head_bytes: Annotated[int, column("K+V KiB/head", "kib", meaning="K and V of one head")] = 0
+    kv_head_bytes: Annotated[
+        int, column("K+V KiB/head", "kib", importance="detail", meaning="K and V of one head")
+    ] = 0
     working_set_bytes: int = 0
     cold_ns: float | None = None
     eager_ns: float | None = None
@@ -244,7 +264,9 @@ class CellAnalysis:
     run: str
     cell: str
     config: Config
-    backend: Annotated[str, column("backend", meaning="the backend that was asked for")]
+    backend: Annotated[
+        str, column("backend", importance="key", meaning="the backend that was asked for")
+    ]
     status: str
     message: str | None
     figures: Figures | None = None
@@ -253,7 +275,9 @@ class CellAnalysis:
     findings: tuple[Finding, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     # None if the figures show no bottleneck. The finding `bottleneck` contains the evidence.
-    bottleneck: Annotated[str | None, column("bottleneck", meaning="the limit, in one word")] = None
+    bottleneck: Annotated[
+        str | None, column("bottleneck", importance="answer", meaning="the limit, in one word")
+    ] = None
     machine: RunMachine = field(default_factory=RunMachine)
     main: KernelFigures | None = None
     # The memories in which K and V of one head fit, such as `L2 (51,200 KiB)`, or None if no memory

@@ -130,15 +130,24 @@ class ScenarioChoice:
 
     scenario: Annotated[str, column("for", repeat=False, meaning="use of attention")]
     run: str
-    config: Annotated[Config, column("config", shrink=True, meaning="attention problem")]
+    config: Annotated[
+        Config, column("config", importance="key", shrink=True, meaning="attention problem")
+    ]
     measurement: Annotated[str, column("of", meaning="the measurement that all backends have")]
-    best: Annotated[tuple[str, ...], column("best", "names", meaning="the best, and its ties")]
+    best: Annotated[
+        tuple[str, ...],
+        column("best", "names", importance="answer", meaning="the best, and its ties"),
+    ]
     value: float  # the value of the best backend, in ns or bytes
     runner_up: Annotated[str | None, column("next", meaning="the best that does not tie")]
     factor: Annotated[float | None, column("next / best", "ratio", meaning="ratio of the two")]
 
     @property
-    def median(self) -> Annotated[str, column("median", right=True, meaning="time or memory")]:
+    def median(
+        self,
+    ) -> Annotated[
+        str, column("median", importance="answer", right=True, meaning="time or memory")
+    ]:
         """The time or memory of the best backend, formatted with its unit."""
         if self.scenario == LITTLE_MEMORY:
             return f"{self.value / MIB:,.1f} MiB"

@@ -78,8 +78,8 @@ COUNTER_COLUMNS = (
 )
 TRAFFIC_COLUMNS = (
     Column("backend", "backend", repeat=False),
-    Column("level", "traffic"),
-    Column("mb", "MB", "figures"),
+    Column("level", "traffic", importance="key"),
+    Column("mb", "MB", "figures", importance="answer"),
     Column("ratio", "x compulsory", "ratio"),
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),

@@ -148,7 +148,7 @@ COLUMNS = (
     *(Column(name, name, "us", optional=True) for name in BESIDE),
     *pick(BenchRow, "flops_per_s", "bytes_per_s", "efficiency", "queries_per_s"),
     *pick(BenchRow, "sequences_per_s", "speedup", "verified"),
-    Column("mark", "", optional=True),
+    Column("mark", "", importance="answer", optional=True),
 )
 LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "regret", "remark")
 
@@ -588,7 +588,9 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
     """Return a table of the medians on each GPU, and of the speed-ups relative to the first GPU."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
-    columns += [Column(f"us{at}", f"{name} µs", "us") for at, name in enumerate(names)]
+    columns += [
+        Column(f"us{at}", f"{name} µs", "us", scale="call") for at, name in enumerate(names)
+    ]
     columns += [
         Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
     ]

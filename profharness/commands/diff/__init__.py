@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FIELDS = field_names(DiffRow)
-SIDE = Column("side", "")
+SIDE = Column("side", "", importance="key")
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
 LAST = (*pick(KernelRow, "duration_ns"), *pick(DiffRow, "ratio", "verdict"))

@@ -136,6 +136,7 @@ class DiffRow:
         Verdict,
         column(
             "verdict",
+            importance="answer",
             meaning="`same`, `faster`, `slower`, `changed`, `added`, `removed` or `unknown`",
         ),
     ] = "unknown"
@@ -143,7 +144,13 @@ class DiffRow:
         bool, column(meaning="whether kernels, launch properties or status differ")
     ] = False
     ratio: Annotated[
-        float | None, column("ratio", "ratio", meaning="the candidate's time over the baseline's")
+        float | None,
+        column(
+            "ratio",
+            "ratio",
+            importance="answer",
+            meaning="the candidate's time over the baseline's",
+        ),
     ] = None
     baseline_ns: Annotated[float | None, column(meaning="time per call of the baseline")] = None
     candidate_ns: Annotated[float | None, column(meaning="time per call of the candidate")] = None

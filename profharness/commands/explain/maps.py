@@ -234,8 +234,8 @@ class Stretch:
     """
 
     first: Annotated[int, column("from", "count", meaning="the smallest value")]
-    last: Annotated[int, column("to", "count", meaning="the largest value")]
-    choice: Annotated[str, column("choice", meaning="the choice of `auto`")]
+    last: Annotated[int, column("to", "count", importance="answer", meaning="the largest value")]
+    choice: Annotated[str, column("choice", importance="answer", meaning="the choice of `auto`")]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from profharness.rows import Refusal
 
 COLUMNS = (
     *pick(BackendAnswer, "backend", "eligible"),
-    Column("first", ""),
+    Column("first", "", importance="answer"),
     *pick(Refusal, "code", "source", "message"),
 )
 NO_REASON = {"first": "", "code": "", "source": "", "message": ""}
@@ -194,11 +194,11 @@ def matrix_document(
     """
     shown = backends or FUSED_BACKENDS
     columns = (
-        Column("flip", ""),
-        Column("release", "torch"),
-        Column("choice", "choice"),
+        Column("flip", "", importance="answer"),
+        Column("release", "torch", importance="key"),
+        Column("choice", "choice", importance="answer"),
         *(Column(name, name) for name in shown),
-        Column("changes", "what changed", shrink=True),
+        Column("changes", "what changed", wrap=True),
     )
     blocks: list[Block] = []
     records = []

@@ -76,25 +76,42 @@ class Step:
     """A step of a cell. Its launch configuration and its tile come from its longest kernel."""
 
     backend: Annotated[str, column("backend", repeat=False, meaning="the backend of the cell")]
-    step: Annotated[str, column("step", meaning="what its kernels compute together")]
+    step: Annotated[
+        str, column("step", importance="key", meaning="what its kernels compute together")
+    ]
     launches_per_call: Annotated[
         float | None, column("n/call", "count", meaning="launches in a call")
     ]
-    mean_ns: Annotated[float | None, column("µs each", "us", meaning="mean time of one launch")]
+    mean_ns: Annotated[
+        float | None,
+        column(
+            "µs each", "us", importance="detail", scale="launch", meaning="mean time of one launch"
+        ),
+    ]
     call_ns: Annotated[
-        float | None, column("µs/call", "us", meaning="time of its launches in a call")
+        float | None,
+        column(
+            "µs/call",
+            "us",
+            importance="answer",
+            scale="launch",
+            meaning="time of its launches in a call",
+        ),
     ]
     share: Annotated[
         float | None,
         column(
             "share%",
             "percent",
+            importance="answer",
             meaning="share of the eager call; without one of an older run's event sample, the CPU's "
             "clock or the kernels",
         ),
     ]
     """None for the cold refill, because an eager call does not contain it."""
-    tile: Annotated[str | None, column("tile", meaning="tile of its longest kernel")]
+    tile: Annotated[
+        str | None, column("tile", importance="detail", meaning="tile of its longest kernel")
+    ]
     kernels: Annotated[
         tuple[str, ...], column("kernels", "names", shrink=True, meaning="its kernels")
     ]
@@ -110,21 +127,49 @@ class CallFigures:
     """Times and memory of one call of a cell that ran. Times are medians in ns."""
 
     backend: Annotated[str, column("backend", meaning="the backend of the cell")]
-    kernels_ns: Annotated[float | None, column("kernel µs", "us", meaning="sum of its kernels")]
+    kernels_ns: Annotated[
+        float | None,
+        column("kernel µs", "us", importance="answer", scale="call", meaning="sum of its kernels"),
+    ]
     """None on a CPU, because the sum of its ops is not a latency."""
-    graph_ns: Annotated[float | None, column("graph µs", "us", meaning="CUDA-graph replay")]
-    eager_ns: Annotated[float | None, column("eager µs", "us", meaning="eager call")]
-    host_ns: Annotated[float | None, column("host µs", "us", meaning="host time of an eager call")]
-    cold_ns: Annotated[float | None, column("cold µs", "us", meaning="call with a flushed L2")]
-    event_ns: Annotated[float | None, column("event µs", "us", meaning="cold call of an older run")]
-    wall_ns: Annotated[float | None, column("wall µs", "us", meaning="wall clock of the CPU")]
-    speedup: Annotated[float | None, column("speed-up", "ratio", meaning="against the slowest")]
+    graph_ns: Annotated[
+        float | None, column("graph µs", "us", scale="call", meaning="CUDA-graph replay")
+    ]
+    eager_ns: Annotated[float | None, column("eager µs", "us", scale="call", meaning="eager call")]
+    host_ns: Annotated[
+        float | None,
+        column(
+            "host µs", "us", importance="detail", scale="call", meaning="host time of an eager call"
+        ),
+    ]
+    cold_ns: Annotated[
+        float | None, column("cold µs", "us", scale="call", meaning="call with a flushed L2")
+    ]
+    event_ns: Annotated[
+        float | None,
+        column(
+            "event µs", "us", importance="normal", scale="call", meaning="cold call of an older run"
+        ),
+    ]
+    wall_ns: Annotated[
+        float | None,
+        column("wall µs", "us", importance="normal", scale="call", meaning="wall clock of the CPU"),
+    ]
+    speedup: Annotated[
+        float | None,
+        column("speed-up", "ratio", importance="answer", meaning="against the slowest"),
+    ]
     peak_memory_bytes: Annotated[
         int | None, column("peak MiB", "mib", meaning="peak memory without the inputs")
     ]
     peak_over_output: Annotated[
         float | None,
-        column("peak / output", "count", meaning="the peak divided by the output's size"),
+        column(
+            "peak / output",
+            "count",
+            importance="detail",
+            meaning="the peak divided by the output's size",
+        ),
     ]
     score_matrices: Annotated[
         float | None,
@@ -133,7 +178,9 @@ class CallFigures:
         ),
     ]
     """None if there is no score matrix, or if copies of the inputs are larger than the matrix."""
-    growth: Annotated[str | None, column("grows with", meaning="what the memory grows with")]
+    growth: Annotated[
+        str | None, column("grows with", importance="detail", meaning="what the memory grows with")
+    ]
     """Derived from the shapes. `S` is the length of queries and keys. If the lengths differ, `S_q` is
     the length of queries and `S_kv` the length of keys.
     """

@@ -71,19 +71,19 @@ ROW_COLUMNS = pick(
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
     *pick(KernelRow, "registers_per_thread", "launches_per_call"),
-    *(Column(name, f"{name} µs", "us") for name in TRACE_PROFILERS),
+    *(Column(name, f"{name} µs", "us", scale="call") for name in TRACE_PROFILERS),
     Column("achieved", "achieved%", "percent"),
     Column("dram", "DRAM KiB", "kib"),
     Column("dram_rate", "DRAM GB/s", "giga"),
     Column("tensor", "tensor%", "percent"),
     Column("l2_hits", "L2 hit%", "percent"),
-    Column("disagree", "disagree", "names"),
+    Column("disagree", "disagree", "names", importance="answer"),
     KERNEL["kernel"],
 )
 _COUNTERS = (
     Column("metric", "metric"),
-    Column("value", "value", "count"),
-    Column("unit", "unit"),
+    Column("value", "value", "count", importance="answer"),
+    Column("unit", "unit", importance="answer"),
 )
 # Prefixes of launch and machine attributes, which ncu lists among its counters.
 _ATTRIBUTES = ("c2clink__", "device__", "launch__", "numa__", "nvlink__", "pcie__", "profiler__")

@@ -494,7 +494,7 @@ def _bench_blocks(
         for at, name in enumerate(names)
         for column in (
             Column(f"best{at}", f"{name} best"),
-            Column(f"best_us{at}", f"{name} best µs", "us"),
+            Column(f"best_us{at}", f"{name} best µs", "us", scale="call"),
         )
     ]
     yield Table.of((*GPU_LAYER, *figure_columns(names, ["runs"] * len(names)), *best), lines)

@@ -160,7 +160,7 @@ def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
     columns = []
     for at, (name, verb) in enumerate(zip(names, verbs, strict=True)):
         columns.append(Column(f"ran{at}", f"{name} {verb}".rstrip()))
-        columns.append(Column(f"us{at}", f"{name} µs", "us"))
+        columns.append(Column(f"us{at}", f"{name} µs", "us", scale="call"))
     columns += [
         Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
     ]

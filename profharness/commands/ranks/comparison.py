@@ -44,8 +44,10 @@ class RankFigures:
 
     rank: int | None
     label: Annotated[str, column("rank", meaning="`rank 3`, or the name of its file")]
-    run: Annotated[str, column("run", meaning="id of the run")]
-    device: Annotated[str | None, column("device", shrink=True, meaning="model of the GPU")]
+    run: Annotated[str, column("run", importance="detail", meaning="id of the run")]
+    device: Annotated[
+        str | None, column("device", importance="detail", shrink=True, meaning="model of the GPU")
+    ]
     host_key: str | None
     gpu_key: str | None
     launches: int
@@ -54,20 +56,28 @@ class RankFigures:
         column(
             "compute / others",
             "thousandths",
+            importance="answer",
             meaning="time of its kernels over that of the same kernels on the median of the others",
         ),
     ]
     """Collectives are excluded. Kernels are weighted by time."""
-    compute_ns: Annotated[int, column("compute ms", "ms", meaning="time without collectives")]
+    compute_ns: Annotated[
+        int, column("compute ms", "ms", importance="answer", meaning="time without collectives")
+    ]
     span_ns: Annotated[int | None, column("span ms", "ms", meaning="from first to last launch")]
     """The sum over the devices of the rank."""
     idle_ns: int | None  # time in the span without a kernel
     collective_ns: int | None  # time in which collectives run
     exposed_ns: int | None  # time in which only collectives run and no other kernels
     attention: Annotated[
-        tuple[str, ...], column("attention", "names", shrink=True, meaning="its attention kernels")
+        tuple[str, ...],
+        column(
+            "attention", "names", importance="detail", shrink=True, meaning="its attention kernels"
+        ),
     ]
-    findings: Annotated[tuple[str, ...], column("findings", "names", meaning="their codes")] = ()
+    findings: Annotated[
+        tuple[str, ...], column("findings", "names", importance="answer", meaning="their codes")
+    ] = ()
 
     @property
     def idle_share(

@@ -275,7 +275,10 @@ class NamePart:
     parameter: Annotated[
         str, column("is", meaning="name of the template parameter; empty for a word")
     ]
-    meaning: Annotated[str | None, column("means", meaning="its meaning; null if unknown")]
+    meaning: Annotated[
+        str | None,
+        column("means", importance="answer", wrap=True, meaning="its meaning; null if unknown"),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,349 @@
+"""Fit tables into the width of a terminal: shorten texts, hide columns, and fold rows.
+
+No text is cut so far that it equals another text of its column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.cells import cell_len
+
+from profharness.columns import Column
+from profharness.errors import one_line
+
+GAP = 2
+INDENT = 2  # indentation of the lines of a row after its first
+READABLE = 24  # width to which texts are shortened before columns are hidden
+MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
+LONGEST_WORD = 40  # words of wrapped texts are cut into lines from this width on
+NARROWEST = 20  # a terminal is taken to have at least this width
+ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
+OPTIONAL = ("normal", "detail")  # columns that may be hidden, in the order in which they are kept
+_WORD_END = re.compile(r"[^\W_]*$")
+_STRIDES = re.compile(r"(-[a-z]+_strides=[0-9x]+)+")
+_DOTTED = re.compile(r"[\w{}\[\],-]+(\.[\w{}\[\],-]+)+")
+
+Texts = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the rows of a table are printed."""
+
+    lines: tuple[tuple[int, ...], ...]
+    """The columns of each line of a row. Lines after the first are indented."""
+    widths: tuple[int, ...]
+    hidden: tuple[int, ...] = ()
+    cuts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """The shortened texts of each column."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrunk:
+    """The least width of a column, and its texts that are shortened to this width."""
+
+    width: int
+    cuts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The columns to show, those of them with a line of their own, and how far they may shrink."""
+
+    kept: tuple[int, ...]
+    stacked: tuple[int, ...]
+    shrunk: tuple[_Shrunk, ...]
+
+    @property
+    def figures(self) -> tuple[int, ...]:
+        """The columns that share lines."""
+        return tuple(place for place in self.kept if place not in self.stacked)
+
+
+def natural_layout(columns: Sequence[Column], rows: Sequence[Texts]) -> Layout:
+    """Return a layout with whole texts, whatever its width."""
+    titles = (cell_len(one_line(column.title)) for column in columns)
+    widths = tuple(map(max, titles, map(_longest, _texts(columns, rows))))
+    return Layout((tuple(range(len(columns))),), widths)
+
+
+def fit_columns(
+    columns: Sequence[Column], rows: Sequence[Texts], width: int, *, full: bool = False
+) -> Layout:
+    """Return a layout of formatted rows in which no line is longer than `width`.
+
+    In this order, texts are shortened, columns are hidden by importance, and rows are folded into
+    several lines. If `full` is set, rows are folded at once.
+    """
+    width = max(width, NARROWEST)
+    natural = natural_layout(columns, rows)
+    every = natural.lines[0]
+    if _line_width(natural.widths, every) <= width:
+        return natural
+    texts = _texts(columns, rows)
+    titles = [title_width(one_line(column.title)) for column in columns]
+    if full:
+        whole = tuple(map(max, titles, map(_longest, texts)))
+        choice = _Choice(every, _widest(columns, every, whole, width), tuple(map(_Shrunk, whole)))
+        widths = _narrowed(whole, choice, width)
+        return Layout(_lines(choice, widths, width), tuple(widths))
+    strides = [_shorter_labels(own) for own in texts]
+    texts = [[cuts[text] for text in own] for cuts, own in zip(strides, texts, strict=True)]
+    most = tuple(map(max, titles, map(_longest, texts)))
+    choice = _choice(columns, rows, texts, titles, most, width)
+    widths = _narrowed(most, choice, width)
+    cuts = {}
+    for place in choice.kept:
+        if columns[place].wrap:
+            continue
+        shown: Mapping[str, str] = distinct_cuts(texts[place], widths[place])
+        if not are_distinct(texts[place], shown):
+            # Texts that are distinct at the least width are not always so at a greater one.
+            shown = choice.shrunk[place].cuts
+        if shown:
+            longest = _longest(shown.get(text, text) for text in texts[place])
+            widths[place] = min(widths[place], max(titles[place], longest))
+        cuts[place] = {text: shown.get(cut, cut) for text, cut in strides[place].items()}
+    hidden = tuple(place for place in every if place not in choice.kept)
+    return Layout(_lines(choice, widths, width), tuple(widths), hidden, cuts)
+
+
+def _choice(
+    columns: Sequence[Column],
+    rows: Sequence[Texts],
+    texts: Sequence[Texts],
+    titles: Sequence[int],
+    most: tuple[int, ...],
+    width: int,
+) -> _Choice:
+    """Choose columns to show: without folding if possible, and with readable texts if possible."""
+    kinds = [_importance(column, place) for place, column in enumerate(columns)]
+    required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
+
+    def with_optional(stacked: tuple[int, ...], shrunk: tuple[_Shrunk, ...]) -> _Choice | None:
+        """Add the optional columns that fit, or return None if the required ones do not."""
+        kept = list(required)
+        least = [each.width for each in shrunk]
+        room = width - (INDENT if stacked else 0)
+        if _line_width(least, [place for place in kept if place not in stacked]) > room:
+            return None
+        for kind in OPTIONAL:
+            for place in (place for place, own in enumerate(kinds) if own == kind):
+                figures = [other for other in (*kept, place) if other not in stacked]
+                if _line_width(least, figures) <= room:
+                    kept.append(place)
+        return _Choice(tuple(sorted(kept)), stacked, shrunk)
+
+    def hidden(choice: _Choice) -> int:
+        return sum(
+            kind == "normal" and place not in choice.kept for place, kind in enumerate(kinds)
+        )
+
+    for floor in (READABLE, MIN_SHRUNK):
+        shrunk = tuple(
+            _shrunk(column, own, floor, title, whole)
+            for column, own, title, whole in zip(columns, texts, titles, most, strict=True)
+        )
+        choices = [with_optional(stacked, shrunk) for stacked in ((), *_groups(columns, rows))]
+        if found := [choice for choice in choices if choice is not None]:
+            # Groups get a line of their own only if this shows more columns.
+            return min(found, key=hidden)
+    stacked = _widest(columns, required, [each.width for each in shrunk], width)
+    choice = with_optional(stacked, shrunk)
+    return choice or _Choice(tuple(required), stacked, shrunk)
+
+
+def _shrunk(column: Column, texts: Texts, floor: int, title: int, whole: int) -> _Shrunk:
+    """Shrink a column to the width `floor`, or to the least above it at which texts are distinct."""
+    if column.wrap:
+        words = _longest(word for text in texts for word in text.split(" "))
+        return _Shrunk(min(max(floor, title, min(words, LONGEST_WORD)), whole))
+    if not column.shrink or whole <= max(floor, title):
+        return _Shrunk(whole)
+    cuts = distinct_cuts(texts, _distinct_width(texts, max(floor, title)))
+    return _Shrunk(max(title, _longest(cuts.get(text, text) for text in texts)), cuts)
+
+
+def _importance(column: Column, place: int) -> str:
+    # The first column of a table and the columns that group its rows identify the rows.
+    return column.importance or ("key" if place == 0 or not column.repeat else "normal")
+
+
+def _groups(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
+    """Yield the first column, the first two, … whose values mostly repeat the row above."""
+    for place, column in enumerate(columns[:-1]):
+        if column.repeat or 2 * sum(not row[place] for row in rows) < len(rows):
+            return
+        yield tuple(range(place + 1))
+
+
+def _widest(
+    columns: Sequence[Column], kept: Sequence[int], least: Sequence[int], width: int
+) -> tuple[int, ...]:
+    """Return the widest texts that must leave the line so that the others fit in it."""
+    rest = list(kept)
+    texts = sorted((at for at in kept if not columns[at].right), key=lambda at: -least[at])
+    stacked: list[int] = []
+    while _line_width(least, rest) > width - INDENT and len(stacked) < len(texts) and len(rest) > 1:
+        stacked.append(texts[len(stacked)])
+        rest.remove(stacked[-1])
+    return tuple(sorted(stacked))
+
+
+def _lines(choice: _Choice, widths: Sequence[int], width: int) -> tuple[tuple[int, ...], ...]:
+    """Fill lines with columns, after a line for each stacked column."""
+    lines: list[list[int]] = [[place] for place in choice.stacked]
+    room = 0
+    for place in choice.figures:
+        if widths[place] + GAP > room:
+            lines.append([])
+            room = width + GAP - (INDENT if len(lines) > 1 else 0)
+        lines[-1].append(place)
+        room -= widths[place] + GAP
+    return tuple(map(tuple, lines))
+
+
+def _narrowed(most: Sequence[int], choice: _Choice, width: int) -> list[int]:
+    """Narrow the widest columns until the table fits, but not below their least widths."""
+    sizes = [min(size, width - INDENT) for size in most]
+    figures = choice.figures
+    excess = _line_width(sizes, figures) - width + (INDENT if choice.stacked else 0)
+    for _ in range(max(excess, 0)):
+        wide = [place for place in figures if sizes[place] > choice.shrunk[place].width]
+        if not wide:
+            break
+        sizes[max(wide, key=lambda place: sizes[place])] -= 1
+    return sizes
+
+
+def _texts(columns: Sequence[Column], rows: Sequence[Texts]) -> list[list[str]]:
+    """Return the distinct texts of each column."""
+    return [list(dict.fromkeys(row[place] for row in rows)) for place in range(len(columns))]
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
+
+
+def _line_width(widths: Sequence[int], places: Collection[int]) -> int:
+    return sum(widths[place] for place in places) + GAP * max(len(places) - 1, 0)
+
+
+def without_strides(text: str) -> str:
+    """Replace the strides of a config's label by `strides…`."""
+    return _STRIDES.sub("-strides…", text)
+
+
+def _shorter_labels(texts: Texts) -> dict[str, str]:
+    """Map each text to one without strides, unless that equals another."""
+    short = {text: without_strides(text) for text in texts}
+    counts = Counter(short.values())
+    return {text: cut if counts[cut] == 1 else text for text, cut in short.items()}
+
+
+def title_width(title: str) -> int:
+    """Return the least width of a title on two lines."""
+    return min(max(cell_len(first), cell_len(second)) for first, second in _title_lines(title))
+
+
+def split_title(title: str, width: int) -> tuple[str, str]:
+    """Split a title that is wider than `width` into two lines. The first is empty otherwise."""
+    if cell_len(title) <= width:
+        return "", title
+    return min(_title_lines(title), key=lambda lines: max(map(cell_len, lines)))
+
+
+def _title_lines(title: str) -> Iterator[tuple[str, str]]:
+    words = title.split(" ")
+    for count in range(len(words)):
+        yield " ".join(words[:count]), " ".join(words[count:])
+
+
+def _distinct_width(texts: Texts, floor: int) -> int:
+    """Return a width from `floor` on to which the texts can be shortened and remain distinct."""
+    low, high = floor, max(_longest(texts), floor)
+    if are_distinct(texts, distinct_cuts(texts, low)):
+        return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if are_distinct(texts, distinct_cuts(texts, middle)):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def are_distinct(texts: Texts, cuts: Mapping[str, str]) -> bool:
+    """Return whether distinct texts remain distinct when they are shortened."""
+    whole = set(texts)
+    return len({cuts.get(text, text) for text in whole}) == len(whole)
+
+
+def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
+    """Map each text that is longer than `width` to a shortened text.
+
+    Texts with the same beginning are shortened so that their differences remain visible.
+    """
+    cuts = {text: _shortened(text, width) for text in texts if cell_len(text) > width}
+    for _ in range(ROUNDS):
+        alike: dict[str, list[str]] = {}
+        for text, cut in cuts.items():
+            alike.setdefault(cut, []).append(text)
+        groups = [group for group in alike.values() if len(group) > 1]
+        if not groups:
+            break
+        for group in groups:
+            shared = _common_prefix(group)
+            cuts |= {text: _from_difference(text, shared, width) for text in group}
+    return cuts
+
+
+def _shortened(text: str, width: int) -> str:
+    """Cut the end of a text, or the beginning of a dotted name, whose last part says most."""
+    if _DOTTED.fullmatch(text):
+        parts = text.split(".")
+        for start in range(1, len(parts)):
+            if cell_len(tail := ".".join(parts[start:])) < width:
+                return f"…{tail}"
+    return f"{fitting(text, width - 1)}…"
+
+
+def _common_prefix(group: Sequence[str]) -> str:
+    # the common prefix of the least and the greatest text is common to all
+    least, greatest = min(group), max(group)
+    pairs = enumerate(zip(least, greatest, strict=False))
+    return least[: next((at for at, (own, other) in pairs if own != other), len(least))]
+
+
+def _from_difference(text: str, shared: str, width: int) -> str:
+    """Shorten a text to the common prefix of its group, an ellipsis, and the part that differs."""
+    head = fitting(shared, width // 3)
+    word = len(shared) - len(_WORD_END.search(shared)[0])  # type: ignore[index]
+    start = word if len(shared) - word <= width // 4 else len(shared)
+    rest, room = text[start:], width - cell_len(head) - 1
+    if cell_len(rest) > room:
+        return f"{head}…{fitting(rest, room - 1)}…"
+    return f"{head}…{fitting(text[::-1], room)[::-1]}"
+
+
+def fitting(text: str, width: int) -> str:
+    """Return the longest beginning of a text that is no wider than `width`."""
+    end = min(len(text), max(width, 0))
+    while cell_len(text[:end]) > width:
+        end -= 1
+    return text[:end]
+
+
+def chunks(text: str, width: int) -> Iterator[str]:
+    """Cut a text into lines, after a blank or a comma if one is in the second half of a line."""
+    while cell_len(text) > width:
+        line = fitting(text, width) or text[:1]
+        end = max(line.rfind(" "), line.rfind(",")) + 1
+        end = end if end > len(line) // 2 else len(line)
+        yield text[:end].rstrip()
+        text = text[end:].lstrip()
+    yield text

@@ -1,0 +1,387 @@
+"""Check that tables fit terminals of each width, and that their times have fitting units."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+import profharness.commands._command as command_module
+from profharness.cli import find_command
+from profharness.columns import Column, Importance
+from profharness.commands import bench, report
+from profharness.errors import NotFoundError, ProfharnessError
+from profharness.render.document import (
+    Code,
+    Document,
+    Heading,
+    Note,
+    Table,
+    formatted_rows,
+    with_time_units,
+)
+from profharness.render.fitting import OPTIONAL, Layout, fit_columns
+from profharness.render.renderers import RENDERERS, render_markdown
+from profharness.render.terminal import render_table
+from profharness.store import ingest_path
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = (80, 100, 120, 200)
+GPU = ("--gpu", "H200")
+ON_TRACES = (
+    ("runs",),
+    ("kernels",),
+    ("kernels", "--full"),
+    ("kernels", "--steps"),
+    ("kernels", "--profiler", "all"),
+    ("kernels", "--config", "2,8,512,64,bf16", *GPU),
+    ("analyze",),
+    ("diff", "flash", "math"),
+    ("diff", "flash", "math", "--full"),
+    ("explain", "--config", "2,8,512,64", *GPU, "--torch", "2.11"),
+    ("explain", "--config", "2,8,{64:512:*2},{64,512}", *GPU, "--torch", "2.11"),
+    ("predict", "--config", "4,32,4096,128,bf16,causal", *GPU),
+    ("predict", "--config", "2,8,{64:8192:*2},64", *GPU),
+    ("explain-kernel", "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128> >()"),
+    ("atlas", "list"),
+    ("report", "--no-charts"),
+    ("backends",),
+    ("doctor",),
+)
+MODELS = tuple(sorted((ROOT / "traces" / "models").glob("*.json.gz")))
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "store.db"
+    for name in ("h200-torch2.11", "h200-torch-nsys-ncu"):
+        ingest_path(path, ROOT / "traces" / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Return a store with the traces of models, and the id of each run by the name of the file."""
+    path = tmp_path_factory.mktemp("models") / "store.db"
+    runs = {}
+    for trace in MODELS:
+        runs[trace.name.partition(".")[0]] = ingest_path(path, trace)[0].run
+    return path, runs
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[str, str]]]:
+    """Return the store of the studies, and the id and kind of each run."""
+    folder = tmp_path_factory.mktemp("studies")
+    script = str(ROOT / "scripts" / "make_studies.py")
+    command = [sys.executable, script, "store", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    store = folder / "store.db"
+    rows = documents("runs", "--store", str(store))[0].records
+    return store, [(str(row["run"]), str(row["kind"])) for row in rows]
+
+
+def documents(*words: str) -> list[Document]:
+    """Return the documents that a command displays."""
+    shown: list[Document] = []
+
+    def emit(document: Document, *_: object, **__: object) -> None:
+        shown.append(document)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
+        for module in (command_module, bench, report):
+            patch.setattr(module, "emit", emit)
+        find_command(words[0]).main(list(words[1:]), standalone_mode=False)
+    return shown
+
+
+def layouts(document: Document, width: int, *, full: bool) -> Iterator[tuple[Table, Layout]]:
+    tables: dict[tuple[Column, ...], list[Table]] = {}
+    for block in with_time_units(document).blocks:
+        if isinstance(block, Table):
+            tables.setdefault(block.columns, []).append(block)
+    for columns, own in tables.items():
+        rows = [row for table in own for row in formatted_rows(table)]
+        joined = Table(columns, tuple(row for table in own for row in table.rows))
+        yield joined, fit_columns(columns, rows, width, full=full)
+
+
+def check_fit(document: Document) -> int:
+    """Check the tables of a document at each width, and return their number."""
+    tables = tuple(block for block in document.blocks if isinstance(block, Table))
+    alone = replace(document, blocks=tables, answer=())
+    for width in WIDTHS:
+        for full in (False, True):
+            text = render_table(alone, width=width, cut=True, full=full)
+            too_long = [line for line in text.splitlines() if cell_len(line) > width]
+            assert not too_long
+            for table, layout in layouts(document, width, full=full):
+                check_layout(table, layout, full=full)
+    return len(tables)
+
+
+def check_layout(table: Table, layout: Layout, *, full: bool) -> None:
+    shown = [place for line in layout.lines for place in line]
+    assert sorted((*shown, *layout.hidden)) == list(range(len(table.columns)))
+    assert not full or not (layout.hidden or layout.cuts)
+    assert not layout.hidden or {table.columns[at].importance for at in layout.hidden} <= {
+        None,
+        *OPTIONAL,
+    }
+    for place, cuts in layout.cuts.items():
+        texts = {row[place] for row in formatted_rows(table)}
+        assert len({cuts.get(text, text) for text in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("words", ON_TRACES, ids=" ".join)
+def test_tables_of_each_command_fit(traces: Path, words: tuple[str, ...]) -> None:
+    place = (
+        ()
+        if words[0] in ("explain", "explain-kernel", "predict", "atlas", "backends")
+        else ("--store", str(traces))
+    )
+    shown = documents(*words, *place)
+    assert sum(map(check_fit, shown))
+
+
+@pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
+@pytest.mark.parametrize("options", [(), ("--full",), GPU, ("--gpu", "H100,H200")], ids=" ".join)
+def test_tables_of_layers_fit(
+    models: tuple[Path, dict[str, str]], name: str, options: tuple[str, ...]
+) -> None:
+    store, runs = models
+    try:
+        (shown,) = documents("layers", runs[name], *options, "--store", str(store))
+    except NotFoundError as error:
+        assert "can be predicted" in str(error)  # a trace without the shapes of its calls
+        return
+    assert check_fit(shown)
+    if "--full" not in options:
+        assert check_fit(documents("kernels", "--run", runs[name], "--store", str(store))[0])
+
+
+def test_tables_of_a_diff_of_programs_fit(models: tuple[Path, dict[str, str]]) -> None:
+    store, runs = models
+    names = runs["llama_prefill"], runs["llama_eager"]
+    for options in ((), ("--full",)):
+        assert check_fit(documents("diff", *names, *options, "--store", str(store))[0])
+
+
+def test_tables_of_ranks_fit(models: tuple[Path, dict[str, str]]) -> None:
+    store, runs = models
+    names = runs["llama_train"], runs["llama_checkpoint"], runs["llama_graph_train"]
+    assert check_fit(documents("ranks", *names, "--store", str(store))[0])
+
+
+def test_tables_of_studies_fit(studies: tuple[Path, list[tuple[str, str]]]) -> None:
+    store, runs = studies
+    seen = set()
+    for run, kind in runs:
+        commands: list[tuple[str, ...]] = [("report", run, "--no-charts")]
+        if kind == "bench":
+            commands += [("bench", "--run", run), ("bench", "--run", run, "--explain")]
+        elif kind == "verify":
+            commands += [("verify", "--run", run), ("verify", "--run", run, "--full")]
+        else:
+            commands += [("analyze", "--run", run), ("kernels", "--steps", "--run", run)]
+        for words in commands:
+            try:
+                shown = documents(*words, "--store", str(store))
+            except ProfharnessError:
+                continue  # this kind of run has no such tables
+            seen |= {words[0]} if sum(map(check_fit, shown)) else set()
+    assert {"report", "bench", "analyze", "kernels"} <= seen
+
+
+TITLES = st.text("abc µ/%", min_size=0, max_size=12).map(str.strip)
+COLUMN = st.builds(
+    Column,
+    st.just("key"),
+    TITLES,
+    right=st.booleans(),
+    shrink=st.booleans(),
+    wrap=st.booleans(),
+    repeat=st.booleans(),
+    importance=st.none() | st.sampled_from(get_args(Importance)),
+)
+CELL = st.one_of(
+    st.text(max_size=90),
+    st.builds("layers.{}.attention_{}".format, st.integers(0, 10**9), st.integers(0, 10**40)),
+    st.builds("{}-q_strides={}x1".format, st.sampled_from(("b1-h2", "b" * 90)), st.integers(0)),
+)
+
+
+@given(st.data(), st.integers(40, 200), st.booleans())
+def test_no_line_is_too_long_and_no_text_is_ambiguous(
+    data: st.DataObject, width: int, full: bool
+) -> None:
+    columns = data.draw(st.lists(COLUMN, min_size=1, max_size=14).map(tuple))
+    row = st.tuples(*([CELL] * len(columns)))
+    table = Table(columns, tuple(data.draw(st.lists(row, max_size=6))))
+    document = Document("t/1", "t", (table,), (), ())
+    text = render_table(document, width=width, cut=True, full=full)
+    assert all(cell_len(line) <= width for line in text.splitlines())
+    check_layout(table, fit_columns(columns, formatted_rows(table), width, full=full), full=full)
+
+
+def fitted(columns: Sequence[Column], *rows: tuple[object, ...], width: int = 40) -> list[str]:
+    document = Document("t/1", "t", (Table(tuple(columns), rows),), (), ())
+    return render_table(document, width=width, cut=True, full=False).splitlines()
+
+
+def test_the_least_important_columns_are_hidden_first() -> None:
+    kinds: list[Importance] = ["answer", "normal", "detail", "normal", "detail", "answer"]
+    columns = [Column("k", "layer"), *(Column(kind, kind, importance=kind) for kind in kinds)]
+    row = ("attn", *("x" * 7 for _ in kinds))
+    hidden = []
+    for width in (59, 50, 41, 32, 23):
+        layout = fit_columns(columns, [list(row)], width)
+        assert len(layout.lines) == 1
+        hidden.append(layout.hidden)
+    assert hidden == [(), (5,), (3, 5), (3, 4, 5), (2, 3, 4, 5)]
+
+
+def test_names_are_shortened_before_columns_are_hidden() -> None:
+    columns = [Column("k", "kernel", shrink=True), Column("d", "grid", importance="detail")]
+    lines = fitted(columns, ("n" * 60, "1,1,1"))
+    assert lines == [
+        f"kernel{' ' * 29}grid",
+        f"{'n' * 32}…  1,1,1",
+    ]
+
+
+def test_strides_of_a_config_are_shortened_first() -> None:
+    columns = [Column("c", "config"), Column("v", "ran")]
+    label = "b1-h2-s3-d4-fp16-q_strides=100x10x1-k_strides=100x10x1-bwd"
+    assert fitted(columns, (label, "flash"))[1] == "b1-h2-s3-d4-fp16-strides…-bwd  flash"
+    assert fitted(columns, (label, "flash"), width=80)[1].startswith(label)
+    # strides remain if they are all that differs
+    other = label.replace("100x10x1-bwd", "900x10x1-bwd")
+    texts = " ".join(fitted(columns, (label, "flash"), (other, "flash")))
+    assert "strides…" not in texts and "900x10x1" in texts
+
+
+def test_a_long_name_gets_its_own_line_as_the_last_resort() -> None:
+    columns = [Column("k", "config"), Column("a", "ran", importance="answer")]
+    rows = [("b" * 36, "flash"), ("c" * 36, "math")]
+    assert fitted(columns, *rows) == [
+        "config",
+        "  ran",
+        "b" * 36,
+        "  flash",
+        "c" * 36,
+        "  math",
+    ]
+
+
+def test_repeated_values_get_their_own_line_before_columns_are_hidden() -> None:
+    columns = [
+        Column("config", "config", repeat=False),
+        Column("backend", "backend", importance="key"),
+        Column("time", "µs", "us"),
+    ]
+    rows = [("b" * 30, "flash", 1000), ("b" * 30, "math", 2000)]
+    assert fitted(columns, *rows) == [
+        "config",
+        "  backend    µs",
+        "b" * 30,
+        "  flash    1.00",
+        "  math     2.00",
+    ]
+
+
+def test_long_sentences_continue_in_their_column() -> None:
+    columns = [Column("k", "check"), Column("t", "found", importance="answer", wrap=True)]
+    lines = fitted(columns, ("CUDA", "no NVIDIA GPU: captures run on the CPU, as ATen ops"))
+    assert lines == [
+        "check  found",
+        "CUDA   no NVIDIA GPU: captures run on",
+        "       the CPU, as ATen ops",
+    ]
+
+
+def test_a_dotted_name_keeps_its_end() -> None:
+    columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
+    rows = [("DecoderLayer_{0-2}.Attention_{0-2}", "flash")]
+    assert fitted(columns, *rows)[1] == "…Attention_{0-2}  flash"
+
+
+def test_one_line_per_document_names_the_hidden_columns() -> None:
+    columns = (Column("k", "layer"), Column("d", "note", importance="detail"))
+    table = Table(columns, (("attn", "x" * 60),))
+    blocks = (Heading("a"), table, Heading("b"), table, Note("last"))
+    document = Document("t/1", "t", blocks, (), ())
+    text = render_table(document, width=60, cut=True, full=False)
+    line = "hidden at 60 columns: note (--full or a wider terminal shows them)"
+    assert " ".join(text.split()).count(line) == 1
+    assert text.index("hidden") > text.index("b\n")
+    assert "hidden" not in render_table(document, width=60, cut=True, full=True)
+    assert "(a wider terminal shows them)" in " ".join(
+        render_table(document, width=60, cut=True).split()
+    )
+
+
+TIMES = (
+    Column("k", "layer"),
+    Column("a", "forward µs", "us"),
+    Column("b", "low", "us"),
+    Column("c", "total µs", "us"),
+)
+
+
+def times(*rows: tuple[object, ...]) -> Document:
+    return Document("t/1", "t", (Table(TIMES, rows),), ("k", "a"), ({"k": "attn", "a": 7_440},))
+
+
+def test_times_are_in_ms_from_1000_us_on() -> None:
+    small, large = ("attn", 7_440, 7_000, 999_999), ("mlp", 440, 300, 2_345_678)
+    lines = render_table(times(small, large)).splitlines()
+    assert lines[0].split() == ["layer", "forward", "µs", "low", "total", "ms"]
+    assert lines[1].split() == ["attn", "7.44", "7.00", "1.000"]
+    assert lines[2].split() == ["mlp", "0.44", "0.30", "2.346"]
+    whole = render_table(times(("attn", 7_440, 7_000, 2_000_000))).splitlines()
+    assert whole[1].split()[-1] == "2.00"
+    tiny = render_table(times(("attn", 7_440, 7_000, 2_000_000), ("mlp", 1, 1, 30))).splitlines()
+    assert tiny[2].split()[-1] == "<0.0001"
+    # a title without a unit has that of the time before it, and no time becomes 0.000
+    long = render_table(times(("attn", 2_000_000, 200, None))).splitlines()
+    assert long[0].split() == ["layer", "forward", "ms", "low", "total", "µs"]
+    assert long[1].split() == ["attn", "2.0000", "0.0002", "-"]
+
+
+def test_columns_with_the_same_scale_have_the_same_unit() -> None:
+    columns = tuple(replace(each, scale="call") for each in TIMES[1:])
+    table = Table(columns, ((7_440, 7_000, 2_000_000),))
+    text = render_table(Document("t/1", "t", (table,), (), ()))
+    assert text.split() == ["forward", "ms", "low", "total", "ms", "0.0074", "0.0070", "2.0000"]
+
+
+def test_tables_with_the_same_columns_have_the_same_units() -> None:
+    first, second = times(("attn", 7_440, 1, 1)), times(("mlp", 7_440_000, 1, 1))
+    document = replace(first, blocks=first.blocks + second.blocks)
+    assert render_table(document).count("forward ms") == 2
+
+
+def test_pages_and_markdown_have_the_units_of_the_terminal_and_json_has_ns() -> None:
+    document = times(("attn", 7_440, 7_000, 2_345_678))
+    page, text = RENDERERS["html"](document), render_markdown(document)
+    assert "total ms" in page and 'data-v="2345678">2.35</td>' in page
+    assert "| total ms |" in text and "| 2.35 |" in text
+    assert json.loads(RENDERERS["json"](document))["rows"] == [{"k": "attn", "a": 7_440}]
+    assert "7440" in RENDERERS["csv"](document)
+
+
+def test_code_is_neither_wrapped_nor_cut() -> None:
+    code = "x = 1  # " + "y" * 100
+    assert code in render_table(Document("t/1", "t", (Code(code),), (), ()), width=80, cut=True)
