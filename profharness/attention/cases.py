@@ -32,13 +32,17 @@ class VerificationRow:
         str,
         column(
             "what",
+            importance="answer",
             meaning="the checked tensor: `out`, `dq`, `dk`, `dv`, or `inputs`, which must not change",
         ),
     ]
     error: Annotated[
         float | None,
         column(
-            "error", "short", meaning="largest absolute difference from fp64; null if not finite"
+            "error",
+            "short",
+            importance="answer",
+            meaning="largest absolute difference from fp64; null if not finite",
         ),
     ]
     allowance: Annotated[float | None, column("allowance", "short", meaning="the allowed error")]
@@ -47,16 +51,19 @@ class VerificationRow:
         column(
             "relative",
             "short",
+            importance="detail",
             meaning="Frobenius norm of the difference over that of the reference; null if not finite",
         ),
     ]
     relative_allowance: Annotated[
-        float | None, column("allowance", "short", meaning="the allowed relative error")
+        float | None,
+        column("allowance", "short", importance="detail", meaning="the allowed relative error"),
     ]
     passed: Annotated[
         bool | None,
         column(
             "verdict",
+            importance="answer",
             meaning="null if nothing was checked, for example because the backend refused the config",
         ),
     ]

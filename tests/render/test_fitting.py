@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 import profharness.commands._command as command_module
+from profharness.attention.cases import VerificationRow
 from profharness.cli import find_command
 from profharness.columns import Column, Importance
 from profharness.commands import bench, report
-from profharness.errors import NotFoundError, ProfharnessError
+from profharness.commands.verify import verify_document
+from profharness.errors import NotFoundError
 from profharness.render.document import (
     Code,
     Document,
@@ -184,24 +186,44 @@ def test_tables_of_ranks_fit(models: tuple[Path, dict[str, str]]) -> None:
     assert check_fit(documents("ranks", *names, "--store", str(store))[0])
 
 
-def test_tables_of_studies_fit(studies: tuple[Path, list[tuple[str, str]]]) -> None:
+OF_A_KIND = {
+    "bench": (("bench",), ("bench", "--explain"), ("report", "--no-charts")),
+    "capture": (("analyze",), ("kernels", "--steps"), ("report", "--no-charts")),
+}
+
+
+@pytest.mark.parametrize("kind", OF_A_KIND)
+def test_tables_of_studies_fit(studies: tuple[Path, list[tuple[str, str]]], kind: str) -> None:
     store, runs = studies
-    seen = set()
-    for run, kind in runs:
-        commands: list[tuple[str, ...]] = [("report", run, "--no-charts")]
-        if kind == "bench":
-            commands += [("bench", "--run", run), ("bench", "--run", run, "--explain")]
-        elif kind == "verify":
-            commands += [("verify", "--run", run), ("verify", "--run", run, "--full")]
-        else:
-            commands += [("analyze", "--run", run), ("kernels", "--steps", "--run", run)]
-        for words in commands:
-            try:
-                shown = documents(*words, "--store", str(store))
-            except ProfharnessError:
-                continue  # this kind of run has no such tables
-            seen |= {words[0]} if sum(map(check_fit, shown)) else set()
-    assert {"report", "bench", "analyze", "kernels"} <= seen
+    for run in [run for run, own in runs if own == kind][:2]:
+        for name, *options in OF_A_KIND[kind]:
+            place = (run,) if name == "report" else ("--run", run)
+            shown = documents(name, *place, *options, "--store", str(store))
+            assert sum(map(check_fit, shown))
+
+
+def test_tables_of_verify_fit() -> None:
+    checks = [
+        VerificationRow(
+            run="r",
+            asked="b2-h8-s512-d64-fp16",
+            config="b2-h8-s512-d64-fp16-mask=bool-mask_shape=b1qk",
+            case=case,
+            backend=f"kernels/long_name_of_a_file.py:function_{number}",
+            what="out",
+            error=0.001,
+            allowance=0.002,
+            relative_error=0.001,
+            relative_allowance=0.002,
+            passed=not number,
+            message=None if number else "the result with the causal mask one column too far",
+            status="ok",
+        )
+        for number in range(3)
+        for case in ("plain", "one key is hidden from one query", "a row is hidden whole")
+    ]
+    for full in (False, True):
+        assert check_fit(verify_document(checks, full=full))
 
 
 TITLES = st.text("abc µ/%", min_size=0, max_size=12).map(str.strip)
