@@ -12,7 +12,8 @@ from profharness.commands._types import Names
 from profharness.errors import UsageError
 from profharness.render.document import Block, Document, Heading, Note, Table, record
 from profharness.store import frame
-from profharness.traces.kernel_names import canonical
+from profharness.traces.kernel_names import ATTENTION_FAMILIES, canonical
+from profharness.traces.kernel_names.by_source import fact_texts
 from profharness.traces.kernel_names.parts import FACTS, Description, NamePart, describe
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ SCHEMA = "profharness.kernel_name/1"
 FIELDS = (
     *("name", "kernel", "short", "family", "library", "meaning"),
     *FACTS,
-    *("parts", "unknown", "untold"),
+    *("parts", "unknown", "untold", "by_source"),
 )
 
 
@@ -39,6 +40,7 @@ def _record(description: Description) -> dict[str, Any]:
         "parts": [record(part) for part in description.parts],
         "unknown": list(description.unknown),
         "untold": list(description.untold),
+        "by_source": [record(fact) for fact in description.by_source],
     }
 
 
@@ -97,6 +99,14 @@ def show(descriptions: list[Description]) -> Document:
         parts = [replace(part, meaning=part.meaning or "not known") for part in description.parts]
         if parts:
             blocks.append(Table.of(pick(NamePart), parts))
+        blocks += map(Note, fact_texts(description.by_source))
+        if (
+            not description.by_source
+            and kernel.family in ATTENTION_FAMILIES
+            and kernel.stages is None
+        ):
+            text = "stages, warp roles: neither the name nor a published source says"
+            blocks.append(Note(text, "open"))
         if description.untold:
             text = f"{', '.join(description.untold)}: the name does not say"
             blocks.append(Note(text, "open"))

@@ -160,3 +160,29 @@ def test_the_command_prints_json_and_words() -> None:
     assert "in steps of depth 64, with 4 buffers" in done.stdout
     assert "not known" in done.stdout
     assert CliRunner().invoke(cli, ["explain-kernel", " "]).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "roles"),
+    [
+        ("flash_fwd_splitkv_kernel<64,64x256,w4>", "one buffer each for K and V", "no roles"),
+        ("flash_bwd_dq_dk_dv<64,128x128,w8>", "two buffers of Q", "no roles"),
+        ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "at most 4 buffers", "no roles"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", None, "no roles"),
+        ("FlashAttnFwdSm90<128,128x176>", None, "warp group 0 loads"),
+        ("FlashAttnBwdSm90<128,80x128>", None, "warp 1 writes dQ"),
+        ("FlashAttentionForwardSm100", None, "8-11: correction"),
+        ("cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64", None, None),
+        ("flash_fwd_splitkv_combine<64,m8,split2>", None, None),
+        ("fmha_cutlassB_f16_aligned_64x64_k64_sm80", None, None),
+    ],
+)
+def test_stages_and_roles_come_from_sources_that_were_read(
+    name: str, stages: str | None, roles: str | None
+) -> None:
+    facts = {fact.property: fact for fact in describe(name).by_source}
+    expected = {"stages": stages, "warp roles": roles}
+    assert facts.keys() == {key for key, text in expected.items() if text}
+    for key, fact in facts.items():
+        assert (expected[key] or "") in fact.meaning
+        assert fact.source

@@ -140,6 +140,10 @@ def kernels_document(
             blocks += _left_out(own) if not full else []
         notes = (cell_notes(cell, [row for row in own if row.cell == cell.cell]) for cell in beside)
         blocks += merged_notes(chain.from_iterable(notes))
+    if full:
+        from profharness.commands.kernels.sources import source_notes  # only --full needs it
+
+        blocks += source_notes(rows)
     if cells and rows:
         blocks.append(Note(_about_times(rows), "times"))
     extra = {"cells": [cell_record(cell) for cell in cells]}
@@ -332,6 +336,10 @@ def witness_document(
         blocks += _disagreements(own)
         if full:
             blocks += _counters(own)
+    if full:
+        from profharness.commands.kernels.sources import source_notes  # only --full needs it
+
+        blocks += source_notes(rows)
     blocks += _closing(rows, joined)
     extra = {
         "cells": [cell_record(cell) for cell in cells],

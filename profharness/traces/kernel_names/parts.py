@@ -10,6 +10,7 @@ from typing import Annotated
 from profharness.columns import column
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, canonical, parse_kernel_name
 from profharness.traces.kernel_names.attention import fa2_flags, fa3_flags
+from profharness.traces.kernel_names.by_source import SourceFact, facts_by_source
 from profharness.traces.kernel_names.meanings import (
     FA2_COMBINE,
     FAMILIES,
@@ -293,6 +294,8 @@ class Description:
     """The properties that names in this family usually contain, but that this name does not
     contain.
     """
+    by_source: tuple[SourceFact, ...] = ()
+    """What the source code of the library says about stages and warp roles."""
 
     @property
     def is_known(self) -> bool:
@@ -374,7 +377,9 @@ def describe(name: str) -> Description:
     if library == "aten_op":
         expected = ()
     untold = tuple(field for field in expected if getattr(kernel, field) is None)
-    return Description(kernel, library, (*_facts(kernel, values, shown), *parts), untold)
+    found_by_source = facts_by_source(kernel, library)
+    told = (*_facts(kernel, values, shown), *parts)
+    return Description(kernel, library, told, untold, found_by_source)
 
 
 def _parsed(name: str) -> tuple[KernelName, str]:

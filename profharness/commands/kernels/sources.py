@@ -1,0 +1,24 @@
+"""What names and sources say about the pipeline stages and the warp roles of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from profharness.render.document import Block, Heading, Note
+from profharness.rows import KernelRow
+from profharness.traces.kernel_names.by_source import fact_texts
+from profharness.traces.kernel_names.parts import describe
+
+
+def source_notes(rows: Iterable[KernelRow]) -> Iterator[Block]:
+    """Yield a note for each kernel whose stages or warp roles its name or its source tells."""
+    notes = []
+    for name, short in dict.fromkeys((row.kernel, row.kernel_short) for row in rows):
+        described = describe(name)
+        texts = list(fact_texts(described.by_source))
+        if described.kernel.stages:
+            texts.insert(0, f"Stages: {described.kernel.stages} buffers. By name")
+        notes += [Note(". ".join(texts), short)] if texts else []
+    if notes:
+        yield Heading("Stages and warp roles", "", 3)
+        yield from notes

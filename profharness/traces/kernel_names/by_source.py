@@ -1,0 +1,130 @@
+"""Tell the pipeline stages and the warp roles of a kernel where the source code of its library shows
+them and the name does not.
+
+Each fact has been read in the file that it names. Kernels whose source is closed or was not read,
+such as those of cuDNN and cuBLAS, have no facts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from profharness.traces.kernel_names.text import KernelName
+
+STAGES, ROLES = "stages", "warp roles"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFact:
+    """A property of a kernel that the source code of its library shows."""
+
+    property: str  # `stages` or `warp roles`
+    meaning: str
+    source: str  # the release and the files in which it was read
+
+
+_FA2 = "flash-attention 2.8, csrc/flash_attn/src"
+_FA3 = "flash-attention 2.8, hopper"
+_MEM_EFF = "PyTorch 2.13, ATen/native/transformers/cuda/mem_eff_attention"
+_ALIKE = "no roles, every warp loads and computes"
+
+# The library, a pattern that matches the function in a short name, and the facts
+FACTS = (
+    (
+        "flash2",
+        r"flash_fwd_(?:splitkv_)?kernel",
+        (
+            (
+                STAGES,
+                "one buffer each for K and V; V is loaded during the product with K, and the "
+                "next K after that product",
+                f"{_FA2}/flash_fwd_kernel.h",
+            ),
+            (ROLES, _ALIKE, f"{_FA2}/flash_fwd_kernel.h"),
+        ),
+    ),
+    (
+        "flash2",
+        r"flash_bwd_dq_dk_dv",
+        (
+            (
+                STAGES,
+                "two buffers of Q, or one with No_double_buffer; one of the output's gradient",
+                f"{_FA2}/kernel_traits.h",
+            ),
+            (ROLES, _ALIKE, f"{_FA2}/flash_bwd_kernel.h"),
+        ),
+    ),
+    (
+        "fa3",
+        r"FlashAttnFwdSm90",
+        (
+            (
+                ROLES,
+                "producer and consumers: warp group 0 loads, the other one to three compute",
+                f"{_FA3}/flash_fwd_kernel_sm90.h",
+            ),
+        ),
+    ),
+    (
+        "fa3",
+        r"FlashAttnBwdSm90",
+        (
+            (
+                ROLES,
+                "producer and consumers: of warp group 0, warp 0 loads and warp 1 writes dQ; the "
+                "other warp groups compute",
+                f"{_FA3}/flash_bwd_kernel_sm90.h",
+            ),
+        ),
+    ),
+    ("fa3", r"FlashAttnFwdSm80", ((ROLES, _ALIKE, f"{_FA3}/flash_fwd_kernel_sm80.h"),)),
+    (
+        "fa4",
+        r"FlashAttentionForwardSm100",
+        (
+            (
+                ROLES,
+                "warps 0-3 and 4-7: softmax; 8-11: correction of the output; 12: products; 13: "
+                "epilogue; 14: loads; 15: none (variants without TMA differ)",
+                "flash-attention, flash_attn/cute/flash_fwd_sm100.py",
+            ),
+        ),
+    ),
+    (
+        "efficient",
+        r"fmha_cutlassF_(?:b?f16)_\w+_sm80",
+        (
+            (
+                STAGES,
+                "at most 4 buffers, fewer if the head dimension has fewer steps of 32",
+                f"{_MEM_EFF}/kernel_forward.h",
+            ),
+        ),
+    ),
+    ("efficient", r"fmha_cutlassF_", ((ROLES, _ALIKE, f"{_MEM_EFF}/kernel_forward.h"),)),
+)
+# The libraries whose kernels are those of another library
+_SAME = {"flash2_pip": "flash2", "flash2_any": "flash2", "efficient_any": "efficient"}
+
+
+def facts_by_source(kernel: KernelName, library: str) -> tuple[SourceFact, ...]:
+    """Return what the source code of a kernel's library says about its stages and warp roles."""
+    library = _SAME.get(library, library)
+    return tuple(
+        SourceFact(*fact)
+        for owner, pattern, facts in FACTS
+        if owner == library and re.match(pattern, kernel.short)
+        for fact in facts
+    )
+
+
+def fact_texts(facts: Iterable[SourceFact]) -> Iterator[str]:
+    """Yield each fact as text that ends with its source. Facts of one source share its name."""
+    groups: dict[str, list[str]] = {}
+    for fact in facts:
+        groups.setdefault(fact.source, []).append(f"{fact.property.capitalize()}: {fact.meaning}")
+    for source, texts in groups.items():
+        yield f"{'. '.join(texts)}. By source: {source}"
