@@ -231,13 +231,13 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
             sides = _side(baseline, left), _side(candidate, right)
             rows.append(_diff(direction, sides, (left, right), doubts, threshold))
         elif left:
-            why = ("the candidate has no such layer of these sizes",)
+            why = ("the candidate has no such layer of this size",)
             row = LayerDiff(
                 direction, baseline=_side(baseline, left), verdict="removed", reasons=why
             )
             rows.append(row)
         else:
-            why = ("the baseline has no such layer of these sizes",)
+            why = ("the baseline has no such layer of this size",)
             row = LayerDiff(
                 direction, candidate=_side(candidate, right), verdict="added", reasons=why
             )
@@ -474,7 +474,7 @@ def _diff(
         speed, why = "unknown", "; ".join(doubts)
     uncounted = [name for name, side in zip(SIDES, sides, strict=True) if side.calls is None]
     if ratio is None and uncounted:
-        why = f"no step of the {' and the '.join(uncounted)} was recorded, so no time is told"
+        why = f"no step of the {' and the '.join(uncounted)} was recorded, so no time is known"
     reasons = [*_differences(base, cand), why]
     if any(with_backward) and not all(with_backward) and not uncounted:
         reasons.append(f"only the {'baseline' if with_backward[0] else 'candidate'} has a backward")

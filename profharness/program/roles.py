@@ -325,6 +325,14 @@ def _name_phase(
         n: round(rows[n].launches_per_call or (rows[n].launches / calls if calls else 1))
         for n in main
     }
+    # A matrix product of a foreign trace that does not run in every call is outside of attention,
+    # such as that of rotary embeddings.
+    rare = [n for n in main if rows[n].cell is None and not counts[n]]
+    for n in rare:
+        roles[n] = _neutral_role(rows[n])
+        del counts[n]
+    main = [n for n in main if n not in rare]
+    products = [n for n in products if n not in rare]
     # In a foreign trace, matrix products belong to attention only if there are as many as expected.
     unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:

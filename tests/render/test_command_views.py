@@ -14,6 +14,7 @@ import pytest
 from view_rows import CONFIG, cell, kernel
 
 from profharness.commands.diff import diff_document
+from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Change, Cost, Diff, DiffRow
 from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
@@ -215,9 +216,9 @@ def test_environment_comes_before_any_kernel() -> None:
 
 def test_json_is_that_of_the_diff() -> None:
     diff = sample()
-    assert json.loads(RENDERERS["json"](diff_document(diff))) == json.loads(
-        json.dumps(diff.to_json())
-    )
+    shown = json.loads(RENDERERS["json"](diff_document(diff)))
+    assert shown.pop("answer") == list(diff_answer(diff))
+    assert shown == json.loads(json.dumps(diff.to_json()))
 
 
 def test_full_shows_whole_names() -> None:

@@ -25,11 +25,13 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
+from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
     COSTS,
     LAUNCHES,
     MEMORY,
+    OF_TIMES,
     REFUSED,
     Cost,
     Diff,
@@ -39,7 +41,7 @@ from profharness.commands.diff.compare import (
     find_sides,
     nothing_compared,
 )
-from profharness.errors import GateError, NotFoundError
+from profharness.errors import GateError, NotFoundError, join_few
 from profharness.program.changes import VERDICTS, EnvChange
 from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff, LayerSide
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 
 FIELDS = field_names(DiffRow)
 SIDE = Column("side", "", importance="key")
+LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
 LAST = (*pick(KernelRow, "duration_ns"), *pick(DiffRow, "ratio", "verdict"))
@@ -85,7 +88,7 @@ LAYER_COLUMNS = (
 )
 # These names must differ from the names of roles, because both are labels of notes.
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
-UNTOLD = "is not told: a side does not name its PyTorch"
+COMPOSITE = "A fused kernel is compared with the sum of the kernels of math."
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
@@ -95,15 +98,11 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     differences are listed at the end, in one line each.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
-    blocks: list[Block] = [Heading(" → ".join(diff.names), counts)]
+    hidden = bool(diff.layers) and not full
+    blocks: list[Block] = [Heading(" → ".join(diff.names), "" if hidden else counts)]
+    blocks += _layer_blocks(diff.layers, full)
     if diff.environment:
         blocks.append(Table.of(pick(EnvChange), diff.environment))
-    elif diff.environment_told:
-        blocks.append(Note("the environments are the same"))
-    if not diff.environment_told:
-        what = "what else differs" if diff.environment else "whether the environments are the same"
-        blocks.append(Note(f"{what} {UNTOLD}", "", "warning"))
-    blocks += _layer_blocks(diff.layers, full)
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
     costs: dict[tuple[str, ...], list[Cost]] = {}
@@ -117,13 +116,18 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         if all(row.verdict == "same" and not row.changed for row in rows) and key not in costs
     ]
     for key, rows in groups.items():
-        if not changed_first or key not in same:
+        if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full)
-    if changed_first and same:
+    if hidden and diff.rows:
+        blocks.append(Note(f"--full compares the kernels of the whole trace too: {counts}."))
+    if any(row.composite for row in diff.rows) and not hidden:
+        blocks.append(Note(COMPOSITE))
+    if changed_first and same and not hidden:
         blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
         blocks += [Note(f"{config} {_backends(*names)}") for config, *names in same]
     plain = diff.to_json()
     return Document(
+        answer=diff_answer(diff),
         schema=plain["schema"],
         title=f"Diff of {' and '.join(diff.names)}",
         blocks=tuple(blocks),
@@ -145,7 +149,7 @@ def cost_text(cost: Cost) -> str:
 
 def layer_text(row: LayerDiff) -> str:
     """Format a layer as its verdict, the verdict on its times, and the backends that ran."""
-    return f"{_verdicts(row)}: {_both(row, 'ran') or 'what ran is not told'}"
+    return f"{_verdicts(row)}: {_both(row, 'ran') or 'the backend is unknown'}"
 
 
 def _verdicts(row: LayerDiff) -> str:
@@ -165,7 +169,8 @@ def _both(row: LayerDiff, name: str) -> str | None:
 def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
     if not layers:
         return
-    lines, notes = [], []
+    lines: list[dict[str, Any]] = []
+    notes: dict[tuple[str, str], list[str]] = {}  # names of layers by reason and level
     for row in layers:
         side = row.baseline or row.candidate
         name = row.name if full else short_module(side.module if side else None) or row.name
@@ -174,11 +179,17 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
         lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
         if row.verdict != "same" or len(row.reasons) > 1:
             level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
-            notes.append(Note(f"{layer_text(row)}; {'; '.join(row.reasons)}", name, level))
+            clear = not full and row.speed in OF_TIMES
+            for reason in row.reasons:
+                if clear and " calls: " in reason:
+                    continue  # the table shows the times and the verdict
+                notes.setdefault((reason, level), []).append(name)
     counts = Counter(row.verdict for row in layers).most_common()
     yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
     yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
-    yield from notes
+    for (reason, level), names in notes.items():
+        label = "" if len(names) == len(lines) else join_few(names, LABELS_SHOWN)
+        yield Note(reason, label, level)
 
 
 def _backends(*backends: str | None) -> str:
@@ -190,10 +201,14 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
     yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
     lines = [line for row in rows for line in _lines(row)]
     yield Table.of(FULL_COLUMNS if full else COLUMNS, lines)
+    notes: dict[str, list[DiffRow]] = {}
     for row in rows:
-        if row.reasons and row.verdict != "same":
-            level = "warning" if row.verdict in ("slower", "unknown") else "note"
-            yield Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, level)
+        # The table shows the ratio, so a clear verdict on a time needs no note.
+        if row.reasons and (full or row.verdict not in ("same", "faster", "slower")):
+            notes.setdefault("; ".join(row.reasons), []).append(row)
+    for text, alike in notes.items():
+        level = "warning" if {row.verdict for row in alike} & {"slower", "unknown"} else "note"
+        yield Note(text, join_few([row.role for row in alike], LABELS_SHOWN), level)
     for cost in costs:
         level = "warning" if cost.verdict == "more" else "note"
         yield Note(cost_text(cost), COST_NAMES[cost.what], level)
@@ -248,7 +263,13 @@ FailOn = Annotated[
         "if another backend computes a layer: backend-changed. Repeatable, or separated by commas.",
     ),
 ]
-Full = Annotated[bool, Option(("--full",), help="Show full kernel names.")]
+Full = Annotated[
+    bool,
+    Option(
+        ("--full",),
+        help="Show full kernel names, and for programs the kernels outside of attention.",
+    ),
+]
 
 
 Comparison = tuple[Diff, tuple[Side, Side]]
@@ -314,8 +335,8 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
 
 
 @gate(diff)
-def check(comparison: Comparison, *, fail_on: FailOn = ()) -> None:
-    """Raise GateError if a row, cost or layer has one of the verdicts in `fail_on`.
+def check(comparison: Comparison, *, fail_on: FailOn = ()) -> str | None:
+    """Return what was compared. Raise GateError if a row, cost or layer has a verdict in `fail_on`.
 
     Also raise it if one of these verdicts cannot be judged, because a side lacks the necessary
     data.
@@ -344,6 +365,17 @@ def check(comparison: Comparison, *, fail_on: FailOn = ()) -> None:
         raise GateError(f"{name}: {empty}")
     if empty:
         hint(f"warning: {empty}")
+    if not verdicts:
+        return None
+    counts = [
+        f"{count:,} {noun}{'s' * (count != 1)}"
+        for count, noun in (
+            (len({row.config for row in found.rows}), "config" if found.costs else "range"),
+            (len(found.layers), "layer"),
+        )
+        if count
+    ]
+    return f"nothing is {' or '.join(sorted(verdicts))} in {' and '.join(counts)}"
 
 
 DECLARATION = declaration_of(diff)

@@ -320,7 +320,10 @@ def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need:
 
 
 def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]) -> Side:
-    kernels, cells = store.rows(Selection(run, configs))
+    # A program may use one kernel for attention and for other ops, such as a product of scores and
+    # a linear layer. Its rows are therefore separate for each op.
+    by_op = not store.cells(run)
+    kernels, cells = store.rows(Selection(run, configs), by_op=by_op)
     if backend is not None and backend not in {cell.backend for cell in cells}:
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""

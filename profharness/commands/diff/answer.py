@@ -1,0 +1,189 @@
+"""Answer which side of a diff is faster, by how much, and what else changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from profharness.attention.config import backend_text
+from profharness.commands.diff.compare import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
+from profharness.errors import join_and
+from profharness.program.matching import LayerDiff, LayerSide
+from profharness.render.document import time_text
+
+KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
+WHOLE_CALL = ("call", "status", "kernels")
+"""Roles of the rows that compare whole calls."""
+
+
+def diff_answer(diff: Diff) -> tuple[str, ...]:
+    """Return the answer of `diff`, as sentences on times, on other costs and on environments."""
+    texts = _layers(diff) if diff.layers else _cells(diff)
+    return (*texts, *_environment(diff))
+
+
+def _names(diff: Diff) -> tuple[str, str]:
+    """Return short names of both sides. Backends of one run need no run."""
+    before, after = diff.names
+    run, _, backend = before.rpartition(":")
+    other_run, _, other = after.rpartition(":")
+    if run and run == other_run:
+        return backend_text(backend), backend_text(other)
+    return ("the baseline", "the candidate") if before == after else (before, after)
+
+
+def _comparison(ratio: float) -> str:
+    factor = max(ratio, 1 / ratio)
+    amount = f"{factor:.1f} times" if factor >= 2 else f"{100 * (factor - 1):.3g} %"
+    return f"{amount} {'slower' if ratio > 1 else 'faster'}"
+
+
+def _layers(diff: Diff) -> Iterator[str]:
+    before, after = _names(diff)
+    both = [row for row in diff.layers if row.baseline and row.candidate]
+    timed = [row for row in both if row.ratio is not None]
+    if not both:
+        yield f"{before} and {after} have no attention layer of equal size in common."
+        return
+    if timed:
+        times = [sum(_step_ns(row, side) for row in timed) for side in (0, 1)]
+        speeds = {row.speed for row in timed}
+        whole = f"({time_text(times[0])} → {time_text(times[1])} per step)"
+        both_ways = any(row.basis != "forward" for row in timed)
+        what = "attention" if both_ways else "the forward of attention"
+        if speeds == {"same"}:
+            lead = f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before} {whole}"
+        elif not times[0] or not times[1] or speeds == {"unknown"}:
+            reason = next((row.reasons[-1] for row in timed if row.reasons), "")
+            lead = f"No verdict on {what} {whole}: {reason}"
+        else:
+            lead = f"{after} is {_comparison(times[1] / times[0])} than {before} in {what} {whole}"
+    else:
+        lead = f"No times of {before} and {after} can be compared"
+    yield f"{lead}{''.join(_backend_changes(both))}."
+    gone = sum(row.candidate is None for row in diff.layers)
+    new = sum(row.baseline is None for row in diff.layers)
+    if gone or new:
+        parts = [
+            f"{count} only in {name}" for count, name in ((gone, before), (new, after)) if count
+        ]
+        yield f"Layers without a partner: {join_and(parts)}."
+
+
+def _step_ns(row: LayerDiff, place: int) -> float:
+    """Return the time of a layer's calls in a step, with the backward if both sides have it."""
+    side = (row.baseline, row.candidate)[place]
+    assert side is not None
+    backward = side.backward_ns or 0 if row.basis != "forward" else 0
+    return ((side.forward_ns or 0) + backward) * (side.calls or 1)
+
+
+def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
+    changes: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        if row.backend_changed and row.baseline and row.candidate:
+            changes[_ran(row.baseline), _ran(row.candidate)] += round(row.candidate.calls or 1)
+    texts = []
+    for (before, after), calls in changes.items():
+        texts.append(f"from {before} to {after} in {calls:,} call{'s' * (calls != 1)} per step")
+    if texts:
+        yield f": attention went {join_and(texts)}"
+    elif all(row.baseline and row.baseline.ran for row in rows):
+        yield "; every layer runs on the same backend in both"
+
+
+def _ran(side: LayerSide) -> str:
+    return " and ".join(map(backend_text, str(side.ran).split(" and ")))
+
+
+def _cells(diff: Diff) -> Iterator[str]:
+    before, after = _names(diff)
+    rows = list(_of_whole_calls(diff))
+    # Between runs, each backend of a config is compared.
+    noun = "config" if len({row.config for row in rows}) == len(rows) else "cell"
+    if rows:
+        yield _speeds(before, after, rows, noun)
+    verb = {REFUSED: "refuses", MEMORY: "uses more memory in", LAUNCHES: "launches more kernels in"}
+    worse = []
+    for what, text in verb.items():
+        found = [
+            cost for cost in diff.costs if cost.what == what and cost.verdict in ("more", REFUSED)
+        ]
+        if found:
+            of = f" that {before} runs" if what == REFUSED else ""
+            worse.append(f"{text} {_counted(len(found), noun)}{of}{_most(found)}")
+    if worse:
+        yield f"{after[0].upper()}{after[1:]} {join_and(worse)}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _most(costs: Sequence[Cost]) -> str:
+    ratios = [cost.ratio for cost in costs if cost.ratio]
+    return f" (up to {max(ratios):.1f} times)" if ratios else ""
+
+
+def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
+    """Yield one row per config and pair of backends, which compares the whole call if possible."""
+    keys = lambda row: (row.config, row.backend_baseline, row.backend_candidate)  # noqa: E731
+    for _, group in groupby(diff.rows, keys):
+        rows = list(group)
+        yield from [row for row in rows if row.role in WHOLE_CALL][:1]
+
+
+def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
+    """Return a sentence such as `math is slower than flash in all 9 configs, 3.4 to 13 times.`"""
+    parts = []
+    for verdict in ("slower", "faster"):
+        found = [row for row in rows if row.verdict == verdict and row.ratio]
+        if not found:
+            continue
+        factors = sorted(max(row.ratio or 1, 1 / (row.ratio or 1)) for row in found)
+        amount = _range(factors[0], factors[-1])
+        if len(rows) == 1:
+            return f"{after} is {_comparison(found[0].ratio or 1)} than {before}."
+        count = (
+            f"all {len(rows):,}" if len(found) == len(rows) else f"{len(found):,} of {len(rows):,}"
+        )
+        parts.append(f"{verdict} in {count} {noun}s ({amount})")
+    others = Counter(row.verdict for row in rows if row.verdict not in ("slower", "faster"))
+    words = {
+        "same": "the same in {}",
+        "unknown": "not comparable in {}",
+        "changed": "changed in {}",
+        "added": "without a baseline in {}",
+        "removed": "without a candidate in {}",
+    }
+    parts += [words[name].format(_counted(count, noun)) for name, count in others.items()]
+    text = f"Compared with {before}, {after} is {join_and(parts)}."
+    if len(parts) == 1 and set(others) == {"same"}:
+        return f"{after[0].upper()}{after[1:]} takes as long as {before} in {_counted(len(rows), noun)}."
+    return text
+
+
+def _range(low: float, high: float) -> str:
+    if high < 2:
+        low_text, high_text, unit = f"{100 * (low - 1):.2g}", f"{100 * (high - 1):.2g}", " %"
+    else:
+        low_text, high_text, unit = f"{low:.1f}", f"{high:.1f}", " times"
+    return f"{low_text}{unit}" if low_text == high_text else f"{low_text} to {high_text}{unit}"
+
+
+def _environment(diff: Diff) -> Iterator[str]:
+    if diff.environment:
+        keys = [
+            f"{change.key} ({change.baseline} → {change.candidate})"
+            for change in diff.environment
+            if change.explains
+        ]
+        more = len(diff.environment) - len(keys[:KEYS_SHOWN])
+        names = [*keys[:KEYS_SHOWN], *([f"{more} other key{'s' * (more != 1)}"] if more else [])]
+        yield f"The environments differ in {join_and(names)}."
+    elif diff.environment_told:
+        yield "The environments are the same."
+    if not diff.environment_told:
+        lead = "They may differ in more" if diff.environment else "Cannot compare environments"
+        yield f"{lead}: one trace does not record its PyTorch version."

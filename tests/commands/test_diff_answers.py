@@ -1,0 +1,107 @@
+"""The sentences with which `diff` begins, and the kernels of programs, on real traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from profharness.cli import cli
+from profharness.store import ingest_path
+
+TRACES = Path(__file__).parents[2] / "traces"
+UNTOLD = "Cannot compare environments: one trace does not record its PyTorch version."
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("diffs") / "s.db"
+    names = ("llama_prefill", "llama_eager", "llama_train", "unet")
+    sources = [TRACES / "models" / f"{name}.json.gz" for name in names]
+    for source in (*sources, TRACES / "h200-torch2.11", TRACES / "h200-torch-nsys-ncu"):
+        ingest_path(path, source)
+    return path
+
+
+def diff(store: Path, *words: str) -> Any:
+    names = [f"{word}.json.gz" if word.startswith(("llama", "unet")) else word for word in words]
+    return CliRunner().invoke(cli, ["diff", *names, "--store", str(store)])
+
+
+@pytest.mark.parametrize(
+    ("sides", "answer"),
+    [
+        (
+            ("llama_prefill", "llama_eager"),
+            "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward of "
+            "attention (104 µs → 2.36 ms per step): attention went from cuDNN to eager in 3 calls per "
+            f"step. {UNTOLD}",
+        ),
+        (
+            ("llama_prefill", "llama_train"),
+            "The forward of attention takes as long in llama_train.json.gz as in "
+            "llama_prefill.json.gz (104 µs → 102 µs per step); every layer runs on the same backend "
+            f"in both. {UNTOLD}",
+        ),
+        (
+            ("llama_prefill", "unet"),
+            "llama_prefill.json.gz and unet.json.gz have no attention layer of equal size in common. "
+            f"{UNTOLD}",
+        ),
+        (
+            ("flash", "math"),
+            "Compared with flash, math is slower in all 4 configs (3.1 to 12.7 times). Math uses more "
+            "memory in 4 configs (up to 437.5 times) and launches more kernels in 4 configs (up to "
+            "8.0 times). The environments are the same.",
+        ),
+        (
+            ("20261121-151544-59c7", "20261121-165619-f5ef"),
+            "Compared with 20261121-151544-59c7, 20261121-165619-f5ef is slower in 2 of 24 cells (3.2 "
+            "%) and the same in 22 cells. The environments are the same.",
+        ),
+    ],
+)
+def test_the_answer_of_a_diff(store: Path, sides: tuple[str, str], answer: str) -> None:
+    done = diff(store, *sides)
+    assert done.exit_code == 0, done.output
+    assert " ".join(done.stdout.split()).startswith(answer)
+
+
+def test_the_kernels_of_a_program_need_full(store: Path) -> None:
+    sides = "llama_prefill", "llama_eager"
+    short, full = diff(store, *sides).stdout, diff(store, *sides, "--full").stdout
+    assert len(short.splitlines()) < 15 and "softmax_warp_forward" not in short
+    assert "--full compares the kernels of the whole trace too" in short
+    assert "softmax_warp_forward" in full and "--full" not in full
+
+
+def test_a_kernel_of_attention_and_of_other_ops_is_split(store: Path) -> None:
+    """The scores of eager attention and the last linear layer share a kernel, and the product of
+    the rotary embedding comes before the softmax as the scores do.
+    """
+    done = diff(store, "llama_prefill", "llama_eager", "--format", "json")
+    rows = {row["role"]: row for row in json.loads(done.stdout)["rows"]}
+
+    def kernels(role: str, side: str) -> list[tuple[str, list[int] | None, int]]:
+        found = rows[role][side]
+        return [(row["kernel_short"], row["grid"], row["launches"]) for row in found]
+
+    rotary = ("cutlass_80_simt_sgemm_128x32_8x5_nn_align1", [8, 1, 1], 1)
+    assert rotary in kernels("matmul", "baseline") and rotary in kernels("matmul", "candidate")
+    scores = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
+    assert (scores, [2, 66, 1], 1) in kernels("linear", "baseline")
+    assert (scores, [2, 66, 1], 1) in kernels("linear", "candidate")
+    assert kernels("attention", "candidate") == [
+        (scores, [2, 66, 1], 3),
+        ("softmax_warp_forward<fp32,10>", [16384, 1, 1], 3),
+        ("nvjet_sm90_tst_64x512_64x2_1x2_h_bz_coopB_NNT", [2, 64, 1], 3),
+    ]
+
+
+def test_a_gate_that_passes_says_what_was_compared(store: Path) -> None:
+    passed = diff(store, "flash", "math", "--fail-on", "faster")
+    assert passed.exit_code == 0
+    assert passed.stderr == "gate passed: nothing is faster in 4 configs\n"
