@@ -723,7 +723,7 @@ def test_drops_of_a_sweep_are_told_where_they_are() -> None:
     ((name, group),) = sweep(analyses)
     assert list(drops(name, group)) == [(1024, 2048, pytest.approx(130 / 42))]
     notes = [each.text for each in analyze_document(analyses).blocks if isinstance(each, Note)]
-    assert "TFLOP/s fall 3.1 times from head_dim 1024 to 2048" in notes
+    assert "TFLOP/s fall by 3.1 times from head_dim 1024 to 2048." in notes
     assert not list(changed_problems(analyses))
 
 

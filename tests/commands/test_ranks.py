@@ -5,6 +5,7 @@ nothing else.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from make_ranks import Fleet, make_ranks, read
 import profharness
 from profharness.cli import cli
 from profharness.commands.ranks import FIELDS
+from profharness.commands.ranks.answer import ranks_answer
 from profharness.commands.ranks.comparison import RankComparison
 from profharness.commands.ranks.outliers import compare_ranks
 from profharness.errors import GateError, NotFoundError, UsageError
@@ -48,8 +50,8 @@ def test_each_rank_that_is_uneven_is_named_for_what_it_is(jobs: Path) -> None:
         ("other-software", ("rank 6", "rank 7")),
     }
     told = {each.code: each.sentence for each in answer.findings}
-    assert "flash" in told["other-attention"] and "7 of 8 ranks cudnn" in told["other-attention"]
-    assert "cuda_driver_version is 12080, on most ranks 13000" in told["other-software"]
+    assert "ran cudnn_bwd + flash, but cudnn + cudnn_bwd on 7 of 8 ranks" in told["other-attention"]
+    assert "cuda_driver_version is 12080, but 13000 on most ranks" in told["other-software"]
     (slow,) = [row for row in answer.rows if row.findings == ("slow-gpu",)]
     assert slow.ratio == pytest.approx(1.05, abs=0.015)
     assert answer.world_size == 8 and answer.spread is not None and answer.spread < 0.02
@@ -59,6 +61,30 @@ def test_an_even_job_sets_no_rank_apart(jobs: Path) -> None:
     answer = compared(jobs, "even")
     assert [each.code for each in answer.findings] == []
     assert all(abs((row.ratio or 0) - 1) < 0.03 for row in answer.rows)
+
+
+def test_the_answer_names_the_slow_rank_and_not_the_spread_of_the_others(
+    jobs: Path, tmp_path: Path
+) -> None:
+    """Bug: four ranks, one 12 % slower, had a line "compute times spread by 0.0%"."""
+    make_ranks(read(), tmp_path / "four", Fleet(4, 3, slow={2: 1.12}))
+    store = ["--store", str(tmp_path / "s.db")]
+    CliRunner().invoke(cli, ["ingest", str(tmp_path / "four"), *store])
+    done = CliRunner().invoke(cli, ["ranks", *store])
+    text = " ".join(done.stdout.split())
+    slow = r"Rank 2 is slow: its kernels take 1[123] % longer than on the others; "
+    assert re.match(slow + r"all 3 other ranks agree within [0-9.]+ %\. Ranks", text), text
+    assert "spread" not in text
+    even = CliRunner().invoke(cli, ["ranks", "--fail-on", "any", "--store", str(jobs / "s.db")])
+    agree = r"All 6 ranks agree within [0-9.]+ %; no rank is slow\. All ran the same kernels and"
+    assert re.match(agree, " ".join(even.stdout.split())), even.stdout
+    assert even.stderr == "gate passed: no finding among 6 ranks\n"
+    uneven = ranks_answer(compared(jobs, "uneven"))
+    assert uneven[0].startswith("Rank 5 is slow: its kernels take ")
+    assert uneven[1] == (
+        "Unlike most ranks, rank 3 ran other attention kernels, rank 1 launched other kernels and "
+        "rank 6, rank 7 ran other software."
+    )
 
 
 def test_shares_are_parts_of_the_span_and_ranks_that_wait_are_told(jobs: Path) -> None:
@@ -130,7 +156,7 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
         some = [row.run for row in rank_rows(store, [str(jobs / "uneven")])][:2]
         answer = compare_ranks(store, some)
         assert [row.label for row in answer.rows] == ["rank 0", "rank 1"]
-        assert "these are not stored: 2, 3, 4, 5, 6, 7" in answer.findings[-1].sentence
+        assert "these of 8 ranks are not stored: 2, 3, 4, 5, 6, 7" in answer.findings[-1].sentence
     ingest_path(tmp_path / "s.db", jobs / "even" / "rank0.json")
     with (
         open_store(tmp_path / "s.db") as store,

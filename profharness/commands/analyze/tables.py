@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from profharness.columns import Column, pick
+from profharness.commands.analyze.answer import analyze_answer
 from profharness.commands.analyze.figures import (
     FIELDS,
     SCHEMA,
@@ -97,7 +98,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         if peaks := analysis.machine.peaks:
             found.setdefault((peaks.device, peaks.source), peaks)
     known = [*found.values()]
-    blocks: list[Block] = [*_peak_notes(known)] if analyses else []
+    blocks: list[Block] = []
     several = len({analysis.run for analysis in analyses}) > 1
     common, covered = ([], frozenset()) if full else common_blocks(analyses)
     for run, config in dict.fromkeys((analysis.run, analysis.config) for analysis in analyses):
@@ -113,6 +114,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     for name, group in sweeps:
         blocks += _sweep_blocks(name, group)
     blocks += [*_changed_problems(analyses), *_sweep_charts(sweeps), *_rooflines(analyses)]
+    blocks += _peak_notes(known) if analyses else ()
     devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}
     for name, facts in devices.items():
         if facts:
@@ -125,7 +127,8 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         ],
     }
     records = tuple(map(analyze_record, analyses))
-    return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra)
+    answer = analyze_answer(analyses)
+    return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra, answer=answer)
 
 
 def _peak_notes(known: Sequence[Peaks]) -> Iterator[Note]:
@@ -133,10 +136,12 @@ def _peak_notes(known: Sequence[Peaks]) -> Iterator[Note]:
         rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks.flops_per_s.items())
         bandwidth = peaks.bandwidth_bytes_per_s
         memory = f"{bandwidth / 1e9:,.0f} GB/s; " if bandwidth else ""
-        yield Note(f"{peaks.device}, {peaks.source}: {memory}TFLOP/s: {rates} ({peaks.origin})")
+        yield Note(
+            f"Peaks of {peaks.device}, {peaks.source}: {memory}TFLOP/s: {rates} ({peaks.origin})"
+        )
     if not known:
-        text = "no peaks are known for this device, so no share of peak is told"
-        yield Note(f"{text}; --peaks measure on it gives them")
+        text = "The peaks of this device are unknown, so the shares of the peaks are too"
+        yield Note(f"{text}. Measure them on that device with --peaks measure.")
 
 
 def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
@@ -183,7 +188,7 @@ def _sweep_blocks(name: str, group: Sequence[CellAnalysis]) -> Iterator[Block]:
     yield Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}")
     yield Table.of(filled_columns(columns, rows), rows)
     for before, after, factor in drops(name, group):
-        yield Note(f"TFLOP/s fall {factor:.1f} times from {title} {before} to {after}")
+        yield Note(f"TFLOP/s fall by {factor:.1f} times from {title} {before} to {after}.")
 
 
 def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
@@ -409,5 +414,5 @@ def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
         yield Heading("Best backend for")
         yield Table.of(ADVICE_COLUMNS, made)
         for scenario, example in missing_scenarios(analyses).items():
-            text = f"no such config here; `profharness capture --config {example}` makes one"
+            text = f"no such config is stored; measure one with `profharness capture --config {example}`"
             yield Note(text, scenario)

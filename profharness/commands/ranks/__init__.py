@@ -16,6 +16,7 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
+from profharness.commands.ranks.answer import LABELS_SHOWN, ranks_answer
 from profharness.commands.ranks.comparison import CODES, RankComparison, RankFigures
 from profharness.errors import GateError, join_few
 from profharness.render.document import (
@@ -27,6 +28,7 @@ from profharness.render.document import (
     field_names,
     filled_columns,
     record,
+    share_text,
 )
 from profharness.store import frame, open_store
 
@@ -42,7 +44,6 @@ COLUMNS = pick(
 )
 # Maximum number of rows without --full. Ranks with findings are chosen first.
 ROWS_SHOWN = 32
-LABELS_SHOWN = 8
 ANY = "any"
 _WIDTH = max(map(len, CODES))
 
@@ -116,22 +117,19 @@ def show(answer: RankComparison, *, full: Full = False) -> Document:
         for column in filled_columns(COLUMNS, lines)
         if column.key != "device" or len({line["device"] for line in lines}) > 1
     ]
-    blocks: list[Block] = [Heading("Ranks", _summary(answer))]
+    blocks: list[Block] = [Heading("Ranks", _summary(answer)), Table.of(columns, shown)]
     for finding in answer.findings:
         labels = join_few(finding.ranks, LABELS_SHOWN)
         label = f"{finding.code}: {labels}" if labels else finding.code
         blocks.append(Note(finding.sentence, label, "warning"))
-    if not answer.findings:
-        text = "no rank is set apart: pace, attention, kernels, software and waits are alike on all"
-        blocks.append(Note(text))
-    blocks.append(Table.of(columns, shown))
     if left_out := len(lines) - len(shown):
-        blocks.append(Note(f"{left_out:,} more ranks, without a finding: --full shows them"))
+        blocks.append(Note(f"--full shows {left_out:,} more ranks, which have no finding."))
     blocks += [Note(text, "", "warning") for text in answer.caveats]
     names = ("world_size", "hosts", "spread", "threshold", "caveats")
     findings = [record(finding) for finding in answer.findings]
     extra = {"findings": findings, "codes": CODES, **record(answer, names)}
-    return Document(SCHEMA, "Ranks", tuple(blocks), FIELDS, tuple(lines), extra)
+    found = ranks_answer(answer)
+    return Document(SCHEMA, "Ranks", tuple(blocks), FIELDS, tuple(lines), extra, answer=found)
 
 
 def _line(row: RankFigures) -> dict[str, Any]:
@@ -139,32 +137,33 @@ def _line(row: RankFigures) -> dict[str, Any]:
 
 
 def _summary(answer: RankComparison) -> str:
-    """Return a line such as `8 of 8 ranks on 2 hosts, their compute times spread by 0.4 %, …`."""
+    """Return a line such as `8 of 8 ranks on 2 hosts, GPUs idle for 40 % of the time`."""
     of = f" of {answer.world_size}" if answer.world_size else ""
     where = f" on {answer.hosts} hosts" if answer.hosts and answer.hosts > 1 else ""
     parts = [f"{len(answer.rows)}{of} ranks{where}"]
-    if answer.spread is not None:
-        parts.append(f"their compute times spread by {answer.spread:.1%}")
     middles: list[float | None] = []
     for name in SHARES:
         known = sorted(part for row in answer.rows if (part := getattr(row, name)) is not None)
         middles.append(known[len(known) // 2] if known else None)
     idle, collectives, exposed = middles
     if idle is not None:
-        parts.append(f"GPUs idle for {idle:.0%} of the span")
+        parts.append(f"GPUs idle for {share_text(idle)} of the time")
     if collectives:
-        parts.append(f"collectives take {collectives:.1%} of it, {exposed:.1%} exposed")
+        alone = f", {share_text(exposed)} alone" if exposed is not None else ""
+        parts.append(f"in collectives for {share_text(collectives)}{alone}")
     return ", ".join(parts)
 
 
 @gate(ranks)
-def check(answer: RankComparison, *, fail_on: FailOn = ()) -> None:
-    """Raise GateError if there is a finding that --fail-on names."""
+def check(answer: RankComparison, *, fail_on: FailOn = ()) -> str | None:
+    """Raise GateError if there is a finding that --fail-on names. Return what was checked."""
     gates = split_names(fail_on)
     met = [each for each in answer.findings if each.code in gates or ANY in gates]
     if met:
         lines = [f"{each.code}: {', '.join(each.ranks)}: {each.sentence}" for each in met]
         raise GateError(f"--fail-on {','.join(gates)} is met: " + "\n  ".join(lines))
+    found = "finding" if ANY in gates else " or ".join(gates)
+    return f"no {found} among {len(answer.rows):,} ranks" if gates else None
 
 
 DECLARATION = declaration_of(ranks)

@@ -274,16 +274,16 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
                 continue
             if part > BROAD:
                 text = (
-                    f"compute kernels take {ratio - 1:.1%} longer {than}; "
-                    f"{part:.0%} of their time lies in kernels that are slower"
+                    f"its compute kernels take {ratio - 1:.1%} longer {than}; "
+                    f"kernels that are slower take {part:.0%} of their time"
                 )
                 yield RankFinding(SLOW_GPU, (rows[index].label,), text)
                 continue
             key = int(worst[place])
             kernel = table.kernels[int(table.kernel[keys[key]])].short
             text = (
-                f"{kernel} takes {float(each[place, key]):.2f} times as long {than}; most of "
-                f"its other kernels do not, all compute kernels together take {ratio - 1:.1%} longer"
+                f"{kernel} takes {float(each[place, key]):.2f} times as long as on the median of the "
+                f"other ranks; most other kernels do not, and all together take {ratio - 1:.1%} longer"
             )
             yield RankFinding(SLOW_KERNELS, (rows[index].label,), text)
 
@@ -322,7 +322,7 @@ def _other_attention(
         named = [name for place in places if (name := table.places[place])]
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         where = f" (in {named[0]!r}{more})" if named else ""
-        text = f"attention ran {' + '.join(sorted(ran))}, on {number} of {len(rows)} ranks {others}"
+        text = f"attention ran {' + '.join(sorted(ran))}, but {others} on {number} of {len(rows)} ranks"
         yield RankFinding(OTHER_ATTENTION, _labels(rows, indices), f"{text}{where}")
 
 
@@ -374,7 +374,9 @@ def _other_kernels(
     for text, indices in alike.items():
         if len(indices) > 1:
             text = text.replace("lacks", "lack").replace("alone has", "alone have")
-        yield RankFinding(OTHER_KERNELS, _labels(rows, indices), f"against most ranks: {text}")
+        yield RankFinding(
+            OTHER_KERNELS, _labels(rows, indices), f"compared with most ranks: {text}"
+        )
 
 
 def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
@@ -389,7 +391,7 @@ def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> It
         # ignore keys for which no value is shared by most ranks
         own = {key: value for key, value in environment.items() if key in base}
         for change in environment_changes(base, own):
-            text = f"{change.key} is {change.candidate}, on most ranks {change.baseline}"
+            text = f"{change.key} is {change.candidate}, but {change.baseline} on most ranks"
             if change.explains:
                 text += f": {change.explains}"
             yield RankFinding(OTHER_SOFTWARE, _labels(rows, indices), text)
@@ -400,7 +402,7 @@ def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     usual = _majority(models)
     for model, indices in _indices(models).items():
         if usual and model != usual[0]:
-            text = f"runs on {model or 'a GPU that is not told'}, most ranks on {usual[0]}"
+            text = f"runs on {model or 'an unknown GPU'}, but most ranks on {usual[0]}"
             yield RankFinding(OTHER_GPU, _labels(rows, indices), text)
 
 
@@ -416,7 +418,7 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     for index, above in _above(shares):
         own = shares[index]
         text = (
-            f"its GPU is idle for {own:.0%} of its span, those of the others for {own - above:.0%}"
+            f"its GPU is idle for {own:.0%} of the time, those of the others for {own - above:.0%}"
         )
         yield RankFinding(WAITS, (rows[index].label,), text)
 
@@ -438,8 +440,8 @@ def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]
     spent = np.array(shares, float)
     for index, below in _above(-spent):
         text = (
-            f"spends {spent[index]:.0%} of its span in collectives, the others "
-            f"{spent[index] + below:.0%}: they wait for it there"
+            f"spends {spent[index]:.0%} of the time in collectives, the others "
+            f"{spent[index] + below:.0%}, because they wait for it there"
         )
         yield RankFinding(LATE, (rows[index].label,), text)
 
@@ -449,18 +451,18 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
     if absent and any(rank.rank is not None for rank in ranks):
         names = join_few([str(rank) for rank in absent], RANKS_SHOWN)
-        yield RankFinding(MISSING, (), f"of {size} ranks these are not stored: {names}")
+        yield RankFinding(MISSING, (), f"these of {size} ranks are not stored: {names}")
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:
     """Yield sentences about properties that could not be compared."""
     if all(row.span_ns is None for row in rows):
-        yield "waits and communication are not told: cells are captured one by one"
+        yield "Idle time and communication are unknown, because configs are captured one by one."
     if all(rank.rank is None for rank in ranks):
         yield (
-            "no trace tells its rank (Kineto does once torch.distributed is initialised; a name such as "
-            "rank3.json does too): they are named by their files"
+            "No trace contains its rank, so file names are shown. Kineto records the rank if "
+            "torch.distributed is initialized; a file name such as rank3.json also sets it."
         )
     alone = sorted({str(row.device) for row in rows if row.ratio is None})
     if alone:
-        yield f"no other rank has kernels like those on {', '.join(alone)}, so their pace is not told"
+        yield f"No other rank runs the same kernels as {', '.join(alone)}, so its pace is unknown."

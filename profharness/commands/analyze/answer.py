@@ -1,0 +1,103 @@
+"""Answer what limits attention, and what to change first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from profharness.attention.config import backend_text, pytorch_chooses
+from profharness.commands.analyze.figures import CellAnalysis, Remedy
+from profharness.program.layer_map import short_module
+from profharness.render.document import time_text
+
+LIMITS = {
+    "launch": "launching kernels from the CPU",
+    "memory": "memory bandwidth",
+    "compute": "compute throughput",
+    "latency": "latency (neither compute nor memory is near its peak)",
+    "score traffic": "moving the scores through memory",
+    "input copies": "copying the inputs",
+    "few blocks": "too few thread blocks to fill the GPU",
+    "combine": "combining the parts of a split",
+    "K and V traffic": "reading K and V repeatedly",
+}
+"""Maps the short name of a bottleneck to its words in a sentence."""
+MANY = 3  # with at least this many configs, the answer is about all of them
+
+
+def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
+    """Return the bottleneck and the first remedy, of the cell that matters most or of most cells."""
+    ran = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
+    if not ran:
+        return ("No backend computed these configs, so there is nothing to analyze.",)
+    if ran[0].module is None and len({each.config for each in ran}) >= MANY:
+        return tuple(_of_all(ran))
+    return tuple(_of_one(_chosen(ran), ran))
+
+
+def _chosen(ran: Sequence[CellAnalysis]) -> CellAnalysis:
+    """Return the slowest calls of a program, or the fastest backend of a config."""
+    if ran[0].module is not None:
+        return max(ran, key=lambda each: _time(each) or 0)
+    named = [each for each in ran if not pytorch_chooses(each.backend)] or list(ran)
+    own = [each for each in named if each.config == named[0].config]
+    # Times of different measurements cannot be compared.
+    basis = Counter(each.figures.basis for each in own if each.figures).most_common(1)[0][0]
+    alike = [each for each in own if each.figures and each.figures.basis == basis and _time(each)]
+    return min(alike or own, key=lambda each: _time(each) or 0)
+
+
+def _time(analysis: CellAnalysis) -> float | None:
+    return analysis.figures.duration_ns if analysis.figures else None
+
+
+def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
+    name, time = backend_text(cell.backend), _time(cell)
+    took = f" ({time_text(time)} per call)" if time else ""
+    backends = {each.backend for each in ran if each.config == cell.config}
+    if cell.module is not None:
+        subject = f"{short_module(cell.module)} on {name}{took}"
+    elif len(backends - {"auto", "all-disabled"}) > 1:
+        subject = f"{name}, the fastest backend of {cell.config.label}{took},"
+    else:
+        subject = f"{name} on {cell.config.label}{took}"
+    subject = subject[0].upper() + subject[1:] if subject.startswith("the ") else subject
+    if cell.bottleneck:
+        yield f"{subject} is limited by {LIMITS.get(cell.bottleneck, cell.bottleneck)}."
+    else:
+        yield f"{subject} has no bottleneck that these measurements show."
+    if cell.remedies:
+        yield _remedy(cell.remedies[0])
+
+
+def _of_all(ran: Sequence[CellAnalysis]) -> Iterator[str]:
+    limits = Counter(each.bottleneck for each in ran if each.bottleneck)
+    if not limits:
+        yield "These measurements show no bottleneck."
+    else:
+        (first, count), *others = limits.most_common(2)
+        next_one = (
+            f", then by {LIMITS.get(others[0][0], others[0][0])} ({others[0][1]})" if others else ""
+        )
+        yield (
+            f"Most often attention is limited by {LIMITS.get(first, first)} ({count} of {len(ran)} "
+            f"cells){next_one}."
+        )
+    remedies: dict[str, list[Remedy]] = {}
+    limited = [each for each in ran if limits and each.bottleneck == limits.most_common(1)[0][0]]
+    for each in limited:
+        for remedy in each.remedies[:1]:
+            remedies.setdefault(remedy.text, []).append(remedy)
+    if remedies:
+        alike = max(remedies.values(), key=len)
+        best = max(alike, key=lambda remedy: remedy.factor or 0)
+        cells = f" ({len(alike)} of these cells)" if len(alike) > 1 else ""
+        yield f"{_remedy(best).removesuffix('.')}{cells}."
+
+
+def _remedy(remedy: Remedy) -> str:
+    text = remedy.text.removesuffix(".")
+    if not remedy.factor:
+        return f"{text}."
+    most = "measured" if remedy.findings == ("faster_backend",) else "at most"
+    return f"{text}: {most} {remedy.factor:.2f} times faster."

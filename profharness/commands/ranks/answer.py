@@ -1,0 +1,71 @@
+"""Answer which ranks of a job are slow or run something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from profharness.commands.ranks.comparison import (
+    MISSING,
+    SLOW_GPU,
+    SLOW_KERNELS,
+    RankComparison,
+    RankFigures,
+)
+from profharness.errors import join_and, join_few
+from profharness.render.document import share_text
+
+LABELS_SHOWN = 8
+OF_PACE = (SLOW_GPU, SLOW_KERNELS)
+CLAUSES = {
+    "other-attention": "ran other attention kernels",
+    "other-kernels": "launched other kernels",
+    "other-software": "ran other software",
+    "other-gpu": "ran on another GPU model",
+    "waits": "left the GPU idle for longer",
+    "late": "arrived late at collectives, where the others waited",
+}
+"""Maps the code of a finding to what the ranks did, compared with most ranks."""
+
+
+def ranks_answer(answer: RankComparison) -> tuple[str, ...]:
+    """Return which ranks are slow and by how much, and which ranks ran something else."""
+    return tuple(_sentences(answer))
+
+
+def _sentences(answer: RankComparison) -> Iterator[str]:
+    slow = [row for row in answer.rows if set(row.findings) & set(OF_PACE)]
+    even = [row for row in answer.rows if row not in slow]
+    if slow:
+        row = max(slow, key=lambda row: row.ratio or 0)
+        excess = share_text((row.ratio or 1) - 1)
+        label = f"{row.label[0].upper()}{row.label[1:]}"
+        rest = f"; {_agreement(even, 'other ')}" if len(even) > 1 else ""
+        also = f", {len(slow) - 1} other ranks are slow too" if len(slow) > 1 else ""
+        yield f"{label} is slow: its kernels take {excess} longer than on the others{also}{rest}."
+    elif agreement := _agreement(answer.rows):
+        yield f"{agreement[0].upper()}{agreement[1:]}; no rank is slow."
+    else:
+        yield "The times of these ranks cannot be compared."
+    others: dict[str, set[str]] = {}  # labels of ranks by code
+    for finding in answer.findings:
+        if finding.code in CLAUSES:
+            others.setdefault(finding.code, set()).update(finding.ranks)
+    order = [row.label for row in answer.rows]
+    clauses = [
+        f"{join_few(sorted(labels, key=order.index), LABELS_SHOWN)} {CLAUSES[code]}"
+        for code, labels in others.items()
+    ]
+    if clauses:
+        yield f"Unlike most ranks, {join_and(clauses)}."
+    elif not slow and not any(each.code == MISSING for each in answer.findings):
+        yield "All ran the same kernels and software."
+
+
+def _agreement(rows: tuple[RankFigures, ...] | list[RankFigures], other: str = "") -> str:
+    """Return a clause such as `all 8 ranks agree within 1 %`, or nothing without two ratios."""
+    ratios = [row.ratio for row in rows if row.ratio]
+    if len(ratios) < 2:
+        return ""
+    return (
+        f"all {len(ratios):,} {other}ranks agree within {share_text(max(ratios) / min(ratios) - 1)}"
+    )
