@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,12 @@ def excesses(value: Any, path: str = "") -> Iterator[str]:
             yield from excesses(inner, f"{path}[{at}]")
 
 
+def shares_in_words(read: Any) -> Iterator[str]:
+    """Yield the shares above 100 % in the answer of `layers`."""
+    for sentence in (read or {}).get("answer", ()):
+        yield from (sentence for share in re.findall(r"([\d.]+) %", sentence) if float(share) > 100)
+
+
 def answer(*arguments: str) -> Any:
     command, *options = arguments
     result = CliRunner().invoke(find_command(command), [*options, "--format", "json"])
@@ -94,6 +101,7 @@ def test_no_share_exceeds_the_whole(store: Path) -> None:
             read = answer(*command, run, "--store", str(store))
             answers += read is not None
             found += [f"{' '.join(command)} {run}: {text}" for text in excesses(read)]
+            found += shares_in_words(read) if command == ["layers"] else ()
     for first, second in pairwise(runs):
         for command in ("diff", "report", "ranks"):
             read = answer(command, first, second, "--store", str(store))

@@ -340,6 +340,18 @@ class LayerMap:
         return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
     @property
+    def gpu_ns(self) -> float:
+        """The time per step in which all GPUs together were busy, of which attention is a part."""
+        count = max(len(self.steps), 1)
+        return _whole_ns(self.steps, self.attention_ns * count)[0] / count
+
+    @property
+    def gpu_step_ns(self) -> float:
+        """The average duration of a step on all GPUs together, of which attention is a part."""
+        count = max(len(self.steps), 1)
+        return _whole_ns(self.steps, self.attention_ns * count)[1] / count
+
+    @property
     def attention_ns(self) -> float:
         """The time of all attention kernels per step."""
         return sum(row.kernel_ns for row in self.rows)
@@ -385,11 +397,7 @@ def find_layers(
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
     groups = group_calls(calls, observed)
     counts = observed.counts(groups)
-    # Kernels that run at the same time on several streams last longer than the GPU is busy
-    kernels = sum(kernel.total_ns for call in calls for kernel in call.kernels)
-    busy = sum(each.busy_ns * each.devices for each in steps)
-    long = sum(each.duration_ns * each.devices for each in steps)
-    whole = max(busy, kernels) if busy else 0, max(long, kernels) if long else 0
+    whole = _whole_ns(steps, sum(kernel.total_ns for call in calls for kernel in call.kernels))
     rows = [
         _row(run, name, group, steps, whole, platform, observed, made)
         for group, made in zip(groups, counts, strict=True)
@@ -415,6 +423,17 @@ def find_layers(
         processes=observed.processes,
         name=store.run_name(run),
     )
+
+
+def _whole_ns(steps: Sequence[StepRow], kernel_ns: float) -> tuple[float, float]:
+    """Return the times in which all GPUs together were busy in the steps, and of the steps.
+
+    Neither is less than `kernel_ns`, the time of the attention kernels, which can run at the same
+    time on several streams.
+    """
+    busy = sum(step.busy_ns * step.devices for step in steps)
+    long = sum(step.duration_ns * step.devices for step in steps)
+    return max(busy, kernel_ns) if busy else 0, max(long, kernel_ns) if long else 0
 
 
 def calls_in_steps(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
@@ -561,7 +580,7 @@ def _row(
     step: str,
     group: Sequence[CallRow],
     steps: Sequence[StepRow],
-    whole: tuple[int, int],
+    whole: tuple[float, float],
     platform: Platform | None,
     observed: ObservedCalls,
     made: int | None,

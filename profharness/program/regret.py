@@ -277,7 +277,7 @@ def _time(ns: float) -> str:
 
 
 def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
-    step, busy = layers.step_ns, layers.busy_ns
+    step, busy = layers.gpu_step_ns, layers.gpu_ns
     saved = _saved_text(regret)
     texts = []
     shares = [f"{regret.saves_ns / busy:.1%} of the time in which the GPU is busy"] if busy else []
@@ -288,7 +288,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     elif regret.launch_bound:
         waits = "The trace has no kernels, so it is unknown how busy the GPU is."
         if busy:
-            waits = f"The GPU is busy for only {busy / step:.0%} of the traced step."
+            waits = f"The GPU is busy for only {layers.busy_ns / layers.step_ns:.0%} of the traced step."
         texts.append(
             f"{waits} Faster kernels save time only while it is busy: at most {saved} a step{parts}."
         )

@@ -56,7 +56,7 @@ def _number(count: float, noun: str) -> str:
 
 
 def _cost(layers: LayerMap, subject: str = "Attention") -> str:
-    spent, busy = layers.attention_ns, layers.busy_ns
+    spent, busy = layers.attention_ns, layers.gpu_ns
     timed = [row for row in layers.rows if row.forward_ns is not None]
     if not timed:
         return "The trace has no kernels of the attention calls, so their times are unknown"
@@ -68,8 +68,10 @@ def _cost(layers: LayerMap, subject: str = "Attention") -> str:
             f"{share_text(spent / busy)} of the GPU time ({time_text(spent)} of {time_text(busy)}"
         )
         return f"{subject} takes {whole}{parts})"
-    whole = f"{share_text(spent / layers.step_ns)} of the step" if layers.step_ns else "some time"
-    of = f" of {time_text(layers.step_ns)}" if layers.step_ns else ""
+    whole = (
+        f"{share_text(spent / layers.gpu_step_ns)} of the step" if layers.step_ns else "some time"
+    )
+    of = f" of {time_text(layers.gpu_step_ns)}" if layers.step_ns else ""
     return f"{subject} takes {whole} ({time_text(spent)}{of}, times of CPU ops{parts})"
 
 
@@ -88,7 +90,7 @@ def _what_ran(layers: LayerMap) -> str:
             count = _layer_count(matching)[0] if noun == "layer" else _calls(matching)
             spent = sum(row.kernel_ns for row in matching)
             cost = (
-                f" ({share_text(spent / layers.busy_ns)} of the GPU time)" if layers.busy_ns else ""
+                f" ({share_text(spent / layers.gpu_ns)} of the GPU time)" if layers.gpu_ns else ""
             )
             what = several if whole != 1 and count != 1 else one
             some = f"{count:,.10g} of {_number(whole, noun)}"
@@ -138,7 +140,7 @@ def _idle(layers: LayerMap) -> Iterator[str]:
         yield f"{text}."
     elif idle < LAUNCH_BOUND:
         yield f"{text}, where it waits for the CPU to launch kernels."
-    elif 2 * layers.attention_ns < busy:
+    elif 2 * layers.attention_ns < layers.gpu_ns:
         yield f"{text}: launch overhead, not attention, is the limit."
     else:
         yield f"{text}: launch overhead is a limit too."
