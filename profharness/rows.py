@@ -555,6 +555,21 @@ class StepRow(NamedTuple):
     devices: int = 1  # number of GPUs in the trace
 
 
+class StepLaunch(NamedTuple):
+    """A launch on a GPU that started in a step of a program."""
+
+    device: int
+    stream: int | None
+    start_ns: int
+    duration_ns: int
+    kernel_short: str
+    family: str
+    kernel_kind: str
+    op_path: str | None
+    call: int | None  # number of the attention call in its trace, or None for other launches
+    direction: str | None  # `forward`, `recompute` or `backward` for a launch of an attention call
+
+
 class GapRow(NamedTuple):
     """An interval during which no kernel ran on a device, and the launch that ended it."""
 

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -22,14 +23,14 @@ from click.core import ParameterSource
 from profharness.commands._options import Option, Parameter
 from profharness.environment import missing_packages
 from profharness.errors import (
-    MissingExtraError,
     ProfharnessError,
     UsageError,
+    install_command,
     one_line,
     printable,
 )
 from profharness.files import atomic_file, check_output
-from profharness.render.document import Chart, Document
+from profharness.render.document import PLAIN_KINDS, Chart, Document
 from profharness.render.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
@@ -149,14 +150,20 @@ def chosen_format(format_: str | None, output: Path | None) -> str:
     return format_ or SUFFIX_FORMATS.get(output.suffix.lower() if output else "", "table")
 
 
-def require_charts(format_: str | None, output: Path | None) -> None:
-    """Raise MissingExtraError if the format has charts and the extra `report` is not installed.
+def drawable(document: Document, chosen: str) -> Document:
+    """Return a document without the charts that need the extra `report`, if it is not installed.
 
-    Commands call this before they measure anything.
+    Print a hint if a chart is left out.
     """
-    chosen = chosen_format(format_, output)
-    if missing_packages("report") and (chosen == "html" or (chosen == "md" and output is not None)):
-        raise MissingExtraError("drawing a chart", "report")
+    if chosen not in ("html", "md") or not missing_packages("report"):
+        return document
+    plain = PLAIN_KINDS if chosen == "html" else ()
+    kept = tuple(
+        block for block in document.blocks if not isinstance(block, Chart) or block.kind in plain
+    )
+    if left_out := len(document.blocks) - len(kept):
+        hint(f"{left_out} charts are left out; to draw them: {install_command('report')}")
+    return replace(document, blocks=kept)
 
 
 @contextlib.contextmanager
@@ -207,6 +214,8 @@ def emit(
     is the value of the command's option `--full`, or None if it has none.
     """
     chosen = chosen_format(format, output)
+    if output is not None or chosen == "html":
+        document = drawable(document, chosen)
     detail = f": {document.about}" if document.about else ""
     if chosen == "md" and output is not None:
         charts = _write_markdown(document, output, images, force=force)

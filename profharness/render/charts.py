@@ -6,16 +6,15 @@ Importing this module raises MissingExtraError without the extra `report`.
 from __future__ import annotations
 
 import html
-import itertools
 import math
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from profharness.errors import MissingExtraError, one_line
+from profharness.render.colors import DARK, LIGHT, SHAPES, backend_styles, series_colors
 from profharness.render.document import Chart
 
 # If this optional package is installed, jsonschema (imported by Altair) uses it to compile a grammar,
@@ -34,51 +33,13 @@ finally:
     if _HIDDEN:
         del sys.modules[_SLOW]
 
-# Each colour has a contrast of at least 3 to 1 on the light and on the dark background (tested).
-# The hues are those of Okabe and Ito, which people with colour blindness can distinguish.
-PALETTE = ("#0080c8", "#d55e00", "#008f68", "#b0609a", "#a37700", "#5d7fd0", "#c04848", "#777777")
-BLUE, ORANGE, GREEN, PURPLE, BROWN, INDIGO, RED, GREY = PALETTE
-SHAPES = (
-    *("circle", "square", "diamond", "triangle-up", "triangle-down", "cross"),
-    *("triangle-right", "triangle-left"),
-)
-STYLES = {
-    "auto": (GREY, "circle"),
-    "flash": (BLUE, "square"),
-    "efficient": (GREEN, "diamond"),
-    "cudnn": (ORANGE, "triangle-up"),
-    "math": (PURPLE, "triangle-down"),
-    "all-disabled": (BROWN, "cross"),
-    "none": (RED, "circle"),
-    "naive": (BROWN, "circle"),
-    "naive-compiled": (BROWN, "square"),
-    "single_query": (INDIGO, "triangle-up"),
-    "tiled": (RED, "diamond"),
-    "flash_triton": (GREEN, "triangle-right"),
-    "flex": (INDIGO, "circle"),
-    "flex-flash": (INDIGO, "square"),
-    "varlen": (GREEN, "circle"),
-    "fa3": (BLUE, "circle"),
-    "fa4": (BLUE, "diamond"),
-    "flash-attn": (BLUE, "triangle-up"),
-    "xformers": (PURPLE, "circle"),
-    "sage": (ORANGE, "circle"),
-    "flashinfer": (ORANGE, "diamond"),
-}
-"""The colour and the shape of each backend in every chart. Each combination occurs only once."""
-OTHER_STYLES = tuple(
-    style for style in itertools.product(PALETTE, SHAPES) if style not in STYLES.values()
-)
 OF_BACKENDS = ("lines", "dots", "roofline")  # kinds of charts in which each series is a backend
-LIGHT, DARK = (
-    ("#ffffff", "#1b1b1b"),
-    ("#14171c", "#e4e6ea"),
-)  # (background, text colour) of each theme
 DATA = alt.NamedData(
     name="rows"
 )  # the rows are inserted last, because Altair would copy them dozens of times
 INK = "#0a0b0c"  # placeholder for the text colour of the page
-WIDTH = 620
+WIDTH = 1200
+FITTED = alt.AutoSizeParams(type="fit-x", contains="padding")  # WIDTH includes the labels
 LINES_HEIGHT, TEXT_HEIGHT = 340, 15  # heights of a `lines` chart and of a text in it, in pixels
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL = 320
@@ -97,7 +58,8 @@ def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
     """Convert a chart to an Altair chart."""
     chart = _printable(chart)
     drawn = DRAWERS[chart.kind](chart)
-    return drawn.properties(title=chart.title).configure(
+    fitted = {} if chart.kind == "map" else {"autosize": FITTED}
+    return drawn.properties(title=chart.title, **fitted).configure(
         background="transparent",
         padding={"left": 24, "right": 16, "top": 5, "bottom": 5},
         font=FONT,
@@ -148,31 +110,6 @@ def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
     spec = chart_spec(chart)
     spec["config"]["background"] = LIGHT[0]
     return bytes(vl_convert.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
-
-
-def series_colors(names: Sequence[str]) -> list[str]:
-    """Return a colour for each name. A backend has the same colour in every chart."""
-    # Do not use the colour of a backend in this chart for another series.
-    taken = {STYLES[name][0] for name in names if name in STYLES}
-    free = [color for color in PALETTE if color not in taken] or PALETTE
-    rest = [name for name in names if name not in STYLES]
-    given = {name: free[n % len(free)] for n, name in enumerate(rest)}
-    return [STYLES[name][0] if name in STYLES else given[name] for name in names]
-
-
-def backend_styles(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return a colour and a shape for each backend, distinct within a chart.
-
-    A backend in STYLES has the same style in every chart. The style of any other backend is derived
-    from its name.
-    """
-    styles: dict[str, tuple[str, str]] = {}
-    for name in names:
-        place = zlib.crc32(name.encode()) % len(OTHER_STYLES)
-        choices = (*OTHER_STYLES[place:], *OTHER_STYLES[:place])
-        free = (style for style in choices if style not in styles.values())
-        styles[name] = STYLES.get(name) or next(free, choices[0])
-    return list(styles.values())
 
 
 def _printable(chart: Chart) -> Chart:
@@ -369,7 +306,7 @@ def _map(chart: Chart) -> Any:
         color=_color(chart), description="text:N"
     )
     texts = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
-    width = max(min(WIDTH, 76 * len(places)), 76)
+    width = max(min(WIDTH - MAX_LABEL, 76 * len(places)), 76)
     return (tiles + texts).properties(width=width, height=_label_axis(chart)[1])
 
 

@@ -17,12 +17,13 @@ from profharness.logs import duration
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, a line and a mark a series",
     "dots": "one row a label (y), a mark a series at x on a logarithmic axis",
-    "stack": "one bar a label (y), cut into the series by x",
+    "stack": "one bar a label (y), cut into the series by x; `label` is the text beside it",
     "map": "a grid of x and y, coloured and lettered by the series",
     "roofline": "FLOP/s (y) over FLOP per byte (x), logarithmic, below the roofs",
     "dumbbell": "one row a label (y) with two marks (series) at x, joined; logarithmic",
 }
 """Maps each kind of chart to its description. `charts.DRAWERS` has a function for each kind."""
+PLAIN_KINDS = frozenset({"stack"})  # kinds that a page draws without the extra `report`
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,8 @@ class Heading:
     detail: str = ""
     level: int = 2
     """2 for a section, 3 for a subsection."""
+    folded: bool = False
+    """Whether a page hides the section until the reader opens it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,42 @@ class Code:
     text: str
 
 
-Block = Heading | Table | Note | Code | Chart
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A mark on a timeline. Times are in ns from the start of the timeline."""
+
+    start_ns: int
+    duration_ns: int
+    name: str
+    series: str
+    """What the colour stands for, such as a backend or a kind of work."""
+    detail: str = ""
+    """Further text about the mark, such as the module that it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A row of a timeline. Its spans are sorted by start."""
+
+    name: str
+    spans: tuple[Span, ...]
+    visited: bool = False
+    """Whether the reader can jump to the marked spans of the lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Lanes of spans that a page can zoom. Other formats omit it."""
+
+    title: str
+    lanes: tuple[Lane, ...]
+    duration_ns: int
+    marked: tuple[str, ...] = ()
+    """The series that are drawn above others, and to which the reader can jump."""
+    caption: str = ""
+
+
+Block = Heading | Table | Note | Code | Chart | Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +254,8 @@ class Document:
     """Description of the content in the message that is printed after writing a file."""
     answer: tuple[str, ...] = ()
     """One to three sentences that answer the question. Every format shows them first."""
+    subtitle: str = ""
+    """Line below the title in HTML and Markdown, such as the GPU of a run."""
 
 
 def _count(value: Any) -> str:

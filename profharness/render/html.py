@@ -1,6 +1,7 @@
 """Render a document as one HTML file that needs no network.
 
-Charts are inline SVG. The page has a table of contents, and its tables can be sorted and filtered.
+Charts are inline SVG or HTML, and a timeline can be zoomed. The page has a table of contents, and its
+tables can be sorted and filtered.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import math
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from profharness.errors import one_line, printable
+from profharness.errors import MissingExtraError, install_command, one_line, printable
+from profharness.render.bars import draw_bars
 from profharness.render.document import (
+    PLAIN_KINDS,
     Block,
     Chart,
     Code,
@@ -25,25 +28,26 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    Timeline,
     format_value,
 )
+from profharness.render.timeline import draw_timeline
 
-FILTER_FROM = 8  # minimum number of rows of a table that has a filter
+FILTER_FROM = 16  # minimum number of rows of a table that has a filter
 DEEPEST = 3  # deepest heading level in the table of contents
+LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
 def render_html(document: Document) -> str:
     """Render a page whose content security policy forbids network access.
 
-    Raise MissingExtraError if the document has charts and the extra `report` is not installed.
+    Charts that need the extra `report` are left out, with a note, if it is not installed.
     """
     headings: dict[str, Heading] = {}  # by anchor
     counts = Counter[type[Block]]()
-    parts = []
-    if document.answer:
-        sentences = "".join(f"<p>{_text(sentence)}</p>" for sentence in document.answer)
-        parts.append(f'<section class="answer" aria-label="In short">{sentences}</section>')
+    parts, folds = [], _Folds()
+    left_out = False
     for block in document.blocks:
         counts[type(block)] += 1
         match block:
@@ -53,7 +57,7 @@ def render_html(document: Document) -> str:
                 tag = f"h{min(max(block.level, 2), 6)}"
                 link = f'<a class="anchor" href="#{anchor}" aria-label="Link to this part">#</a>'
                 title = f"{_text(block.text)}{_small(block.detail)} {link}"
-                parts.append(f'<{tag} id="{anchor}">{title}</{tag}>')
+                parts.append(folds.next(block, f'<{tag} id="{anchor}">{title}</{tag}>'))
             case Table():
                 last = next(reversed(headings.values()), None)
                 parts.append(_table(block, f"t{counts[Table]}", last.text if last else "table"))
@@ -66,12 +70,16 @@ def render_html(document: Document) -> str:
                 # Unlike `_text`, this keeps the line breaks in code.
                 parts.append(f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>')
             case Chart():
-                from profharness.render.charts import draw_svg
-
-                caption = block.caption and f"<figcaption>{_text(block.caption)}</figcaption>"
-                svg = f'<div class="scroll" tabindex="0">{draw_svg(block, counts[Chart])}</div>'
-                parts.append(f"<figure>{svg}{caption}</figure>")
-    style, script = _asset("page.css"), _asset("page.js")
+                drawn = _figure(block, counts[Chart])
+                left_out = left_out or not drawn
+                parts.append(drawn)
+            case Timeline():
+                parts.append(draw_timeline(block, counts[Timeline]))
+    parts.append(folds.end())
+    if left_out:
+        text = "Some charts are left out, because they need the extra report of profharness."
+        parts.append(f'<p class="note">{text} <code>{_text(install_command("report"))}</code></p>')
+    script = _asset("page.js") + (_asset("timeline.js") if counts[Timeline] else "")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         # Only the script of the page may run. The policy contains the hash of this script.
@@ -81,11 +89,57 @@ def render_html(document: Document) -> str:
     return _asset("page.html").format(
         policy=policy,
         title=_text(document.title),
-        style=style,
+        subtitle=f'<p class="subtitle">{_text(document.subtitle)}</p>' if document.subtitle else "",
+        style=_asset("page.css"),
+        answer=_answer(document.answer),
         contents=_contents(headings) if len(headings) > 1 else "",
         body="\n".join(parts),
         script=script,
     )
+
+
+class _Folds:
+    """Puts folded sections into `<details>` elements, which end before the next section."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []  # levels of the open sections
+
+    def next(self, heading: Heading, html: str) -> str:
+        """Return the HTML of a heading, after the ends of the sections before it."""
+        ends = 0
+        while self._open and self._open[-1] >= heading.level:
+            self._open.pop()
+            ends += 1
+        if not heading.folded:
+            return "</details>" * ends + html
+        self._open.append(heading.level)
+        return "</details>" * ends + f'<details class="fold"><summary>{html}</summary>'
+
+    def end(self) -> str:
+        return "</details>" * len(self._open)
+
+
+def _answer(sentences: Sequence[str]) -> str:
+    if not sentences:
+        return ""
+    body = "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences)
+    return f'<section class="answer" aria-label="In short"><b>In short</b>{body}</section>'
+
+
+def _figure(chart: Chart, number: int) -> str:
+    """Return the figure of a chart, or an empty string if its library is not installed."""
+    title = ""
+    if chart.kind in PLAIN_KINDS:
+        drawn = draw_bars(chart)
+        title = f"<figcaption><b>{_text(chart.title)}</b></figcaption>" if chart.title else ""
+    else:
+        try:
+            from profharness.render.charts import draw_svg
+        except MissingExtraError:
+            return ""
+        drawn = f'<div class="scroll" tabindex="0">{draw_svg(chart, number)}</div>'
+    caption = chart.caption and f"<figcaption>{_text(chart.caption)}</figcaption>"
+    return f'<figure class="{chart.kind}">{title}{drawn}{caption}</figure>'
 
 
 def _asset(name: str) -> str:
@@ -116,7 +170,7 @@ def _contents(headings: Mapping[str, Heading]) -> str:
         if heading.level <= DEEPEST
     )
     return (
-        '<nav aria-label="Contents"><details open><summary>Contents</summary>'
+        '<nav aria-label="Contents"><details><summary>Contents</summary>'
         f"<ol>{items}</ol></details></nav>"
     )
 
@@ -132,7 +186,15 @@ def _table(table: Table, ident: str, name: str) -> str:
 
     Repeated values are not omitted, because the rows can be sorted.
     """
-    classes = [' class="r"' if column.right else "" for column in table.columns]
+    # Names may wrap within words in a column of texts that are long.
+    wide = [
+        any(isinstance(row[at], str) and len(row[at]) > LONG_TEXT for row in table.rows)
+        for at in range(len(table.columns))
+    ]
+    classes = [
+        ' class="r"' if column.right else ' class="t"' if long else ""
+        for column, long in zip(table.columns, wide, strict=True)
+    ]
     head = "".join(
         f'<th scope="col"{right}><button type="button">{_text(column.title) or "&nbsp;"}'
         "</button></th>"

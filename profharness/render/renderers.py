@@ -20,6 +20,7 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    Timeline,
     formatted_rows,
     with_time_units,
 )
@@ -132,6 +133,8 @@ def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
     document = with_time_units(document)
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
+    if document.subtitle:
+        parts.append(escape_markdown(document.subtitle))
     if document.answer:
         parts.append(escape_markdown(" ".join(document.answer)))
     for block in document.blocks:
@@ -157,6 +160,8 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
             # in angle brackets a path may contain blanks and parentheses
             image = next(images, None)
             return f"![{escape_markdown(block.title)}](<{image}>)" if image else ""
+        case Timeline():
+            return ""
         case Table(columns):
             rules = ["---:" if column.right else ":---" for column in columns]
             rows = [[column.title for column in columns], *formatted_rows(block)]

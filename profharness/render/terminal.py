@@ -20,6 +20,7 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    Timeline,
     formatted_rows,
     with_time_units,
 )
@@ -80,8 +81,8 @@ def render_table(
     previous: Block | None = None
     table_count = 0
     for block in document.blocks:
-        # a table of the document has the values of the chart
-        if isinstance(block, Chart):
+        # a table of the document has the values of the chart or timeline
+        if isinstance(block, Chart | Timeline):
             continue
         if isinstance(block, Heading):
             if previous is not None:

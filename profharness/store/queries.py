@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields, replace
@@ -35,6 +36,7 @@ from profharness.rows import (
     RangeRow,
     Refusal,
     RunRow,
+    StepLaunch,
     StepRow,
     Triple,
     triple,
@@ -512,6 +514,40 @@ class Store(RunFinder):
             )
             rows += step_rows(trace, steps, launches)
         return rows
+
+    def step_launches(self, step: StepRow) -> list[StepLaunch]:
+        """Return the launches on GPUs that started in a step, sorted by start.
+
+        The store has the first launch and the number of launches of each kernel of an attention
+        call. The launches of the kernel that follow the first belong to the same call.
+        """
+        window = (step.trace, step.start_ns, step.start_ns + step.duration_ns)
+        launches: dict[tuple[int, int], list[tuple[int, StepLaunch]]] = {}
+        for place, (kernel, config, *values) in enumerate(
+            self.connection.execute(
+                "SELECT l.kernel_id, l.launch_config_id, l.device, l.stream, l.start_ns, "
+                "l.duration_ns, k.short, k.family, k.kind, o.path, NULL, NULL "
+                "FROM traces t JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id "
+                "JOIN kernels k ON k.id = l.kernel_id LEFT JOIN op_paths o ON o.id = l.op_path_id "
+                "WHERE t.id = ? AND l.start_ns >= ? AND l.start_ns < ? AND l.device >= 0 "
+                "AND l.duration_ns IS NOT NULL ORDER BY l.start_ns, l.id",
+                window,
+            )
+        ):
+            launches.setdefault((kernel, config), []).append((place, StepLaunch._make(values)))
+        for kernel, config, number, first, call, direction in self.connection.execute(
+            "SELECT k.kernel_id, k.launch_config_id, k.launches, k.first_ns, c.ordinal, k.direction "
+            "FROM calls c JOIN call_kernels k ON k.call_id = c.id "
+            "WHERE c.trace_id = ? AND k.first_ns >= ? AND k.first_ns < ?",
+            window,
+        ):
+            own = launches.get((kernel, config), [])
+            begin = bisect_left(own, first, key=lambda each: each[1].start_ns)
+            for at in range(begin, min(begin + number, len(own))):
+                place, launch = own[at]
+                own[at] = place, launch._replace(call=call, direction=direction)
+        ordered = sorted(chain.from_iterable(launches.values()), key=itemgetter(0))
+        return [launch for _, launch in ordered]
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
         """Return the longest periods within the steps in which a device was idle."""

@@ -52,6 +52,28 @@ def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser
 
 
 @pytest.fixture(scope="session")
+def program_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The reports on a training step, on decoding, and on two programs, as files."""
+    folder = tmp_path_factory.mktemp("program pages")
+    models = ROOT / "traces" / "models"
+    files = {
+        "training": ["llama_train.json.gz"],
+        "decoding": ["llama_generate"],
+        "two": ["llama_eager.json.gz", "llama_prefill.json.gz"],
+    }
+    pages = {}
+    for name, traces in files.items():
+        store = folder / f"{name}.db"
+        for trace in traces:
+            ingest_path(store, models / trace)
+        with open_store(store) as opened:
+            document = report_document(opened, [row.run for row in opened.runs()])
+        pages[name] = folder / f"{name}.html"
+        pages[name].write_text(render_html(document), encoding="utf-8")
+    return pages
+
+
+@pytest.fixture(scope="session")
 def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report on both captured runs, as a file."""
     folder = tmp_path_factory.mktemp("report page")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import CONTRASTS, console, key, media, pixels, requests, unfold
 from chart_samples import NASTY, SAMPLES
 
 from profharness.columns import Column
@@ -17,67 +16,6 @@ from profharness.render.document import Code, Document, Heading, Note, Table
 from profharness.render.html import render_html
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
-
-CONTRASTS = """
-const luminance = (color) => {
-  const parts = color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
-    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-};
-const behind = (element) => {
-  for (; element; element = element.parentElement) {
-    const color = getComputedStyle(element).backgroundColor;
-    if (!/, 0\\)$|transparent/.test(color)) return color;
-  }
-  return getComputedStyle(document.documentElement).backgroundColor;
-};
-const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-let worst = [99, "", ""];
-while (walker.nextNode()) {
-  const element = walker.currentNode.parentElement;
-  const text = walker.currentNode.data.trim();
-  if (!text || !element.checkVisibility({visibilityProperty: true})) continue;
-  if (["TITLE", "SCRIPT", "STYLE", "title"].includes(element.tagName)) continue;
-  const style = getComputedStyle(element);
-  if (element.closest("svg") && style.fill === "rgb(255, 255, 255)") continue;  // on a tile
-  const ink = element.closest("svg") ? style.fill : style.color;
-  const [low, high] = [luminance(ink), luminance(behind(element))].sort((a, b) => a - b);
-  const contrast = (high + 0.05) / (low + 0.05);
-  if (contrast < worst[0]) worst = [contrast, text, element.tagName];
-}
-return worst;
-"""
-
-
-def requests(browser: Any) -> list[str]:
-    """The address of everything that the page asked for."""
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    return [
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    ]
-
-
-def console(browser: Any) -> list[str]:
-    return [entry["message"] for entry in browser.get_log("browser")]
-
-
-def media(browser: Any, scheme: str) -> None:
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-
-def pixels(browser: Any) -> bytes:
-    return base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"])
-
-
-def key(browser: Any, name: str) -> None:
-    """Press a key wherever the focus is."""
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
-    ActionChains(browser).send_keys(getattr(Keys, name)).perform()
 
 
 def column(browser: Any, table: str, place: int) -> list[str]:
@@ -134,6 +72,7 @@ def test_charts_are_drawn(report: Any) -> None:
 def test_a_table_sorts_by_keyboard(report: Any) -> None:
     script = "return [...document.querySelectorAll('table')].findIndex((t) => t.textContent.includes('median µs'))"
     table = f"t{report.execute_script(script) + 1}"
+    unfold(report)
     heads = report.find_elements("css selector", f"#{table} th")
     place = next(n for n, head in enumerate(heads) if "median" in head.text)
     before = column(report, table, place)
@@ -155,6 +94,7 @@ def test_a_table_sorts_by_keyboard(report: Any) -> None:
 
 
 def test_a_table_filters_by_keyboard(report: Any) -> None:
+    unfold(report)
     field = report.find_element("css selector", ".filter input")
     table = field.get_attribute("aria-controls")
     rows = len(column(report, table, 0))
@@ -230,6 +170,7 @@ def test_names_that_look_like_markup_stay_text(browser: Any, tmp_path: Path) -> 
     assert console(browser) == []
     assert browser.title == NASTY
     assert len(browser.find_elements("css selector", "script")) == 1
+    unfold(browser)
     for selector in ("td", "h1", "code", "nav a"):
         assert NASTY in browser.find_element("css selector", selector).text
     titles = browser.execute_script(

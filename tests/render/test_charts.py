@@ -19,16 +19,19 @@ from hypothesis import strategies as st
 from profharness.attention.backends import BACKENDS as REGISTRY
 from profharness.commands.bench.tables import latency_charts
 from profharness.render.charts import (
-    DARK,
     DRAWERS,
-    LIGHT,
     OF_BACKENDS,
-    PALETTE,
-    STYLES,
     altair_chart,
-    backend_styles,
     draw_png,
     draw_svg,
+)
+from profharness.render.colors import (
+    DARK,
+    LIGHT,
+    PALETTE,
+    STYLES,
+    backend_styles,
+    luminance,
     series_colors,
 )
 from profharness.render.document import KINDS, Chart
@@ -36,15 +39,6 @@ from profharness.render.document import KINDS, Chart
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 SVG = "{http://www.w3.org/2000/svg}"
 WHITE = "#ffffff"  # text on the tiles of a map
-
-
-def luminance(color: str) -> float:
-    """Return the relative luminance as defined by WCAG 2."""
-    parts = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(one: str, other: str) -> float:

@@ -124,7 +124,7 @@ def test_nothing_is_fetched_and_the_policy_forbids_it() -> None:
     assert f"script-src 'sha256-{digest}'" in policy
 
 
-@pytest.mark.parametrize(("rows", "filters"), [(2, 0), (8, 1)])
+@pytest.mark.parametrize(("rows", "filters"), [(2, 0), (16, 1)])
 def test_long_table_has_a_filter(rows: int, filters: int) -> None:
     page = Page(render_html(document("x", rows)))
     assert len(page.named("input")) == filters
@@ -156,7 +156,7 @@ def test_repeated_value_is_still_shown() -> None:
 def test_charts_are_inline_and_their_ids_differ() -> None:
     blocks = (*SAMPLES.values(), *SAMPLES.values())
     html = render_html(Document("t/1", "t", blocks, (), ()))
-    assert html.count('<svg role="img"') == len(blocks)
+    assert html.count('<svg role="img"') == len(blocks) - 2  # bars are HTML
     found = re.findall(r' id="(chart\d+-\w+)"', html)
     assert len(found) == len(set(found))
     assert NASTY not in html

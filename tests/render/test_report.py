@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import subprocess
 import sys
@@ -102,9 +101,12 @@ def invoke(*args: object) -> Result:
 def test_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
-        *("In short", "Selection map", "Cells", "Latency", "Kernels", "Steps of math"),
-        *("Disagreements", "Against the atlas", "Device", "Environment", "What the words mean"),
+        *("Latency", "Selection map", "Top kernels", "Cells", "All latencies", "Disagreements"),
+        *("Steps of math", "All kernels", "Against the atlas", "Device", "Environment"),
+        "What the words mean",
     ]
+    folded = [each for each in document.blocks if isinstance(each, Heading) and each.folded]
+    assert folded[0].text == "Cells" and len(folded) == 9
     assert {chart.kind for chart in charts(document).values()} == {
         "map",
         "dots",
@@ -117,8 +119,12 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
 def test_two_runs_have_one_part_each_and_a_diff(captured: Path) -> None:
     document = report(captured, "latest~1", "latest", "latest")
     names = headings(document)
-    assert names[:2] == ["In short", "What changed"]
-    assert [name.split()[0] for name in names[2:]] == ["Run", "Run", "What"]
+    assert names[0] == "What changed"
+    assert names[1:] == [
+        *(entry["run"] for entry in document.extra["runs"]),
+        "What the words mean",
+    ]
+    assert document.answer and "→" in document.answer[0]
     chart = next(each for each in charts(document).values() if each.kind == "dumbbell")
     assert {row["side"] for row in chart.rows} == {"baseline", "candidate"}
     assert len(document.extra["runs"]) == 2 and document.extra["diff"]["rows"]
@@ -131,7 +137,7 @@ def test_same_cells_on_two_gpus_are_side_by_side(swept: Path, tmp_path: Path) ->
     write_run(tmp_path / "other", other)
     ingest_path(swept, tmp_path / "other")
     document = report(swept, run.run, other.run)
-    assert "classes" in headings(document)
+    assert "GPUs compared" in headings(document)
     assert [each["device"] for each in document.extra["classes"]] == [
         *("NVIDIA H200", "NVIDIA H100 PCIe"),
     ]
@@ -140,7 +146,7 @@ def test_same_cells_on_two_gpus_are_side_by_side(swept: Path, tmp_path: Path) ->
     (tmp_path / "again").mkdir()
     write_run(tmp_path / "again", again)
     ingest_path(swept, tmp_path / "again")
-    assert "classes" not in headings(report(swept, run.run, again.run))
+    assert "GPUs compared" not in headings(report(swept, run.run, again.run))
 
 
 def test_steps_of_math_add_up(captured: Path) -> None:
@@ -185,16 +191,9 @@ def test_sweep_is_drawn_as_lines(swept: Path) -> None:
     assert mine["TFLOP/s"] == pytest.approx(flops / 16.003e-6 / 1e12)
 
 
-def notes_below(document: Document, heading: str) -> list[str]:
-    """Return the notes between a heading and the next block of another kind."""
-    place = next(n for n, b in enumerate(document.blocks) if getattr(b, "text", "") == heading)
-    below = itertools.takewhile(lambda b: isinstance(b, Note), document.blocks[place + 1 :])
-    return [block.text for block in below if isinstance(block, Note)]
-
-
 def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> None:
     document = report(captured)
-    told = notes_below(document, "In short")
+    told = list(document.answer)
     assert 3 <= len(told) <= 6
     assert told[0].startswith("4 configs on 6 backends") and "24 cells: 20 ok, 4 refused" in told[0]
     assert "NVIDIA H200, torch 2.11" in told[0]
@@ -206,7 +205,7 @@ def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> 
     kinds = [type(block) for block in document.blocks]
     assert kinds.index(Chart) < kinds.index(Table)
 
-    told = notes_below(report(swept), "In short")
+    told = list(report(swept).answer)
     assert "math on 1 config" in told[2]
     assert any("was slower than the fastest other backend on 1 of 3" in text for text in told)
     assert "To change: select flash on 1 config" in told[-2] and "1 problem" in told[-1]
@@ -226,7 +225,7 @@ def test_glossary_has_only_words_of_the_page() -> None:
 
 def test_problems_come_early_with_reasons(swept: Path) -> None:
     document = report(swept)
-    assert headings(document)[1] == "Problems"
+    assert headings(document)[0] == "Problems"
     assert Note("no rights; ask root", "ncu no_counters", "error") in document.blocks
     assert "too &lt;large&gt;" in RENDERERS["html"](document)
 
@@ -335,17 +334,24 @@ def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
     assert "<svg" not in (tmp_path / "o.html").read_text()
 
 
-def test_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys\nsys.modules['altair'] = None\nfrom profharness.cli import main\n"
-        f"sys.argv = ['profharness', 'report', '--store', {str(swept)!r}, '-o', 'o.html']\nmain()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "pip install 'profharness[report]'" in done.stderr
-    assert not list(tmp_path.glob("o.html"))
+def test_charts_that_need_the_extra_are_left_out_with_a_hint(
+    captured: Path, tmp_path: Path
+) -> None:
+    for name in ("o.html", "o.md"):
+        code = (
+            "import sys\nsys.modules['altair'] = None\nfrom profharness.cli import main\n"
+            f"sys.argv = ['profharness', 'report', '--store', {str(captured)!r}, '-o', {name!r}]\n"
+            "main()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "pip install 'profharness[report]'" in done.stderr
+    page = (tmp_path / "o.html").read_text()
+    assert "<svg" not in page
+    assert "Kernel time by step" in page  # a chart that needs no library
+    assert "![" not in (tmp_path / "o.md").read_text()
 
 
 def test_changes_come_before_equal_rows() -> None:

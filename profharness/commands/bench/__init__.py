@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 
 from profharness.attention.config import split_names
-from profharness.commands._command import command, declaration_of, document, usage
+from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import (
     FORCE_OPTION,
     STDOUT,
     SUFFIX_FORMATS,
     check_file,
+    drawable,
     emit,
     hint,
     measured,
-    require_charts,
     run_listener,
 )
 from profharness.commands._runs import run_text
@@ -48,8 +48,7 @@ from profharness.commands._types import (
     timeout_option,
 )
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.environment import missing_packages
-from profharness.errors import MissingExtraError, UsageError
+from profharness.errors import UsageError
 from profharness.files import RUNS_FOLDER, atomic_file, shell_command
 from profharness.measurements.measurements import BenchRow
 from profharness.render.document import Document
@@ -264,14 +263,6 @@ def bench(
     return [answer, *(into_store.bench(each, path, listener) for each in further)]
 
 
-@usage(bench)
-def check_charts(*, format: str | None = None, output: PathLike | None = None) -> None:
-    """Raise MissingExtraError if the output has charts but the extra `report` is not installed."""
-    path = None if output is None else Path(output)
-    if path is None or not is_folder(path):
-        require_charts(format, path)
-
-
 @document(bench)
 def show(
     answers: list[BenchResult],
@@ -304,29 +295,17 @@ def show(
 def _write_folder(
     document: Document, folder: Path, environment: dict[str, Any], *, force: bool
 ) -> None:
-    """Write one file per format and a file with the environment, each atomically.
-
-    If the extra that draws charts is missing, skip the HTML page and print a hint.
-    """
+    """Write one file per format and a file with the environment, each atomically."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be made: {error.strerror}") from None
-    left_out = {"html"} if missing_packages("report") else set()
-    texts = {
-        name: RENDERERS[kind](document)
-        for kind, name in FOLDER_FILES.items()
-        if kind not in left_out
-    }
+    texts = {name: RENDERERS[kind](drawable(document, kind)) for kind, name in FOLDER_FILES.items()}
     texts[ENVIRONMENT_FILE] = json.dumps(environment, indent=1, sort_keys=True) + "\n"
     for name, text in texts.items():
         with atomic_file(folder / name, force=force) as file:
             file.write(text.encode())
     hint(f"wrote {', '.join(texts)} in {folder}")
-    if left_out:
-        hint(
-            f"{FOLDER_FILES['html']} is left out: {MissingExtraError('drawing a chart', 'report')}"
-        )
 
 
 DECLARATION = declaration_of(bench)

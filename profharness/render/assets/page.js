@@ -17,6 +17,14 @@
   wantsDark.addEventListener("change", tell);
   tell();
 
+  const folds = [...document.querySelectorAll("details.fold")];
+  let closed = []; // sections that only a printout shows
+  addEventListener("beforeprint", () => {
+    closed = folds.filter((fold) => !fold.open);
+    closed.forEach((fold) => { fold.open = true; });
+  });
+  addEventListener("afterprint", () => closed.forEach((fold) => { fold.open = false; }));
+
   const missing = (text) => text === "" || text === "-";
   const compare = (a, b, sign) => {
     const [x, y] = [a.dataset.v, b.dataset.v];

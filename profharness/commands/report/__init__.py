@@ -50,6 +50,13 @@ from profharness.commands.layers.by_gpu import (
     layers_by_gpu_record,
 )
 from profharness.commands.layers.tables import layers_document
+from profharness.commands.report.program import (
+    MOST_KERNELS,
+    ProgramParts,
+    advice_blocks,
+    compared_steps,
+    program_parts,
+)
 from profharness.commands.verify import verify_document
 from profharness.device_types import device_name
 from profharness.devices import DeviceFact
@@ -59,6 +66,7 @@ from profharness.measurements.agreement import backend_that_ran, disagreements, 
 from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
 from profharness.measurements.measurements import BenchRow
 from profharness.program.changes import OF_A_FILE
+from profharness.program.layer_map import LayerMap, short_module
 from profharness.render.document import (
     MISSING,
     Block,
@@ -70,6 +78,8 @@ from profharness.render.document import (
     Table,
     field_names,
     record,
+    share_text,
+    time_text,
 )
 from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
@@ -120,6 +130,9 @@ TO_FASTEST = Column(
     meaning="the median over that of the fastest backend of the same config",
 )
 LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
+TOP_KERNELS = pick(
+    KernelRow, "config", "backend", "kernel_short", "launches_per_call", "call_ns", "share"
+)
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
@@ -168,38 +181,60 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     a run does not exist.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
+    names = {run: store.run_name(run) for run in runs}
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
+    answer: tuple[str, ...] = ()
     if len(runs) == 2:
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
-        blocks += [Heading("In short"), *_change_notes(diff), *diff_blocks(diff)]
+        answer = tuple(_change_sentences(diff))
+        blocks += diff_blocks(diff)
         extra["diff"] = diff.to_json()
     programs = find_programs(store, runs)
-    maps = {each.layers.run: layers_document(each.layers) for each in programs.classes}
+    maps = {each.layers.run: each.layers for each in programs.classes}
     if len(maps) > 1:
         blocks += layers_by_gpu_blocks(programs)
         extra["layer_classes"] = layers_by_gpu_record(programs)
     if classes := _classes(store, runs):
         blocks += gpu_blocks(classes)
         extra["classes"] = [gpu_record(answer) for answer in classes]
+    parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
+    blocks += compared_steps({names[run]: each.times for run, each in parts.items()})
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
-        own = _run_blocks(store, run, cells, kernels, extra, bench)
-        if run in maps:
-            own = [*maps[run].blocks, *own]
-            extra.setdefault("layers", []).extend(maps[run].records)
+        own, sentences = _run_blocks(
+            store, run, cells, kernels, extra, bench, maps.get(run), parts[run]
+        )
         if len(runs) > 1:
-            own = [Heading(f"Run {store.run_name(run)}"), *_deeper(own)]
+            head = Heading(names[run], _run_detail(store, run))
+            own = [head, *map(Note, sentences), *_deeper(own)]
+        else:
+            answer = tuple(sentences)
         blocks += own
         records += _records(cells)
-        name, environment = store.run_name(run), store.environment(run)
-        extra["runs"].append({"run": run, "environment": environment, "name": name})
+        environment = store.environment(run)
+        extra["runs"].append({"run": run, "environment": environment, "name": names[run]})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
     blocks += glossary_blocks(blocks)
-    title = f"{f'Run {store.run_name(runs[0])}' if len(runs) == 1 else f'{len(runs)} runs'}: attention kernels"
-    return Document(SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra)
+    title = names[runs[0]] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names.values())}"
+    subtitle = _run_detail(store, runs[0]) if len(runs) == 1 else ""
+    return Document(
+        SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra, answer=answer, subtitle=subtitle
+    )  # fmt: skip
+
+
+def _run_detail(store: Store, run: str) -> str:
+    """Return the GPU, the PyTorch release and the time of a run, as far as they are known."""
+    environment = store.environment(run)
+    (row,) = (row for row in store.runs() if row.run == run)
+    parts = [
+        store.device_name(run),
+        f"torch {environment['torch']}" if environment.get("torch") else None,
+        row.created.replace("T", " ")[:16] + " UTC" if row.created else None,
+    ]
+    return " · ".join(filter(None, parts))
 
 
 def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
@@ -225,22 +260,39 @@ def _run_blocks(
     kernels: Sequence[KernelRow],
     extra: dict[str, Any],
     bench: bool | None,
-) -> list[Block]:
+    layers: LayerMap | None,
+    parts: ProgramParts,
+) -> tuple[list[Block], list[str]]:
+    """Return the blocks of a run, of which the details are folded, and sentences that sum it up."""
     environment, wrong = store.environment(run), store.wrong(run)
     name, medians = _charted_medians(cells)
     sentences, code = _summarize_run(store, run, cells)
     extra["summary"].append({"run": run, "sentences": sentences})
-    blocks: list[Block] = [Heading("In short"), *map(Note, sentences)] if sentences else []
-    blocks += [*([Code(code)] if code else ()), *latency_charts(medians, name)]
-    tf32 = bool(environment.get("tf32"))
-    blocks += rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong)
     problems = store.problems(run)
-    blocks += [Heading("Problems")] if problems else []
+    blocks: list[Block] = [Heading("Problems")] if problems else []
     for each in problems:
         text = f"{each.message}; {each.remedy}"
         blocks.append(Note(text, f"{each.profiler} {each.code}", "error"))
-    blocks += selection_blocks(cells)
-    blocks += _cell_blocks(cells)
+    if not cells:
+        blocks += parts.step
+        if layers is not None:
+            document = layers_document(layers)
+            extra.setdefault("layers", []).extend(document.records)
+            sentences = [*document.answer] or [layers_sentence(layers)]
+            tables = [block for block in document.blocks if isinstance(block, Table)]
+            blocks += [Heading("Layers"), *parts.layers, *tables[:1], *_layer_notes(layers)]
+        blocks += parts.kernels
+        blocks += advice_blocks(store, layers) if layers else []
+        blocks += parts.timeline
+        if parts.record:
+            extra.setdefault("programs", []).append(parts.record)
+    blocks += [Heading("What to change"), Code(code)] if code else []
+    tf32 = bool(environment.get("tf32"))
+    drawn = [
+        *latency_charts(medians, name),
+        *rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong),
+    ]
+    blocks += [Heading("Latency"), *drawn] if drawn else []
     if bench is None:
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     if bench:
@@ -251,27 +303,71 @@ def _run_blocks(
         document = verify_document(checks)
         blocks += [Heading("Verification"), *_deeper(document.blocks)]
         extra.setdefault("verifications", []).extend(document.records)
+    blocks += selection_blocks(cells)
     profilers = {row.profiler for row in kernels}
-    if kernels:
-        view = witness_document if len(profilers) > 1 else kernels_document
-        blocks += [Heading("Kernels"), *_deeper(view(kernels, cells).blocks)]
     # Use the rows of one profiler only, because several profilers record the same launches.
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
-    blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
-    blocks += _disagreement_blocks(cells, kernels)
+    if cells:
+        blocks += top_kernel_blocks([row for row in kernels if row.profiler == best])
+    told = _disagreement_blocks(cells, kernels)
+    apart = any(isinstance(each, Note) and each.label for each in told)
+    blocks += told if apart else []
+    details: list[Block] = [*_cell_blocks(cells), *_latency_blocks(cells)]
+    details += [] if apart else told
+    details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
+    if kernels:
+        view = witness_document if len(profilers) > 1 else kernels_document
+        details += [Heading("All kernels"), *_deeper(view(kernels, cells).blocks)]
     if compared := against(cells, [row for row in kernels if row.profiler == best], environment):
         inside = [row.inside for row in compared if row.inside is not None]
         text = (
             f"{sum(inside)} of {len(inside)} times that the model tells lie in its 90 % interval."
         )
-        blocks += [Heading("Against the atlas", "what cells of such a machine took"), Note(text)]
-        blocks.append(Table.of(pick(AtlasComparison), compared))
+        details += [Heading("Against the atlas", "what cells of such a machine took"), Note(text)]
+        details.append(Table.of(pick(AtlasComparison), compared))
         extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in compared)
     machine = run_machine(store, run, cells=cells)
     if facts := machine.facts():
-        blocks += [Heading("Device", machine.name or ""), Table.of(pick(DeviceFact), facts)]
-    blocks += environment_blocks(environment)
-    return blocks
+        details += [Heading("Device", machine.name or ""), Table.of(pick(DeviceFact), facts)]
+    details += environment_blocks(environment)
+    return [*blocks, *_folded(details)], sentences
+
+
+def _layer_notes(layers: LayerMap) -> Iterator[Note]:
+    """Yield why the layers ran so, and what the trace does not tell."""
+    for row in layers.rows:
+        for reason in row.reasons:
+            yield Note(reason, short_module(row.module) or row.config or row.kind)
+    for text in layers.caveats:
+        yield Note(text, "", "warning")
+
+
+def layers_sentence(layers: LayerMap) -> str:
+    """Return a sentence on the time of a program's attention."""
+    spent, busy = layers.attention_ns, layers.busy_ns
+    if not busy:
+        return f"{_count(len(layers.rows), 'kind')} of attention calls; no kernels were recorded."
+    return (
+        f"Attention takes {share_text(spent / busy)} of the GPU time ({time_text(spent)} of "
+        f"{time_text(busy)} per step)."
+    )
+
+
+def top_kernel_blocks(kernels: Sequence[KernelRow]) -> list[Block]:
+    """Return a table of the kernels with the longest times per call."""
+    timed = sorted((row for row in kernels if row.call_ns), key=lambda row: -(row.call_ns or 0))
+    if not timed:
+        return []
+    shown = timed[:MOST_KERNELS]
+    detail = f"the {len(shown)} longest of {len(timed)}" if len(timed) > len(shown) else ""
+    return [Heading("Top kernels", detail), Table.of(TOP_KERNELS, shown)]
+
+
+def _folded(blocks: Sequence[Block]) -> list[Block]:
+    return [
+        replace(block, folded=True) if isinstance(block, Heading) and block.level == 2 else block
+        for block in blocks
+    ]
 
 
 def _deeper(blocks: Sequence[Block]) -> list[Block]:
@@ -281,18 +377,18 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
-def _change_notes(diff: Diff) -> Iterator[Note]:
-    """Yield notes that count the verdicts and changed costs, and list changes of the environment
+def _change_sentences(diff: Diff) -> Iterator[str]:
+    """Yield sentences that count the verdicts and changed costs, and list changes of the environment
     that may explain them.
     """
     verdicts = ", ".join(f"{count} {name}" for name, count in diff.verdicts().most_common())
-    yield Note(f"{' → '.join(diff.names)}: {verdicts or 'nothing pairs'}.")
+    yield f"{' → '.join(diff.names)}: {verdicts or 'nothing pairs'}."
     if diff.costs:
         costs = Counter(f"{row.what} {row.verdict}" for row in diff.costs if row.verdict != "same")
         counts = ", ".join(f"{name} on {count}" for name, count in costs.most_common())
-        yield Note(f"Peak memory, launches and refusals: {counts or 'the same'}.")
+        yield f"Peak memory, launches and refusals: {counts or 'the same'}."
     keys = ", ".join(change.key for change in diff.environment if change.explains)
-    yield Note(f"Of the environment these can explain it: {keys or 'nothing that is known'}.")
+    yield f"Of the environment these can explain it: {keys or 'nothing that is known'}."
 
 
 def diff_blocks(diff: Diff) -> list[Block]:
@@ -340,10 +436,7 @@ def latencies(cell: CellRow) -> list[Latency]:
 
 
 def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
-    """Yield a table of all cells and a table of their latencies.
-
-    The first table has the backend that ran, or the reason why none ran.
-    """
+    """Yield a table of all cells with the backend that ran, or the reason why none ran."""
     if not cells:
         return
     counts = Counter(cell.status for cell in cells)
@@ -356,18 +449,22 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
             ran, reasons = "", "; ".join(dict.fromkeys(filter(None, messages)))
         rows.append(({"ran": ran, "reason": reasons}, cell))
     yield Table.of(CELL_COLUMNS, rows)
+
+
+def _latency_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
+    """Yield a table of the latencies of cells."""
     timed = [(cell, row) for cell in cells for row in latencies(cell)]
     fastest: dict[tuple[str, str], float] = {}
     for cell, row in timed:
         key = cell.config, row.measurement
         fastest[key] = min(fastest.get(key, row.median_ns), row.median_ns)
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for cell, row in timed:
         least = fastest[cell.config, row.measurement]
         # `row` comes before `cell`, because the column `samples` shows the number of samples.
         rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
     if rows:
-        yield Heading("Latency", "without a profiler, raw samples")
+        yield Heading("All latencies", "without a profiler, raw samples")
         yield Table.of(LATENCY_COLUMNS, rows)
 
 
@@ -549,7 +646,7 @@ def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
             values = (MISSING if value is None else value for row in block.rows for value in row)
             texts += [value for value in values if isinstance(value, str)]
     notes = [Note(meaning, word) for word, meaning in words_of("\n".join(texts)).items()]
-    return [Heading("What the words mean"), *notes] if notes else []
+    return [Heading("What the words mean", folded=True), *notes] if notes else []
 
 
 def words_of(text: str) -> dict[str, str]:

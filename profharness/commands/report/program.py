@@ -1,0 +1,388 @@
+"""The part of a report on a program: its step by kind of work, layers, kernels, advice, timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from profharness.atlas.predictions import Place, find_place, known_atlases, place_estimates
+from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
+from profharness.attention.dispatch.machine import from_config
+from profharness.attention.dispatch.predict import predict
+from profharness.columns import Column, pick
+from profharness.errors import ProfharnessError
+from profharness.program.layer_map import (
+    LayerMap,
+    LayerRow,
+    actual_backend,
+    module_name,
+    short_module,
+    suggestions,
+)
+from profharness.program.step_times import (
+    ATTENTION,
+    KINDS,
+    UNKNOWN,
+    KernelTime,
+    ProgramTimes,
+    kind_of,
+    program_times,
+)
+from profharness.render.colors import ATTENTION as ATTENTION_ON
+from profharness.render.document import (
+    Block,
+    Chart,
+    Heading,
+    Lane,
+    Note,
+    Span,
+    Table,
+    Timeline,
+    record,
+    share_text,
+    time_text,
+)
+from profharness.rows import CallRow, RangeRow, StepLaunch
+from profharness.store import Store
+
+MOST_BARS = 48  # maximum number of layers with a bar each; more are merged into rows of `layers`
+MOST_KERNELS = 15
+MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
+MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
+OBSERVED = "profharness-attention:"  # ranges that the observer opens around attention calls
+RANGES, CPU = "range", "CPU"
+LISTED = (
+    Column("start_ns", "start µs", "us"),
+    Column("duration_ns", "µs", "us"),
+    Column("lane", "stream"),
+    Column("name", "kernel", shrink=True),
+    Column("series", "kind"),
+    Column("detail", "layer or op", shrink=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramParts:
+    """The parts of a report on a program, in their order. `record` is for the JSON form."""
+
+    step: tuple[Block, ...] = ()
+    layers: tuple[Block, ...] = ()
+    kernels: tuple[Block, ...] = ()
+    timeline: tuple[Block, ...] = ()
+    times: ProgramTimes | None = None
+    record: dict[str, Any] | None = None
+
+
+def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramParts:
+    """Return the parts on a run. They are empty for cells, and without kernels on a GPU."""
+    if store.cells(run):
+        return ProgramParts()
+    calls = store.calls(run)
+    times = program_times(store, run, calls)
+    if times is None:
+        return ProgramParts()
+    made = {
+        "run": run,
+        "steps": len(times.steps),
+        "step_ns": times.step_ns,
+        "parts": [
+            {"kind": kind, "backend": backend, "ns": ns, "share": ns / times.step_ns}
+            for (kind, backend), ns in _ordered(times)
+        ],
+        "kernels": [record(row) for row in times.kernels],
+    }
+    return ProgramParts(
+        tuple(_step_bar(times)),
+        tuple(_layer_bars(times, calls, layers)),
+        tuple(_kernel_blocks(times)),
+        tuple(_timeline_blocks(store, run, times, calls)),
+        times,
+        made,
+    )
+
+
+def compared_steps(programs: Mapping[str, ProgramTimes | None]) -> list[Block]:
+    """Return a chart with the step of each program by kind. It is empty for fewer than two."""
+    timed = {name: times for name, times in programs.items() if times is not None}
+    if len(timed) < 2:
+        return []
+    rows = tuple(
+        {
+            "run": name,
+            "ms": ns / 1e6,
+            "kind": _series(kind, backend),
+            "label": "" if place else time_text(times.step_ns),
+        }
+        for name, times in timed.items()
+        for place, ((kind, backend), ns) in enumerate(_ordered(times))
+    )
+    chart = Chart("stack", "", rows, "ms", "run", "kind", "ms", label="label")
+    return [Heading("The steps compared"), chart]
+
+
+def _ordered(times: ProgramTimes) -> list[tuple[tuple[str, str | None], float]]:
+    return sorted(times.parts.items(), key=lambda part: (KINDS.index(part[0][0]), -part[1]))
+
+
+def _series(kind: str, backend: str | None) -> str:
+    """Return the name of a series. Attention has the colour of its backend."""
+    return f"{ATTENTION_ON}{backend or UNKNOWN}" if kind == ATTENTION else kind
+
+
+def _step_bar(times: ProgramTimes) -> Iterator[Block]:
+    count = len(times.steps)
+    name = times.steps[0].name if count == 1 else f"average of {count} steps"
+    rows = tuple(
+        {
+            "step": "step",
+            "ms": ns / 1e6,
+            "kind": _series(kind, backend),
+            "label": f"{time_text(ns)} · {share_text(ns / times.step_ns)}",
+        }
+        for (kind, backend), ns in _ordered(times)
+    )
+    yield Heading("The step", f"{time_text(times.step_ns)}, {name}")
+    yield Chart("stack", "", rows, "ms", "step", "kind", "ms", label="label")
+
+
+def _layer_bars(
+    times: ProgramTimes, calls: Sequence[CallRow], layers: LayerMap | None
+) -> Iterator[Block]:
+    """Yield a chart with a bar for each layer in the order of the program, or of the layer map."""
+    steps = {(step.trace, step.step) for step in times.steps}
+    spent: dict[str, dict[str, float]] = {}
+    for call in calls:
+        name = module_name(call)
+        if name is None or not call.kernels or (call.trace, call.step) not in steps:
+            continue
+        own = spent.setdefault(short_module(name) or name, {})
+        backend = actual_backend(call) or UNKNOWN
+        own[backend] = own.get(backend, 0) + sum(kernel.total_ns for kernel in call.kernels)
+    count = len(times.steps)
+    if not spent or len(spent) > MOST_BARS:
+        spent, count = {}, 1
+        for row in layers.rows if layers else ():
+            own = spent.setdefault(short_module(row.module) or row.config or row.kind, {})
+            own[row.ran or UNKNOWN] = own.get(row.ran or UNKNOWN, 0) + row.kernel_ns
+    busy = sum(ns for (kind, _), ns in times.parts.items() if kind != KINDS[-1])
+    rows = tuple(
+        {
+            "layer": name,
+            "ms": ns / count / 1e6,
+            "backend": backend,
+            "label": f"{backend} {time_text(ns / count)} · {share_text(ns / count / busy)}",
+        }
+        for name, own in spent.items()
+        for backend, ns in own.items()
+        if ns
+    )
+    if rows:
+        caption = "Time of the attention kernels per step, and its share of the time in which the GPU is busy."
+        yield Chart(
+            "stack",
+            "Attention by layer",
+            rows,
+            "ms",
+            "layer",
+            "backend",
+            label="label",
+            caption=caption,
+        )
+
+
+def _kernel_blocks(times: ProgramTimes) -> Iterator[Block]:
+    shown = times.kernels[:MOST_KERNELS]
+    whole = len(times.kernels)
+    detail = f"the {len(shown)} longest of {whole}" if whole > len(shown) else ""
+    yield Heading("Top kernels", detail)
+    yield Table.of(pick(KernelTime), shown)
+
+
+def _timeline_blocks(
+    store: Store, run: str, times: ProgramTimes, calls: Sequence[CallRow]
+) -> Iterator[Block]:
+    step = times.middle
+    lanes = [
+        *_range_lanes(store.ranges(run), times),
+        *_call_lane(times, calls),
+        *_stream_lanes(times),
+    ]
+    series = dict.fromkeys(span.series for lane in lanes for span in lane.spans)
+    marked = tuple(name for name in series if name.startswith(ATTENTION_ON))
+    several = (
+        f"{len(times.steps)} steps; this is the one of median duration"
+        if len(times.steps) > 1
+        else ""
+    )
+    yield Heading("Timeline", f"{step.name}, {time_text(step.duration_ns)}")
+    yield Timeline(
+        f"Timeline of {step.name}", tuple(lanes), max(step.duration_ns, 1), marked, several and f"{several}."
+    )  # fmt: skip
+    spans = [(lane.name, span) for lane in _stream_lanes(times) for span in lane.spans]
+    listed = sorted(spans, key=lambda each: -each[1].duration_ns)[:MOST_LISTED]
+    listed.sort(key=lambda each: each[1].start_ns)
+    few = f"the {len(listed)} longest of {len(spans)} kernels" if len(spans) > len(listed) else ""
+    yield Heading("The timeline as a table", few, 3, folded=True)
+    yield Table.of(LISTED, [({"lane": lane}, span) for lane, span in listed])
+
+
+def _stream_lanes(times: ProgramTimes) -> list[Lane]:
+    streams: dict[int | None, list[StepLaunch]] = {}
+    for launch in times.launches:
+        streams.setdefault(launch.stream, []).append(launch)
+    ordered = sorted(streams.items(), key=lambda item: (item[0] is None, item[0]))
+    return [
+        Lane(
+            "GPU" if stream is None else f"GPU stream {stream}",
+            tuple(_spans(times, launches)),
+            visited=True,
+        )
+        for stream, launches in ordered
+    ]
+
+
+def _spans(times: ProgramTimes, launches: Sequence[StepLaunch]) -> Iterator[Span]:
+    for launch in launches:
+        owner, kind = times.owner(launch), kind_of(launch)
+        backend = times.backend(launch)
+        op = launch.op_path.replace(";", " › ") if launch.op_path else ""
+        detail = (short_module(owner.module) or "") if owner else op
+        if owner and launch.direction != "forward":
+            detail = f"{detail}, {launch.direction}".removeprefix(", ")
+        yield Span(
+            launch.start_ns - times.middle.start_ns,
+            launch.duration_ns,
+            launch.kernel_short,
+            _series(kind, backend),
+            detail,
+        )
+
+
+def _call_lane(times: ProgramTimes, calls: Sequence[CallRow]) -> list[Lane]:
+    """Return a lane of the attention calls on the CPU, which is empty for replays of a graph."""
+    step = times.middle
+    spans = [
+        Span(
+            max(call.start_ns - step.start_ns, 0),
+            call.duration_ns,
+            short_module(module_name(call)) or call.op,
+            _series(ATTENTION, actual_backend(call)),
+            call.config or "",
+        )
+        for call in sorted(calls, key=lambda call: call.start_ns)
+        if call.trace == step.trace
+        and call.duration_ns > 0
+        and 0 <= call.start_ns - step.start_ns < step.duration_ns
+    ]
+    return [Lane("CPU: attention calls", tuple(spans))] if spans else []
+
+
+def _range_lanes(ranges: Sequence[RangeRow], times: ProgramTimes) -> list[Lane]:
+    """Return lanes of the ranges that the program opened on the thread with the most of them."""
+    step = times.middle
+    end = step.start_ns + step.duration_ns
+    inside = [
+        each
+        for each in ranges
+        if each.start_ns < end
+        and each.start_ns + each.duration_ns > step.start_ns
+        and not each.name.startswith(OBSERVED)
+    ]
+    if not inside:
+        return []
+    threads: dict[tuple[int, int], list[RangeRow]] = {}
+    for each in inside:
+        threads.setdefault((each.pid, each.tid), []).append(each)
+    own = max(threads.values(), key=len)
+    depths: dict[int, int] = {}
+    lanes: list[list[Span]] = []
+    for each in sorted(own, key=lambda each: (each.start_ns, -each.duration_ns)):
+        depth = depths[each.id] = depths.get(each.parent or -1, -1) + 1
+        if depth >= MOST_RANGES:
+            continue
+        begin = max(each.start_ns, step.start_ns)
+        length = min(each.start_ns + each.duration_ns, end) - begin
+        if depth == len(lanes):
+            lanes.append([])
+        lanes[depth].append(Span(begin - step.start_ns, length, each.name, RANGES))
+    return [
+        Lane("CPU: ranges" if not depth else "", tuple(spans)) for depth, spans in enumerate(lanes)
+    ]
+
+
+def advice_blocks(store: Store, layers: LayerMap) -> list[Block]:
+    """Return the advice on a program's layers, with what each change would save per step."""
+    place = _own_place(store, layers)
+    notes = [
+        Note(f"{text[0].upper()}{text[1:]}. {_saving(row, text, layers, place)}".rstrip(), label)
+        for row in layers.rows
+        for label in [short_module(row.module) or row.config or row.kind]
+        for text in row.advice
+    ]
+    return [Heading("Advice"), *dict.fromkeys(notes)] if notes else []
+
+
+def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> str:
+    """Return what a change saves at most, as predicted or else as the time of these calls."""
+    spent, whole = row.kernel_ns, layers.step_ns
+    if not spent or row.saves_ns is not None:  # advice of a bench has its own figures
+        return ""
+    least = _predicted_ns(row, text, layers, place)
+    if least is not None and least < spent:
+        saved = spent - least
+        share = f", {share_text(saved / layers.busy_ns)} of the GPU time" if layers.busy_ns else ""
+        return f"Predicted to save {time_text(saved)} per step{share}."
+    share = f", {share_text(spent / whole)} of the step" if whole else ""
+    return f"These calls take {time_text(spent)} per step{share}, which is the most that a change can save."
+
+
+def _predicted_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> float | None:
+    """Return the predicted time of a row's calls after a change on the same GPU, or None.
+
+    The prediction is for the forward pass, and only for rows without a backward pass.
+    """
+    if place is None or place.atlas is None or row.config is None or row.backward_ns:
+        return None
+    config = parse_config(row.config)
+    backends: Sequence[str] = [name for name in SDPA_BACKENDS if name != "math"]
+    if row.ran == "math":
+        found = (
+            [
+                (backend, change.config)
+                for backend, _, change in suggestions(config, layers.platform)
+                if change and change.config and f"{backend}: {change.change}" == text
+            ]
+            if layers.platform
+            else []
+        )
+        if not found:
+            return None
+        backends, config = [found[0][0]], parse_config(str(found[0][1]))
+    elif row.kind != "eager":
+        return None
+    plain = _as_measured(config)
+    eligible = predict(from_config(plain), place.rules).backends
+    timed = [
+        estimate.kernel_us
+        for name, estimate in zip(backends, place_estimates(place, [plain], backends), strict=True)
+        if eligible[name].eligible and estimate.kernel_us is not None
+    ]
+    return min(timed) * 1e3 * (row.calls or 0) if timed else None
+
+
+def _as_measured(config: Config) -> Config:
+    return replace(config.contiguous(), mask_strides=None, scale=None, bwd=False)
+
+
+def _own_place(store: Store, layers: LayerMap) -> Place | None:
+    """Return the GPU of a program with its atlas, or None if there is no atlas for it."""
+    environment: Mapping[str, Any] = store.environment(layers.run)
+    torch = str(environment.get("torch") or "").partition("+")[0]
+    release = ".".join(torch.split(".")[:2])
+    if not layers.gpu or not any(row.advice for row in layers.rows):
+        return None
+    try:
+        return find_place(known_atlases(None), layers.gpu, release or None)[0]
+    except ProfharnessError:
+        return None

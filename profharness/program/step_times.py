@@ -1,0 +1,216 @@
+"""What a step of a program consists of: its time by kind of work, and its kernels by time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from profharness.columns import column
+from profharness.measurements.agreement import FAMILY_BACKENDS
+from profharness.program.layer_map import actual_backend, join_numbered, module_name, short_module
+from profharness.rows import CallRow, StepLaunch, StepRow
+from profharness.store import Store
+from profharness.traces.kernel_names import COLLECTIVE
+
+ATTENTION = "attention"
+PRODUCTS, OTHER = "matrix products", "other kernels"
+COMMUNICATION, COPIES, IDLE = "communication", "memory copies", "idle"
+KINDS = (ATTENTION, PRODUCTS, OTHER, COMMUNICATION, COPIES, IDLE)
+"""The kinds of work. If several run at once, the time counts for the first of them."""
+_KINDS_OF_FAMILIES = {
+    **dict.fromkeys(("gemm", "gemv", "moe"), PRODUCTS),
+    COLLECTIVE: COMMUNICATION,
+    **dict.fromkeys(("memcpy", "memset"), COPIES),
+}
+UNKNOWN = "unknown backend"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """A kernel of a program with its time per step, over all its launches."""
+
+    kernel_short: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
+    kind: Annotated[
+        str,
+        column(
+            "kind",
+            meaning="`attention`, `matrix products`, `other kernels`, `communication` or `memory copies`",
+        ),
+    ]
+    layer: Annotated[
+        str | None,
+        column(
+            "layer or op",
+            shrink=True,
+            meaning="the modules whose attention launched it, otherwise the op that did",
+        ),
+    ]
+    launches: Annotated[float, column("calls/step", "count", meaning="launches per step")]
+    total_ns: Annotated[float, column("µs/step", "us", meaning="time of these launches")]
+    share: Annotated[
+        float, column("share%", "percent", meaning="the part of the time of all kernels")
+    ]
+    backend: Annotated[str | None, column(meaning="the attention backend")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOwner:
+    """The attention call that a launch belongs to."""
+
+    module: str | None
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTimes:
+    """The steps of a program by kind of work and by kernel. Times are averages per step."""
+
+    steps: tuple[StepRow, ...]
+    step_ns: float
+    parts: Mapping[tuple[str, str | None], float]
+    """The times by (kind, backend), which add up to `step_ns`. Only attention has a backend."""
+    kernels: tuple[KernelTime, ...]
+    """The kernels with the longest times first."""
+    middle: StepRow
+    """The step of median duration."""
+    launches: tuple[StepLaunch, ...]
+    """The launches of `middle` on one GPU, the one that is busiest."""
+    owners: Mapping[tuple[int, int], LaunchOwner]
+    """Maps traces and numbers of calls to what their launches belong to."""
+
+    def owner(self, launch: StepLaunch) -> LaunchOwner | None:
+        """Return the attention call of a launch of `middle`, or None."""
+        return None if launch.call is None else self.owners.get((self.middle.trace, launch.call))
+
+    def backend(self, launch: StepLaunch) -> str | None:
+        """Return the attention backend of a launch of `middle`, or None for other launches."""
+        return _backend(launch, self.owner(launch))
+
+
+def program_times(store: Store, run: str, calls: Sequence[CallRow]) -> ProgramTimes | None:
+    """Return the times of a run's steps, or None if no kernel on a GPU was recorded.
+
+    `calls` are the attention calls of the run.
+    """
+    owners = {
+        (call.trace, call.call): LaunchOwner(module_name(call), actual_backend(call) or UNKNOWN)
+        for call in calls
+    }
+    steps = store.steps(run)
+    ordered = sorted(steps, key=lambda step: step.duration_ns)
+    middle = ordered[(len(ordered) - 1) // 2] if ordered else None
+    shown: tuple[StepLaunch, ...] = ()
+    used: list[StepRow] = []
+    parts: Counter[tuple[str, str | None]] = Counter()
+    kernels: dict[tuple[str, str, str | None], list[float]] = {}
+    places: dict[tuple[str, str, str | None], dict[str, None]] = {}
+    for step in steps:
+        launches = _busiest(store.step_launches(step))
+        if not launches:
+            continue
+        used.append(step)
+        own = [
+            owners.get((step.trace, each.call)) if each.call is not None else None
+            for each in launches
+        ]
+        parts.update(split_step(step, launches, own))
+        for launch, owner in zip(launches, own, strict=True):
+            backend = _backend(launch, owner)
+            key = launch.kernel_short, kind_of(launch), backend
+            figures = kernels.setdefault(key, [0, 0])
+            figures[0] += 1
+            figures[1] += launch.duration_ns
+            name = (owner.module if owner else None) or _op(launch)
+            if name:
+                places.setdefault(key, {})[name] = None
+        if step is middle:
+            shown = tuple(launches)
+    if not used:
+        return None
+    if not shown:  # the median step has no kernels
+        middle = used[(len(used) - 1) // 2]
+        shown = tuple(_busiest(store.step_launches(middle)))
+    assert middle is not None
+    count, whole = len(used), sum(total for _, total in kernels.values())
+    rows = [
+        KernelTime(
+            kernel_short=name,
+            kind=kind,
+            layer=_layer(places.get((name, kind, backend), ())),
+            launches=number / count,
+            total_ns=total / count,
+            share=total / whole if whole else 0.0,
+            backend=backend,
+        )
+        for (name, kind, backend), (number, total) in kernels.items()
+    ]
+    rows.sort(key=lambda row: -row.total_ns)
+    averages = {key: ns / count for key, ns in parts.items()}
+    return ProgramTimes(
+        steps=tuple(used),
+        step_ns=sum(averages.values()),
+        parts=averages,
+        kernels=tuple(rows),
+        middle=middle,
+        launches=shown,
+        owners=owners,
+    )
+
+
+def kind_of(launch: StepLaunch) -> str:
+    """Return the kind of work of a launch. Every launch of an attention call is attention."""
+    if launch.call is not None or (launch.family in FAMILY_BACKENDS and launch.family != "triton"):
+        return ATTENTION
+    return _KINDS_OF_FAMILIES.get(launch.family, OTHER)
+
+
+def split_step(
+    step: StepRow, launches: Sequence[StepLaunch], owners: Sequence[LaunchOwner | None]
+) -> Counter[tuple[str, str | None]]:
+    """Divide the duration of a step into the times of each kind of work, and the idle time."""
+    end = step.start_ns + step.duration_ns
+    parts: Counter[tuple[str, str | None]] = Counter()
+    events: list[tuple[int, int, tuple[str, str | None]]] = []
+    for launch, owner in zip(launches, owners, strict=True):
+        key = kind_of(launch), _backend(launch, owner)
+        events.append((launch.start_ns, 1, key))
+        events.append((min(launch.start_ns + launch.duration_ns, end), -1, key))
+    events.sort(key=lambda event: event[0])
+    active: Counter[tuple[str, str | None]] = Counter()
+    last = step.start_ns
+    for time, change, key in [*events, (end, 0, (IDLE, None))]:
+        if time > last:
+            running = [each for each, number in active.items() if number]
+            first = min(running, key=lambda each: KINDS.index(each[0]), default=(IDLE, None))
+            parts[first] += time - last
+            last = time
+        active[key] += change
+    return parts
+
+
+def _busiest(launches: Sequence[StepLaunch]) -> list[StepLaunch]:
+    """Return the launches on the GPU that works longest."""
+    busy: Counter[int] = Counter()
+    for launch in launches:
+        busy[launch.device] += launch.duration_ns
+    if len(busy) < 2:
+        return list(launches)
+    (device, _), *_ = busy.most_common(1)
+    return [launch for launch in launches if launch.device == device]
+
+
+def _backend(launch: StepLaunch, owner: LaunchOwner | None) -> str | None:
+    if kind_of(launch) != ATTENTION:
+        return None
+    return owner.backend if owner else FAMILY_BACKENDS.get(launch.family, UNKNOWN)
+
+
+def _op(launch: StepLaunch) -> str | None:
+    return launch.op_path.rpartition(";")[2] if launch.op_path else None
+
+
+def _layer(names: Iterable[str]) -> str | None:
+    shortened = dict.fromkeys(short_module(name) or name for name in names)
+    return join_numbered(shortened) or None

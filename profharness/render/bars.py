@@ -1,0 +1,94 @@
+"""Draw charts of the kind `stack` as HTML bars, which need no library and fit every width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from profharness.errors import one_line
+from profharness.render.colors import IDLE, ink_on, series_colors
+from profharness.render.document import Chart
+
+LETTERED = 0.07  # minimum share of a single bar that has room for a text
+
+
+def draw_bars(chart: Chart) -> str:
+    """Return the bars of a chart with a legend. A single bar is tall, and its legend has the labels."""
+    rows = chart.plain_rows()
+    names = list(dict.fromkeys(row["series"] for row in rows))
+    colors = dict(zip(names, series_colors(names), strict=True))
+    bars: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        bars.setdefault(str(row["y"]), []).append(row)
+    if len(bars) == 1:
+        return _single(rows, colors)
+    longest = max((sum(row["x"] for row in parts) for parts in bars.values()), default=0) or 1
+    lines = "".join(
+        f'<li><span class="name">{_text(name)}</span><span class="track">'
+        f"{_parts(parts, longest, colors)}</span>"
+        f'<span class="value">{_text(_label(parts))}</span></li>'
+        for name, parts in bars.items()
+    )
+    unit = f' <span class="unit">{_text(chart.x_title)}</span>' if chart.x_title else ""
+    return f'{legend(colors)}<ul class="bars">{lines}</ul>{unit}'
+
+
+def legend(colors: Mapping[str, str]) -> str:
+    """Return a list of series with their colours."""
+    items = "".join(
+        f"<li>{swatch(name, color)}{_text(name)}</li>" for name, color in colors.items()
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def swatch(name: str, color: str) -> str:
+    """Return a small square in the colour of a series."""
+    return f'<i class="{_class(name)}" style="background-color:{color}"></i>'
+
+
+def _single(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> str:
+    whole = sum(row["x"] for row in rows) or 1
+    parts, items = [], []
+    for row in rows:
+        name, share = row["series"], row["x"] / whole
+        color, text = colors[name], f"{name}: {row['label']}"
+        inside = f"{100 * share:.0f} %" if share >= LETTERED else ""
+        parts.append(
+            f'<i class="{_class(name)}" title="{_text(text)}" style="width:{100 * share:.3f}%;'
+            f'background-color:{color};color:{ink_on(color)}">{inside}</i>'
+        )
+        items.append(f"<li>{swatch(name, color)}<b>{_text(name)}</b> {_text(row['label'])}</li>")
+    return (
+        f'<div class="bar" aria-hidden="true">{"".join(parts)}</div>'
+        f'<ul class="legend parts">{"".join(items)}</ul>'
+    )
+
+
+def _parts(parts: Iterable[Mapping[str, Any]], longest: float, colors: Mapping[str, str]) -> str:
+    return "".join(
+        f'<i class="{_class(row["series"])}" title="{_text(_title(row))}" '
+        f'style="width:{100 * row["x"] / longest:.3f}%;background-color:{colors[row["series"]]}"></i>'
+        for row in parts
+    )
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    return f"{row['series']}: {row['label'] or _figure(row['x'])}"
+
+
+def _label(parts: Sequence[Mapping[str, Any]]) -> str:
+    labels = [row["label"] for row in parts if row["label"]]
+    return ", ".join(labels) if labels else _figure(sum(row["x"] for row in parts))
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _class(name: str) -> str:
+    return "idle" if name == IDLE else "part"
+
+
+def _text(value: str) -> str:
+    return escape(one_line(value), quote=True)

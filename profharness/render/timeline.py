@@ -1,0 +1,82 @@
+"""Draw a timeline as a canvas that `assets/timeline.js` fills, with its data as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+
+from profharness.errors import one_line
+from profharness.render.bars import legend
+from profharness.render.colors import ink_on, series_colors
+from profharness.render.document import Span, Timeline
+
+MOST_SPANS = 40_000  # maximum number of spans in a page, which then has about 1 MB
+KEYS = (
+    "Drag to move. Zoom with + and −, by pinching, or with Ctrl and the wheel. After a click: arrow "
+    "keys, + − 0, and N for the next attention kernel."
+)
+
+
+def draw_timeline(timeline: Timeline, number: int) -> str:
+    """Return a figure with buttons, a canvas, its data and a legend. `number` is unique on a page."""
+    spans, left_out = _longest(span for lane in timeline.lanes for span in lane.spans)
+    series = list(dict.fromkeys(span.series for lane in timeline.lanes for span in lane.spans))
+    colors = dict(zip(series, series_colors(series), strict=True))
+    texts: dict[str, int] = {}
+    lanes = []
+    for lane in timeline.lanes:
+        flat: list[int] = []
+        last = 0
+        for span in lane.spans:
+            if span not in spans:
+                continue
+            # Starts are stored as differences, which are shorter.
+            flat += (span.start_ns - last, span.duration_ns)
+            flat += (texts.setdefault(text, len(texts)) for text in (span.name, span.detail))
+            flat.append(series.index(span.series))
+            last = span.start_ns
+        lanes.append({"name": one_line(lane.name), "spans": flat, "visited": lane.visited})
+    data = {
+        "length": timeline.duration_ns,
+        "lanes": lanes,
+        "texts": [one_line(text) for text in texts],
+        "series": [
+            {"name": one_line(name), "color": color, "ink": ink_on(color), "marked": name in timeline.marked}
+            for name, color in colors.items()
+        ],
+    }  # fmt: skip
+    # `</script>` must not occur in the data.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    caption = " ".join(
+        filter(
+            None,
+            [
+                timeline.caption,
+                f"The {left_out:,} shortest marks are left out." if left_out else "",
+            ],
+        )
+    )
+    buttons = "".join(
+        f'<button type="button" data-do="{action}" aria-label="{label}" title="{label}">{sign}</button>'
+        for action, sign, label in (
+            ("in", "+", "Zoom in"),
+            ("out", "−", "Zoom out"),
+            ("reset", "Whole step", "Show the whole step"),
+            *([("next", "Next attention", "Zoom to the next attention kernel")] if timeline.marked else []),
+        )
+    )  # fmt: skip
+    return (
+        f'<figure class="timeline" id="timeline{number}"><div class="tools">{buttons}'
+        f'<output aria-live="polite"></output></div><div class="stage">'
+        f'<canvas tabindex="0" role="img" aria-label="{escape(one_line(timeline.title), quote=True)}. '
+        f'The table below has the same kernels."></canvas><div class="tip" hidden></div></div>'
+        f'<script type="application/json">{text}</script>{legend(colors)}'
+        f'<figcaption>{escape(one_line(caption))} <span class="keys">{KEYS}</span></figcaption></figure>'
+    )
+
+
+def _longest(spans: Iterable[Span]) -> tuple[set[Span], int]:
+    """Return the MOST_SPANS longest spans, and the number of other spans."""
+    every = sorted(spans, key=lambda span: -span.duration_ns)
+    return set(every[:MOST_SPANS]), max(len(every) - MOST_SPANS, 0)

@@ -1,0 +1,252 @@
+"""The report on a program in a real browser: its sections, its bars and its timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import CONTRASTS, console, key, media, requests, unfold
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+# Width of the page and of everything in it that is not inside a box which scrolls.
+OVERFLOW = """
+const wide = [...document.querySelectorAll("main *")].filter((element) =>
+  !element.closest(".scroll, .tip, canvas, pre, .bars .track, .bar") && element.getClientRects().length
+  && element.getBoundingClientRect().right > innerWidth + 1);
+return [document.documentElement.scrollWidth, wide.map((e) => e.outerHTML.slice(0, 120))];
+"""
+CUT = """
+return [...document.querySelectorAll(".scroll > table")].filter((table) => table.getClientRects().length)
+  .filter((table) => table.scrollWidth > table.parentElement.clientWidth + 1)
+  .map((table) => table.id + ": " + table.tHead.textContent);
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(new_browser: Any) -> Any:
+    return new_browser(1280)
+
+
+@pytest.fixture
+def page(browser: Any, program_pages: dict[str, Path]) -> Iterator[Any]:
+    media(browser, "light")
+    requests(browser), console(browser)
+    browser.get(program_pages["training"].as_uri())
+    yield browser
+
+
+def view(page: Any) -> tuple[float, float]:
+    """Return the period that the timeline shows, in ns."""
+    script = (
+        "return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {"
+        "const { from, to } = document.querySelector('.timeline').dataset;"
+        "done([Number(from), Number(to)]); })))"
+    )
+    begin, end = page.execute_script(script)
+    return begin, end
+
+
+def press(page: Any, action: str) -> None:
+    button = page.find_element("css selector", f".timeline [data-do={action}]")
+    # the page scrolls smoothly, and a click does not wait for that
+    page.execute_script(
+        "arguments[0].scrollIntoView({behavior: 'instant', block: 'center'})", button
+    )
+    button.click()
+
+
+def send(page: Any, kind: str, **values: object) -> None:
+    """Send an event to the canvas, at a place in CSS pixels from its corner."""
+    script = """
+    const canvas = document.querySelector(".timeline canvas");
+    const box = canvas.getBoundingClientRect();
+    const [kind, values] = arguments;
+    const options = { bubbles: true, cancelable: true, ...values };
+    options.clientX = box.left + (values.x ?? 0);
+    options.clientY = box.top + (values.y ?? 0);
+    const type = kind === "wheel" ? WheelEvent : PointerEvent;
+    canvas.setPointerCapture = () => {};
+    return canvas.dispatchEvent(new type(kind, options));
+    """
+    page.execute_script(script, kind, values)
+
+
+def test_the_sections_stand_in_their_order(page: Any, program_pages: dict[str, Path]) -> None:
+    assert console(page) == []
+    asked = [url for url in requests(page) if not url.startswith(("data:", "chrome:"))]
+    assert asked == [program_pages["training"].as_uri()]
+    assert page.find_element("tag name", "h1").text == "llama_train.json.gz"
+    assert "NVIDIA H200" in page.find_element("css selector", ".subtitle").text
+    order = page.execute_script(
+        "return [...document.querySelectorAll('.answer, h2, .bar, .bars, .timeline, table')]"
+        ".map((e) => e.tagName === 'H2' ? e.firstChild.data.trim() : e.className || 'table')"
+    )
+    shown = order[: order.index("timeline") + 1]
+    assert shown == [
+        *("answer", "The step", "bar", "Layers", "bars", "table", "Top kernels", "table"),
+        *("Timeline", "timeline"),
+    ]
+    open_ = page.execute_script("return document.querySelectorAll('details.fold[open]').length")
+    assert open_ == 0
+
+
+def test_the_parts_of_the_step_add_up(page: Any) -> None:
+    widths = page.execute_script(
+        "return [...document.querySelectorAll('.bar i')].map((e) => e.style.width)"
+    )
+    assert sum(float(width.rstrip("%")) for width in widths) == pytest.approx(100, abs=0.1)
+    legend = page.find_element("css selector", ".legend.parts").text
+    for word in ("attention: cudnn", "matrix products", "other kernels", "idle"):
+        assert word in legend
+
+
+def test_a_backend_has_one_color_on_the_whole_page(page: Any) -> None:
+    colors = page.execute_script(
+        "return [...document.querySelectorAll('.legend li')].filter((e) => e.textContent.includes('cudnn'))"
+        ".map((e) => getComputedStyle(e.firstChild).backgroundColor)"
+    )
+    assert len(colors) == 3
+    assert len(set(colors)) == 1
+    painted = page.execute_script(
+        "const canvas = document.querySelector('canvas');"
+        "const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);"
+        "let count = 0;"
+        "for (let at = 0; at < data.length; at += 4) "
+        "if (`rgb(${data[at]}, ${data[at + 1]}, ${data[at + 2]})` === arguments[0]) count += 1;"
+        "return count",
+        colors[0],
+    )
+    assert painted > 100
+
+
+def test_buttons_zoom_and_reset(page: Any) -> None:
+    whole = view(page)
+    press(page, "in")
+    begin, end = view(page)
+    assert end - begin == pytest.approx((whole[1] - whole[0]) / 2)
+    press(page, "out")
+    assert view(page) == pytest.approx(whole)
+    for _ in range(40):
+        press(page, "in")
+    begin, end = view(page)
+    assert 0 < end - begin <= 20.1  # ns
+    press(page, "reset")
+    assert view(page) == whole
+    assert "ms" in page.find_element("css selector", ".timeline output").text
+
+
+def test_the_wheel_zooms_with_ctrl_and_scrolls_without(page: Any) -> None:
+    whole = view(page)
+    send(page, "wheel", deltaY=-200, x=300, y=60)
+    assert view(page) == whole
+    send(page, "wheel", deltaY=-200, x=300, y=60, ctrlKey=True)
+    begin, end = view(page)
+    assert end - begin == pytest.approx((whole[1] - whole[0]) / 2)
+    assert begin > 0
+    send(page, "wheel", deltaX=100, x=300, y=60)
+    assert view(page)[0] > begin
+
+
+def test_two_fingers_pinch_and_one_drags(page: Any) -> None:
+    whole = view(page)
+    for finger, place in ((1, 400), (2, 600)):
+        send(page, "pointerdown", pointerId=finger, x=place, y=60)
+    send(page, "pointermove", pointerId=2, x=800, y=60)
+    begin, end = view(page)
+    assert end - begin == pytest.approx((whole[1] - whole[0]) / 2, rel=0.01)
+    for finger in (1, 2):
+        send(page, "pointerup", pointerId=finger, x=400, y=60)
+    send(page, "pointerdown", pointerId=3, x=400, y=60)
+    send(page, "pointermove", pointerId=3, x=300, y=60)
+    assert view(page)[0] > begin
+    assert view(page)[1] - view(page)[0] == pytest.approx(end - begin)
+
+
+def test_keys_move_zoom_and_find_attention(page: Any) -> None:
+    whole = view(page)
+    page.execute_script("document.querySelector('canvas').focus()")
+    key(page, "ARROW_UP")
+    begin, end = view(page)
+    assert end - begin < whole[1] - whole[0]
+    key(page, "ARROW_RIGHT")
+    assert view(page)[0] > begin
+    key(page, "HOME")
+    assert view(page) == whole
+    press(page, "next")
+    tip = page.find_element("css selector", ".tip")
+    assert tip.is_displayed()
+    assert "attention: cudnn" in tip.text
+    assert "LlamaAttention" in tip.text
+    first = view(page)
+    press(page, "next")
+    assert sum(view(page)) > sum(first)
+
+
+def test_a_tooltip_names_the_kernel_below_the_pointer(page: Any) -> None:
+    press(page, "next")
+    begin, end = view(page)
+    box = page.execute_script(
+        "const box = document.querySelector('canvas').getBoundingClientRect(); return [box.width, box.height]"
+    )
+    send(page, "pointermove", x=box[0] / 2, y=box[1] - 20)
+    tip = page.find_element("css selector", ".tip")
+    lines = [part.text for part in tip.find_elements("css selector", "b, span")]
+    assert lines[0]
+    assert "from" in lines[1]
+    assert 0 < begin < end
+    send(page, "pointerleave")
+    assert not tip.is_displayed()
+
+
+@pytest.mark.parametrize("name", ["training", "decoding", "two"])
+def test_nothing_is_cut_on_a_desktop_and_on_a_phone(
+    new_browser: Any, browser: Any, program_pages: dict[str, Path], name: str
+) -> None:
+    browser.get(program_pages[name].as_uri())
+    assert browser.execute_script(CUT) == []
+    unfold(browser)
+    width, wide = browser.execute_script(OVERFLOW)
+    assert width <= 1280 and wide == []
+    phone = new_browser(390, 844)
+    phone.get(program_pages[name].as_uri())
+    unfold(phone)
+    width, wide = phone.execute_script(OVERFLOW)
+    assert width <= 390 and wide == []
+    sizes = phone.execute_script(
+        "return [...document.querySelectorAll('main *')].filter((e) => e.childNodes.length && "
+        "[...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))"
+        ".map((e) => parseFloat(getComputedStyle(e).fontSize))"
+    )
+    assert min(sizes) >= 12
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_are_readable_in_both_themes(page: Any, scheme: str) -> None:
+    media(page, scheme)
+    unfold(page)
+    told = page.execute_script(CONTRASTS)
+    assert told[0] >= 4.5, told
+
+
+def test_a_printout_is_light_and_unfolded(page: Any) -> None:
+    media(page, "dark")
+    page.execute_script("dispatchEvent(new Event('beforeprint'))")
+    folds = page.execute_script(
+        "const all = [...document.querySelectorAll('details.fold')];"
+        "return [all.length, all.filter((e) => e.open).length]"
+    )
+    assert folds[0] == folds[1] > 3
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    shown = page.execute_script(
+        "return [...document.querySelectorAll('nav, #theme, .filter, .tools, .keys')]"
+        ".filter((e) => e.checkVisibility()).length"
+    )
+    background = page.execute_script("return getComputedStyle(document.body).backgroundColor")
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    page.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert shown == 0
+    assert background == "rgb(255, 255, 255)"
+    assert page.execute_script("return document.querySelectorAll('details.fold[open]').length") == 0

@@ -1,0 +1,95 @@
+"""The kernels of steps, checked on the committed traces of models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from chart_samples import NASTY
+
+from profharness.program.step_times import ATTENTION, IDLE, PRODUCTS, program_times, split_step
+from profharness.render.document import Document, Lane, Span, Timeline
+from profharness.render.html import render_html
+from profharness.render.timeline import MOST_SPANS, draw_timeline
+from profharness.rows import StepLaunch, StepRow
+from profharness.store import ingest_path, open_store
+
+MODELS = Path(__file__).resolve().parents[1] / "traces" / "models"
+TRACES = sorted(path.name for path in MODELS.iterdir() if path.name != "README.md")
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_launches_of_steps_are_those_of_the_calls(name: str, tmp_path: Path) -> None:
+    ingest_path(tmp_path / "store.db", MODELS / name)
+    with open_store(tmp_path / "store.db") as store:
+        calls, steps = store.calls(), store.steps()
+        found = Counter[tuple[int, int, str | None, str]]()
+        for step in steps:
+            for launch in store.step_launches(step):
+                if launch.call is not None:
+                    key = step.trace, launch.call, launch.direction, launch.kernel_short
+                    found[key] += launch.duration_ns
+        times = program_times(store, store.resolve(None), calls)
+    wanted = Counter[tuple[int, int, str | None, str]]()
+    for call in calls:
+        for kernel in call.kernels:
+            key = call.trace, call.call, kernel.direction, kernel.kernel_short
+            wanted[key] += kernel.total_ns
+    # a step may lack calls of other steps, but has all kernels of its calls
+    assert found and found == {key: wanted[key] for key in found}
+    assert times is not None
+    assert sum(times.parts.values()) == pytest.approx(times.step_ns)
+    mean = sum(step.duration_ns for step in times.steps) / len(times.steps)
+    assert times.step_ns == pytest.approx(mean)
+    totals = [row.total_ns for row in times.kernels]
+    assert totals == sorted(totals, reverse=True)
+    assert sum(row.share for row in times.kernels) == pytest.approx(1)
+    assert any(kind == ATTENTION for kind, _ in times.parts) == bool(found)
+
+
+def launch(start: int, length: int, family: str, stream: int = 7) -> StepLaunch:
+    return StepLaunch(0, stream, start, length, family, family, "kernel", None, None, None)
+
+
+def test_time_at_once_counts_for_the_first_kind() -> None:
+    step = StepRow(1, 0, "step", 100, 100, 0)
+    launches = [
+        launch(110, 40, "flash"),
+        launch(120, 60, "gemm", 8),
+        launch(190, 30, "collective", 9),
+    ]
+    parts = split_step(step, launches, [None, None, None])
+    assert parts == {
+        (ATTENTION, "flash"): 40,
+        (PRODUCTS, None): 30,
+        ("communication", None): 10,  # the step ends before the kernel
+        (IDLE, None): 20,
+    }
+
+
+def test_data_of_a_timeline_stay_data() -> None:
+    spans = (Span(0, 5, NASTY, NASTY, NASTY), Span(7, 3, "</script>", "math"))
+    timeline = Timeline(NASTY, (Lane(NASTY, spans),), 10)
+    html = render_html(Document("t/1", "t", (timeline,), (), ()))
+    text = re.findall(r'<script type="application/json">(.*?)</script>', html)
+    assert len(text) == 1
+    data = json.loads(text[0])
+    assert data["lanes"][0]["spans"][:2] == [0, 5]
+    assert data["lanes"][0]["spans"][5:7] == [7, 3]
+    assert "</script>" in data["texts"]
+    assert html.count("</script>") == 2
+    assert NASTY not in html
+
+
+def test_a_long_timeline_keeps_the_longest_marks() -> None:
+    spans = tuple(Span(10 * n, 1 + (n % 3 == 0), "kernel", "math") for n in range(60_000))
+    html = draw_timeline(Timeline("t", (Lane("GPU", spans),), 600_000), 1)
+    assert "The 20,000 shortest marks are left out." in html
+    assert len(html) < 1_000_000
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', html)[0])
+    lengths = data["lanes"][0]["spans"][1::5]
+    assert len(lengths) == MOST_SPANS
+    assert lengths.count(2) == 20_000
