@@ -38,8 +38,8 @@ def test_launches_of_steps_are_those_of_the_calls(name: str, tmp_path: Path) -> 
         for kernel in call.kernels:
             key = call.trace, call.call, kernel.direction, kernel.kernel_short
             wanted[key] += kernel.total_ns
-    # a step may lack calls of other steps, but has all kernels of its calls
-    assert found and found == {key: wanted[key] for key in found}
+    # steps may lack calls of other steps, but has all kernels of its calls
+    assert found == {key: wanted[key] for key in found}
     assert times is not None
     assert sum(times.parts.values()) == pytest.approx(times.step_ns)
     mean = sum(step.duration_ns for step in times.steps) / len(times.steps)

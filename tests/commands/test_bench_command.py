@@ -163,19 +163,6 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> N
     assert cells[0]["samples"]["wall"]
 
 
-def test_a_chart_that_cannot_be_drawn_is_told_before_anything_is_measured(tmp_path: Path) -> None:
-    for name in ("b.html", "b.md"):
-        code = (
-            "import sys\nsys.modules['altair'] = None\nfrom profharness.cli import main\n"
-            f"sys.argv = ['profharness', 'bench', '--config', '1,1,8,8', '-o', {name!r}]\nmain()"
-        )
-        argv = [sys.executable, "-c", code]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert "pip install 'profharness[report]'" in done.stderr
-        assert list(tmp_path.iterdir()) == []
-
-
 def test_what_was_measured_is_named_when_it_cannot_be_written(tmp_path: Path) -> None:
     """The folder of -o goes away while the cells run; the implementation removes it."""
     (tmp_path / "gone").mkdir()
