@@ -68,7 +68,7 @@ GPU_ALONE = (
     "--steps out"
 )
 NAMES = """
-Kernel names are shortened; --full shows full names. A terminal also cuts names that are too long.
+Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides columns.
 <64,64x128,w4> means head dimension 64, a tile of 64 queries x 128 keys, and 4 warps per block. m8 is
 the number of rows per block, and split2 the largest number of splits that it combines. knob_7 is
 cuDNN's number of a variant. `profharness explain-kernel NAME` describes any name.
