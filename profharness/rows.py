@@ -94,7 +94,12 @@ class RunRow:
     run: Annotated[str, column("run", meaning="id of the run")]
     created: Annotated[
         str,
-        column("created", importance="normal", meaning="when it was measured or stored, in UTC"),
+        column(
+            "created",
+            "minute",
+            importance="normal",
+            meaning="when it was measured or stored, in UTC",
+        ),
     ]
     source: Annotated[
         str, column(meaning="`capture` (made by profharness) or `trace` (another file)")

@@ -28,7 +28,7 @@ RUN_FIELDS = (
     *("rank", "world_size", "host_key", "gpu_key", "name"),
     *("ended", "duration_ns", "lanes_ns"),
 )
-COST = Column("cost", "cost", "figures", meaning="`lanes_ns` times --price-per-hour, if given")
+COST = Column("cost", "cost", "price", meaning="`lanes_ns` times --price-per-hour, if given")
 RUN_COLUMNS = (
     *pick(RunRow, "name", "rank", "kind", "created", "duration_ns"),
     COST,

@@ -339,10 +339,9 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
         return
     (run,) = runs
     with open_store(path) as store:
-        has_calls = store.has(run, "attention calls")
-    if has_calls:
-        again = shell_command("layers", run, store=path)
-        hint_after(f"see its attention layer by layer with: {again}")
+        if store.has(run, "attention calls"):
+            again = shell_command("layers", store.run_reference(run), store=path)
+            hint_after(f"see its attention layer by layer with: {again}")
 
 
 DECLARATION = declaration_of(kernels)
