@@ -96,7 +96,6 @@ class RunRow:
         str,
         column(
             "created",
-            "minute",
             importance="normal",
             meaning="when it was measured or stored, in UTC",
         ),
@@ -142,13 +141,21 @@ class RunRow:
     host_key: Annotated[str | None, column(meaning="hash of the host, if known")]
     gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")]
     name: Annotated[
-        str, column("run", meaning="the file that a trace was read from, otherwise the id")
+        str,
+        column(
+            "run",
+            importance="key",
+            meaning="the file that a trace was read from, otherwise the id",
+        ),
     ]
     ended: Annotated[str | None, column(meaning="when it ended, in UTC, if known")] = None
     duration_ns: Annotated[
         int | None,
         column(
-            "took", "duration", meaning="how long it took, or what time a trace covers, if known"
+            "took",
+            "duration",
+            importance="answer",
+            meaning="how long it took, or what time a trace covers, if known",
         ),
     ] = None
     lanes_ns: Annotated[

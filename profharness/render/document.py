@@ -336,7 +336,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "giga": lambda value: _figures(value / 1e9),
     "tera": lambda value: _figures(value / 1e12),
     "duration": _duration,
-    "minute": lambda value: value[:16].replace("T", " "),  # of a time in ISO 8601 format
     "price": _price,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
