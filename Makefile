@@ -1,4 +1,5 @@
 # make demo: install into .venv and run the main job.   make test: install and run all checks.
+# make docs: build the documentation as a site.
 # TORCH=torch keeps the torch that VENV has.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/demo
 STORE := $(DEMO)/profharness.db
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check docs bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt profharness/traces/scanner.c profharness/traces/json.h
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "profharness needs Python 3.11 or newer; name one with make PYTHON=python3.12")'
@@ -38,9 +39,14 @@ check: $(VENV)/.test-installed
 test: check
 	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build
+	@echo "see site/index.html"
+
 bench: $(VENV)/.test-installed
 	$(BIN)/python scripts/bench_startup.py
 	$(BIN)/python scripts/bench_ingest.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -6,9 +6,14 @@ import ast
 import inspect
 import re
 import shlex
+import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
@@ -24,6 +29,7 @@ from profharness.commands.kernels.tables import FIELDS
 from profharness.commands.ranks.comparison import CODES
 from profharness.measurements.agreement import check_expected_names
 from profharness.program.changes import VERDICTS
+from profharness.program.gates import GATES
 from profharness.store import ingest_path, open_store
 from profharness.store.schema import VIEWS
 from profharness.traces import kernel_names
@@ -33,23 +39,10 @@ PAGES = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    "docs/atlas.md",
-    "docs/configs.md",
-    "docs/contracts.md",
-    "docs/design.md",
-    "docs/measuring.md",
-    "docs/verification.md",
-    "docs/benchmarks.md",
-    "docs/nsight.md",
-    "docs/explain.md",
-    "docs/models.md",
-    "docs/ranks.md",
-    "docs/reliability.md",
-    "docs/scale.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 )
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PLACEHOLDER = re.compile(r"\b(?:FILE_OR_FOLDER|BASELINE|CANDIDATE|RUN|FILE)\b")
 
 
@@ -72,14 +65,15 @@ def command_lines(page: str) -> Iterator[str]:
 def shown() -> list[str]:
     """Return the distinct command lines, without those that are only a command's name."""
     found = dict.fromkeys(line for page in PAGES for line in command_lines(page))
-    bare = {f"profharness {name}" for name in COMMANDS}
+    bare = {"profharness", *(f"profharness {name}" for name in COMMANDS)}
     return [line for line in found if line not in bare]
 
 
 def words(line: str) -> list[str]:
-    """Return the arguments that a shell would pass, without redirections."""
+    """Return the arguments that a shell would pass, without redirections and pipes."""
     found = shlex.split(line, comments=True)
-    return found[1 : found.index(">")] if ">" in found else found[1:]
+    end = min(found.index(word) if word in found else len(found) for word in (">", "|"))
+    return found[1:end]
 
 
 def parse(arguments: list[str]) -> click.Context | None:
@@ -110,7 +104,7 @@ def test_a_shown_command_parses(line: str, tmp_path: Path, monkeypatch: pytest.M
         assert name in (ALL, KERNELS) or find_backend(name)
     check_expected_names([e for text in given.get("expect", ()) for e in text.split(",")])
     for name in (each for text in given.get("fail_on", ()) for each in text.split(",")):
-        assert name in (*VERDICTS, *COSTS, *CODES)
+        assert name in (*VERDICTS, *COSTS, *CODES, *GATES)
 
 
 def test_a_wrong_command_would_not_parse() -> None:
@@ -119,34 +113,49 @@ def test_a_wrong_command_would_not_parse() -> None:
             parse(words(line))
 
 
-def test_enough_commands_are_shown() -> None:
-    lines = [line for line in command_lines("README.md") if not PLACEHOLDER.search(line)]
-    named = {words(line)[0] for line in lines if len(words(line)) > 1}
-    assert named == set(COMMANDS) - {"backends", "doctor"}
+def test_the_index_shows_every_command() -> None:
+    listed = re.findall(r"\| `profharness ([\w-]+)[^`]*` \|", TEXT["docs/index.md"])
+    assert set(listed) == set(COMMANDS)
 
 
-def test_the_table_lists_every_command() -> None:
-    listed = re.findall(r"^\| `profharness ([\w-]+)[^`]*` \|", TEXT["README.md"], re.MULTILINE)
-    assert listed == list(COMMANDS)
+def build_site(folder: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_internal_links_resolve(page: str) -> None:
-    for target in LINK.findall(TEXT[page]):
-        if "://" in target:
-            continue
-        name, _, anchor = target.partition("#")
-        path = (ROOT / page).parent / name if name else ROOT / page
-        assert path.is_file(), target
-        if anchor:
-            assert anchor in anchors(path.read_text(encoding="utf-8")), target
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = build_site(tmp_path)
+    assert done.returncode == 0, done.stderr
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    (title,) = re.findall(r"<title>(.*?)</title>", home)
+    assert title == "profharness"
+    loaded = re.findall(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)"', home)
+    assert loaded == []
+    assert (tmp_path / "traces" / "index.html").is_file()
 
 
-def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings in GitHub's format."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
-    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return {heading.replace(" ", "-") for heading in kept}
+def test_broken_links_fail_the_site(tmp_path: Path) -> None:
+    """The pages are those of the repository, with one link to each kind of missing target."""
+    for name in ("docs", "scripts/site_pages.py", "mkdocs.yml", *site_pages().OUTSIDE):
+        copy = tmp_path / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".xz"):
+            copy.touch()
+        else:
+            (shutil.copytree if name == "docs" else shutil.copy)(ROOT / name, copy)
+    broken = ("missing.md", "../missing.md", "store.md#missing", "missing.png")
+    with (tmp_path / "docs" / "mcp.md").open("a") as page:
+        page.writelines(f"\n[link]({target})\n" for target in broken)
+    done = build_site(tmp_path / "site", tmp_path)
+    assert done.returncode == 1
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == len(broken)
+    for target, line in zip(sorted(broken), sorted(warnings), strict=True):
+        assert "missing" in target and "docs/mcp.md" in line
+
+
+def site_pages() -> ModuleType:
+    return import_module("site_pages")
 
 
 def test_files_named_in_the_readme_exist() -> None:
@@ -157,7 +166,7 @@ def test_files_named_in_the_readme_exist() -> None:
 
 
 def test_the_sql_runs_on_a_new_store(tmp_path: Path) -> None:
-    blocks = fences("README.md", "sql")
+    blocks = fences("docs/store.md", "sql")
     calls = [call for call in python_calls() if call.func.attr == "query"]  # type: ignore[attr-defined]
     statements = [*blocks, *(ast.literal_eval(call.args[0]) for call in calls)]
     assert len(statements) > 1
@@ -168,18 +177,18 @@ def test_the_sql_runs_on_a_new_store(tmp_path: Path) -> None:
             store.connection.execute("SELECT nothing FROM cell_summary")
 
 
-def test_the_sql_returns_what_the_readme_shows(tmp_path: Path) -> None:
+def test_the_sql_returns_what_its_page_shows(tmp_path: Path) -> None:
     ingest_path(tmp_path / "store.db", ROOT / "traces")
-    (statement,) = fences("README.md", "sql")
-    (shown_rows,) = (text for text in fences("README.md", "text") if text.startswith("auto|"))
+    (statement,) = fences("docs/store.md", "sql")
+    (shown_rows,) = (text for text in fences("docs/store.md", "text") if text.startswith("auto|"))
     with open_store(tmp_path / "store.db") as store:
         rows = store.connection.execute(statement).fetchall()
     assert ["|".join(map(str, row)) for row in rows] == shown_rows.splitlines()
 
 
 def python_calls() -> list[ast.Call]:
-    """Return the calls of profharness functions in the README's Python blocks."""
-    trees = [ast.parse(body) for body in fences("README.md", "python")]
+    """Return the calls of profharness functions in the Python blocks of docs/store.md."""
+    trees = [ast.parse(body) for body in fences("docs/store.md", "python")]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [node for node in nodes if isinstance(node.func, ast.Attribute)]
 
@@ -248,4 +257,4 @@ def test_pre_commit_runs_the_checks_of_make() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(TEXT["README.md"].splitlines()) < 300
+    assert len(TEXT["README.md"].splitlines()) <= 150

@@ -334,12 +334,12 @@ def test_compilers_of_kernels() -> None:
 
 
 def test_the_extras_equal_those_of_the_build_file() -> None:
-    """`test` and `train` are for development, so doctor does not check them. Packages that can be
+    """`docs`, `test` and `train` are for development, so doctor does not check them. Packages that can be
     installed but not imported are left out.
     """
     text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     offered = tomllib.loads(text)["project"]["optional-dependencies"]
-    assert set(EXTRAS) == set(offered) - {"test", "train"}
+    assert set(EXTRAS) == set(offered) - {"docs", "test", "train"}
     for name, extra in EXTRAS.items():
         packages = {re.split(r"[<>=]", requirement)[0] for requirement in offered[name]}
         assert set(extra.modules.values()) <= packages

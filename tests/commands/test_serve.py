@@ -6,9 +6,11 @@ import gc
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import warnings
@@ -31,7 +33,9 @@ with warnings.catch_warnings():  # Datasette 0.65 leaves connections open when i
 
     gc.collect()  # a connection is in a reference cycle; Python 3.13 warns when it is freed
 
-TRACES = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
+STORED = Path(__file__).parents[2] / "traces"
+TRACES = STORED / "h200-torch2.11"
+RUN = "20261121-151544-59c7"
 Answer = tuple[int, str]
 SHORT = f"/{DATABASE}.json?sql=select+1"
 
@@ -101,6 +105,92 @@ def test_the_front_page_links_to_reports_and_queries(served: str, store: Path) -
     assert f"/-/report/{run}" in page
     for name in QUERIES:
         assert f"/{DATABASE}/{name}" in page
+
+
+def section(page: str, title: str) -> str:
+    """Return a section of the front page."""
+    return page.partition(f"<h2>{title}</h2>")[2].partition("<h2>")[0]
+
+
+def links(text: str) -> list[str]:
+    return re.findall(r'href="([^"]+)"', text)
+
+
+def test_the_front_page_says_what_is_stored_slow_and_changed(tmp_path: Path) -> None:
+    models = STORED / "models"
+    for name in ("llama_prefill", "llama_eager", "vit"):
+        ingest_path(tmp_path / "s.db", models / f"{name}.json.gz")
+    ingest_path(tmp_path / "s.db", TRACES)
+    with serving("--store", tmp_path / "s.db") as (_, address):
+        page = get(address, "/")[1]
+        stored, slow, changed = (
+            section(page, f"What {words}") for words in ("is stored", "is slow", "changed")
+        )
+        for name in ("llama_prefill", "llama_eager", "vit"):
+            assert f">{name}.json.gz</a>" in stored
+        assert "Attention takes" in slow and ">llama_eager.json.gz</a>" in slow
+        assert RUN in slow  # with the answer of `kernels`
+        assert ">llama_prefill.json.gz → llama_eager.json.gz</a>" in changed
+        assert "slower" in changed
+        for link in {*links(stored), *links(slow), *links(changed)}:
+            assert get(address, link)[0] == 200, link
+        assert get(address, "/")[1] == page  # from what the server remembers of the first request
+        ingest_path(tmp_path / "s.db", models / "whisper.json.gz")
+        assert ">whisper.json.gz</a>" in section(get(address, "/")[1], "What is stored")
+
+
+def test_front_page_escapes_names(tmp_path: Path) -> None:
+    path = tmp_path / "<img src=x onerror=alert(1)>&.json.gz"
+    shutil.copy(STORED / "models" / "vit.json.gz", path)
+    ingest_path(tmp_path / "s.db", path)
+    with serving("--store", tmp_path / "s.db") as (_, address):
+        page = get(address, "/")[1]
+    assert "<img" not in page and "&lt;img src=x onerror=alert(1)&gt;&amp;.json.gz" in page
+
+
+def test_a_report_is_made_again_only_when_the_store_changed(store: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(store, tmp_path / "s.db"))
+
+    def report(address: str, tag: str) -> tuple[int, str, int]:
+        with closing(http.client.HTTPConnection(address, timeout=PATIENCE_S)) as connection:
+            connection.request("GET", "/-/report/latest", headers={"If-None-Match": tag})
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("ETag") or "", len(answer.read())
+
+    with serving("--store", path) as (_, address):
+        status, tag, size = report(address, "")
+        assert (status, size > 10_000) == (200, True)
+        assert report(address, tag) == (304, tag, 0)
+        ingest_path(path, STORED / "models" / "vit.json.gz")
+        status, other, size = report(address, tag)
+        assert (status, size > 10_000) == (200, True) and other != tag
+
+
+def test_captures_are_seen_while_the_store_is_served(tmp_path: Path) -> None:
+    """Each capture opens, writes and closes the store that the server has open."""
+    capture = [sys.executable, "-m", "profharness", "capture", "--profiler", "torch"]
+    capture += ["--backend", "math", "--samples", "2", "--warmup", "1"]
+
+    def captured(seq_len: int) -> str:
+        command = [*capture, "--config", f"1,1,{seq_len},16", "--store", "s.db"]
+        subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+        return max(path.name for path in (tmp_path / "traces" / "runs").iterdir())
+
+    def asked_runs(address: str, question: str) -> set[object]:
+        status, text = get(address, f"/{DATABASE}/{question}.json?_shape=array&backend=")
+        assert status == 200, text
+        return {row["run"] for row in json.loads(text)}
+
+    runs = {captured(16)}
+    with serving("--store", tmp_path / "s.db") as (_, address):
+        for seq_len in (32, 48, 64):
+            for question in ("stored_runs", "slowest_kernels", "latency"):
+                assert asked_runs(address, question) == runs
+            runs.add(captured(seq_len))
+            page = section(get(address, "/")[1], "What is stored")
+            assert {link.rpartition("/")[2] for link in links(page)} == runs
+    with closing(sqlite3.connect(tmp_path / "s.db")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 @pytest.mark.parametrize("name", list(QUERIES))

@@ -15,13 +15,15 @@ import sqlite3
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from html import escape
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from profharness import __version__
 from profharness.commands._output import hint
 from profharness.commands.report import report_document
+from profharness.commands.serve.front import MAX_RUNS, REPORT, Known, front_page
 from profharness.commands.serve.requests import (
     App,
     Message,
@@ -52,11 +54,9 @@ except ImportError:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATABASE = "profharness"  # name of the store in URLs, independent of the name of its file
-MAX_RUNS = 30
 MAX_VALUE_BYTES = 8 << 20  # maximum size of a text or blob in a response
 MAX_ERROR = 1000
 TELLTALE = ("database_list", "fts3_tokenizer", "load_extension")
-REPORT = "/-/report/"  # report pages set their own security policy
 REGRET = f"/{DATABASE}/regret"  # this query is as slow as a report, so it has the same limits
 
 
@@ -172,10 +172,7 @@ class BenchLosses:
 
     def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
         """Return the losses of a run. They are cached until the files of the store change."""
-        files = (self.path, file_beside(self.path, "-wal"))
-        stats = [file.stat() for file in files if file.exists()]
-        # An empty write-ahead log is ignored, because readers create and delete one.
-        state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
+        state = store_state(self.path)
         if run not in self.computed or self.computed[run][0] != state:
             losses = []
             if any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
@@ -184,6 +181,14 @@ class BenchLosses:
                 losses = [same | asdict(loss) for loss in answer.losses]
             self.computed[run] = state, losses
         return self.computed[run][1]
+
+
+def store_state(path: Path) -> tuple[tuple[int, int], ...]:
+    """Return a value that changes whenever the store changes."""
+    files = (path, file_beside(path, "-wal"))
+    stats = [file.stat() for file in files if file.exists()]
+    # An empty write-ahead log is ignored, because readers create and delete one.
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
 
 
 def serve(path: Path, host: str, port: int) -> None:
@@ -263,6 +268,7 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 def application(path: Path, host: str) -> App:
     """Return the web application for a store."""
+    # Reports contain a policy of their own.
     return guarded(Site(path), LOOPBACK if host in LOOPBACK else None, REPORT)
 
 
@@ -323,17 +329,21 @@ class Site:
         self.path = path
         self.queries = Queue(most=6, limit_s=10, fair_s=2, memory_bytes=1 << 30)
         # The time of a report is limited too, but a report takes longer than a query.
+        self.front = Queue(most=3, limit_s=60, fair_s=10, memory_bytes=2 << 30)
         self.reports = Queue(most=3, limit_s=300, fair_s=300, memory_bytes=4 << 30)
         self.losses = BenchLosses(path)
+        self.known: Known = {}  # of the first page
         ready = {
             name: {"title": title, "description": text, "sql": sql}
             for name, (title, text, sql) in QUERIES.items()
         }
         self.metadata = {
             "title": "profharness",
-            "description_html": _front(path),
+            "description_html": "",  # of the first page; written for each request of it
             "databases": {DATABASE: {"queries": ready}},
         }
+        with open_store(path):  # report an invalid store before serving
+            pass
         self._send: Send = _drop
         # If rich is installed, Datasette prints long tracebacks for every mistyped query.
         pm.get_plugin("datasette.handle_exception").rich = None
@@ -358,23 +368,27 @@ class Site:
         gc.freeze()
 
     def queue(self, path: str) -> Queue:
+        if path == "/":
+            return self.front
         return self.reports if path.startswith((REPORT, REGRET)) else self.queries
 
     async def answer(self, scope: Scope, send: Send) -> None:
-        known = dict(self.losses.computed)
+        known, first = dict(self.losses.computed), self.known
 
         async def send_when_closed(message: Message) -> None:
             if is_last(message):
                 self.store.close()
                 if self.losses.computed != known:
                     await send({"type": "losses", "losses": self.losses.computed})
+                if self.known is not first:
+                    await send({"type": "known", "known": self.known})
             await send(message)
 
         self._send = send
         self.datasette.sql_time_limit_ms = self.queue(scope["path"]).limit_s * 1000
         try:
             if scope["path"] == "/":
-                self.metadata["description_html"] = _front(self.path)
+                self.metadata["description_html"] = self._front()
             await self.app(scope, _receive, send_when_closed)
         except Exception as error:  # an exception that Datasette did not handle
             response = await self._failed(error)
@@ -383,27 +397,50 @@ class Site:
     def learn(self, message: Message) -> None:
         if message["type"] == "losses":
             self.losses.computed = message["losses"]
+        elif message["type"] == "known":
+            self.known = message["known"]
         else:
             hint(f"error: {message['text']}")
 
-    def _register_plugin(self) -> None:
-        """Add `/-/report/RUN` and the error pages to Datasette."""
+    def _front(self) -> str:
+        questions = (
+            (f"/{DATABASE}/{name}", title, text) for name, (title, text, _) in QUERIES.items()
+        )
+        with open_store(self.path) as store:
+            page, self.known = front_page(store, self.known, questions)
+        return page
 
-        async def report(request: Any) -> Any:
-            run = request.url_vars["run"]
-            with open_store(self.path) as store:
+    def _report(self, runs: list[str], seen: str | None) -> Any:
+        """Return the report on one run, or on two runs and what changed between them.
+
+        `seen` is the tag of the report that the browser has. If it is still valid, the browser is
+        told to use that one.
+        """
+        state = repr((__version__, store_state(self.path), runs))
+        headers = {"etag": f'"{sha256(state.encode()).hexdigest()}"', "cache-control": "no-cache"}
+        if seen == headers["etag"]:
+            return Response("", status=304, headers=headers)
+        with open_store(self.path) as store:
+            for run in runs:
                 try:
                     store.resolve(run)
                 except NotFoundError:
                     text = f"no run {run!r} is stored; /{DATABASE}/stored_runs lists those that are"
                     return Response.text(text, status=404)
-                document = report_document(store, [run])
-            try:
-                return Response.html(render_html(document))
-            except MissingExtraError as error:  # the extra `report` is missing
-                note = Note(str(error), level="warning")
-                kept = (block for block in document.blocks if not isinstance(block, Chart))
-                return Response.html(render_html(replace(document, blocks=(note, *kept))))
+            document = report_document(store, runs)
+        try:
+            return Response.html(render_html(document), headers=headers)
+        except MissingExtraError as error:  # the extra `report` is missing
+            note = Note(str(error), level="warning")
+            kept = (block for block in document.blocks if not isinstance(block, Chart))
+            return Response.html(render_html(replace(document, blocks=(note, *kept))))
+
+    def _register_plugin(self) -> None:
+        """Add `/-/report/RUN`, `/-/report/RUN/RUN` and the error pages to Datasette."""
+
+        async def report(request: Any) -> Any:
+            runs = list(filter(None, (request.url_vars["run"], request.url_vars["other"])))
+            return self._report(runs, request.headers.get("if-none-match"))
 
         def handle_exception(exception: Exception) -> Any:
             # Datasette has its own pages for invalid requests.
@@ -412,7 +449,7 @@ class Site:
             return self._failed(exception)
 
         plugin = ModuleType("profharness_site")  # Datasette requires a __name__
-        routes = [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
+        routes = [(rf"^{REPORT}(?P<run>[^/]+)(?:/(?P<other>[^/]+))?$", report)]
         plugin.register_routes = hookimpl(lambda: routes)  # type: ignore[attr-defined]
         plugin.handle_exception = hookimpl(handle_exception)  # type: ignore[attr-defined]
         # Plugins are global to the process, so an earlier one may still be registered.
@@ -440,19 +477,3 @@ async def _receive() -> Message:
 
 async def _drop(_: Message) -> None:
     pass
-
-
-def _front(path: Path) -> str:
-    """Return HTML with links to the predefined queries and to the reports on the newest runs."""
-    with open_store(path) as store:
-        runs = store.runs()
-    reports = "".join(
-        f'<li><a href="{REPORT}{escape(row.run)}">{escape(row.run)}</a> '
-        f"{escape(row.created)} {escape(row.device or '')}</li>"
-        for row in runs[:MAX_RUNS]
-    )
-    questions = "".join(
-        f'<li><a href="/{DATABASE}/{name}">{escape(title)}</a>: {escape(text)}</li>'
-        for name, (title, text, _) in QUERIES.items()
-    )
-    return f"<h2>Questions</h2><ul>{questions}</ul><h2>Reports</h2><ul>{reports}</ul>"

@@ -283,6 +283,30 @@ class AttentionCalls:
         """
         return {template.get("ran") or "unknown" for template in self._recorder.templates}
 
+    @property
+    def fallbacks(self) -> list[str]:
+        """The calls that ran on math although other backends were allowed, one line per kind."""
+        return [_describe_fallback(call) for call in self.calls if _is_fallback(call)]
+
+
+def _is_fallback(call: dict[str, Any]) -> bool:
+    return call.get("ran") == "math" and set(_allowed(call)) != {"math"}
+
+
+def _allowed(call: dict[str, Any]) -> list[str]:
+    return [name for name, enabled in call["enabled"].items() if enabled]
+
+
+def _describe_fallback(call: dict[str, Any]) -> str:
+    """Return a line such as `self_attn (model.py:12): calls on math: 2, with query [2, 8, 128, 64]`."""
+    name = call["path"] or call["module_class"] or call["function"]
+    shapes = zip(("query", "key", "value", "attn_mask"), call["tensors"], strict=True)
+    tensors = [f"{word} {each['dims']} {each['dtype']}" for word, each in shapes if each]
+    return (
+        f"{name} ({call['file']}:{call['line']}): calls on math: {call['count']}, with "
+        f"{', '.join(tensors)}, dropout {call['dropout']}; allowed: {', '.join(_allowed(call))}"
+    )
+
 
 @contextlib.contextmanager
 def observe() -> Iterator[AttentionCalls]:
