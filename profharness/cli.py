@@ -116,7 +116,8 @@ def cli() -> None:
     """Find out which attention kernels ran, why, what they cost, and what changed.
 
     \b
-    Example:
+    Examples:
+      profharness layers trace.json.gz
       profharness capture 2,8,512,64
       profharness kernels --config 2,8,512,64
       profharness diff flash math

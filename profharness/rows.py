@@ -94,7 +94,11 @@ class RunRow:
     run: Annotated[str, column("run", meaning="id of the run")]
     created: Annotated[
         str,
-        column("created", importance="normal", meaning="when it was measured or stored, in UTC"),
+        column(
+            "created",
+            importance="normal",
+            meaning="when it was measured or stored, in UTC",
+        ),
     ]
     source: Annotated[
         str, column(meaning="`capture` (made by profharness) or `trace` (another file)")
@@ -137,13 +141,21 @@ class RunRow:
     host_key: Annotated[str | None, column(meaning="hash of the host, if known")]
     gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")]
     name: Annotated[
-        str, column("run", meaning="the file that a trace was read from, otherwise the id")
+        str,
+        column(
+            "run",
+            importance="key",
+            meaning="the file that a trace was read from, otherwise the id",
+        ),
     ]
     ended: Annotated[str | None, column(meaning="when it ended, in UTC, if known")] = None
     duration_ns: Annotated[
         int | None,
         column(
-            "took", "duration", meaning="how long it took, or what time a trace covers, if known"
+            "took",
+            "duration",
+            importance="answer",
+            meaning="how long it took, or what time a trace covers, if known",
         ),
     ] = None
     lanes_ns: Annotated[

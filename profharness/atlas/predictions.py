@@ -32,15 +32,17 @@ from profharness.atlas.data import (
 from profharness.atlas.model import Estimate, estimate, measured_estimate, measured_rows
 from profharness.atlas.shards import read_shards
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
+from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.machine import (
-    RELEASES,
+    Release,
+    default_release,
     from_config,
+    installed_release,
     machine_for,
     machine_of,
     parse_release,
     release_text,
 )
-from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.predict import judge
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA
@@ -170,6 +172,7 @@ class Place:
     name in the table of GPUs, or its compute capability if the table does not contain the GPU.
     `own` contains the user's atlases of the same machine. Their cells take precedence over the
     cells of `atlas`. `others` describes atlases of other versions, which are not used.
+    `release_note` says why the release is not that of the environment, if none was given.
     """
 
     gpu: str
@@ -179,6 +182,7 @@ class Place:
     atlas: Atlas | None = None
     own: tuple[Atlas, ...] = ()
     others: str = ""
+    release_note: str = ""
 
     @property
     def text(self) -> str:
@@ -215,12 +219,15 @@ def find_place(
         )
     fitting = [entry for entry in entries if same_gpu(gpu, entry.atlas.machine.gpu)]
     releases = {parse_release(entry.atlas.machine.torch) for entry in fitting}
-    release = parse_release(torch) if torch is not None else max(releases, default=max(RELEASES))
+    release, note = release_for(entries, gpu)
+    if torch is not None:
+        release, note = parse_release(torch), ""
     found = [entry for entry in fitting if parse_release(entry.atlas.machine.torch) == release]
     if asked := [entry for entry in found if driver in (None, entry.atlas.machine.driver)]:
-        return _best_place(asked, like or {}), ""
+        return replace(_best_place(asked, like or {}), release_note=note), ""
     rules, name = machine_for(gpu, release_text(release)), find_gpu(gpu).name
-    place = Place(name if same_gpu(gpu, name) else gpu, release_text(rules.torch), rules, name)
+    full = name if same_gpu(gpu, name) else gpu
+    place = Place(full, release_text(rules.torch), rules, name, release_note=note)
     what = f"{place.gpu} with torch {place.release}"
     if found:
         what += f" and driver {driver}"
@@ -232,6 +239,23 @@ def find_place(
         gpus = dict.fromkeys(entry.atlas.machine.gpu for entry in entries)
         there = f"there are atlases of {', '.join(gpus) or 'no GPU'}"
     return place, f"no atlas of {what}, so there is no time: {there}"
+
+
+def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
+    """Return the release that answers for a GPU if none is given, and why it is not that of the
+    environment. The reason is "" if it is, or if the environment has no PyTorch.
+    """
+    machines = [entry.atlas.machine for entry in entries]
+    releases = {parse_release(each.torch) for each in machines if same_gpu(gpu, each.gpu)}
+    release, installed = default_release(releases), installed_release()
+    if installed in (None, release):
+        return release, ""
+    newest = f"the newest with an atlas of {gpu}" if releases else "the newest with known rules"
+    short = release_text(installed).rpartition(".")[0]
+    return release, (
+        f"PyTorch {release_text(release)} answers, {newest}; for the installed "
+        f"{release_text(installed)} add --torch {short}"
+    )
 
 
 def _default_gpu(entries: Sequence[Entry]) -> str:
@@ -441,7 +465,7 @@ def predicted(
     if not configs:
         raise UsageError("predict needs a config, such as 2,8,512,64,bf16, or --configs FILE")
     place, doubt = find_place(known_atlases(folder), gpu, torch, driver=driver)
-    doubts = (doubt, place.others, disagreement(place, configs))
+    doubts = (place.release_note, doubt, place.others, disagreement(place, configs))
     return Asked(place, "\n".join(filter(None, doubts)), predict_all(place, configs), shown)
 
 

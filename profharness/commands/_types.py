@@ -322,11 +322,14 @@ OneRun = Annotated[PathLike | None, ONE_RUN]
 """A run that a command shows. None means the latest run that has the data of the command."""
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the parameter `*runs` of a command that shows several runs."""
+DEFAULT_RELEASE = (
+    "[default: the installed one; if the atlases of the GPU do not have it, their newest]"
+)
 RELEASE_OPTION = Option(
     ("--torch",),
     complete=complete_releases,
     metavar="RELEASE",
-    help="With --gpu: the PyTorch release to predict for.  [default: the newest with an atlas]",
+    help=f"With --gpu: the PyTorch release to predict for.  {DEFAULT_RELEASE}",
     tool="The release of PyTorch.",
     tool_examples=("2.11",),
 )

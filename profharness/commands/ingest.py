@@ -226,10 +226,16 @@ def _shown_by(store: Path, taken: Sequence[str]) -> str:
     """Return a hint with the command that displays the ingested runs."""
     with open_store(store) as opened:
         ranks = {row.rank for row in opened.runs() if row.run in set(taken)} - {None}
+        last = opened.run_reference(taken[-1])
         if len(ranks) > 1:
-            return f"compare the {len(ranks)} ranks with: {shell_command('ranks', taken[-1], store=store)}"
-        which = "it" if len(taken) == 1 else f"the last of {len(taken)} runs"
-        return f"see {which} with: {opened.shown_by(taken[-1])}"
+            again = shell_command("ranks", last, store=store)
+            return f"compare the {len(ranks)} ranks with: {again}"
+        if len(taken) == 1:
+            return f"see it with: {opened.shown_by(taken[0])}"
+        if len(taken) == 2 and all(opened.has(run, "attention calls") for run in taken):
+            again = shell_command("diff", opened.run_reference(taken[0]), last, store=store)
+            return f"compare the two programs with: {again}"
+        return f"see the last of {len(taken)} runs with: {opened.shown_by(taken[-1])}"
 
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:

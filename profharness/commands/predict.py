@@ -28,6 +28,7 @@ from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import chosen_format, hint
 from profharness.commands._types import (
+    DEFAULT_RELEASE,
     RELEASE_OPTION,
     AtlasFolder,
     Backends,
@@ -306,8 +307,7 @@ Release = Annotated[
     str | None,
     replace(
         RELEASE_OPTION,
-        help="The PyTorch release, 2.11 or 2.11.0.  [default: the newest with an atlas of this GPU, else "
-        "the newest with known rules]",
+        help=f"The PyTorch release, 2.11 or 2.11.0.  {DEFAULT_RELEASE}",
     ),
 ]
 Full = Annotated[bool, Option(("--full",), help="Also show each config by itself.")]

@@ -28,7 +28,13 @@ RUN_FIELDS = (
     *("rank", "world_size", "host_key", "gpu_key", "name"),
     *("ended", "duration_ns", "lanes_ns"),
 )
-COST = Column("cost", "cost", "figures", meaning="`lanes_ns` times --price-per-hour, if given")
+COST = Column(
+    "cost",
+    "cost",
+    "price",
+    importance="answer",
+    meaning="`lanes_ns` times --price-per-hour, if given",
+)
 RUN_COLUMNS = (
     *pick(RunRow, "name", "rank", "kind", "created", "duration_ns"),
     COST,
@@ -132,13 +138,16 @@ def show(
         return None
     rows = found.rows
     costs = [_cost(row, price_per_hour) for row in rows]
-    priced = [(row, {"cost": cost}) for row, cost in zip(rows, costs, strict=True)]
+    lines = [
+        ({"cost": cost, "created": _minute(row.created)}, row)
+        for row, cost in zip(rows, costs, strict=True)
+    ]
     notes = warning_notes({row.name: row.warnings for row in rows if row.warnings})
     ranked = any(row.rank is not None for row in rows)
     left_out = {"rank"} if not ranked else set()
     left_out |= {"cost"} if price_per_hour is None else set()
     columns = [column for column in RUN_COLUMNS if column.key not in left_out]
-    blocks: list[Block] = [Table.of(columns, priced), *notes] if rows else []
+    blocks: list[Block] = [Table.of(columns, lines), *notes] if rows else []
     blocks += _unfinished_blocks(found.unfinished)
     fields = (*RUN_FIELDS, COST.key)
     records = tuple(
@@ -146,6 +155,11 @@ def show(
     )
     extra = {"unfinished": list(map(record, found.unfinished)), "price_per_hour": price_per_hour}
     return Document("profharness.runs/1", "Runs", tuple(blocks), fields, records, extra)
+
+
+def _minute(time: str) -> str:
+    """Shorten a time in ISO 8601 format to `2026-01-31 12:00`."""
+    return time[:16].replace("T", " ")
 
 
 def _cost(row: RunRow, price_per_hour: float | None) -> float | None:
@@ -159,7 +173,8 @@ def _unfinished_blocks(runs: Sequence[UnfinishedRun]) -> Iterator[Block]:
         return
     count = f"{len(runs)} in {RUNS_FOLDER}"
     yield Heading("Unfinished", count)
-    yield Table.of(pick(type(runs[0]), *UNFINISHED_COLUMNS), runs)
+    lines = [({"created": _minute(each.created)}, each) for each in runs]
+    yield Table.of(pick(type(runs[0]), *UNFINISHED_COLUMNS), lines)
     for each in runs:
         if each.command is not None:
             what = "resume it" if each.resumable else "store what is done"

@@ -27,7 +27,7 @@ class UnfinishedRun:
 
     run: Annotated[str, column("run", meaning="id of the run")]
     kind: Annotated[str, column("kind", meaning="the command that began it")]
-    created: Annotated[str, column("created", meaning="when it began, in UTC")]
+    created: Annotated[str, column("created", importance="normal", meaning="when it began, in UTC")]
     status: Annotated[
         str, column("status", meaning="`unfinished`, or `running` while a process works on it")
     ]

@@ -58,10 +58,10 @@ def predicted_rows(
         if rows or cells:
             return rows, with_predictions(store, cells)
         lack = None if run == ALL_RUNS else store.lack_of_kernels(run)
+        where = "the store" if run == ALL_RUNS else f"run {store.run_name(run)}"
     names = [f"config {config}" for config in selection.configs]
     names += [f"backend {name}" for name in selection.backends]
     names += [f"profiler {name}" for name in selection.profilers]
-    where = "the store" if run == ALL_RUNS else f"run {run}"
     stored = shell_command("runs", store=path)
     raise NotFoundError(
         lack

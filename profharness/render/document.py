@@ -300,6 +300,12 @@ def share_text(share: float) -> str:
     return f"{percent:.{digits}f}".removesuffix(".0") + " %"
 
 
+def _price(value: float) -> str:
+    if value >= 0.1:
+        return f"{value:,.2f}"
+    return f"{value:.4f}" if value >= 0.0001 else "<0.0001"
+
+
 def _duration(time_ns: float) -> str:
     if time_ns < 1e9:
         return f"{time_ns / 1e6:.3g} ms"
@@ -330,6 +336,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "giga": lambda value: _figures(value / 1e9),
     "tera": lambda value: _figures(value / 1e12),
     "duration": _duration,
+    "price": _price,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
 

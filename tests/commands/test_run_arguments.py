@@ -163,3 +163,57 @@ def test_python_functions_accept_paths(tmp_path: Path, capfd: pytest.CaptureFixt
     assert len(profharness.launches(EAGER, store=store)) == 194
     assert set(profharness.cells(RUN, store=store)["backend"]) >= {"flash", "math"}
     assert capfd.readouterr() == ("", "")
+
+
+def test_ingest_names_the_command_that_fits(folder: Path) -> None:
+    assert "see it with: profharness layers trace.json.gz\n" in (
+        invoke(folder, "ingest", "trace.json.gz").stderr
+    )
+    two = invoke(folder, "ingest", "trace.json.gz", str(PREFILL)).stderr
+    command = "profharness diff trace.json.gz llama_prefill.json.gz"
+    assert f"compare the two programs with: {command}\n" in two
+    assert invoke(folder, *command.split()[1:]).exit_code == 0
+    assert "profharness kernels 2" in invoke(folder, "ingest", "trace.json.gz", "run").stderr
+
+
+@pytest.mark.parametrize("arguments", ["layers", "kernels", "report --format md", "export"])
+def test_a_trace_is_called_by_its_file_in_all_output(folder: Path, arguments: str) -> None:
+    invoke(folder, "ingest", "trace.json.gz")
+    done = invoke(folder, *arguments.split(), "trace.json.gz")
+    assert done.exit_code == 0
+    if arguments != "export":
+        assert "trace-" not in done.stdout + done.stderr
+
+
+def test_a_diff_names_both_files(folder: Path) -> None:
+    done = invoke(folder, "diff", "trace.json.gz", str(PREFILL))
+    assert "trace.json.gz → llama_prefill.json.gz" in done.stdout
+    assert "trace-" not in done.stdout + done.stderr
+    record = json.loads(
+        invoke(folder, "diff", "trace.json.gz", str(PREFILL), "--format", "json").stdout
+    )
+    assert record["baseline_name"] == "trace.json.gz" and record["baseline"].startswith("trace-")
+
+
+def test_a_run_is_deleted_by_the_name_of_its_file(folder: Path) -> None:
+    invoke(folder, "ingest", "trace.json.gz")
+    assert "deleted trace.json.gz" in invoke(folder, "runs", "--delete", "trace.json.gz").stderr
+    assert stored(folder) == []
+
+
+def test_an_mcp_tool_reads_no_file(folder: Path) -> None:
+    pytest.importorskip("mcp")
+    from profharness.commands._mcp import answer
+
+    store = folder / "s.db"
+    with contextlib.chdir(folder):
+        invoke(folder, "ingest", str(PREFILL), "--store", str(store))
+        for name, arguments in (
+            ("layers", {"run": "trace.json.gz"}),
+            ("kernels", {"run": str(folder / "run")}),
+            ("diff", {"baseline": "trace.json.gz", "candidate": PREFILL.name}),
+        ):
+            with pytest.raises(NotFoundError, match="no run "):
+                answer(name, arguments, store)
+        rows = json.loads(answer("layers", {"run": PREFILL.name}, store))["rows"]
+    assert rows and len(json.loads(answer("runs", {}, store))["rows"]) == 1

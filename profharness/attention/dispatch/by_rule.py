@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib import metadata
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from profharness.attention.dispatch.machine import (
     Machine,
     Release,
     build_of,
+    default_release,
     from_config,
     machine_for,
     parse_release,
@@ -187,7 +187,7 @@ def named_platforms(
     """Return the platforms that the options name, one per release, oldest first. Return an empty
     list if neither `torch` nor `gpu` is given, which means that PyTorch itself is queried.
 
-    `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. The default is the installed release.
+    `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. The default is `default_release`.
     `gpu` is a name, a capability such as sm90, or `cpu`. The default is the GPU of this machine.
     `cudnn` is the version at run time, and `cudnn_compiled` is the version that PyTorch was built
     with.
@@ -204,17 +204,7 @@ def named_platforms(
                 "Live, PyTorch's own version counts"
             )
         return []
-    try:  # read the installed release from the package metadata, because importing torch is slow
-        releases = (
-            parse_releases(torch)
-            if torch is not None
-            else [parse_release(metadata.version("torch"))]
-        )
-    except metadata.PackageNotFoundError:
-        raise UsageError(
-            "--gpu without --torch means the installed torch, and none is installed; "
-            "add --torch, for example --torch 2.11"
-        ) from None
+    releases = [default_release()] if torch is None else parse_releases(torch)
     if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
         raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
     if (gpu or "").lower() == CPU:

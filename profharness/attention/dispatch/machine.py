@@ -8,8 +8,9 @@ commands.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any, NamedTuple, TypeVar
 
 from profharness.attention.config import SDPA_BACKENDS, Config, SdpaSetting
@@ -95,6 +96,25 @@ class Machine:
     def sm(self) -> str:
         """The capability in the format of PyTorch's messages, such as `9.0`."""
         return f"{self.capability[0]}.{self.capability[1]}"
+
+
+def installed_release() -> Release | None:
+    """Return the release of the environment's PyTorch, or None. PyTorch is not imported."""
+    try:
+        return parse_release(metadata.version("torch"))
+    except (metadata.PackageNotFoundError, UsageError):  # none, or a development version
+        return None
+
+
+def default_release(measured: Collection[Release] = ()) -> Release:
+    """Return the release that answers for another GPU if none is given.
+
+    It is the environment's release, or the newest one with known rules. `measured` contains the
+    releases with an atlas of the GPU. If there are any, the release is one of them, because only they
+    have times.
+    """
+    known, installed = measured or RELEASES, installed_release()
+    return installed if installed is not None and installed in known else max(known)
 
 
 def machine_for(

@@ -254,11 +254,12 @@ def analyze_program(
     with open_store(path) as store:
         machine = run_machine(store, run, source)
         groups = group_calls(store.calls(run))
+        name, reference = store.run_name(run), store.run_reference(run)
     if not groups:
         raise NotFoundError(
-            f"run {run} has no recorded step, so its calls have no kernels and times to analyze; "
+            f"run {name} has no recorded step, so its calls have no kernels and times to analyze; "
             "record one with `profharness observe --profiler torch --warmup 0 -- PROGRAM`; what was "
-            f"counted: {shell_command('layers', run, store=path)}"
+            f"counted: {shell_command('layers', reference, store=path)}"
         )
     analyses, left_out = [], []
     for number, group in enumerate(groups, start=1):
@@ -284,7 +285,7 @@ def analyze_program(
         named = [*(config.label for config in configs), *backends]
         criteria = f" of {', '.join(named)}" if named else ""
         why = "; ".join(left_out) or "`profharness layers` lists those there are"
-        raise NotFoundError(f"run {run} has no attention call{criteria} to analyze: {why}")
+        raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     for text in left_out:
         if is_command_line():
             hint(text)

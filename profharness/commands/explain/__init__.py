@@ -56,6 +56,7 @@ from profharness.commands._command import command, declaration_of, document, gat
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, hint
 from profharness.commands._types import (
+    DEFAULT_RELEASE,
     ConfigArguments,
     Names,
     PositiveNumber,
@@ -372,8 +373,9 @@ Releases = Annotated[
         ("--torch",),
         complete=complete_releases,
         metavar="RELEASES",
-        help="Use the rules of this release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.",
-        tool="A release of PyTorch, several, or a range. Default: the installed one.",
+        help="Use the rules of this release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.  "
+        f"{DEFAULT_RELEASE}",
+        tool="A release of PyTorch, several, or a range. Default: the installed one, or the newest with an atlas.",
         tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
     ),
 ]
@@ -557,9 +559,21 @@ def explain(
     chosen_configs = config_list(configs)
     if not chosen_configs:
         raise UsageError("explain needs a config, such as 2,8,512,64,bf16, or --configs FILE")
-    platforms = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
+    platforms = named_platforms(torch or _default_release(gpu), gpu, cudnn, cuda, cudnn_compiled)
     path = store_path(store)
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
+
+
+def _default_release(gpu: str | None) -> str | None:
+    """Return the release that answers for a GPU if none is given, and print why it does."""
+    if gpu is None or gpu.lower() == CPU:
+        return None
+    from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
+
+    release, note = release_for(known_atlases(), gpu)
+    if note:
+        hint(note)
+    return release_text(release)
 
 
 @usage(explain)

@@ -68,7 +68,7 @@ GPU_ALONE = (
     "--steps out"
 )
 NAMES = """
-Kernel names are shortened; --full shows full names. A terminal also cuts names that are too long.
+Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides columns.
 <64,64x128,w4> means head dimension 64, a tile of 64 queries x 128 keys, and 4 warps per block. m8 is
 the number of rows per block, and split2 the largest number of splits that it combines. knob_7 is
 cuDNN's number of a variant. `profharness explain-kernel NAME` describes any name.
@@ -339,10 +339,9 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
         return
     (run,) = runs
     with open_store(path) as store:
-        has_calls = store.has(run, "attention calls")
-    if has_calls:
-        again = shell_command("layers", run, store=path)
-        hint_after(f"see its attention layer by layer with: {again}")
+        if store.has(run, "attention calls"):
+            again = shell_command("layers", store.run_reference(run), store=path)
+            hint_after(f"see its attention layer by layer with: {again}")
 
 
 DECLARATION = declaration_of(kernels)

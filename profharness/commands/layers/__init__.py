@@ -17,6 +17,7 @@ from profharness.commands._output import capture_progress, echo, hint, keep_meas
 from profharness.commands._runs import find_listed, run_text
 from profharness.commands._types import (
     BACKENDS_OPTION,
+    DEFAULT_RELEASE,
     RELEASE_OPTION,
     AtlasFolder,
     Driver,
@@ -100,7 +101,7 @@ Release = Annotated[
     replace(
         RELEASE_OPTION,
         help="The program's PyTorch release, such as 2.11, if its trace does not record it. With --gpu: the "
-        "release to predict for.  [default with --gpu: the newest with an atlas]",
+        f"release to predict for.  {DEFAULT_RELEASE}",
     ),
 ]
 GpuNames = Annotated[
@@ -398,6 +399,9 @@ def find_places(
     """
     entries, names = known_atlases(atlas), gpu_names(gpus)
     places = [find_place(entries, name, torch, driver=driver) for name in names]
+    for note in dict.fromkeys(place.release_note for place, _ in places):
+        if note:
+            hint(note)
     require_distinct(names, [place.gpu for place, _ in places])
     return places
 

@@ -26,8 +26,8 @@ def layers_answer(layers: LayerMap) -> tuple[str, ...]:
     first = f"{_cost(layers)}; {_what_ran(layers)}."
     if layers.attention_ns and all(map(is_unfused, layers.rows)):
         first = f"{_cost(layers, 'Eager attention')}: {_remedy(layers.rows[0]) or USE_SDPA}."
-        return (first, *_idle(layers))
-    return (first, *_change(layers), *_idle(layers))
+        return (first, *_saving(layers), *_idle(layers))
+    return (first, *(_saving(layers) or _change(layers)), *_idle(layers))
 
 
 def what_to_change(row: LayerRow) -> Iterator[str]:
@@ -125,6 +125,17 @@ def _change(layers: LayerMap) -> Iterator[str]:
         if (falls_back(row) or is_unfused(row)) and (text := next(what_to_change(row), None)):
             yield f"{text}."
             return
+
+
+def _saving(layers: LayerMap) -> tuple[str, ...]:
+    """Return what the fastest backends of a benchmark would save, if anything."""
+    regret = layers.regret
+    if regret is None or regret.saves_ns <= 0:
+        return ()
+    most = "at most " if regret.launch_bound else ""
+    return (
+        f"The fastest correct backends would save {most}{time_text(regret.saves_ns)} per step.",
+    )
 
 
 def _idle(layers: LayerMap) -> Iterator[str]:

@@ -149,7 +149,7 @@ def _summary(answer: RankComparison) -> str:
     if idle is not None:
         parts.append(f"GPUs idle for {share_text(idle)} of the time")
     if collectives:
-        alone = f", {share_text(exposed)} alone" if exposed is not None else ""
+        alone = f" ({share_text(exposed)} exposed)" if exposed is not None else ""
         parts.append(f"in collectives for {share_text(collectives)}{alone}")
     return ", ".join(parts)
 
