@@ -42,7 +42,7 @@ from profharness.rows import (
     triple,
 )
 from profharness.stats import Series
-from profharness.store.names import name_runs
+from profharness.store.names import StoredRun, name_runs
 from profharness.store.schema import (
     connect,
     damaged,
@@ -106,7 +106,6 @@ class Store(RunFinder):
 
     def runs(self) -> list[RunRow]:
         """Return all runs, newest first."""
-        names = name_runs(self.stored_runs())
         rows = rows_of(
             self.connection,
             RunRow,
@@ -116,6 +115,8 @@ class Store(RunFinder):
             "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches "
             f"FROM runs r {NEWEST_FIRST}",
         )
+        # not from another query, because another process may store a run meanwhile
+        names = name_runs(StoredRun(row.run, row.source, row.path) for row in rows)
         return [replace(row, name=names[row.run]) for row in rows]
 
     def warnings(self, runs: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -134,17 +134,17 @@ class RunFinder:
 
     def run_name(self, run: str) -> str:
         """Return the name of a run: the file of a trace, otherwise the id."""
-        return name_runs(self.stored_runs())[run]
+        return name_runs(self.stored_runs()).get(run, run)  # another process may have deleted it
 
     def run_reference(self, run: str) -> str:
         """Return a text that selects a run when a user types it: its name, or its id if the name is
         also that of another file in the working folder.
         """
         runs = self.stored_runs()
-        name = name_runs(runs)[run]
-        path = next(Path(each.path) for each in runs if each.run == run)
+        name = name_runs(runs).get(run, run)
         if name == run or not Path(name).exists():
             return name
+        path = next(Path(each.path) for each in runs if each.run == run)
         return name if path.exists() and path.samefile(name) else run
 
     def has(self, run: str, need: Need) -> bool:

@@ -130,3 +130,14 @@ def test_rows_of_latest_come_from_run_with_kernels(path: Path) -> None:
     with open_store(path) as store:
         assert {row.run for row in store.kernels()} == {CAPTURED}
         assert len(list(store.launches())) == len(list(store.launches(CAPTURED))) > 0
+
+
+def test_a_run_that_is_stored_while_runs_are_listed_has_a_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may store a run between two queries."""
+    with open_store(path) as store:
+        whole = {row.run: row.name for row in store.runs()}
+        monkeypatch.setattr(type(store), "stored_runs", lambda _: [])
+        assert {row.run: row.name for row in store.runs()} == whole
+        assert store.run_name(CAPTURED) == store.run_reference(CAPTURED) == CAPTURED
