@@ -75,6 +75,10 @@ class Check:
     relative_allowance: float | None = None
 
 
+WRONG = "wrong "
+"""Start of the message of a cell in which `verify` found a wrong result."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A config that a run executes on one backend, and its result."""
@@ -102,6 +106,12 @@ class Cell:
     # samples.
     turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     process: int = 0  # number of the last process that timed the cell, counted from 0
+
+    @property
+    def outcome(self) -> str:
+        """The status, or `wrong` if `verify` found a wrong result."""
+        wrong = self.case is not None and (self.message or "").startswith(WRONG)
+        return "wrong" if wrong else self.status
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from profharness.atlas.data import (
 )
 from profharness.atlas.model import Estimate, estimate, measured_estimate, measured_rows
 from profharness.atlas.shards import read_shards
-from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, backend_text
 from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.machine import (
     Release,
@@ -574,35 +574,41 @@ def nanoseconds(us: float | None) -> int | None:
 def statement(answer: Sequence[Predicted]) -> str:
     """Describe the backend that `auto` selects, its time, and the fastest backend."""
     auto = answer[0]
-    lead = f"auto takes {auto.choice}"
     if auto.choice == "none":
-        return "auto raises: no backend takes this config."
+        return "auto is predicted to raise: no backend takes this config."
     if auto.choice == "unknown":
-        return "what auto takes is not known: the rules of this release do not tell."
+        return "What auto takes is unknown: the rules do not cover this release."
+    runs = "runs" if auto.source == MEASURED else "is predicted to run"
+    lead = f"auto {runs} {backend_text(str(auto.choice))}"
     if auto.kernel_ns is None:
-        bound = "" if not auto.low_ns else f", and not below {_us(auto.low_ns)} by the roofline"
-        return f"{lead} by rule; its time is not known{bound}."
-    lead = f"{lead}: {_time(auto)}"
+        bound = f", at least {_us(auto.low_ns)} by the roofline" if auto.low_ns else ""
+        return f"{lead}; its time is unknown{bound}."
+    lead = f"{lead} in {_time(auto)}"
     if auto.best is None or auto.regret is None:
         return f"{lead}."
     if auto.best == auto.choice:
-        return f"{lead}; no other backend with a known time is faster."
+        return f"{lead}; no other backend is faster."
     best = next(row for row in answer if row.backend == auto.best)
+    fastest = f"{backend_text(auto.best)}"
     if not auto.certain:
-        return f"{lead}; {auto.best} may be faster: {_time(best)}, which the intervals leave open."
-    return f"{lead}; {auto.best} is the fastest: {_time(best)}. auto loses {auto.regret:.0%}."
+        return f"{lead}; {fastest} may be faster: {_time(best)}, but the intervals overlap."
+    lost = f"{auto.regret:.0%}".replace("%", " %")
+    loses = f"loses {lost}" if auto.regret < 1 else f"takes {1 + auto.regret:,.3g} times as long"
+    return f"{lead}; {fastest} is the fastest: {_time(best)}. auto {loses}."
 
 
 def _time(row: Predicted) -> str:
-    """Format a time such as `41.20 µs, measured`. A predicted time is followed by its interval."""
+    """Format a time such as `41.20 µs (measured)`, or a predicted time with its interval."""
     text = _us(row.kernel_ns)
     if row.source != "model" or row.low_ns is None or row.high_ns is None:
-        return f"{text}, {row.source}"
-    return f"{text} ({row.low_ns / 1e3:.2f} to {row.high_ns / 1e3:.2f}) by the model"
+        return f"{text} ({row.source})"
+    return f"{text} ({_us(row.low_ns)} to {_us(row.high_ns)})"
 
 
 def _us(ns: int | None) -> str:
-    return "-" if ns is None else f"{ns / 1e3:.2f} µs"
+    if ns is None:
+        return "-"
+    return f"{ns / 1e6:,.2f} ms" if ns >= 1_000_000 else f"{ns / 1e3:.2f} µs"
 
 
 def predicted_record(row: Predicted) -> dict[str, Any]:

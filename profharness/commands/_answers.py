@@ -12,6 +12,20 @@ from profharness.rows import CellRow
 NOT_FAILED = ("ok", "refused", "unknown")
 
 
+def split_text(counts: Counter[str], total: int | None = None) -> str:
+    """Return text such as `cuDNN on 3 of 4 configs and flash on 1`.
+
+    `counts` has the number of configs of each backend. `total` is their sum if it is None.
+    """
+    total = sum(counts.values()) if total is None else total
+    (first, most), *others = counts.most_common()
+    lead = f"{backend_text(first)} on {most} of {total} configs"
+    if most == total:
+        where = {1: "", 2: " on both configs"}.get(total, f" on all {total} configs")
+        lead = f"{backend_text(first)}{where}"
+    return join_and([lead, *(f"{backend_text(name)} on {count}" for name, count in others)])
+
+
 def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:
     """Yield a sentence on the backends that refused a config, and one on those that failed.
 

@@ -12,7 +12,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -292,7 +293,7 @@ def quiet_stdout() -> Iterator[IO[bytes]]:
 def capture_progress() -> Iterator[Progress]:
     """Yield a callback that shows the progress as a bar on a terminal, otherwise as lines."""
     if not sys.stderr.isatty():
-        yield _line
+        yield _Lines()
         return
     # imported here because only terminals need rich
     from rich import console, progress
@@ -313,7 +314,7 @@ def capture_progress() -> Iterator[Progress]:
             if step.notice is not None:
                 hint(step.notice)
                 return
-            now = printable(f"{_place(step.cell)}: {step.stage}")
+            now = printable(f"{_place(step.cell)}: {step.shown_stage}")
             if step.lane and step.lane not in lanes:
                 lanes[step.lane] = bar.add_task("", total=None)
             if step.lane:
@@ -354,7 +355,9 @@ def progress_line(wanted: bool | None) -> Iterator[Progress | None]:
 
     def show(step: Step) -> None:
         nonlocal width
-        where = f"[{step.done}/{step.total}] {step.cell.config} {step.cell.backend}: {step.stage}"
+        where = (
+            f"[{step.done}/{step.total}] {step.cell.config} {step.cell.backend}: {step.shown_stage}"
+        )
         line = one_line(step.notice or where)[:DEFAULT_WIDTH]
         stream.write(f"\r{line.ljust(width)}")
         stream.flush()
@@ -367,14 +370,32 @@ def progress_line(wanted: bool | None) -> Iterator[Progress | None]:
             stream.write("\n")
 
 
-def _line(step: Step) -> None:
-    cell = step.cell
-    if step.notice is not None:
-        hint(step.notice)
-    # Without a terminal, print one line for each finished cell.
-    elif cell.status != "pending" and step.stage == cell.status:
-        lane = f"{step.lane}: " if step.lane else ""
-        hint(f"[{step.done}/{step.total}] {lane}{_place(cell)}: {step.stage}")
+class _Lines:
+    """Prints one line for each finished cell, with the time that is probably left."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+
+    def __call__(self, step: Step) -> None:
+        cell = step.cell
+        if step.notice is not None:
+            hint(step.notice)
+        elif cell.status != "pending" and step.stage == cell.status:
+            lane = f"{step.lane}: " if step.lane else ""
+            left = time_left(self._clock() - self._started, step.done, step.total)
+            hint(f"[{step.done}/{step.total}] {lane}{_place(cell)}: {step.shown_stage}{left}")
+
+
+MIN_ELAPSED_S = 5.0
+
+
+def time_left(elapsed_s: float, done: int, total: int) -> str:
+    """Return text such as `, about 2 min left`. It is empty at the beginning and at the end."""
+    if elapsed_s < MIN_ELAPSED_S or not 0 < done < total:
+        return ""
+    left = elapsed_s / done * (total - done)
+    return f", about {left / 60:.0f} min left" if left >= 100 else f", about {left:.0f} s left"
 
 
 def _place(cell: Cell) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from profharness.attention.config import backend_text
 from profharness.columns import Column
 from profharness.commands._command import command, declaration_of, document
-from profharness.render.document import Block, Document, Note, Table, record
+from profharness.errors import join_and
+from profharness.render.document import Block, Document, Note, Table, merged_notes, record
 from profharness.store import to_frame
 
 if TYPE_CHECKING:
@@ -57,10 +60,22 @@ def show(states: list[BackendState]) -> Document:
         for state in states
         if not state.runs
     )
-    blocks: tuple[Block, ...] = (Table(columns, rows), *notes)
+    blocks: tuple[Block, ...] = (Table(columns, rows), *merged_notes(notes))
     fields = ("backend", "runs", "reason", "device", "summary", "status", "code")
     records = tuple(map(record, states))
-    return Document("profharness.backends/1", "Backends", blocks, fields, records)
+    told = backends_answer(states)
+    return Document("profharness.backends/1", "Backends", blocks, fields, records, answer=told)
+
+
+def backends_answer(states: Sequence[BackendState]) -> tuple[str, ...]:
+    """Return a sentence on which backends run here."""
+    running = [backend_text(state.backend) for state in states if state.runs]
+    if not running:
+        return (f"None of the {len(states)} backends runs here.",)
+    devices = join_and([*dict.fromkeys(state.device for state in states if state.runs)])
+    verb = "runs" if len(running) == 1 else "run"
+    lead = f"{len(running)} of {len(states)} backends {verb} here ({devices})"
+    return (f"{lead}: {join_and(running)}.",)
 
 
 DECLARATION = declaration_of(list_backends)

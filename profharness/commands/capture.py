@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from profharness.attention.config import Config, grammar_lines, split_names
+from profharness.attention.config import Config, backend_text, grammar_lines, split_names
 from profharness.commands._command import command, declaration_of, document, usage
 from profharness.commands._options import Option
 from profharness.commands._output import echo, hint, is_command_line, run_listener
@@ -35,19 +35,20 @@ from profharness.commands._types import (
     store_path,
     timeout_option,
 )
-from profharness.errors import CaptureError, UsageError
+from profharness.errors import CaptureError, UsageError, counted
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.processes import prewarmed_worker
 from profharness.recording.profilers import PROFILERS
 from profharness.recording.profilers.ncu import PRESETS, metric_names
 from profharness.rows import COUNTERS
-from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
+from profharness.run import GPU, LIMITS, CaptureOptions, Cell, Fleet, Protocol
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from profharness.jobs.into_store import Captured
 
+OUTCOMES = {"oom": "out of memory", "error": "failed", "pending": "not run"}
 # statuses of failed cells; a refusal is a valid result
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
 
@@ -310,9 +311,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
 
     run = captured.run
     again = shell_command("capture", "--resume", str(captured.folder), store=store)
-    counts = Counter(cell.status for cell in run.cells)
-    summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    echo(f"{run.run}: {len(run.cells)} cells: {summary}; in {captured.folder}")
+    echo(f"{run.run}: {capture_answer(run.cells)} in {captured.folder}")
     for cell in run.cells:
         if cell.status in FAILED:
             why = cell.message or f"not run; go on with: {again}"
@@ -330,6 +329,20 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
     ]
     kept = f"what the others saw is kept in {captured.folder}"
     return ["not every profiler did its work; " + kept, *lines] if lines else []
+
+
+def capture_answer(cells: Sequence[Cell]) -> str:
+    """Return how many cells ran, and which backends refused or failed: `all 6 cells ran`."""
+    ran = sum(cell.status == "ok" for cell in cells)
+    lead = f"all {counted(ran, 'cell')} ran" if ran > 1 else "1 cell ran"
+    if ran < len(cells):
+        lead = f"{ran} of {counted(len(cells), 'cell')} ran"
+    parts = [lead]
+    for status in dict.fromkeys(cell.status for cell in cells if cell.status != "ok"):
+        own = Counter(backend_text(cell.backend) for cell in cells if cell.status == status)
+        names = (name if count == 1 else f"{name} {count} times" for name, count in own.items())
+        parts.append(f"{OUTCOMES.get(status, status)}: {', '.join(names)}")
+    return f"{'; '.join(parts)};"
 
 
 def resume(

@@ -24,7 +24,7 @@ from profharness.commands._options import Option
 from profharness.commands._types import Insecure, Store, store_path
 from profharness.device_types import on_gpu
 from profharness.environment import EXTRAS, driver_version, installed_versions, missing_packages
-from profharness.errors import NotFoundError, ProfharnessError, install_command
+from profharness.errors import NotFoundError, ProfharnessError, install_command, join_and
 from profharness.files import open_input
 from profharness.processes import run_briefly
 from profharness.recording.profilers import PROFILERS, find_tool, tool_missing
@@ -146,8 +146,23 @@ def show(found: tuple[list[Check], Lanes]) -> Document:
     blocks: tuple[Block, ...] = (Table.of([*columns_of(Check).values()], checks), *notes)
     fields = ("name", "state", "detail", "remedy")
     extra = {"lanes": [*lanes]} if lanes else {}
-    records = tuple(map(record, checks))
-    return Document("profharness.doctor/1", "Doctor", blocks, fields, records, extra)
+    records, told = tuple(map(record, checks)), doctor_answer(checks)
+    return Document("profharness.doctor/1", "Doctor", blocks, fields, records, extra, answer=told)
+
+
+def doctor_answer(checks: Sequence[Check]) -> tuple[str, ...]:
+    """Return sentences on what is missing, what works only in part, and what is optional."""
+    of: dict[str, list[str]] = {}
+    for check in checks:
+        of.setdefault(check.state, []).append(check.name)
+    sentences = ["Everything that a capture needs works."]
+    if missing := of.get("missing"):
+        sentences = [f"A capture needs {join_and(missing)}: see the remedies below."]
+    if partial := of.get("warning"):
+        sentences.append(f"Works only in part: {join_and(partial)}.")
+    if absent := of.get("absent"):
+        sentences.append(f"Optional and not found: {join_and(absent)}.")
+    return tuple(sentences)
 
 
 @gate(run_doctor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ from profharness.columns import pick
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._types import Names
-from profharness.errors import UsageError
+from profharness.errors import UsageError, join_few
 from profharness.render.document import Block, Document, Heading, Note, Table, record
 from profharness.store import frame
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, canonical
@@ -93,10 +94,12 @@ def show(descriptions: list[Description]) -> Document:
         kernel = description.kernel
         blocks.append(Heading(kernel.short, f"family {kernel.family}"))
         if not description.is_known:
-            blocks.append(Note(description.meaning, "unknown", "warning"))
+            if len(descriptions) > 1:
+                blocks.append(Note(description.meaning, "unknown", "warning"))
             continue
-        blocks.append(Note(description.meaning))
-        parts = [replace(part, meaning=part.meaning or "not known") for part in description.parts]
+        if len(descriptions) > 1:
+            blocks.append(Note(description.meaning))
+        parts = [replace(part, meaning=part.meaning or "unknown") for part in description.parts]
         if parts:
             blocks.append(Table.of(pick(NamePart), parts))
         blocks += map(Note, fact_texts(description.by_source))
@@ -108,10 +111,20 @@ def show(descriptions: list[Description]) -> Document:
             text = "stages, warp roles: neither the name nor a published source says"
             blocks.append(Note(text, "open"))
         if description.untold:
-            text = f"{', '.join(description.untold)}: the name does not say"
+            text = f"the name does not say {join_few(description.untold, len(description.untold))}"
             blocks.append(Note(text, "open"))
     records = tuple(map(_record, descriptions))
-    return Document(SCHEMA, "Kernel names in words", tuple(blocks), FIELDS, records)
+    title, told = "Kernel names in words", kernel_name_answer(descriptions)
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, answer=told)
+
+
+def kernel_name_answer(descriptions: Sequence[Description]) -> tuple[str, ...]:
+    """Return what a kernel is, or how many of several names are known."""
+    if len(descriptions) == 1:
+        text = descriptions[0].meaning.rstrip(".")
+        return (f"A{text[1:]}." if text.startswith(("a ", "an ")) else f"{text}.",)
+    known = sum(description.is_known for description in descriptions)
+    return (f"{known} of {len(descriptions)} names are known.",)
 
 
 DECLARATION = declaration_of(explain_kernel)

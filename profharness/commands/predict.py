@@ -21,9 +21,10 @@ from profharness.atlas.predictions import (
     predicted_record,
     statement,
 )
-from profharness.attention.config import AUTO, parse_config, split_names
+from profharness.attention.config import AUTO, backend_text, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
 from profharness.columns import pick
+from profharness.commands._answers import split_text
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import chosen_format, hint
@@ -39,6 +40,7 @@ from profharness.commands._types import (
     complete_gpus,
     config_list,
 )
+from profharness.commands.explain.answer import platform_text
 from profharness.commands.explain.maps import Map, draw_maps, value_text
 from profharness.commands.explain.tables import map_blocks, map_record, map_table
 from profharness.render.document import (
@@ -50,9 +52,11 @@ from profharness.render.document import (
     Note,
     Table,
     filled_columns,
+    share_text,
     status_note,
 )
-from profharness.rows import KernelRow
+from profharness.rows import MEASURED, KernelRow, sourced
+from profharness.stats import NOTABLE_LOSS
 from profharness.store import frame
 
 if TYPE_CHECKING:
@@ -63,7 +67,7 @@ SCHEMA = "profharness.predict/1"
 Answer = tuple[Predicted, ...]  # the predictions for one config, one per backend, `auto` first
 BACKEND_COLUMNS = pick(
     Predicted,
-    *("backend", "choice", "source", "kernel_ns", "low_ns", "high_ns", "graph_ns", "regret"),
+    *("backend", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "regret"),
     "bottleneck",
 )
 INTERVAL = ("low_ns", "high_ns")
@@ -75,20 +79,20 @@ KERNEL_COLUMNS = (
 LOSS_COLUMNS = (
     *pick(Predicted, "config"),
     replace(*pick(Predicted, "choice"), title="auto takes"),
-    *pick(Predicted, "kernel_ns", "best", "best_ns", "regret", "source"),
+    *pick(Predicted, "kernel_ns", "best", "best_ns", "regret"),
 )
-MUCH = 0.1  # Configs are reported if the regret of `auto` is above this fraction.
 SHOWN_LOSSES = 12
 SHOWN_CHARTS = 4  # maximum number of maps that are drawn as charts
 SHOWN_OUTSIDE = 4
 REGRETS = (
-    (0.01, "none"),
-    (0.1, "to 10 %"),
-    (0.5, "to 50 %"),
-    (1.0, "to 2x"),
-    (math.inf, "over 2x"),
+    (0.01, "under 1 %"),
+    (0.1, "1 to 10 %"),
+    (0.5, "10 to 50 %"),
+    (1.0, "50 to 100 %"),
+    (math.inf, "over 100 %"),
 )
-UNKNOWN = "not known"
+UNKNOWN = "unknown"
+MARK = "*"  # marks a time that the atlas measured
 WINDOW = (
     "SDPA gets the window as a bool mask, so these are times of masked calls. flex_attention skips what the "
     "window hides; the atlas has no times of it."
@@ -134,17 +138,63 @@ def predict_document(
         ]
     if len(answers) == 1 or full:
         for answer in answers:
-            blocks += _config_blocks(answer, place, backends, full=full)
+            blocks += _config_blocks(answer, place, backends, full=full, several=len(answers) > 1)
             if charts:
                 blocks += _time_charts([answer], backends)
     rows = [row for answer in answers for row in answer if row.backend in backends]
     records = tuple(map(predicted_record, rows))
     title = "What a GPU would do"
-    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra, about=place.text)
+    told, about = predict_answer(answers, place), place.text
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra, about, told)
+
+
+def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
+    """Return sentences on the fastest backend, and on what `auto` runs and loses."""
+    if len(answers) == 1:
+        return (statement(answers[0]),)
+    autos = [answer[0] for answer in answers]
+    _, gpu = platform_text({"gpu": place.gpu})
+    best, chosen = (
+        Counter(map(str, filter(None, each)))
+        for each in (
+            (row.best for row in autos),
+            (row.choice for row in autos if row.choice not in ("none", "unknown")),
+        )
+    )
+    total = len(autos)
+    takes = f"auto takes {split_text(chosen, total)}" if chosen else "auto takes no known backend"
+    if best:
+        fastest = f"the fastest backend is predicted to be {split_text(best, total)}"
+        sentences = [f"On {gpu} {fastest}; {takes}."]
+    else:
+        sentences = [f"On {gpu} {takes}, by its dispatch rules."]
+    known = [row for row in autos if row.regret is not None]
+    lossy = _lossy(autos)
+    much = share_text(NOTABLE_LOSS)
+    if lossy:
+        worst = lossy[0]
+        regret = worst.regret or 0
+        longer = share_text(regret) if regret < 1 else f"{1 + regret:,.3g} times the time"
+        sentences.append(
+            f"auto loses more than {much} on {len(lossy):,} of {len(known):,}; the worst is "
+            f"{worst.config}: {longer} of {backend_text(str(worst.best))}."
+        )
+    elif known:
+        everywhere = "" if len(known) == len(autos) else f" where times are known ({len(known):,})"
+        sentences.append(f"auto is within {much} of the fastest everywhere{everywhere}.")
+    else:
+        sentences.append("No time is known.")
+    return tuple(sentences)
+
+
+def _lossy(autos: Sequence[Predicted]) -> list[Predicted]:
+    """Return the predictions in which `auto` certainly loses much, in descending order."""
+    lossy = [row for row in autos if row.certain and (row.regret or 0) > NOTABLE_LOSS]
+    return sorted(lossy, key=lambda row: -(row.regret or 0))
 
 
 def _config_blocks(
-    answer: Answer, place: Place, backends: Sequence[str], *, full: bool
+    answer: Answer, place: Place, backends: Sequence[str], *, full: bool, several: bool
 ) -> Iterator[Block]:
     """Yield a summary, tables of backends and kernels, and the refusals for one config.
 
@@ -155,15 +205,17 @@ def _config_blocks(
     some = {AUTO, auto.best} if len(backends) == len(answer) and not full else {*backends}
     shown = [row for row in answer if row.backend in backends]
     yield Heading(auto.config, place.text)
-    yield Note(statement(answer))
+    if several:
+        yield Note(statement(answer))
     if ran := [row for row in shown if row.status == "ok"]:
         # Measured times have no prediction interval, so omit its columns.
-        measured = all(row.source == "measured" for row in ran)
+        measured = all(row.source == MEASURED for row in ran)
         hidden = INTERVAL if measured else ()
         columns = [each for each in BACKEND_COLUMNS if each.key not in hidden]
-        yield Table.of(filled_columns(columns, ran), ran)
+        lines = [({"backend": sourced(row.backend, row.source)}, row) for row in ran]
+        yield Table.of(filled_columns(columns, lines), lines)
     kernels = [
-        launch_record(launch) | {"backend": row.backend}
+        launch_record(launch) | {"backend": sourced(row.backend, row.source)}
         for row in shown
         if row.backend in some and not (row.backend == auto.choice and AUTO in some)
         for launch in row.kernels or ()
@@ -171,16 +223,16 @@ def _config_blocks(
     if kernels:
         yield Heading("Kernels of a call", level=3)
         yield Table.of(KERNEL_COLUMNS, kernels)
-    if auto.best and auto.certain and (auto.regret or 0) > MUCH:
+    if auto.best and auto.certain and (auto.regret or 0) > NOTABLE_LOSS:
         config = parse_config(auto.config)
-        yield Note(f"to have {auto.best} compute it", "instead")
+        yield Note(f"for {backend_text(auto.best)}", "use")
         yield Code(call_code(config, config, auto.best))
     for row in shown:
         if row.status != "ok":
             reasons = "; ".join(reason.message for reason in row.reasons) or "by rule"
             if not row.reasons and row.status == "unknown":
-                reasons = "the rules of this release do not tell"
-            elif not row.reasons and row.source == "measured":
+                reasons = "the rules do not cover this release"
+            elif not row.reasons and row.source == MEASURED:
                 reasons = "PyTorch refused it when the atlas was measured"
             yield status_note(row.status, reasons, row.backend)
     for text in dict.fromkeys(row.outside for row in shown):
@@ -192,20 +244,10 @@ def _config_blocks(
 
 def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
     autos = [answer[0] for answer in answers]
-    sources = Counter(row.source for row in autos)
-    known = [row for row in autos if row.regret is not None]
-    lossy = [row for row in known if row.certain and (row.regret or 0) > MUCH]
-    lossy.sort(key=lambda row: -(row.regret or 0))
-    counts = ", ".join(f"{count:,} {source}" for source, count in sources.items())
-    yield Heading("In short", f"{len(answers):,} configs: {counts}")
-    if known:
-        text = f"auto loses more than {MUCH:.0%} on {len(lossy):,} of {len(known):,} configs"
-        if lossy:
-            worst = lossy[0]
-            text += f", most on {worst.config}: {worst.regret:.0%} over {worst.best}"
-        yield Note(f"{text}.")
-    if lossy:
-        yield Table.of(LOSS_COLUMNS, lossy[:SHOWN_LOSSES])
+    if lossy := _lossy(autos):
+        yield Heading("Where auto loses", f"more than {share_text(NOTABLE_LOSS)}")
+        lines = [({"choice": sourced(row.choice, row.source)}, row) for row in lossy]
+        yield Table.of(LOSS_COLUMNS, lines[:SHOWN_LOSSES])
         if len(lossy) > SHOWN_LOSSES:
             yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more (--format json has them all)")
     outside = Counter(row.outside for row in autos if row.outside)
@@ -229,19 +271,15 @@ def _maps(answers: Sequence[Answer], backend: str) -> list[tuple[Map, Cells]]:
 
 
 def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
-    yield from map_blocks(axes, where)
-    yield Heading("Kernel time in µs", "- where it is not known", level=3)
-    yield map_table(
-        axes,
-        [
-            [
-                f"{row.kernel_ns / 1e3:.4g}" if row and row.kernel_ns is not None else None
-                for row in line
-            ]
-            for line in cells
-        ],
-    )
-    yield Heading("What is lost against the best backend, in %", level=3)
+    yield from map_blocks(axes, where, predicted=True)
+    shown = [row for line in cells for row in line if row is not None]
+    marks = ["- means unknown"] if any(row.kernel_ns is None for row in shown) else []
+    measured = any(row.source == MEASURED for row in shown)
+    marks += [f"{MARK} is measured"] if measured else []
+    yield Heading("Predicted kernel time in µs", ", ".join(marks), level=3)
+    yield map_table(axes, [[_time_cell(row) for row in line] for line in cells])
+    marks = ["? means that the intervals overlap"] if any(r.certain is False for r in shown) else []
+    yield Heading("Predicted loss against the best backend, in %", ", ".join(marks), level=3)
     yield map_table(
         axes,
         [
@@ -254,6 +292,12 @@ def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
             for line in cells
         ],
     )
+
+
+def _time_cell(row: Predicted | None) -> str | None:
+    if row is None or row.kernel_ns is None:
+        return None
+    return f"{row.kernel_ns / 1e3:,.4g}{MARK if row.source == MEASURED else ''}"
 
 
 def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:

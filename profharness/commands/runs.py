@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint
 from profharness.commands._types import Names, PositiveNumber, Store, store_path
+from profharness.errors import counted
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Block, Document, Heading, Note, Table, record
 from profharness.rows import RunRow
@@ -154,7 +156,17 @@ def show(
         record(row, RUN_FIELDS) | {COST.key: cost} for row, cost in zip(rows, costs, strict=True)
     )
     extra = {"unfinished": list(map(record, found.unfinished)), "price_per_hour": price_per_hour}
-    return Document("profharness.runs/1", "Runs", tuple(blocks), fields, records, extra)
+    schema, told = "profharness.runs/1", runs_answer(rows, len(found.unfinished))
+    return Document(schema, "Runs", tuple(blocks), fields, records, extra, answer=told)
+
+
+def runs_answer(rows: Sequence[RunRow], unfinished: int = 0) -> tuple[str, ...]:
+    """Return a sentence on the number of runs of each kind, the newest run, and unfinished ones."""
+    kinds = Counter(row.kind for row in rows)
+    parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
+    stored = (f"{counted(len(rows), 'run')} stored ({parts}); the newest is {rows[0].name}.",)
+    sentences = stored if rows else ("No runs are stored.",)
+    return (*sentences, f"{counted(unfinished, 'run')} unfinished.") if unfinished else sentences
 
 
 def _minute(time: str) -> str:

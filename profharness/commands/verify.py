@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from profharness.attention.cases import CASES, NO_CASES, STANDARD, VerificationRow, failures
-from profharness.attention.config import split_names
+from profharness.attention.config import backend_text, split_names
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
@@ -31,7 +31,7 @@ from profharness.commands._types import (
     store_path,
     timeout_option,
 )
-from profharness.errors import GateError, UsageError
+from profharness.errors import GateError, UsageError, counted, join_and
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Block, Document, Heading, Note, Table, field_names, record
 from profharness.run import CaptureOptions, Protocol
@@ -74,7 +74,32 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
         for name, own in backends.items():
             blocks += _faults(name, failures(own), full)
         blocks += _remarks(checks)
-    return Document(SCHEMA, "Verification", tuple(blocks), FIELDS, tuple(map(record, rows)))
+    records = tuple(map(record, rows))
+    told = verify_answer(rows)
+    return Document(SCHEMA, "Verification", tuple(blocks), FIELDS, records, answer=told)
+
+
+def verify_answer(rows: Sequence[VerificationRow]) -> tuple[str, ...]:
+    """Return sentences on how many checks passed, which backends are wrong, and what was skipped."""
+    done = [row for row in rows if row.passed is not None]
+    wrong = [row for row in done if row.passed is False]
+    sentences = []
+    if not done:
+        sentences.append("Nothing was checked: all calls were refused or could not run.")
+    elif wrong:
+        names = [backend_text(name) for name in dict.fromkeys(row.backend for row in wrong)]
+        first = wrong[0]
+        sentences.append(
+            f"{len(wrong)} of {counted(len(done), 'check')} failed; wrong: {join_and(names)}. The first: "
+            f"{first.case}, {first.what}: {(first.message or '').rstrip('.')}."
+        )
+    else:
+        all_of = "The only check passes" if len(done) == 1 else f"All {len(done):,} checks pass"
+        sentences.append(f"{all_of}.")
+    if done and (skipped := len(rows) - len(done)):
+        names = [*dict.fromkeys(backend_text(row.backend) for row in rows if row.passed is None)]
+        sentences.append(f"{counted(skipped, 'check')} of {join_and(names)} could not run.")
+    return tuple(sentences)
 
 
 def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:

@@ -592,7 +592,8 @@ class CampaignScheduler:
             self._notify(f"{name}: {row['notice']}")
             return
         lane.done = row["done"]
-        now = Cell(cell.cell, cell.config, cell.backend, row["status"], case=cell.case)
+        message = row.get("message")
+        now = Cell(cell.cell, cell.config, cell.backend, row["status"], message, case=cell.case)
         self._progress(Step(self._finished_cells(), self._total, now, row["stage"], lane=name))
 
     def _finished_cells(self) -> int:

@@ -340,6 +340,7 @@ class _StepPrinter:
             "stage": step.stage,
             "done": step.done,
             "notice": step.notice,
+            "message": None if step.cell.outcome == step.cell.status else step.cell.message,
         }
         print(json.dumps(row), flush=True)
 

@@ -87,6 +87,11 @@ class Step:
     lane: str = ""  # name of the lane, or empty if the run has no lanes
     traces: tuple[Path, ...] = ()  # paths of the traces of a cell that has just finished
 
+    @property
+    def shown_stage(self) -> str:
+        """The stage, or `wrong` if `verify` found the result of the finished cell wrong."""
+        return self.cell.outcome if self.stage == self.cell.status else self.stage
+
 
 Progress = Callable[[Step], None]
 

@@ -43,6 +43,15 @@ STYLES = {
     "flashinfer": (ORANGE, "diamond"),
 }
 """The colour and the shape of each backend in every chart. Each combination occurs only once."""
+LOSS_COLORS = {
+    "under 1 %": GREEN,
+    "1 to 10 %": BLUE,
+    "10 to 50 %": BROWN,
+    "50 to 100 %": ORANGE,
+    "over 100 %": RED,
+    "unknown": GREY,
+}
+"""The colour of each class of losses in the maps of `predict`."""
 OTHER_STYLES = tuple(
     style for style in itertools.product(PALETTE, SHAPES) if style not in STYLES.values()
 )
@@ -68,7 +77,7 @@ def fixed_color(name: str) -> str | None:
 def series_colors(names: Sequence[str]) -> list[str]:
     """Return a colour for each name. A backend has the same colour in every chart."""
     # Do not use the colour of a backend in this chart for another series.
-    fixed = {name: color for name in names if (color := fixed_color(name))}
+    fixed = {name: color for name in names if (color := LOSS_COLORS.get(name) or fixed_color(name))}
     free = [color for color in PALETTE if color not in fixed.values()] or PALETTE
     rest = [name for name in names if name not in fixed]
     given = {name: free[n % len(free)] for n, name in enumerate(rest)}

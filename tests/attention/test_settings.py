@@ -167,8 +167,14 @@ def test_explain_answers_for_a_setting() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--backend", "flash+math"), "flash+math runs flash"),
-        (("--backend", "math-then-flash"), "math>flash runs math"),
+        (
+            ("--backend", "flash+math"),
+            "With flash+math, PyTorch 2.11 is predicted to run flash on an H100.",
+        ),
+        (
+            ("--backend", "math-then-flash"),
+            "With math>flash, PyTorch 2.11 is predicted to run math on an H100",
+        ),
         (("--backend", "flash+math", "--torch", "2.5..2.6"), "H100, flash+math"),
         (("--backend", "math>flash", "--torch", "2.5..2.6"), "before 2.6 sets no order"),
         (("--backend", "flash+math,cudnn>math"), "one setting at a time"),

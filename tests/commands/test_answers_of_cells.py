@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
+from profharness.atlas.predictions import Predicted
 from profharness.cli import find_command
+from profharness.columns import columns_of, pick
+from profharness.commands._output import time_left
 from profharness.errors import GateError
+from profharness.measurements.measurements import BenchRow
+from profharness.program.layer_map import LayerRow
+from profharness.render.document import MISSING, Table, format_value, formatted_rows
 from profharness.store import ingest_path
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +154,114 @@ def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
         "auto takes 9.18 times as long: 356 µs on efficient, 38.8 µs on math. Use "
         "sdpa_kernel([SDPBackend.MATH]); the code is below."
     )
+
+
+def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> None:
+    words = (
+        "explain",
+        "--config",
+        "4,32,4096,128,bf16,mask=bool",
+        "--gpu",
+        "H100",
+        "--torch",
+        "2.13",
+    )
+    none = ("--store", tmp_path / "none.db")
+    assert answer(*words, *none) == [
+        "PyTorch 2.13 is predicted to run cuDNN on an H100, its first choice.",
+        "efficient and math could also run; flash cannot: Flash Attention does not support non-null "
+        "attn_mask.",
+        "To run flash: say is_causal=True instead of attn_mask, which holds only if the mask is lower "
+        "triangular (code below).",
+    ]  # fmt: skip
+    for kind in ("table", "md", "html"):
+        shown = " ".join(invoke(*words, *none, "--format", kind).stdout.split())
+        assert "predicted eligible" in shown
+        assert "Checked: flash accepts this. Without sdpa" in shown.replace("\\", "")
+        assert "auto then runs" not in shown
+
+
+def test_explain_answers_for_releases_and_maps(tmp_path: Path) -> None:
+    none = ("--gpu", "H100", "--store", tmp_path / "none.db")
+    config = ("explain", "--config", "2,8,512,64,bf16", *none)
+    assert answer(*config, "--torch", "2.9..2.11") == [
+        "The predicted choice on an H100 changes at PyTorch 2.11 from flash to cuDNN."
+    ]
+    assert answer(*config, "--torch", "2.8..2.10") == [
+        "The predicted choice on an H100 is flash in all 4 releases."
+    ]
+    configs = ("--config", "2,8,{512,1024},{64,300},bf16")
+    assert answer("explain", *configs, *none, "--torch", "2.11") == [
+        "PyTorch 2.11 is predicted to run cuDNN on 2 of 4 configs and math on 2 on an H100."
+    ]
+
+
+def test_predict_answers_for_one_and_for_several_configs() -> None:
+    of = ("--gpu", "H200", "--torch", "2.11")
+    assert answer("predict", "--config", "1,8,16384,64,fp16,seq_q=9", *of) == [
+        "auto runs cuDNN in 139.95 µs (measured); flash is the fastest: 21.84 µs (measured). auto "
+        "takes 6.41 times as long."
+    ]
+    several = ("predict", "--config", "1,8,{4096,16384},64,fp16,seq_q={1,9}", *of)
+    assert answer(*several) == [
+        "On an H200 the fastest backend is predicted to be cuDNN on 2 of 4 configs and flash on 2; auto "
+        "takes cuDNN on all 4 configs.",
+        "auto loses more than 10 % on 2 of 4; the worst is b1-h8-sq9-skv16384-d64-fp16: 6.41 times the "
+        "time of flash.",
+    ]  # fmt: skip
+    shown = invoke(*several).stdout
+    assert "cudnn (measured) " in shown and "cudnn (predicted)" in shown
+    assert "Predicted kernel time in µs  * is measured" in shown and " 140*" in shown
+
+
+def test_only_the_largest_losses_are_red_in_maps() -> None:
+    pytest.importorskip("altair")
+    from profharness.commands.predict import REGRETS, UNKNOWN
+    from profharness.render.colors import LOSS_COLORS, RED, series_colors
+
+    names = [*(name for _, name in REGRETS), UNKNOWN]
+    assert names == [*LOSS_COLORS]
+    assert [name for name in names if series_colors([name]) == [RED]] == ["over 100 %"]
+
+
+def test_verify_says_wrong_while_it_runs_and_what_is_wrong_at_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text("def attention(q, k, v, **_):\n    return q / 2\n")
+    words = (
+        *("verify", "--config", "1,1,8,8,fp32", "--cases", "none", "--device", "cpu"),
+        *("--store", tmp_path / "v.db", "--out", tmp_path / "runs"),
+    )
+    done = invoke(*words, "--backend", f"math,{file}")
+    assert isinstance(done.exception, GateError)
+    progress = [line.rpartition(": ")[2] for line in done.stderr.splitlines() if line[0] == "["]
+    assert progress == ["ok", "wrong"]
+    assert " ".join(done.stdout.split()).startswith("1 of 4 checks failed; wrong: half.py.")
+    right = invoke(*words, "--backend", "math")
+    assert right.stdout.startswith("All 2 checks pass.\n")
+    assert right.stderr.splitlines()[-1] == "gate passed: no result is wrong"
+
+
+def test_finished_cells_say_how_much_time_is_left() -> None:
+    assert time_left(60, 10, 30) == ", about 2 min left"
+    assert time_left(30, 10, 30) == ", about 60 s left"
+    assert [time_left(*each) for each in ((1, 1, 30), (60, 0, 30), (60, 30, 30))] == [""] * 3
+
+
+@given(
+    value=st.one_of(st.none(), st.floats(0, allow_infinity=True, allow_nan=False)),
+    kind=st.sampled_from([BenchRow, LayerRow, Predicted]),
+)
+def test_no_table_prints_an_interval_wider_than_its_figure(value: float | None, kind: type) -> None:
+    for column in columns_of(kind).values():
+        if column.format == "spread":
+            text = format_value(column, value)
+            assert text in (MISSING, "busy") or float(text) <= 100
+
+
+def test_a_busy_machine_is_called_busy() -> None:
+    busy = BenchRow("r", "b1-h1-s8-d8-fp32", "auto", "ok", None, "wall", 9, 100.0, 1.0, 90_000.0)
+    table = Table.of(pick(BenchRow, "median_ns", "half"), [busy])
+    assert formatted_rows(table) == [["0.10", "busy"]]
 
 
 def test_all_profilers_agree_on_an_h200(store: Path) -> None:

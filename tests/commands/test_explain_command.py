@@ -59,10 +59,10 @@ def plain(text: str) -> str:
 
 def test_the_verdict_comes_first_then_the_table() -> None:
     lines = told("--config", "2,8,512,64,bf16,causal", *A6000).splitlines()
-    assert lines[0].startswith("b2-h8-s512-d64-bf16-causal  torch 2.8.0, RTX A6000")
-    assert lines[1].startswith("auto runs flash, because it comes first in the priority order")
-    table = lines[lines.index("") + 1 :]
-    assert table[0].split()[:2] == ["backend", "eligible"]
+    assert lines[0] == "PyTorch 2.8 is predicted to run flash on an RTX A6000, its first choice."
+    assert lines[1] == "efficient, math and cuDNN could also run."
+    table = lines[lines.index("") + 2 :]
+    assert table[0].split()[:3] == ["backend", "predicted", "eligible"]
     assert [line.split()[0] for line in table[1:5]] == ["flash", "efficient", "math", "cudnn"]
 
 
@@ -75,7 +75,7 @@ def test_all_reasons_are_told_and_the_first_is_marked() -> None:
     text = told("--config", "2,8,512,100,fp32,mask=bool", *ON_H200)
     (marked,) = [line for line in text.splitlines() if re.match(r"flash .*first", line)]
     assert "mask" in marked
-    assert plain(text).count("flash would be refused: Flash Attention does not support") == 1
+    assert plain(text).count("flash cannot: Flash Attention does not support") == 1
 
 
 def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
@@ -91,7 +91,7 @@ def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
     )
     compile(best["code"], "advice", "exec")
     assert f"```python\n{best['code']}\n```" in told(*args, "--format", "md")
-    assert "auto then runs cudnn" in plain(told(*args))
+    assert "Checked: cuDNN accepts this. auto then runs cuDNN." in plain(told(*args))
 
 
 def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
@@ -115,7 +115,7 @@ def test_a_matrix_has_columns_of_the_named_backends_only() -> None:
     ):
         out = told(*args, *(("--backend", *backend) if backend else ()))
         (head,) = [line for line in out.splitlines() if "what changed" in line]
-        assert head.split()[:-2] == ["torch", "choice", *names]
+        assert head.split()[:-2] == ["torch", "predicted", "choice", *names]
 
 
 def test_several_configs_make_a_map_with_a_legend_and_edges() -> None:
@@ -127,7 +127,7 @@ def test_several_configs_make_a_map_with_a_legend_and_edges() -> None:
     answer = json.loads(told(*args, "--format", "json"))
     assert len(answer["rows"]) == 40
     assert answer["maps"][0]["choices"][0] == ["cudnn", "cudnn", "cudnn", "flash", "cudnn"]
-    assert told(*args, "--full").count("auto runs ") == 40
+    assert told(*args, "--full").count("PyTorch 2.11 is predicted to run ") == 41
 
 
 def test_bisect_finds_the_exact_values() -> None:
@@ -175,7 +175,10 @@ def test_a_range_answers_the_releases_that_are_known_and_names_the_others() -> N
     assert "the rules of PyTorch 2.16.0 were not read" in done.stderr
     single = CliRunner().invoke(command, [*args, "2.15..2.16"])
     assert single.exit_code == 0
-    assert "auto runs flash" in single.stdout and "PyTorch 2.16.0 were not read" in single.stderr
+    assert (
+        "PyTorch 2.15 is predicted to run flash on an A100" in single.stdout
+        and "PyTorch 2.16.0 were not read" in single.stderr
+    )
     frame = profharness.explain("2,8,512,64,bf16", torch="2.15..2.17", gpu="A100")
     assert frame.attrs["unknown_releases"] == ["2.16.0", "2.17.0"]
 
@@ -321,7 +324,9 @@ def test_an_atlas_tells_time_and_best_backend_of_one_config() -> None:
     assert isinstance(told_of, dict)
     assert told_of["choice"] == row["predicted"]
     assert told_of["source"] in ("measured", "model", "floor")
-    assert "time auto takes cudnn" in plain(told("--config", "1,16,1024,64,bf16", *ON_H200))
+    assert "auto is predicted to run cuDNN in " in plain(
+        told("--config", "1,16,1024,64,bf16", *ON_H200)
+    )
     for place in (A6000, (*ON_H200, "--cudnn", "9.10.2")):
         (row,) = rows("--config", "1,16,1024,64,bf16", *place)
         assert row["prediction"] is None
@@ -379,7 +384,8 @@ def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -
     names = ", ".join(f"{release}.0" for release in releases.split(","))
     assert said.count("were not read") == (2 if "," in releases and "{" in config else 1)
     assert f"The rules of PyTorch {names} were not read; known are 2.5.0" in said
-    assert "is the same" not in said and "takes it is not known" not in said
+    assert "is unknown: the rules do not cover" in said
+    assert "is the same" not in said and "could run is unknown" not in said
 
 
 def test_unquoted_braces_are_told(tmp_path: Path) -> None:

@@ -91,8 +91,11 @@ def test_measured_cells_come_back_as_they_are(measured: list[AtlasCell]) -> None
 def test_one_config_has_its_verdict_backends_and_kernels(measured: list[AtlasCell]) -> None:
     cell = measured[0]
     text = told("--config", cell.config.label, "--gpu", "h200")
-    assert text.startswith(f"{cell.config.label}  NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, ")
-    assert f"auto takes {cell.choice}: {cell.kernel_us:.2f} µs, measured" in " ".join(text.split())
+    assert f"\n{cell.config.label}  NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, " in text
+    assert text.startswith(
+        f"auto runs {str(cell.choice).replace('cudnn', 'cuDNN')} in {cell.kernel_us:.2f} µs (measured); "
+    )
+    assert "\nauto (measured) " in text
     assert "Kernels of a call" in text
 
 
@@ -135,7 +138,8 @@ def test_several_configs_make_maps_of_choice_time_and_loss(tmp_path: Path) -> No
         assert [len(line) for line in drawn[key]] == [2, 2], key
     assert len(document["rows"]) == 4 * 5
     text = told("--config", RANGE, "--gpu", "H200")
-    assert "Kernel time in µs" in text
+    assert "\nPredicted kernel time in µs" in text
+    assert "\nPredicted backend: " in text
     assert "legend" in text
     told("--config", RANGE, "--gpu", "H200", "-o", tmp_path / "maps.html")
     assert "What auto takes" in (tmp_path / "maps.html").read_text()

@@ -20,6 +20,7 @@ from profharness.attention.dispatch.by_rule import (
     flat_record,
     named_platforms,
 )
+from profharness.commands.explain.answer import explain_answer
 from profharness.commands.explain.maps import (
     ALL_OF,
     Bisection,
@@ -36,7 +37,6 @@ from profharness.commands.explain.tables import (
     answer_blocks,
     bisect_document,
     explain_document,
-    verdict,
 )
 from profharness.errors import UsageError
 from profharness.render.document import Code, Document, Note, Table, formatted_rows
@@ -72,37 +72,40 @@ def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object
 @pytest.mark.parametrize(
     ("made", "starts"),
     [
-        (answer(), "auto runs cudnn, because it comes first in the priority order and takes"),
+        (answer(), "PyTorch 2.11 runs cuDNN on an H200, its first choice."),
         (
             answer("flash", ("cudnn",)),
-            "auto runs flash, because cudnn, which comes before it in the priority order, is refused",
+            "PyTorch 2.11 runs flash on an H200.",
         ),
         (
             answer("efficient", ("cudnn", "flash")),
-            "auto runs efficient, because cudnn and flash, which come before it in the priority "
-            "order, are refused",
+            "PyTorch 2.11 runs efficient on an H200.",
         ),
-        (answer("flash"), "auto runs flash, because PyTorch says so"),
-        (answer("none", ORDER), "auto raises, because no backend takes this config"),
-        (answer("unknown"), "what auto runs is not known"),
-        (answer("math", priority_order=()), "auto runs math, because it takes this config"),
+        (answer("flash"), "PyTorch 2.11 runs flash on an H200."),
+        (answer("none", ORDER), "PyTorch 2.11 raises on an H200: no backend takes this config."),
+        (answer("unknown"), "What PyTorch 2.11 runs on an H200 is unknown."),
+        (answer("math", priority_order=()), "PyTorch 2.11 runs math on an H200."),
     ],
 )
-def test_verdict_has_choice_and_reason(made: Explanation, starts: str) -> None:
-    assert verdict(made).startswith(starts)
+def test_an_answer_begins_with_the_choice(made: Explanation, starts: str) -> None:
+    assert explain_answer(made)[0] == starts
 
 
-def test_verdict_mentions_each_other_backend() -> None:
-    said = verdict(answer("cudnn", ("flash",)))
-    assert "flash would be refused: Flash Attention does not support non-null attn_mask;" in said
-    assert "efficient and math take it too, but come later" in said
+def test_an_answer_mentions_each_other_backend() -> None:
+    assert explain_answer(answer("cudnn", ("flash",)))[1] == (
+        "efficient and math could also run; flash cannot: Flash Attention does not support non-null "
+        "attn_mask."
+    )
     unknown = answer(backends=(BackendAnswer("flash", None),))
-    assert "whether flash takes it is not known" in verdict(unknown)
+    assert explain_answer(unknown)[1] == "whether flash could run is unknown."
+    assert explain_answer(answer("math", ("cudnn", "flash", "efficient")))[1].endswith(
+        "; nor can efficient."
+    )
 
 
-def test_verdict_omits_backends_outside_the_order() -> None:
+def test_an_answer_omits_backends_outside_the_order() -> None:
     made = answer("flash", ("cudnn", "efficient"), priority_order=("flash", "math"))
-    assert "cudnn" not in verdict(made)
+    assert "cuDNN" not in " ".join(explain_answer(made))
     assert "cudnn" in render_table(explain_document([made]))
 
 
@@ -119,21 +122,36 @@ def test_disagreeing_witness_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gain", "text"), [(1.5, "measured 1.50x faster"), (0.5, "measured 2.00x slower")]
+    ("gain", "text"), [(1.5, "Measured 1.50x faster"), (0.5, "Measured 2.00x slower")]
 )
 def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> None:
     advice = Advice("pad it.", CODE, None, True, "cudnn", gain)
     side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
     said = render_table(explain_document([answer("flash", backends=(side,))]))
     assert text in " ".join(said.split())
-    assert "pad it; asked again: eligible; auto then runs cudnn" in " ".join(said.split())
+    checked = "Pad it. Checked: cuDNN accepts this. auto then runs cuDNN."
+    assert checked in " ".join(said.split())
+    assert explain_answer(answer("flash", backends=(side,)))[-1] == (
+        "To run cuDNN: pad it (code below)."
+    )
+
+
+def test_advice_for_a_backend_that_auto_does_not_take_does_not_promise_it() -> None:
+    change = "leave attn_mask out; then name flash with sdpa_kernel, since auto takes cudnn"
+    advice = Advice(change, CODE, None, True, "cudnn")
+    side = BackendAnswer("flash", False, (NO_MASK,), (advice,))
+    said = " ".join(render_table(explain_document([answer(backends=(side,))])).split())
+    assert (
+        "Leave attn_mask out. Checked: flash accepts this. Without sdpa_kernel PyTorch still picks cuDNN."
+    ) in said
+    assert "auto then runs" not in said
 
 
 def test_advice_on_an_eligible_backend_is_shown_if_named() -> None:
     side = BackendAnswer("flash", True, (), (Advice("name it", "", None, True, "flash"),))
     made = answer(backends=(side,))
     for named, shown in (((), False), (("flash",), True)):
-        assert ("name it" in render_table(explain_document([made], named=named))) is shown
+        assert ("Name it" in render_table(explain_document([made], named=named))) is shown
 
 
 def test_code_is_neither_wrapped_nor_escaped() -> None:
@@ -163,7 +181,7 @@ def test_error_is_shown() -> None:
     lost = answer(choice=None, agree=None, error="PyTorch gave no answer: it died")
     said = render_table(explain_document([lost]))
     assert "PyTorch gave no answer: it died" in said
-    assert "what auto runs is not known" in said
+    assert "What PyTorch 2.11 runs on an H200 is unknown." in said
     assert chosen(lost) == "unknown"
     assert chosen(replace(lost, source="rules")) == "cudnn"
 

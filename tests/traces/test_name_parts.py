@@ -158,7 +158,8 @@ def test_the_command_prints_json_and_words() -> None:
     assert (second["library"], second["parts"]) == ("unknown", [])
     done = CliRunner().invoke(cli, ["explain-kernel", "nvjet_hsh_256x128_64x4_1x2_h_bz_NNT"])
     assert "in steps of depth 64, with 4 buffers" in done.stdout
-    assert "not known" in done.stdout
+    assert done.stdout.startswith("A matrix product; from NVIDIA cuBLAS")
+    assert "\nbz                   unknown\n" in done.stdout
     assert CliRunner().invoke(cli, ["explain-kernel", " "]).exit_code != 0
 
 

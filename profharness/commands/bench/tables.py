@@ -557,7 +557,7 @@ def benches_by_gpu_document(
         {**first.extra, "classes": [gpu_record(answer) for answer in answers]},
         answer=(
             *(f"{_device(each)}: {bench_answer(each)[0]}" for each in answers),
-            *(f"{text[0].upper()}{text[1:]}." for text in _other_winners(answers)),
+            *(f"{text[0].upper()}{text[1:]}." for text in other_winners(answers)),
         ),
     )
 
@@ -610,7 +610,8 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
     ]
 
 
-def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
+def other_winners(answers: Sequence[BenchResult]) -> list[str]:
+    """Return one text per further GPU on the configs for which another backend is the fastest."""
     best = [{winner.config: winner for winner in answer.winners} for answer in answers]
     texts = []
     for answer, each in zip(answers[1:], best[1:], strict=True):

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from profharness.attention.config import AUTO, SDPA_BACKENDS, sdpa_setting
+from profharness.attention.config import AUTO, backend_text
 from profharness.attention.dispatch.advice import Advice, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
+    ALLOW_SET,
+    COMPILED,
     FIELDS,
     FUSED_BACKENDS,
+    LEGACY,
     SCHEMA,
     Explanation,
     MatrixRow,
-    chosen,
     environment_text,
     explanation_record,
     unread,
 )
 from profharness.columns import Column, pick
+from profharness.commands.explain.answer import (
+    bisect_answer,
+    explain_answer,
+    map_answer,
+    matrix_answer,
+)
 from profharness.commands.explain.maps import Bisection, Map, Stretch, value_text
-from profharness.errors import join_and, join_few
+from profharness.errors import join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table
 from profharness.rows import Refusal
 
@@ -30,6 +38,12 @@ COLUMNS = (
     Column("first", "", importance="answer"),
     *pick(Refusal, "code", "source", "message"),
 )
+PREDICTED_COLUMNS = tuple(
+    replace(each, title="predicted eligible") if each.key == "eligible" else each
+    for each in COLUMNS
+)
+GENERAL = (COMPILED, ALLOW_SET, LEGACY)
+"""Caveats that apply to every config."""
 NO_REASON = {"first": "", "code": "", "source": "", "message": ""}
 FIRST = "first"  # marks the first reason, at which PyTorch stops checking
 _STATES = {True: "yes", False: "no", None: "unknown"}
@@ -43,23 +57,31 @@ def explain_document(
     If `full` is set, messages are not truncated. `named` contains the backends of --backend, whose
     advice is always shown.
     """
-    blocks = [b for answer in answers for b in answer_blocks(answer, full=full, named=named)]
+    several = len(answers) > 1
+    blocks = [
+        block
+        for answer in answers
+        for block in answer_blocks(answer, full=full, named=named, summary=several)
+    ]
     records = tuple(map(explanation_record, answers))
-    return Document(SCHEMA, "Why this kernel", tuple(blocks), FIELDS, records)
+    told = map_answer(answers) if several else explain_answer(answers[0])
+    return Document(SCHEMA, "Why this kernel", tuple(blocks), FIELDS, records, answer=told)
 
 
 def answer_blocks(
-    answer: Explanation, *, full: bool = False, named: Sequence[str] = ()
+    answer: Explanation, *, full: bool = False, named: Sequence[str] = (), summary: bool = False
 ) -> Iterator[Block]:
-    """Yield the heading, verdict, table of reasons, advice and caveats for one config.
+    """Yield the heading, table of reasons, advice and caveats for one config.
+
+    If `summary` is set, also yield the sentences of `explain_answer`. The caveats that apply to every
+    config are yielded only if `full` is set.
 
     Advice on an eligible backend is shown only if `full` is set, `named` contains the backend, or
     the gain is known.
     """
     yield Heading(answer.config, environment_text(answer))
-    yield Note(verdict(answer))
-    if answer.prediction is not None:
-        yield Note(answer.prediction["statement"], "time")
+    if summary:
+        yield Note(" ".join(explain_answer(answer)))
     if answer.error:
         yield Note(answer.error, "error", "error")
     if answer.backends and not _nothing_known(answer):
@@ -71,7 +93,7 @@ def answer_blocks(
             for reason in side.reasons:
                 stops = reason is side.reasons[0] and side.eligible is False
                 rows.append((state | {"first": FIRST if stops else ""}, side, reason))
-        yield Table.of(COLUMNS, rows)
+        yield Table.of(PREDICTED_COLUMNS if answer.source == "rules" else COLUMNS, rows)
     if answer.agree is not None:
         witnesses = {
             "the rules predict": answer.predicted,
@@ -89,44 +111,8 @@ def answer_blocks(
         for advice in side.advice:
             if full or side.eligible is not True or side.backend in named or advice.gain:
                 yield from _advice(side.backend, advice, answer.asked)
-    yield from (Note(text, "caveat", "warning") for text in answer.caveats)
-
-
-def verdict(answer: Explanation) -> str:
-    """Return a sentence on which backend is chosen, why it is, and why the others are not."""
-    choice, asked = chosen(answer), answer.asked
-    if _nothing_known(answer):
-        return f"what {asked} runs is not known, nor which backends take this config."
-    setting = sdpa_setting(asked)
-    allowed = SDPA_BACKENDS if setting is None else setting.backends
-    taking = [side.backend for side in answer.backends if side.eligible]
-    if choice == "unknown":
-        lead = f"what {asked} runs is not known"
-    elif choice != "none":
-        lead = f"{asked} runs {choice}, because {_because(choice, answer, allowed)}"
-    elif taking:
-        takes = "takes" if len(taking) == 1 else "take"
-        lead = f"{asked} raises: PyTorch settles on math, though {join_and(taking)} alone {takes} this config"
-    else:
-        which = "no backend" if asked == AUTO else "no backend of it"
-        lead = f"{asked} raises, because {which} takes this config"
-    parts = [lead]
-    for side in answer.backends:
-        considered = not answer.priority_order or side.backend in answer.priority_order
-        if side.eligible is False and considered and side.backend in set(allowed) - {choice}:
-            reason = side.reasons[0].message.rstrip(".") if side.reasons else "no reason given"
-            parts.append(f"{side.backend} would be refused: {reason}")
-    later = [name for name in taking if name != choice]
-    if later and choice not in ("unknown", "none"):
-        take, come = ("takes", "comes") if len(later) == 1 else ("take", "come")
-        parts.append(f"{join_and(later)} {take} it too, but {come} later in the order")
-    unknown = [side.backend for side in answer.backends if side.eligible is None]
-    parts += [f"whether {name} takes it is not known" for name in unknown]
-    if ruled_out := [name for name in SDPA_BACKENDS if name not in allowed]:
-        parts.append(
-            f"{join_and(ruled_out)} {'is' if len(ruled_out) == 1 else 'are'} not permitted"
-        )
-    return "; ".join(parts) + "."
+    caveats = [text for text in answer.caveats if full or text not in GENERAL]
+    yield from (Note(text, "caveat", "warning") for text in caveats)
 
 
 def _nothing_known(answer: Explanation) -> bool:
@@ -134,35 +120,26 @@ def _nothing_known(answer: Explanation) -> bool:
     return answer.choice is None and unread([answer]) is not None
 
 
-def _because(choice: str, answer: Explanation, allowed: Sequence[str]) -> str:
-    order = answer.priority_order
-    if choice not in order:
-        return "it takes this config"
-    before = order[: order.index(choice)]
-    if not before:
-        return "it comes first in the priority order and takes this config"
-    refused = {side.backend for side in answer.backends if side.eligible is False}
-    if not refused.issuperset(before):
-        return "PyTorch says so"
-    before = tuple(name for name in before if name in allowed)
-    if not before:
-        return "it is the first of them in the priority order and takes this config"
-    come, are = ("comes", "is") if len(before) == 1 else ("come", "are")
-    return f"{join_and(before)}, which {come} before it in the priority order, {are} refused"
-
-
 def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
-    parts = [advice.change.rstrip(".")]
+    # The sentence below says that sdpa_kernel is needed.
+    change = advice.change.partition("; then name")[0].rstrip(".")
+    parts = [f"{change[0].upper()}{change[1:]}"]
     if advice.verified is not None:
-        parts.append(f"asked again: {'eligible' if advice.verified else 'still refused'}")
-    if advice.choice:
-        parts.append(f"{asked} then runs {advice.choice}")
+        name = backend_text(backend)
+        parts.append(f"Checked: {name} {'accepts' if advice.verified else 'still refuses'} this")
+    if advice.choice == backend:
+        parts.append(f"{asked} then runs {backend_text(backend)}")
+    elif advice.choice:
+        lead = "Without sdpa_kernel PyTorch" if asked == AUTO else f"Without it {asked}"
+        parts.append(f"{lead} still picks {backend_text(advice.choice)}")
     if advice.gain is not None:
         factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
         parts.append(
-            f"measured {factor:.2f}x {word} (the call alone, not what prepares its inputs)"
+            f"Measured {factor:.2f}x {word} (the call alone, without preparing its inputs)"
         )
-    yield Note("; ".join(parts), f"for {backend}")
+    # flex_attention runs its own kernels, not those of the backend.
+    lead = "instead of" if advice.steps == ("flex",) else "for"
+    yield Note(f"{'. '.join(parts)}.", f"{lead} {backend}")
     if advice.code:
         yield Code(advice.code)
 
@@ -176,7 +153,7 @@ LETTERS: dict[str | None, str] = {
     "none": "x",
     "unknown": "?",
 }
-MEANINGS = {"none": "PyTorch raises", "unknown": "not known"}
+MEANINGS = {"none": "PyTorch raises", "unknown": "unknown"}
 MAX_EDGES = 40
 MAX_VALUES = 6
 MIN_REPEATS = 3
@@ -196,7 +173,7 @@ def matrix_document(
     columns = (
         Column("flip", "", importance="answer"),
         Column("release", "torch", importance="key"),
-        Column("choice", "choice", importance="answer"),
+        Column("choice", "predicted choice", importance="answer"),
         *(Column(name, name) for name in shown),
         Column("changes", "what changed", wrap=True),
     )
@@ -206,7 +183,7 @@ def matrix_document(
         first = matrix[0].explanation
         where = first.environment.get("gpu") or "CPU"
         asked = "" if first.asked == AUTO else f", {first.asked}"
-        rows, notes = [], []
+        rows, notes = [], list[Note]()
         for row in matrix:
             answer, changes = row.explanation, "; ".join(row.changes)
             release, mark = answer.environment["torch"], FLIP if row.flips else ""
@@ -217,19 +194,20 @@ def matrix_document(
                 for side in answer.backends
             }
             rows.append((mark, release, answer.predicted, *map(states.get, shown), changes))
-            notes += [Note(f"{release}: {changes}", FLIP)] if row.flips else []
             extra = {"flips": row.flips, "changes": list(row.changes)}
             records.append(explanation_record(answer) | extra)
         missing = unread(row.explanation for row in matrix)
-        if not notes and not (missing and first.predicted == "unknown"):
-            notes.append(Note(f"the choice is {first.predicted} in all of them"))
         errors = dict.fromkeys(row.explanation.error for row in matrix)
         notes += [Note(text, "caveat", "warning") for text in (*errors, missing) if text]
         blocks += [Heading(first.config, f"{where}{asked}"), Table(columns, tuple(rows)), *notes]
         if full:
-            blocks += [b for row in matrix for b in answer_blocks(row.explanation, full=True)]
+            explained = (row.explanation for row in matrix)
+            blocks += [
+                b for each in explained for b in answer_blocks(each, full=True, summary=True)
+            ]
     fields = (*FIELDS, "flips", "changes")
-    return Document(SCHEMA, "Choice by release", tuple(blocks), fields, tuple(records))
+    title, told = "Choice by release", matrix_answer(matrices)
+    return Document(SCHEMA, title, tuple(blocks), fields, tuple(records), answer=told)
 
 
 def map_document(
@@ -239,14 +217,16 @@ def map_document(
 
     If `full` is set, the document also has the explanation of every config.
     """
-    blocks = [block for drawn in maps for block in map_blocks(drawn, where)]
+    predicted = answers[0].source == "rules"
+    blocks = [block for drawn in maps for block in map_blocks(drawn, where, predicted=predicted)]
     if full:
-        blocks += [block for answer in answers for block in answer_blocks(answer, full=True)]
+        blocks += [b for each in answers for b in answer_blocks(each, full=True, summary=True)]
     if missing := unread(answers):
         blocks.append(Note(missing, "caveat", "warning"))
     records = tuple(map(explanation_record, answers))
     extra = {"maps": [map_record(drawn) for drawn in maps]}
-    return Document(SCHEMA, "Backend by shape", tuple(blocks), FIELDS, records, extra=extra)
+    title, told = "Backend by shape", map_answer(answers)
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra=extra, answer=told)
 
 
 def map_record(drawn: Map) -> dict[str, Any]:
@@ -278,10 +258,11 @@ def map_table(drawn: Map, texts: Sequence[Sequence[str | None]]) -> Table:
     return Table((Column("row", drawn.rows, right=True), *columns), rows)
 
 
-def map_blocks(drawn: Map, where: str) -> Iterator[Block]:
+def map_blocks(drawn: Map, where: str, *, predicted: bool) -> Iterator[Block]:
     """Yield a map of choices as a heading, a table of letters, a legend, and a list of edges."""
     head = f"{drawn.rows} \\ {drawn.columns}" if drawn.rows else drawn.columns
-    yield Heading(f"{head}  {drawn.title}".rstrip(), where)
+    lead = "Predicted backend: " if predicted else ""
+    yield Heading(f"{lead}{head}  {drawn.title}".rstrip(), where)
     yield map_table(
         drawn, [[LETTERS.get(choice, choice) for choice in line] for line in drawn.choices]
     )
@@ -338,6 +319,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
         fields=("config", "property", "first", "last", "choice"),
         records=tuple(records),
         extra={"asked": probed},
+        answer=bisect_answer(bisections),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from profharness.attention.config import AUTO, OWN_CHOICE, backend_text
-from profharness.commands._answers import refused_and_failed
+from profharness.commands._answers import refused_and_failed, split_text
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import (
     FAMILY_BACKENDS,
@@ -88,7 +88,7 @@ def _without_kernels(cells: Sequence[CellRow]) -> Iterator[str]:
     # Only cells from an atlas have a message although they ran: why their kernels are unknown.
     takes = "is predicted to take" if any(cell.message for cell in ran) else "takes"
     if known:
-        yield f"auto {takes} {_split(Counter(map(str, known)))}; its kernels are unknown."
+        yield f"auto {takes} {split_text(Counter(map(str, known)))}; its kernels are unknown."
     elif ran:
         yield "No kernels were recorded."
 
@@ -144,22 +144,11 @@ def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
         )
         if fastest:
             are = "are predicted to take" if predicted else "take"
-            yield f"The kernels of {_split(fastest)} {are} the least time."
+            yield f"The kernels of {split_text(fastest)} {are} the least time."
         return
     runs = "is predicted to run" if predicted else "runs"
-    yield f"auto {runs} {_split(Counter(call.ran for call in autos))}."
+    yield f"auto {runs} {split_text(Counter(call.ran for call in autos))}."
     yield from _lost(configs)
-
-
-def _split(counts: Counter[str]) -> str:
-    """Return text such as `cuDNN on 3 of 4 configs and flash on 1`."""
-    total = sum(counts.values())
-    (first, most), *others = counts.most_common()
-    if not others:
-        where = {1: "", 2: " on both configs"}.get(total, f" on all {total} configs")
-        return f"{backend_text(first)}{where}"
-    rest = [f"{backend_text(name)} on {count}" for name, count in others]
-    return join_and([f"{backend_text(first)} on {most} of {total} configs", *rest])
 
 
 def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:

@@ -47,7 +47,7 @@ from profharness.recording.worker.failures import (
 )
 from profharness.recording.worker.program import Stage, run_each
 from profharness.recording.worker.timing import Workspace
-from profharness.run import Cell, Check
+from profharness.run import WRONG, Cell, Check
 
 LARGE = 5.5  # factor on q and k; scores then have a standard deviation of 30, so exp overflows fp32
 OFFSET = 1 << 20  # offset in elements, a multiple of every alignment that the allocator guarantees
@@ -583,7 +583,7 @@ class Verifier:
         wrong = [check for check in checks if check.passed is False]
         if not wrong:
             return cell
-        return replace(cell, status="error", message=f"wrong {wrong[0].what}: {wrong[0].message}")
+        return replace(cell, status="error", message=f"{WRONG}{wrong[0].what}: {wrong[0].message}")
 
     def _checks(
         self, cell: Cell, stage: Stage, texts: list[str]

@@ -1,0 +1,165 @@
+"""The sentences with which `explain` answers, computed from its explanations."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from profharness.attention.config import AUTO, SDPA_BACKENDS, backend_text, sdpa_setting
+from profharness.attention.dispatch.by_rule import (
+    FUSED_BACKENDS,
+    Explanation,
+    MatrixRow,
+    chosen,
+    unread,
+)
+from profharness.commands._answers import split_text
+from profharness.commands.explain.maps import Bisection
+from profharness.errors import counted, join_and
+
+SHOWN_REASONS = 2
+SHOWN_FLIPS = 3
+
+
+def platform_text(environment: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the PyTorch release and the device for a sentence: `PyTorch 2.11`, `an H100`."""
+    release = re.sub(r"\.0$", "", str(environment.get("torch") or "").split("+")[0])
+    gpu = str(environment.get("gpu") or "").removeprefix("NVIDIA ")
+    article = "an" if gpu[:1] in "AEFHILMNORSXs" else "a"
+    return f"PyTorch {release}".rstrip(), f"{article} {gpu}" if gpu else "the CPU"
+
+
+def explain_answer(answer: Explanation) -> tuple[str, ...]:
+    """Return sentences on what runs, what else could run and why not, and the first change that helps.
+
+    The last sentence is the prediction of an atlas, if there is one.
+    """
+    torch, device = platform_text(answer.environment)
+    subject = torch if answer.asked == AUTO else f"With {answer.asked}, {torch}"
+    if answer.choice is None and unread([answer]) is not None:
+        return (f"What {torch} runs on {device} is unknown: the rules do not cover this release.",)
+    sentences = [_choice(answer, subject, device), *_others(answer), *_change(answer)]
+    if answer.prediction is not None:
+        sentences.append(str(answer.prediction["statement"]))
+    return tuple(sentences)
+
+
+def _choice(answer: Explanation, subject: str, device: str) -> str:
+    choice, predicted = chosen(answer), answer.source == "rules"
+    if choice == "unknown":
+        return f"What {subject.removeprefix('With ')} runs on {device} is unknown."
+    if choice == "none":
+        verb = "is predicted to raise" if predicted else "raises"
+        if taking := [side.backend for side in answer.backends if side.eligible]:
+            alone = join_and([backend_text(name) for name in taking])
+            return f"{subject} {verb} on {device}: it settles on math, although {alone} alone could run."
+        which = "backend" if answer.asked == AUTO else "backend among them"
+        return f"{subject} {verb} on {device}: no {which} takes this config."
+    verb = "is predicted to run" if predicted else "runs"
+    first = ", its first choice" if answer.priority_order[:1] == (choice,) else ""
+    return f"{subject} {verb} {backend_text(choice)} on {device}{first}."
+
+
+def _others(answer: Explanation) -> Iterator[str]:
+    """Yield a sentence on the other backends: which could run, which cannot, and why."""
+    choice, parts = chosen(answer), []
+    setting = sdpa_setting(answer.asked)
+    allowed = SDPA_BACKENDS if setting is None else setting.backends
+    considered = [
+        side
+        for side in answer.backends
+        if side.backend in allowed
+        and side.backend != choice
+        and (not answer.priority_order or side.backend in answer.priority_order)
+    ]
+    able = [backend_text(side.backend) for side in considered if side.eligible]
+    if able and choice != "none":
+        parts.append(f"{join_and(able)} could also run")
+    refused = [side for side in considered if side.eligible is False]
+    refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
+    for side in refused[:SHOWN_REASONS]:
+        reason = side.reasons[0].message.rstrip(".") if side.reasons else "no reason is known"
+        parts.append(f"{backend_text(side.backend)} cannot: {reason}")
+    if more := [backend_text(side.backend) for side in refused[SHOWN_REASONS:]]:
+        parts.append(f"nor can {join_and(more)}")
+    if unknown := [backend_text(side.backend) for side in considered if side.eligible is None]:
+        parts.append(f"whether {join_and(unknown)} could run is unknown")
+    if forbidden := [backend_text(name) for name in SDPA_BACKENDS if name not in allowed]:
+        verb = "is" if len(forbidden) == 1 else "are"
+        parts.append(f"{join_and(forbidden)} {verb} not permitted")
+    if parts:
+        yield f"{'; '.join(parts)}."
+
+
+def _change(answer: Explanation) -> Iterator[str]:
+    """Yield the first change after which a refused fused backend runs."""
+    for side in answer.backends:
+        if side.eligible is False and side.backend in FUSED_BACKENDS and side.advice:
+            advice = side.advice[0]
+            change = advice.change.partition("; then name")[0].rstrip(".")
+            code = " (code below)" if advice.code else ""
+            yield f"To run {backend_text(side.backend)}: {change}{code}."
+            return
+
+
+def matrix_answer(matrices: Sequence[Sequence[MatrixRow]]) -> tuple[str, ...]:
+    """Return a sentence on the releases at which the predicted choice changes."""
+    if all(chosen(row.explanation) == "unknown" for matrix in matrices for row in matrix):
+        return ("What these releases run is unknown: the rules do not cover them.",)
+    if len(matrices) > 1:
+        changing = sum(any(row.flips for row in matrix) for matrix in matrices)
+        if not changing:
+            return (f"The choice is the same in all releases for all {len(matrices)} configs.",)
+        return (f"The choice changes for {changing} of {len(matrices)} configs.",)
+    (matrix,) = matrices
+    texts = []
+    for before, row in pairwise(matrix):
+        if row.flips:
+            was, now = (backend_text(chosen(each.explanation)) for each in (before, row))
+            texts.append(f"at {platform_text(row.explanation.environment)[0]} from {was} to {now}")
+    _, device = platform_text(matrix[0].explanation.environment)
+    if texts:
+        return (f"The predicted choice on {device} changes {join_and(texts)}.",)
+    choice = backend_text(chosen(matrix[0].explanation))
+    return (f"The predicted choice on {device} is {choice} in all {len(matrix)} releases.",)
+
+
+def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
+    """Return a sentence on how often each backend is chosen."""
+    torch, device = platform_text(answers[0].environment)
+    if unread(answers) is not None:
+        return (f"What {torch} runs on {device} is unknown: the rules do not cover this release.",)
+    subject = torch if answers[0].asked == AUTO else f"With {answers[0].asked}, {torch}"
+    verb = "is predicted to run" if answers[0].source == "rules" else "runs"
+    counts = Counter(map(chosen, answers))
+    sentences = []
+    lost = {name: counts.pop(name, 0) for name in ("none", "unknown")}
+    if counts:
+        sentences.append(f"{subject} {verb} {split_text(counts, total=len(answers))} on {device}.")
+    if lost["none"]:
+        sentences.append(f"It raises on {counted(lost['none'], 'config')}.")
+    if lost["unknown"]:
+        sentences.append(f"The choice is unknown on {counted(lost['unknown'], 'config')}.")
+    return tuple(sentences)
+
+
+def bisect_answer(bisections: Sequence[Bisection]) -> tuple[str, ...]:
+    """Return a sentence on the values at which the choice changes, one per config."""
+    return tuple(map(_of_bisection, bisections[:SHOWN_FLIPS]))
+
+
+def _of_bisection(found: Bisection) -> str:
+    ends = f"{found.name} {found.stretches[0].first:,} to {found.stretches[-1].last:,}"
+    if not found.flips:
+        return f"The choice is {backend_text(found.stretches[0].choice)} from {ends}."
+    if len(found.flips) > SHOWN_FLIPS:
+        return f"The choice changes {len(found.flips):,} times from {ends}."
+    texts = [
+        f"at {found.name} {after.first:,} from {backend_text(before.choice)} to "
+        f"{backend_text(after.choice)}"
+        for before, after in pairwise(found.stretches)
+    ]
+    return f"The choice changes {join_and(texts)}."
