@@ -162,11 +162,14 @@ def show(
 
 def runs_answer(rows: Sequence[RunRow], unfinished: int = 0) -> tuple[str, ...]:
     """Return a sentence on the number of runs of each kind, the newest run, and unfinished ones."""
-    kinds = Counter(row.kind for row in rows)
-    parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
-    stored = (f"{counted(len(rows), 'run')} stored ({parts}); the newest is {rows[0].name}.",)
-    sentences = stored if rows else ("No runs are stored.",)
-    return (*sentences, f"{counted(unfinished, 'run')} unfinished.") if unfinished else sentences
+    sentences = ["No runs are stored."]
+    if rows:
+        kinds = Counter(row.kind for row in rows)
+        parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
+        sentences = [f"{counted(len(rows), 'run')} stored ({parts}); the newest is {rows[0].name}."]
+    if unfinished:
+        sentences.append(f"{counted(unfinished, 'run')} unfinished.")
+    return tuple(sentences)
 
 
 def _minute(time: str) -> str:
