@@ -196,7 +196,7 @@ def _table(table: Table, ident: str, name: str) -> str:
         for column, long in zip(table.columns, wide, strict=True)
     ]
     head = "".join(
-        f'<th scope="col"{right}><button type="button">{_text(column.title) or "&nbsp;"}'
+        f'<th scope="col"{_th(column.title, right)}><button type="button">{_text(column.title) or "&nbsp;"}'
         "</button></th>"
         for column, right in zip(table.columns, classes, strict=True)
     )
@@ -219,6 +219,13 @@ def _table(table: Table, ident: str, name: str) -> str:
         f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
         f'<table id="{ident}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
     )
+
+
+def _th(title: str, attributes: str) -> str:
+    """Return the attributes of a heading, which wraps anywhere if a word in it is long."""
+    if max(map(len, title.split()), default=0) <= LONG_TEXT:
+        return attributes
+    return attributes.replace('class="', 'class="w ') or ' class="w"'
 
 
 def _sort_number(value: Any) -> float | int | None:

@@ -124,7 +124,7 @@ def test_two_runs_have_one_part_each_and_a_diff(captured: Path) -> None:
         *(entry["run"] for entry in document.extra["runs"]),
         "What the words mean",
     ]
-    assert document.answer and "→" in document.answer[0]
+    assert document.answer and "slower in 2 of 24 cells" in document.answer[0]
     chart = next(each for each in charts(document).values() if each.kind == "dumbbell")
     assert {row["side"] for row in chart.rows} == {"baseline", "candidate"}
     assert len(document.extra["runs"]) == 2 and document.extra["diff"]["rows"]

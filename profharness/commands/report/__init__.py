@@ -36,6 +36,7 @@ from profharness.commands.bench.tables import (
     rate_blocks,
 )
 from profharness.commands.diff import diff_document
+from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
@@ -78,8 +79,6 @@ from profharness.render.document import (
     Table,
     field_names,
     record,
-    share_text,
-    time_text,
 )
 from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
@@ -186,21 +185,22 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     records: list[dict[str, Any]] = []
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
     answer: tuple[str, ...] = ()
+    diff = None
     if len(runs) == 2:
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
-        answer = tuple(_change_sentences(diff))
-        blocks += diff_blocks(diff)
+        answer = diff_answer(diff)
         extra["diff"] = diff.to_json()
     programs = find_programs(store, runs)
     maps = {each.layers.run: each.layers for each in programs.classes}
+    parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
+    blocks += compared_steps({names[run]: each.times for run, each in parts.items()})
+    blocks += diff_blocks(diff) if diff else []
     if len(maps) > 1:
         blocks += layers_by_gpu_blocks(programs)
         extra["layer_classes"] = layers_by_gpu_record(programs)
     if classes := _classes(store, runs):
         blocks += gpu_blocks(classes)
         extra["classes"] = [gpu_record(answer) for answer in classes]
-    parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
-    blocks += compared_steps({names[run]: each.times for run, each in parts.items()})
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
         own, sentences = _run_blocks(
@@ -218,7 +218,8 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
     blocks += glossary_blocks(blocks)
-    title = names[runs[0]] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names.values())}"
+    several = f"{len(runs)} runs: {', '.join(names.values())}"
+    title = several if len(runs) > 2 else " → ".join(names.values())
     subtitle = _run_detail(store, runs[0]) if len(runs) == 1 else ""
     return Document(
         SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra, answer=answer, subtitle=subtitle
@@ -268,6 +269,7 @@ def _run_blocks(
     name, medians = _charted_medians(cells)
     sentences, code = _summarize_run(store, run, cells)
     extra["summary"].append({"run": run, "sentences": sentences})
+    summary: list[str] = []  # what the sentences at the top replace
     problems = store.problems(run)
     blocks: list[Block] = [Heading("Problems")] if problems else []
     for each in problems:
@@ -278,7 +280,7 @@ def _run_blocks(
         if layers is not None:
             document = layers_document(layers)
             extra.setdefault("layers", []).extend(document.records)
-            sentences = [*document.answer] or [layers_sentence(layers)]
+            sentences = [*document.answer]
             tables = [block for block in document.blocks if isinstance(block, Table)]
             blocks += [Heading("Layers"), *parts.layers, *tables[:1], *_layer_notes(layers)]
         blocks += parts.kernels
@@ -297,6 +299,7 @@ def _run_blocks(
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     if bench:
         document = bench_document(evaluate_bench(store, run), charts=False)
+        summary, sentences = sentences, [*document.answer] or sentences
         blocks += [Heading("Bench"), *_deeper(document.blocks)]
         extra.setdefault("bench", []).extend(document.records)
     if checks := store.verifications(run):
@@ -312,7 +315,7 @@ def _run_blocks(
     told = _disagreement_blocks(cells, kernels)
     apart = any(isinstance(each, Note) and each.label for each in told)
     blocks += told if apart else []
-    details: list[Block] = [*_cell_blocks(cells), *_latency_blocks(cells)]
+    details: list[Block] = [*_cell_blocks(cells), *map(Note, summary), *_latency_blocks(cells)]
     details += [] if apart else told
     details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     if kernels:
@@ -342,17 +345,6 @@ def _layer_notes(layers: LayerMap) -> Iterator[Note]:
         yield Note(text, "", "warning")
 
 
-def layers_sentence(layers: LayerMap) -> str:
-    """Return a sentence on the time of a program's attention."""
-    spent, busy = layers.attention_ns, layers.busy_ns
-    if not busy:
-        return f"{_count(len(layers.rows), 'kind')} of attention calls; no kernels were recorded."
-    return (
-        f"Attention takes {share_text(spent / busy)} of the GPU time ({time_text(spent)} of "
-        f"{time_text(busy)} per step)."
-    )
-
-
 def top_kernel_blocks(kernels: Sequence[KernelRow]) -> list[Block]:
     """Return a table of the kernels with the longest times per call."""
     timed = sorted((row for row in kernels if row.call_ns), key=lambda row: -(row.call_ns or 0))
@@ -375,20 +367,6 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
         replace(block, level=block.level + 1) if isinstance(block, Heading) else block
         for block in blocks
     ]
-
-
-def _change_sentences(diff: Diff) -> Iterator[str]:
-    """Yield sentences that count the verdicts and changed costs, and list changes of the environment
-    that may explain them.
-    """
-    verdicts = ", ".join(f"{count} {name}" for name, count in diff.verdicts().most_common())
-    yield f"{' → '.join(diff.names)}: {verdicts or 'nothing pairs'}."
-    if diff.costs:
-        costs = Counter(f"{row.what} {row.verdict}" for row in diff.costs if row.verdict != "same")
-        counts = ", ".join(f"{name} on {count}" for name, count in costs.most_common())
-        yield f"Peak memory, launches and refusals: {counts or 'the same'}."
-    keys = ", ".join(change.key for change in diff.environment if change.explains)
-    yield f"Of the environment these can explain it: {keys or 'nothing that is known'}."
 
 
 def diff_blocks(diff: Diff) -> list[Block]:

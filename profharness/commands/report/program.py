@@ -11,6 +11,7 @@ from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import predict
 from profharness.columns import Column, pick
+from profharness.commands.layers.answer import what_to_change
 from profharness.errors import ProfharnessError
 from profharness.program.layer_map import (
     LayerMap,
@@ -22,6 +23,7 @@ from profharness.program.layer_map import (
 )
 from profharness.program.step_times import (
     ATTENTION,
+    IDLE,
     KINDS,
     UNKNOWN,
     KernelTime,
@@ -107,17 +109,24 @@ def compared_steps(programs: Mapping[str, ProgramTimes | None]) -> list[Block]:
     timed = {name: times for name, times in programs.items() if times is not None}
     if len(timed) < 2:
         return []
+    # The last part of each bar has its label.
     rows = tuple(
         {
             "run": name,
-            "ms": ns / 1e6,
-            "kind": _series(kind, backend),
-            "label": "" if place else time_text(times.step_ns),
+            "ms": times.parts.get(part, 0) / 1e6,
+            "kind": _series(*part),
+            "label": time_text(times.step_ns) if part[0] == IDLE else "",
         }
+        for part in sorted(
+            dict.fromkeys(
+                part for times in timed.values() for part in (*times.parts, (IDLE, None))
+            ),
+            key=lambda part: KINDS.index(part[0]),
+        )
         for name, times in timed.items()
-        for place, ((kind, backend), ns) in enumerate(_ordered(times))
+        if times.parts.get(part)
     )
-    chart = Chart("stack", "", rows, "ms", "run", "kind", "ms", label="label")
+    chart = Chart("stack", "", rows, "ms", "run", "kind", label="label")
     return [Heading("The steps compared"), chart]
 
 
@@ -315,10 +324,10 @@ def advice_blocks(store: Store, layers: LayerMap) -> list[Block]:
     """Return the advice on a program's layers, with what each change would save per step."""
     place = _own_place(store, layers)
     notes = [
-        Note(f"{text[0].upper()}{text[1:]}. {_saving(row, text, layers, place)}".rstrip(), label)
+        Note(f"{sentence}. {_saving(row, text, layers, place)}".rstrip(), label)
         for row in layers.rows
         for label in [short_module(row.module) or row.config or row.kind]
-        for text in row.advice
+        for text, sentence in zip(row.advice, what_to_change(row), strict=True)
     ]
     return [Heading("Advice"), *dict.fromkeys(notes)] if notes else []
 
