@@ -297,7 +297,7 @@ class KernelRow:
         int, column("n", "count", importance="detail", meaning="launches in all profiled calls")
     ]
     launches_per_call: Annotated[
-        float | None, column("n/call", "count", meaning="launches of a kernel in one call")
+        float | None, column("launches", "count", meaning="launches of a kernel in one call")
     ]
     duration_ns: Annotated[
         int | None,

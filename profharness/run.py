@@ -621,7 +621,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else tuple(given)
     names = tuple(name.strip() for text in texts for name in text.split(","))
     if not all(map(class_word, names)):
-        raise UsageError(f"--gpu {','.join(texts)!r}: a class has no name; write H100,H200")
+        raise UsageError(f"--run-on {','.join(texts)!r}: a class has no name; write H100,H200")
     return names
 
 

@@ -1,4 +1,4 @@
-"""Compare the prediction of `layers --regret` with the real saving. A model's attention is forced
+"""Compare the prediction of `layers --savings` with the real saving. A model's attention is forced
 to a backend and traced, its regret is computed, and it is switched to the advised backend. Both
 are timed in turns without a profiler.
 
@@ -177,11 +177,11 @@ def profharness(*words: str) -> str:
 
 
 def ask(trace: Path, max_time: str) -> dict[str, Any]:
-    """Return the JSON of `layers --regret` for a trace."""
+    """Return the JSON of `layers --savings` for a trace."""
     store = ("--store", str(trace.with_suffix(".db")))
     profharness("ingest", str(trace), *store)
     runs = ("--out", str(trace.parent / "runs"))
-    words = ("--regret", "--max-time", max_time, *runs, "--format", "json")
+    words = ("--savings", "--max-time", max_time, *runs, "--format", "json")
     answer: dict[str, Any] = json.loads(profharness("layers", *words, *store))
     return answer
 
@@ -253,7 +253,7 @@ def options_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=20, help="steps on each backend")
-    parser.add_argument("--max-time", default="1s", help="of `layers --regret`")
+    parser.add_argument("--max-time", default="1s", help="of `layers --savings`")
     parser.add_argument("--within", type=float, help="exit 1 where it is off by more of attention")
     parser.add_argument("--json", type=Path, help="the figures, for a machine")
     options = parser.parse_args(words)

@@ -129,7 +129,7 @@ STUDIES = (
         {
             "bench": (
                 *("bench", *configs("1,1,128,64", "8,4,128,64", "32,8,{128,256},64")),
-                *("--dtype", "fp16,bf16", "--warmup", "200", "--iterations", "500"),
+                *("--dtype", "fp16,bf16", "--warmup", "200", "--samples", "500"),
                 *("--backend", f"auto,{TORCH_BACKENDS},naive,flash-attn"),
                 *("--seed", "42", "--verify"),
             )

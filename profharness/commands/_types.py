@@ -384,7 +384,8 @@ Scheduler = Annotated[
 GpuClasses = Annotated[
     Names,
     Option(
-        ("--gpu",),
+        ("--run-on",),
+        old_flags=("--gpu",),
         complete=complete_gpus,
         multiple=True,
         metavar="CLASS",

@@ -75,7 +75,7 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
     for gpu in fleet.gpus:
         if not any(is_of_class(lane, gpu) for lane in lanes):
             here = ", ".join(sorted({str(lane["gpu"] or "no GPU") for lane in lanes}))
-            raise UsageError(f"--gpu {gpu}: this host has {here}")
+            raise UsageError(f"--run-on {gpu}: this host has {here}")
     return LocalLanes(lanes)
 
 

@@ -442,7 +442,7 @@ def time_layers(
         if here != layers.gpu:
             raise CaptureError(
                 f"run {layers.name} was recorded on {layers.gpu}, and this machine has {here or 'no GPU'}: "
-                "run the command there, or bench there the configs of `layers --regret --configs`, "
+                "run the command there, or bench there the configs of `layers --savings --configs`, "
                 "and pass that run as --bench RUN"
             )
         options = replace(options, configs=regret_configs(layers), device=device)

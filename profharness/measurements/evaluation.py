@@ -171,7 +171,7 @@ class Loss:
     regret: Annotated[
         float,
         column(
-            "regret%",
+            "loses%",
             "percent",
             importance="answer",
             meaning="how much longer `auto` took than the fastest correct other backend",

@@ -187,7 +187,9 @@ class BenchRow:
     ] = None
     efficiency: Annotated[
         float | None,
-        column("eff%", "load", optional=True, meaning="the rate over the peak that binds first"),
+        column(
+            "% of peak", "load", optional=True, meaning="the rate over the peak that binds first"
+        ),
     ] = None
     against: Annotated[str | None, column(meaning="that peak")] = None
     speedup: Annotated[

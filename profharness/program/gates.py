@@ -23,19 +23,20 @@ from profharness.program.layer_map import (
 THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
 GATES = (
-    *("math-fallback", "eager-attention", "noop-mask", "asked-not-ran", "backend-changed"),
+    *("math-fallback", "eager-attention", "noop-mask", "requested-not-run", "backend-changed"),
     "unseen",
 )
 PASSED = {
     "math-fallback": "no layer runs on math",
     "eager-attention": "no layer computes attention eagerly",
     "noop-mask": "every mask has an effect",
-    "asked-not-ran": "a backend that the program allowed ran in every layer",
+    "requested-not-run": "a backend that the program allowed ran in every layer",
     "backend-changed": "equal calls of a layer ran on one backend",
     "unseen": "the backend of every layer is known",
 }
 """Maps a gate of `--fail-on` to what holds if it passes."""
-OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
+OLD_GATES = {"asked-not-ran": "requested-not-run"}  # earlier names, which keep working
+OF_WHAT_RAN = ("math-fallback", "requested-not-run", "backend-changed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
     """Parse the values of `--fail-on` and `--expect`, such as `flash,cudnn@GLOB`. Raise UsageError
     for unknown names.
     """
-    names = split_names(fail_on)
+    names = tuple(OLD_GATES.get(name, name) for name in split_names(fail_on))
     for name in names:
         if name not in GATES:
             raise UsageError(f"--fail-on {name!r}: not one of {', '.join(GATES)}")
@@ -152,7 +153,7 @@ def _why_missing(gate: str, layers: LayerMap) -> str | None:
     """
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
         return "only a recorded step shows it, and none was recorded"
-    needed = {"noop-mask": "mask", "asked-not-ran": "asked"}.get(gate)
+    needed = {"noop-mask": "mask", "requested-not-run": "asked"}.get(gate)
     # In an observed program, each call without this information fails on its own.
     if needed is None or layers.processes:
         return None
@@ -173,7 +174,7 @@ def _fault(gate: str, row: LayerRow) -> str | None:
         return "its mask hides nothing"
     if gate == "unseen" and row.ran is None:
         return "the backend that ran is unknown"
-    if gate == "asked-not-ran" and row.ran and row.asked:
+    if gate == "requested-not-run" and row.ran and row.asked:
         if row.asked != AUTO and row.ran not in split_names(row.asked):
             return f"asked for {row.asked}, {row.ran} ran"
         if row.choice and row.choice != row.ran:
@@ -186,7 +187,7 @@ def _missing(gate: str, row: LayerRow) -> str | None:
     seen = row.calls is None or row.site is not None
     if gate in ("math-fallback", "backend-changed") and seen and row.ran is None:
         missing = "the backend that ran is unknown"
-    elif gate == "asked-not-ran" and row.kind in THROUGH_SDPA and not (row.asked and row.ran):
+    elif gate == "requested-not-run" and row.kind in THROUGH_SDPA and not (row.asked and row.ran):
         missing = f"the backend that {'was allowed' if row.ran else 'ran'} is unknown"
     elif gate == "noop-mask" and row.mask is None and row.kind not in ("flex", "custom"):
         missing = "the effect of its mask is unknown"

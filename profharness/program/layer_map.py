@@ -90,7 +90,7 @@ class LayerRow:
     asked: Annotated[
         Text,
         column(
-            "asked",
+            "requested",
             importance="detail",
             meaning="backends that the program allowed, joined by commas; `auto` if it excluded none; empty if unknown",
         ),

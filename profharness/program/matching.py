@@ -75,7 +75,7 @@ class LayerSide:
     # Only the observer records the following values.
     asked: Annotated[
         str | None,
-        column("asked", importance="detail", meaning="backends that the program allowed"),
+        column("requested", importance="detail", meaning="backends that the program allowed"),
     ] = None
     choice: str | None = None
     mask: str | None = None

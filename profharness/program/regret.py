@@ -158,7 +158,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     if gpu != layers.gpu:
         raise NotFoundError(
             f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.name} is of "
-            f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --regret`), or name a "
+            f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --savings`), or name a "
             "bench of each GPU, which stand beside each other (--bench RUN,RUN)"
         )
     times = BenchTimes(benched)

@@ -1,4 +1,4 @@
-"""`profharness layers` with a column a class of GPU, and `--regret`: real traces of an H200, and of the same
+"""`profharness layers` with a column a class of GPU, and `--savings`: real traces of an H200, and of the same
 steps under another GPU's name with longer kernels.
 """
 
@@ -284,7 +284,7 @@ def test_recomputed_calls_are_timed_as_forward_calls(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     store = {"store": str(path)}
     ingest_path(path, TRACES / "models" / "llama_checkpoint.json.gz")
-    whole, forward = ask(store, "--regret", "--configs").stdout.split()
+    whole, forward = ask(store, "--savings", "--configs").stdout.split()
     runs = []
     for name, gpu in (("h100", H100), ("h200", H200)):
         cells = {(whole, "cudnn"): 90 * US, (forward, "cudnn"): 30 * US}
@@ -337,12 +337,12 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
         (("whisper", "--bench", "both", "--bench", "configs"), "name one a class"),
         (("whisper", "--bench", "both", "--bench", "whisper"), "has no timed cells"),
         (("whisper", "--bench", "b200", "--bench", "latest~99"), "latest~99"),
-        (("llama", "--bench", "both"), "--regret --configs` prints"),
+        (("llama", "--bench", "both"), "--savings --configs` prints"),
         (("eager", "--bench", "both"), "no config replays these calls"),
         (("whisper", "--bench", "both", "--gpu", "H100,H200"), "and one bench"),
         (("whisper", "--bench", "both", "--step", "0"), "and one bench"),
         (("whisper", "--bench", "both", "--backend", "flash"), "and one bench"),
-        (("whisper", "slower", "--regret"), "--regret without --bench"),
+        (("whisper", "slower", "--savings"), "--savings without --bench"),
         (("whisper", "--bench", "b200", "--gpu", "H100"), "without --gpu: --bench RUN,RUN"),
     ],
 )
@@ -579,12 +579,12 @@ def test_regret_needs_times_of_the_backend_that_ran(folder: Path) -> None:
         (["--bench", other], "has no time of what ran"),
         (["--bench", elsewhere], "was timed on NVIDIA H200"),
         (["--bench", run, "--max-time", "1s"], "--max-time is for measuring"),
-        (["--backend", "flash"], "add --regret"),
+        (["--backend", "flash"], "add --savings"),
         (["--configs", "--bench", run], "leave one out"),
     ):
         failed = invoke("layers", layers.run, *arguments, "--store", store).exception
         assert isinstance(failed, ProfharnessError) and error in str(failed)
-    printed = invoke("layers", layers.run, "--regret", "--configs", "--store", store).stdout
+    printed = invoke("layers", layers.run, "--savings", "--configs", "--store", store).stdout
     assert printed == f"{whole}\n{forward}\n"
 
 
@@ -623,13 +623,13 @@ def test_a_gate_fails_if_no_backend_is_known(folder: Path) -> None:
 
 def test_gates_on_masks_and_requests_need_an_observed_program(folder: Path) -> None:
     half = the_map(folder / "half.db")
-    for name in ("noop-mask", "asked-not-ran"):
+    for name in ("noop-mask", "requested-not-run"):
         with pytest.raises(UsageError, match=f"--fail-on {name}: .* does not show this"):
             require_recorded(half, parse_gates([name], []))
         with pytest.raises(GateError, match=f"{name}: unknown"):
             check_gates(half, parse_gates([name], []))
     rows = tuple(replace(row, mask="nothing", asked="flash") for row in half.rows)
-    gates = parse_gates(["noop-mask,asked-not-ran"], [])
+    gates = parse_gates(["noop-mask,requested-not-run"], [])
     with pytest.raises(GateError) as failed:
         check_gates(replace(half, rows=rows), gates)
     assert len(re.findall("its mask hides nothing", str(failed.value))) == 2

@@ -138,7 +138,7 @@ def test_calls_without_a_backend_are_not_predicted(traced: dict[str, Path]) -> N
     assert "eager attention calls no backend" in str(done.exception)
 
 
-@pytest.mark.parametrize("other", ["--regret", "--configs", "--fail-on=math-fallback"])
+@pytest.mark.parametrize("other", ["--savings", "--configs", "--fail-on=math-fallback"])
 def test_options_about_what_ran_are_refused(other: str, traced: dict[str, Path]) -> None:
     done = map_of(traced["unet"], "--gpu", "H200", other)
     assert "are about what ran, --gpu about what would run elsewhere" in str(done.exception)
@@ -217,7 +217,7 @@ def test_benches_of_the_requested_gpus(
     """Calls outside of steps belong to the whole program, with the backends that it allowed."""
     store = tmp_path / "s.db"
     shutil.copy(observed[0], store)
-    labels = map_of(store, "--regret", "--configs").stdout.split()
+    labels = map_of(store, "--savings", "--configs").stdout.split()
     assert {PLAIN, FORCED} < {*labels} and len(labels) > 10  # decoding at many lengths
     runs = []
     for name, speed in (("NVIDIA H100 80GB HBM3", 30), ("NVIDIA H200", 20)):

@@ -54,7 +54,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     place = tmp_path_factory.mktemp("traced")
     options = (
         "--fail-on",
-        "backend-changed,noop-mask,asked-not-ran",
+        "backend-changed,noop-mask,requested-not-run",
         "--expect",
         "flash@layers.1.*",
     )
@@ -179,7 +179,7 @@ def test_the_program_keeps_its_exit_code_and_the_gates_are_reported(seen: Seen) 
     assert "backend-changed: layers.0.attn: flash and math ran for like calls" in text
     assert "noop-mask: layers.0.attn" in text and "its mask hides nothing" in text
     assert "--expect flash@layers.1.*: " in text and "math ran" in text
-    assert "asked-not-ran: " not in text.replace("none ran", "")
+    assert "requested-not-run: " not in text.replace("none ran", "")
 
 
 def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path)
     for arguments, error in (
         (["--fail-on", "eager-attention"], "only a recorded step shows"),
         (["--step", "0"], "has no recorded step"),
-        (["--regret"], "nothing can be timed"),
+        (["--savings"], "nothing can be timed"),
     ):
         assert error in str(shown(store, *arguments).exception)
     with pytest.raises(GateError, match="eager-attention: unknown: only a recorded step"):
@@ -311,7 +311,7 @@ with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
 
 
 def test_gates_use_the_settings_when_compiled_code_was_traced(tmp_path: Path) -> None:
-    options = ("--steps", "1", "--warmup", "1", "--fail-on", "asked-not-ran,noop-mask")
+    options = ("--steps", "1", "--warmup", "1", "--fail-on", "requested-not-run,noop-mask")
     done = observe(tmp_path, write(tmp_path, COMPILED.format("")), options=options)
     assert done.code == 0, done.stderr
     (row,) = the_map(tmp_path / "profharness.db").rows

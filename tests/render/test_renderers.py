@@ -88,7 +88,7 @@ def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
     for number in ("65535,16,1", "1.2346", "2.5", "48.0"):
         assert number in text
     assert "…" in text
-    assert "hidden at 100 columns: occ%" in text
+    assert "hidden at 100 columns: regs, occ%" in text
 
 
 @pytest.mark.parametrize("width", range(30, 200, 10))
@@ -245,7 +245,7 @@ def test_field_declares_its_column() -> None:
     columns = columns_of(KernelRow)
     assert columns["launches_per_call"] == Column(
         "launches_per_call",
-        "n/call",
+        "launches",
         "count",
         right=True,
         meaning="launches of a kernel in one call",

@@ -119,7 +119,10 @@ Warmup = Annotated[int, Option(("--warmup",), type=click.IntRange(0), help="Warm
 Iterations = Annotated[
     int | None,
     Option(
-        ("--iterations",), type=click.IntRange(1), help="Take exactly this many samples per cell."
+        ("--samples",),
+        old_flags=("--iterations",),
+        type=click.IntRange(1),
+        help="Take exactly this many samples per cell.",
     ),
 ]
 Precision = Annotated[
@@ -151,7 +154,7 @@ Baseline = Annotated[
 ]
 Convention = Annotated[
     Literal["exact", "flash-attention"],
-    Option(("--convention",), help="How to count FLOPs."),
+    Option(("--flop-count",), old_flags=("--convention",), help="How to count FLOPs."),
 ]
 Verified = Annotated[
     bool,
@@ -229,7 +232,7 @@ def bench(
       profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
       profharness bench --config '1,8,{256:4096:*2},64' --backend all --baseline auto
       profharness bench --config 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
-      profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
+      profharness bench --config 8,4,128,64 --dtype fp16,bf16 --samples 500 -o out/
 
     In Python the result has one row per cell and measurement, times in ns. The whole answer is in
     `attrs["answer"]`. Raise CaptureError if no worker starts.

@@ -268,7 +268,7 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     ceiling = "no peaks of this device are known, so there is no efficiency"
     if peaks := answer.peaks:
         ceiling = (
-            f"eff% is the share of the {peaks.source} peak of {peaks.device} that limits first"
+            f"% of peak is the share of the {peaks.source} peak of {peaks.device} that limits first"
         )
         against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
         ceiling += f" ({'; '.join(against)})" if against else ""

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 GPU_ALONE = (
     "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave RUN, --profiler and "
-    "--steps out"
+    "--breakdown out"
 )
 NAMES = """
 Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides columns.
@@ -105,8 +105,10 @@ GpuName = Annotated[
 Steps = Annotated[
     bool,
     Option(
-        ("--steps",),
-        help="Group the kernels by step (QK^T, softmax, PV, casts, launch gaps), with memory and speed-up "
+        ("--breakdown",),
+        old_flags=("--steps",),
+        tool_name="steps",
+        help="Break each call down into its steps (QK^T, softmax, PV, casts, launch gaps), with memory and speed-up "
         "of the backends.",
         tool="Group by step: QK^T, softmax, PV, casts, launch gaps; with speed-ups.",
     ),
@@ -190,7 +192,7 @@ def kernels(
     stored run. Without --config, show every config of the run. With --config and no RUN, use the latest
     run that has them; if there is none, capture them first.
 
-    Columns: smem KiB is shared memory and smem% its share of an SM's; n/call is launches per call; µs
+    Columns: smem KiB is shared memory and smem% its share of an SM's; launches is the number of launches per call; µs
     is the median of one launch; µs/call is the mean time of all its launches in a call (in a
     program's trace: total µs); share% is the share of the cell's time on the device; occ% is the
     theoretical occupancy. `-` means that the profiler does not record the value.
@@ -221,7 +223,7 @@ def kernels(
         return KernelsFound(rows, cells)
     watched = TRACE_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:
-        raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
+        raise UsageError("--breakdown sums up what one profiler saw; name one with --profiler")
     path, selection = store_path(store), select(run_text(run), chosen, names, watched)
     rows, cells = find_rows(path, selection, by_op=steps)
     if named:
@@ -247,7 +249,7 @@ def show(
 ) -> Document:
     """Return the document. If the format is CSV, which omits notes, print the notes as hints."""
     if steps:
-        from profharness.commands.kernels.steps import steps_document  # only --steps needs it
+        from profharness.commands.kernels.steps import steps_document  # only --breakdown needs it
 
         page = steps_document(found.rows, found.cells, full=full)
     elif EVERY_PROFILER in found.profilers:

@@ -80,7 +80,7 @@ class Step:
         str, column("step", importance="key", meaning="what its kernels compute together")
     ]
     launches_per_call: Annotated[
-        float | None, column("n/call", "count", meaning="launches in a call")
+        float | None, column("launches", "count", meaning="launches in a call")
     ]
     mean_ns: Annotated[
         float | None,
@@ -330,7 +330,7 @@ CALL_COLUMNS = tuple(columns_of(CallFigures).values())
 def steps_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels --steps`. Each config has a table of steps and of backends."""
+    """Return the document of `kernels --breakdown`. Each config has a table of steps and of backends."""
     columns = (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []

@@ -69,7 +69,7 @@ mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
 phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
 ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
 
---regret adds the time that each row would save per step on the fastest correct backend: the number
+--savings adds the time that each row would save per step on the fastest correct backend: the number
 of calls times the difference between the measured times of the backend that ran and of the fastest
 one. Forward and backward are separate. If the GPU waits for the CPU, the program saves less.
 
@@ -120,7 +120,7 @@ OnlyConfigs = Annotated[
     bool,
     Option(
         ("--configs",),
-        help="Print the configs that replay the calls, for `capture --configs`. With --regret, print the "
+        help="Print the configs that replay the calls, for `capture --configs`. With --savings, print the "
         "configs to time, for `bench --configs`.",
     ),
 ]
@@ -130,7 +130,8 @@ Full = Annotated[
 Regret = Annotated[
     bool,
     Option(
-        ("--regret",),
+        ("--savings",),
+        old_flags=("--regret",),
         help="Time the calls on each backend on this machine, and show what the best one saves per step.",
     ),
 ]
@@ -142,7 +143,7 @@ Benches = Annotated[
         multiple=True,
         complete=complete_runs,
         find=find_listed,
-        help="Take the times for --regret from this stored bench run. Several runs, one per class of GPU, get "
+        help="Take the times for --savings from this stored bench run. Several runs, one per class of GPU, get "
         "a column each. Repeatable, or separated by commas.",
     ),
 ]
@@ -150,7 +151,7 @@ TimedBackends = Annotated[
     Names,
     replace(
         BACKENDS_OPTION,
-        help="With --regret: time only these backends, named as in `bench`. Repeatable, or separated by "
+        help="With --savings: time only these backends, named as in `bench`. Repeatable, or separated by "
         "commas.",
         tool="",
     ),
@@ -160,7 +161,7 @@ MaxTime = Annotated[
     Option(
         ("--max-time",),
         check=parse_seconds,
-        help="Time limit for sampling one config on one backend with --regret.  [default: 2s]",
+        help="Time limit for sampling one config on one backend with --savings.  [default: 2s]",
     ),
 ]
 FailOn = Annotated[
@@ -172,7 +173,7 @@ FailOn = Annotated[
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
         help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (the backend is unknown); for "
-        "an observed program also noop-mask and asked-not-ran. Repeatable, or separated by commas.",
+        "an observed program also noop-mask and requested-not-run. Repeatable, or separated by commas.",
     ),
 ]
 Expected = Annotated[
@@ -290,7 +291,7 @@ def check_options(
         of_one = (step is not None, gpu, backend, max_time, only_configs, regret and not named)
         if any(of_one):
             raise UsageError(
-                "--step, --gpu, --configs, --regret without --bench, --backend and --max-time are about "
+                "--step, --gpu, --configs, --savings without --bench, --backend and --max-time are about "
                 "one run, and one bench; name one"
             )
         return
@@ -308,7 +309,7 @@ def check_options(
     if not regret and not named:
         for option, value in (("--backend", backend), ("--max-time", max_time)):
             if value:
-                raise UsageError(f"{option} says what --regret times; add --regret")
+                raise UsageError(f"{option} says what --savings times; add --savings")
 
 
 @document(layers)
@@ -415,14 +416,14 @@ def require_gpu(gpu: str | None, *options: object) -> None:
 def require_forecast_alone(*others: object) -> None:
     if any(others):
         raise UsageError(
-            "--configs, --regret, --bench, --fail-on and --expect are about what ran, --gpu about what "
+            "--configs, --savings, --bench, --fail-on and --expect are about what ran, --gpu about what "
             "would run elsewhere; leave one out (benches of several GPUs stand beside each other without "
             "--gpu: --bench RUN,RUN)"
         )
 
 
 def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
-    """Return the configs that replay the calls, or if `timed`, the configs that --regret times."""
+    """Return the configs that replay the calls, or if `timed`, the configs that --savings times."""
     if timed:
         return [config.label for config in timed_configs(own)]
     lines = replay_lines(own)

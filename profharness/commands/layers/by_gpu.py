@@ -216,7 +216,7 @@ def _bench_class(
         unknown = "; ".join(dict.fromkeys(call.doubt for call in calls if call.doubt))
         run, remedy = programs.classes[at].layers.name, ""
         if any(call.calls for call in calls):
-            remedy = f": bench what `profharness layers {run} --regret --configs` prints"
+            remedy = f": bench what `profharness layers {run} --savings --configs` prints"
         raise NotFoundError(
             f"run {bench.run} has no time of a layer of run {run} ({unknown}){remedy}"
         )
