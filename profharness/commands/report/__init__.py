@@ -26,6 +26,7 @@ from profharness.commands._types import (
 )
 from profharness.commands._types import Store as StorePath
 from profharness.commands.analyze.figures import run_machine
+from profharness.commands.bench.answer import bench_answer
 from profharness.commands.bench.tables import (
     MEANS,
     bench_document,
@@ -269,7 +270,9 @@ def _run_blocks(
     name, medians = _charted_medians(cells)
     sentences, code = _summarize_run(store, run, cells)
     extra["summary"].append({"run": run, "sentences": sentences})
-    summary: list[str] = []  # what the sentences at the top replace
+    summary: list[str] = []  # sentences for the details
+    if medians:
+        summary, sentences = sentences, [*bench_answer(evaluate_bench(store, run))]
     problems = store.problems(run)
     blocks: list[Block] = [Heading("Problems")] if problems else []
     for each in problems:
@@ -299,7 +302,6 @@ def _run_blocks(
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     if bench:
         document = bench_document(evaluate_bench(store, run), charts=False)
-        summary, sentences = sentences, [*document.answer] or sentences
         blocks += [Heading("Bench"), *_deeper(document.blocks)]
         extra.setdefault("bench", []).extend(document.records)
     if checks := store.verifications(run):
@@ -643,9 +645,7 @@ WithBench = Annotated[
         help="Include intervals, rates and doubts.  [default: for runs of `bench`]",
     ),
 ]
-NoCharts = Annotated[
-    bool, Option(("--no-charts",), help="Leave out charts, which need the extra `report`.")
-]
+NoCharts = Annotated[bool, Option(("--no-charts",), help="Leave out charts.")]
 Images = Annotated[
     Literal["svg", "png"],
     Option(("--images",), help="Format of the charts beside a Markdown file."),
