@@ -152,7 +152,7 @@ def test_unsupported_configs_are_refused_with_the_reason(
     expected = {
         ("mine/picky.py", False): "odd lengths only",
         ("mine/gives_up.py", False): "not on Sundays",
-        ("mine/no_gradient.py", True): "carries no gradient",
+        ("mine/no_gradient.py", True): "has no gradient",
         ("masked naive", False): "mask=bool",
         ("masked mine/good.py", False): "mask=bool",
     }

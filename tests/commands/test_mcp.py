@@ -85,7 +85,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a wrong type": ("layers", {"step": "first"}, "Expected `int | null`, got `str`"),
     "an unknown GPU": ("explain", {"config": CONFIG, "gpu": "ZX81"}, "ZX81"),
     "an unknown profiler": ("kernels", {"profiler": "perf"}, "no launches of a profiler 'perf'"),
-    "steps of all": ("kernels", {"profiler": "all", "steps": True}, "steps sums up what one"),
+    "steps of all": ("kernels", {"profiler": "all", "steps": True}, "sums up what one"),
     "no config": ("explain", {"config": " ", **RULES}, "explain: config is empty"),
     "a step below 0": ("layers", {"step": -1}, "Expected `int` >= 0"),
     "a threshold of 0": ("diff", {"baseline": "a", "candidate": "b", "threshold": 0}, "Expected `float` > 0"),
