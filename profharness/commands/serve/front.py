@@ -16,6 +16,7 @@ from profharness.commands.kernels.tables import kernels_document
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import ProfharnessError
 from profharness.program.layer_map import find_layers
+from profharness.program.matching import find_program, match_layers
 from profharness.render.document import Table, formatted_rows
 from profharness.rows import RunRow
 from profharness.store import Store
@@ -125,12 +126,13 @@ class _Page:
     def _pairs(self, runs: Sequence[RunRow]) -> Iterator[tuple[str, str]]:
         """Yield the older and the newer run of each comparison.
 
-        These are the two newest programs with a common module, and the two newest captures with a
+        These are the two newest programs with a common layer of equal size, and the two newest captures with a
         common config and backend.
         """
         programs = (row.run for row in runs if self.store.has(row.run, "attention calls"))
         for new, old in combinations(islice(programs, MAX_ANSWERS), 2):
-            if self._layers(new)[1] & self._layers(old)[1]:
+            alike = self._layers(new)[1] & self._layers(old)[1]
+            if alike and self._result(("matched", old, new), partial(self._match, old, new)):
                 yield old, new
                 break
         captures = [row.run for row in runs if row.cells]
@@ -139,6 +141,12 @@ class _Page:
             if before:
                 yield str(before[0]), run
                 break
+
+    def _match(self, *runs: str) -> bool:
+        """Return whether two programs have a common layer of equal size."""
+        programs = [find_program(self.store, run) for run in runs]
+        layers = match_layers([each for each in programs if each])
+        return any(None not in layer.sides for layer in layers)
 
     def _diff(self, old: str, new: str) -> tuple[str, ...]:
         diff = diff_cells(*find_sides(self.store, old, new))
