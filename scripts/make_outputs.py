@@ -1,10 +1,11 @@
-"""Write what the commands of the documentation print into its pages.
+"""Write what the commands of the documentation print into its pages, and draw its pictures.
 
-python scripts/make_outputs.py [PAGE...]
+python scripts/make_outputs.py            # README.md, docs/*.md and docs/pictures
+python scripts/make_outputs.py PAGE...    # only these pages
 
-The `console` blocks of each page run in order, in an empty folder that has the traces of the project;
-without arguments, those of all pages. `tests/test_install.py` compares the pages with the output of
-an installed profharness. The page of a command that measures shows the figures of this machine.
+The `console` blocks of each page run in order, in an empty folder that has the traces of the project.
+`tests/test_install.py` compares the pages with the output of an installed profharness. Run it on an
+idle machine: the examples that measure show the figures of this machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Their output on stderr is a part of the example.
 WITH_STDERR = ("profharness capture", "profharness ingest")
+PICTURES = (  # arguments of scripts/make_pictures.py
+    ("terminal", "layers.svg", "--width", "100", "--", "layers", "traces/models/llama_eager.json.gz"),
+    ("page", "report.png", "traces/models/llama_train.json.gz", "--height", "830"),
+)
 
 
 def pages() -> list[Path]:
@@ -43,6 +48,8 @@ def run(command: str, folder: Path) -> str:
         text=True,
         check=False,
     )
+    if " > " in command:  # a trace is read only once, which depends on the pages before
+        return re.sub(r"^reading .*\n", "", done.stdout, flags=re.MULTILINE)
     return done.stdout
 
 
@@ -57,6 +64,13 @@ def write_outputs(page: Path, folder: Path) -> None:
     page.write_text(BLOCK.sub(replaced, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
+def draw_pictures() -> None:
+    for kind, name, *arguments in PICTURES:
+        out = str(ROOT / "docs" / "pictures" / name)
+        script = str(ROOT / "scripts" / "make_pictures.py")
+        subprocess.run([sys.executable, script, kind, out, *arguments], cwd=ROOT, check=True)
+
+
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -67,6 +81,8 @@ def main(names: list[str]) -> None:
             shutil.copytree(path, folder / "traces" / path.name)
         for page in [Path(each).resolve() for each in names] or pages():
             write_outputs(page, folder)
+    if not names:
+        draw_pictures()
 
 
 if __name__ == "__main__":

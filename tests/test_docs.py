@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import click
+import make_outputs
 import pytest
 
 import profharness
@@ -156,6 +157,19 @@ def test_broken_links_fail_the_site(tmp_path: Path) -> None:
 
 def site_pages() -> ModuleType:
     return import_module("site_pages")
+
+
+def test_the_picture_shows_what_the_command_prints(tmp_path: Path) -> None:
+    kind, name, *arguments = make_outputs.PICTURES[0]
+    script = str(ROOT / "scripts" / "make_pictures.py")
+    command = [sys.executable, script, kind, str(tmp_path / name), *arguments]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert (tmp_path / name).read_text() == (ROOT / "docs" / "pictures" / name).read_text()
+
+
+def test_pictures_are_small() -> None:
+    for path in (ROOT / "docs" / "pictures").iterdir():
+        assert path.stat().st_size < 300_000, path
 
 
 def test_files_named_in_the_readme_exist() -> None:
