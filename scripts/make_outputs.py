@@ -23,7 +23,15 @@ BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Their output on stderr is a part of the example.
 WITH_STDERR = ("profharness capture", "profharness ingest")
 PICTURES = (  # arguments of scripts/make_pictures.py
-    ("terminal", "layers.svg", "--width", "100", "--", "layers", "traces/models/llama_eager.json.gz"),
+    (
+        "terminal",
+        "layers.svg",
+        "--width",
+        "100",
+        "--",
+        "layers",
+        "traces/models/llama_eager.json.gz",
+    ),
     ("page", "report.png", "traces/models/llama_train.json.gz", "--height", "830"),
 )
 
