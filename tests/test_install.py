@@ -241,7 +241,8 @@ def leading(text: str) -> set[str]:
 
 
 def shape(line: str) -> str:
-    """Return a line without its figures and ids."""
+    """Return a line without its figures and ids, and without the time left, which slow machines show."""
+    line = re.sub(r", about .* left$", "", line)
     line = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "0", line)  # the last part may have no digit
     return re.sub(r"[0-9a-f]*\d[0-9a-f.,]*", "0", " ".join(line.split()))
 
