@@ -28,6 +28,7 @@ demo: $(VENV)/.installed
 	$(BIN)/profharness ingest traces --store $(STORE)
 	$(BIN)/profharness kernels --config 2,8,512,64,fp16 --store $(STORE)
 	$(BIN)/profharness diff flash cudnn --config 2,8,512,64,fp16 --store $(STORE)
+	$(BIN)/profharness layers traces/models/llama_eager.json.gz --store $(STORE)
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
