@@ -1,10 +1,11 @@
 """Write the pages of docs/studies/ from the runs in traces/studies.tar.xz, including every figure,
 or measure those runs again on a GPU.
 
-python scripts/make_studies.py write                  # the pages, without a GPU
-python scripts/make_studies.py store FOLDER           # the runs and their store, for your own queries
-python scripts/make_studies.py measure FOLDER         # on a machine with a GPU: all runs
-python scripts/make_studies.py pack FOLDER            # scrubbed, into traces/studies.tar.xz
+python scripts/make_studies.py write             write the pages and pictures; needs no GPU
+python scripts/make_studies.py check             exit 1 if a page or picture is not current
+python scripts/make_studies.py store FOLDER      unpack the runs and store them, for your own queries
+python scripts/make_studies.py measure FOLDER    make all runs, on a machine with a GPU
+python scripts/make_studies.py pack FOLDER       scrub the runs and pack them into the archive
 
 scripts/studies/NAME.md is the Jinja template of a page. Its figures come from commands of
 profharness (`rows`, `us`) or from the output of a script (`printed`). Statements in words must
@@ -313,8 +314,9 @@ class Figures:
         cudnn = int(facts["cudnn"])
         day = f"{run[:4]}-{run[4:6]}-{run[6:8]}"
         return (
-            f"One {facts['gpu']} ({facts['num_sms']} SMs, driver {facts['driver']}), torch "
-            f"{facts['torch']}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}, {day}"
+            f"Measured on one {facts['gpu']} ({facts['num_sms']} SMs, driver {facts['driver']}) with "
+            f"torch {facts['torch']} and cuDNN "
+            f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100} on {day}"
         )
 
 
@@ -330,7 +332,7 @@ def lowered(text: str, levels: int) -> str:
 def claim(holds: bool, text: str = "") -> str:
     """Return the text if the claim holds, else raise ValueError."""
     if not holds:
-        raise ValueError(f"the data do not bear this out: {text}")
+        raise ValueError(f"the data contradict this: {text}")
     return text
 
 
@@ -376,29 +378,44 @@ def pages(folder: Path, target: Path, studies: Sequence[Study]) -> Iterator[Path
         yield page
 
 
-def write(studies: Sequence[Study], target: Path = PAGES) -> None:
-    """Write the pages of the packed runs, and remove pictures that no page uses."""
+def write(studies: Sequence[Study], target: Path = PAGES) -> list[Path]:
+    """Write the pages of the packed runs, and remove pictures that no page uses. Return the pages."""
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
         for study in studies:
             for picture in target.glob(f"{study.name}-[0-9]*.svg"):
                 picture.unlink()
-        for page in pages(Path(scratch), target, studies):
-            print(page)
+        return list(pages(Path(scratch), target, studies))
+
+
+def outdated(studies: Sequence[Study], committed: Path = PAGES) -> list[str]:
+    """Return the names of pages and pictures that `write` would change, add or remove."""
+    with tempfile.TemporaryDirectory() as scratch:
+        write(studies, Path(scratch))
+        new, old = contents(Path(scratch), studies), contents(committed, studies)
+    return sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
+
+
+def contents(folder: Path, studies: Sequence[Study]) -> dict[str, bytes]:
+    """Return the pages and pictures of the studies in a folder."""
+    patterns = (f"{study.name}{end}" for study in studies for end in (".md", "-[0-9]*.svg"))
+    return {path.name: path.read_bytes() for each in patterns for path in folder.glob(each)}
 
 
 def main() -> None:
-    """Measure, pack, unpack or write."""
+    """Measure, pack, unpack, write or check."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["measure", "pack", "store", "write"])
+    parser.add_argument("what", choices=["measure", "pack", "store", "write", "check"])
     parser.add_argument("folder", type=Path, nargs="?")
     names = [study.name for study in STUDIES]
-    parser.add_argument("--study", action="append", choices=names, help="these alone; repeatable")
+    parser.add_argument(
+        "--study", action="append", choices=names, help="only this study; repeatable"
+    )
     given = parser.parse_args()
-    if given.what != "write" and given.folder is None:
-        parser.error(f"{given.what} needs a FOLDER")
+    if given.what not in ("write", "check") and given.folder is None:
+        parser.error(f"{given.what} requires a FOLDER")
     chosen = [study for study in STUDIES if study.name in (given.study or names)]
     if given.what == "measure":
         measure(given.folder.resolve(), chosen)
@@ -406,8 +423,10 @@ def main() -> None:
         pack(given.folder.resolve())
     elif given.what == "store":
         unpack(given.folder.resolve())
-    else:
-        write(chosen)
+    elif given.what == "write":
+        print(*write(chosen), sep="\n")
+    elif names := outdated(chosen):
+        raise SystemExit("not current; run `make_studies.py write`: " + ", ".join(names))
 
 
 if __name__ == "__main__":
