@@ -162,7 +162,7 @@ def choose_plan(problem: Problem, multiprocessors: int, exchange: str | None = N
     """
     if problem.keys > MAX_ONE_TILE:
         if exchange is not None:
-            raise NotImplementedError(f"exchange {exchange}: only up to {MAX_ONE_TILE} keys")
+            raise NotImplementedError(f"exchange {exchange} supports up to {MAX_ONE_TILE} keys")
         return _many_tiles(problem, multiprocessors)
     plans = [
         plan

@@ -39,13 +39,13 @@ def supports(config: Config) -> str | None:
     if triton is None:
         return "needs triton 3.4 or newer, which comes with torch 2.8 and newer"
     if config.mask != "none":
-        return f"takes no attention mask (mask={config.mask}); causal is an argument of its own"
+        return f"does not support an attention mask (mask={config.mask}), only causal"
     if config.dropout:
-        return "takes no dropout"
+        return "does not support dropout"
     if config.value_dim != config.head_dim:
-        return "takes one head_dim for query, key and value"
+        return "requires the same head_dim for query, key and value"
     if config.head_dim > MAX_HEAD_DIM:
-        return f"takes head_dim up to {MAX_HEAD_DIM}"
+        return f"supports head_dim up to {MAX_HEAD_DIM}"
     return None
 
 
@@ -82,7 +82,7 @@ def attention(
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and (not enable_gqa or heads % kv_heads):
-        raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
+        raise ValueError(f"{heads} query heads and {kv_heads} key heads require enable_gqa")
     _check(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if scale < 0:  # the kernels scale the maximum of the scores, so the scale must be positive
@@ -106,8 +106,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         return
     if q.device.type != "cuda":
         raise NotImplementedError(
-            f"Triton compiles for GPUs, not for {q.device.type}; TRITON_INTERPRET=1 runs its kernels "
-            "on a CPU, slowly"
+            f"Triton compiles only for GPUs, not for {q.device.type}; TRITON_INTERPRET=1 runs its "
+            "kernels slowly on a CPU"
         )
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         raise NotImplementedError("needs compute capability 8.0 or newer")

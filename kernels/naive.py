@@ -48,7 +48,7 @@ def attention(
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads:
         if not enable_gqa or heads % kv_heads:
-            raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
+            raise ValueError(f"{heads} query heads and {kv_heads} key heads require enable_gqa")
         k = k.repeat_interleave(heads // kv_heads, dim=1)
         v = v.repeat_interleave(heads // kv_heads, dim=1)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -66,7 +66,7 @@ def attention(
 def supports(config: Config) -> str | None:
     """Return the reason why a config is not supported, or None if it is supported."""
     if config.mask != "none":
-        return f"takes no attention mask (mask={config.mask}); causal is an argument of its own"
+        return f"does not support an attention mask (mask={config.mask}), only causal"
     if config.dropout:
-        return "takes no dropout"
+        return "does not support dropout"
     return None

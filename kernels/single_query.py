@@ -45,15 +45,17 @@ def attention(
     """
     (batch, heads, rows, head_dim), (kv_heads, columns) = q.shape, k.shape[1:3]
     if heads != kv_heads and (not enable_gqa or heads % kv_heads):
-        raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
+        raise ValueError(f"{heads} query heads and {kv_heads} key heads require enable_gqa")
     if not q.is_cuda or q.dtype not in TYPES:
         raise NotImplementedError(
-            f"takes fp16, bf16 and fp32 on a GPU, not {q.dtype} on {q.device}"
+            f"supports fp16, bf16 and fp32 on a GPU, not {q.dtype} on {q.device}"
         )
     if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
         raise NotImplementedError("has no backward kernel")
     if columns > MAX_KEYS:
-        raise NotImplementedError(f"takes up to {MAX_KEYS} keys: it keeps all scores of a row")
+        raise NotImplementedError(
+            f"supports up to {MAX_KEYS} keys, because it keeps all scores of a row"
+        )
     out = torch.empty((batch, heads, rows, v.shape[-1]), dtype=q.dtype, device=q.device)
     name, shared_bytes, arguments = launch_of(
         q, k, v, out, is_causal, 1 / math.sqrt(head_dim) if scale is None else scale
@@ -90,5 +92,7 @@ def supports(config: Config) -> str | None:
     if config.bwd:
         return "has no backward kernel"
     if config.seq_len_kv > MAX_KEYS:
-        return f"takes up to {MAX_KEYS} keys: it keeps all scores of a row in shared memory"
+        return (
+            f"supports up to {MAX_KEYS} keys, because it keeps all scores of a row in shared memory"
+        )
     return None

@@ -102,21 +102,25 @@ def _planned(
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and (not enable_gqa or not kv_heads or heads % kv_heads):
-        raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
+        raise ValueError(f"{heads} query heads and {kv_heads} key heads require enable_gqa")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
-        raise NotImplementedError(f"takes one batch and one head_dim for q, k and v, not {shapes}")
+        raise NotImplementedError(
+            f"requires the same batch and head_dim for q, k and v, not {shapes}"
+        )
     if not (q.is_cuda and q.device == k.device == v.device):
         raise NotImplementedError(
-            f"takes tensors on one GPU, not {q.device}, {k.device}, {v.device}"
+            f"requires q, k and v on one GPU, not on {q.device}, {k.device}, {v.device}"
         )
     if q.dtype not in TYPES or not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(
-            f"takes fp16, bf16 or fp32 for all three, not {q.dtype}, {k.dtype}, {v.dtype}"
+            f"requires fp16, bf16 or fp32 for all of q, k and v, not {q.dtype}, {k.dtype}, "
+            f"{v.dtype}"
         )
     if q.shape[3] > MAX_HEAD_DIM or q.shape[2] > MAX_ROWS:
         raise NotImplementedError(
-            f"takes head_dim up to {MAX_HEAD_DIM} and {MAX_ROWS} rows, not {q.shape[3]}, {q.shape[2]}"
+            f"supports head_dim up to {MAX_HEAD_DIM} and up to {MAX_ROWS} query rows, not "
+            f"{q.shape[3]} and {q.shape[2]}"
         )
     if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
         raise NotImplementedError("has no backward kernel")
@@ -187,13 +191,16 @@ def supports(config: Config) -> str | None:
     if config.bwd:
         return "has no backward kernel"
     if config.value_dim != config.head_dim:
-        return "takes one head_dim for query, key and value"
+        return "requires the same head_dim for query, key and value"
     if config.head_dim > MAX_HEAD_DIM:
-        return f"takes head_dim up to {MAX_HEAD_DIM}"
+        return f"supports head_dim up to {MAX_HEAD_DIM}"
     if config.seq_len_q > MAX_ROWS:
-        return f"takes up to {MAX_ROWS} query rows"
+        return f"supports up to {MAX_ROWS} query rows"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10):
-        return "needs clusters and 227 KB of shared memory a block (compute capability 9.0 or 10.0)"
+        return (
+            "requires clusters and 227 KB of shared memory per block (compute capability 9.0 or "
+            "10.0)"
+        )
     return None
 
 

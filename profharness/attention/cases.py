@@ -163,7 +163,7 @@ _DERIVED: dict[str, Derive] = {
 }
 CASES = (AS_GIVEN, *_DERIVED)
 VALUES = {
-    "large_offset": "tensors that start 1 MiB elements into their storage",
+    "large_offset": "tensors that start at element 1,048,576 of their storage",
     "large": "scores beyond the range of exp",
     "equal": "the same score for every key",
     "masked_row": "a query row that may not attend to any key",
@@ -183,7 +183,7 @@ def derive_cases(config: Config, names: Sequence[str]) -> list[tuple[str, Config
     unknown = sorted(set(names) - {*CASES, STANDARD, NO_CASES})
     if unknown:
         raise UsageError(
-            f"no case {unknown[0]!r}; known are {STANDARD}, {NO_CASES}, {', '.join(CASES)}"
+            f"unknown case {unknown[0]!r}; choose from {STANDARD}, {NO_CASES}, {', '.join(CASES)}"
         )
     config = replace(config, dropout=0.0)
     cases = {(config, "normal"): AS_GIVEN}

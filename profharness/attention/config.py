@@ -130,9 +130,9 @@ DTYPE_ALIASES = {
     alias: name for name in CONFIG_DTYPES for alias in (DTYPES[name].torch, *DTYPES[name].aliases)
 }
 GRAMMAR = (
-    f"batch,heads,seq_len,head_dim then, in any order: a dtype ({' '.join(CONFIG_DTYPES)}), "
-    f"{', '.join(FLAGS)}, and key=value of {' '.join(KEYED)}; "
-    "any number may be a set {1,2,4} or a range 128:4096:*2, 64:256:+64"
+    f"batch,heads,seq_len,head_dim, then in any order a dtype ({' '.join(CONFIG_DTYPES)}), "
+    f"{', '.join(FLAGS)}, and key=value for {' '.join(KEYED)}; any number may be a set "
+    "{1,2,4} or a range 128:4096:*2, 64:256:+64"
 )
 
 
@@ -150,8 +150,8 @@ def grammar_lines() -> list[str]:
             for option in keyed
             if option.allowed and option.allowed != MASK_SHAPES
         ),
-        "mask_shape=b1qk (of bhqk, with 1 for a dimension that it is broadcast over; hqk, qk)",
-        f"{strides} as 393216x64x1536x1, in elements",
+        "mask_shape=b1qk (from bhqk, with 1 for each dimension to broadcast; also hqk, qk)",
+        f"{strides} in elements, such as 393216x64x1536x1",
     ]
 
 
@@ -274,7 +274,9 @@ def parse_config(text: str) -> Config:
     """
     configs = expand_configs(text)
     if len(configs) != 1:
-        raise UsageError(f"config {text!r} expands to {len(configs)} configs; give one here")
+        raise UsageError(
+            f"config {text!r} expands to {len(configs)} configs, but only one is allowed here"
+        )
     return configs[0]
 
 
@@ -308,13 +310,15 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
         return None
     wrong = [name for name in names if name not in SDPA_BACKENDS]
     if wrong or len({*names}) < len(names):
-        what = f"has {wrong[0]!r} in it" if wrong else "names a backend twice"
+        what = f"contains {wrong[0]!r}" if wrong else "names a backend twice"
         raise UsageError(
             f"backend {backend!r} {what}; a set such as flash+math or an order such as "
-            f"'cudnn>flash' is made of {', '.join(SDPA_BACKENDS)}"
+            f"'cudnn>flash' may contain only {', '.join(SDPA_BACKENDS)}"
         )
     if "+" in marks and len(marks) > 1:
-        raise UsageError(f"backend {backend!r} is a set and an order; join all by + or all by >")
+        raise UsageError(
+            f"backend {backend!r} mixes a set and an order; join all names with + or all with >"
+        )
     if len(names) == 1 or "+" not in marks:
         return SdpaSetting(tuple(names), ordered=len(names) > 1)
     return SdpaSetting(tuple(name for name in SDPA_BACKENDS if name in names))
@@ -344,7 +348,7 @@ def split_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str):
             raise UsageError(
-                f"{text!r} is no name; give names as text, an implementation of your own as "
+                f"{text!r} is not a name; give names as text, and your own implementation as "
                 "file.py:function or package.module:function"
             )
     stripped = (name.strip() for text in texts for name in text.split(","))
@@ -390,7 +394,9 @@ def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Co
 def _expand(text: str) -> list[Config]:
     tokens = _split(text)
     if len(tokens) < 4:
-        raise UsageError(f"{len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}")
+        raise UsageError(
+            f"found only {len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}"
+        )
     positions = ("batch", "num_heads", "seq", "head_dim")
     fields: dict[str, list[Any]] = {
         name: list(_numbers(token)) for name, token in zip(positions, tokens[:4], strict=True)
@@ -402,7 +408,7 @@ def _expand(text: str) -> list[Config]:
         fields[name] = values
     count = math.prod(map(len, fields.values()))
     if count > MAX_CONFIGS:
-        raise UsageError(f"it expands to {count} configs; at most {MAX_CONFIGS} at once")
+        raise UsageError(f"expands to {count} configs; the limit is {MAX_CONFIGS}")
     configs = []
     for combination in itertools.product(*fields.values()):
         chosen: dict[str, Any] = dict(zip(fields, combination, strict=True))
@@ -420,28 +426,28 @@ def _canonical(config: Config) -> Config:
     """
     if config.num_heads % config.num_kv_heads:
         message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
-        raise UsageError(f"{message}; grouped queries need a divisor")
+        raise UsageError(f"{message}, as grouped-query attention requires")
     if config.head_dim_v == config.head_dim:
         config = replace(config, head_dim_v=None)
     if config.kv_batch == config.batch:
         config = replace(config, kv_batch=None)
     if config.kv_batch is not None and 1 not in (config.kv_batch, config.batch):
-        message = f"kv_batch={config.kv_batch} and batch={config.batch}"
-        raise UsageError(f"{message}; one of them must be 1 to be broadcast")
+        message = f"kv_batch={config.kv_batch} differs from batch={config.batch}"
+        raise UsageError(f"{message}; one of them must be 1, so that it can be broadcast")
     if (config.mask_shape or config.mask_strides) and config.mask == "none":
-        raise UsageError("a shape or strides of a mask, but no mask=")
+        raise UsageError("mask_shape and mask_strides require mask=")
     if config.window is not None and config.mask != "none":
-        raise UsageError(f"window={config.window} and mask={config.mask}; give one, not both")
+        raise UsageError(f"window={config.window} cannot be combined with mask={config.mask}")
     if config.mask_shape == WHOLE_MASKS.get(config.mask, "11qk"):
         config = replace(config, mask_shape=None)
     for name in STRIDES:
         given = getattr(config, name)
         wanted = len(config.mask_dims) if name == "mask_strides" else 4
         if given and len(given) != wanted:
-            raise UsageError(f"{name} has {len(given)} numbers; {wanted} are wanted")
+            raise UsageError(f"{name} has {len(given)} numbers; expected {wanted}")
     strides = (config.q_strides, config.k_strides, config.v_strides)
     if any(strides) and config.layout != "contiguous":
-        raise UsageError(f"strides and layout={config.layout} exclude each other; give one")
+        raise UsageError(f"strides cannot be combined with layout={config.layout}")
     return config
 
 
@@ -471,9 +477,9 @@ def _option(token: str) -> tuple[str, list[Any]]:
         return option.field, [_real(key, word) for word in words]
     for word in words:
         if option.kind == "strides" and not re.fullmatch(r"\d{1,15}(x\d{1,15})*", word):
-            raise UsageError(f"{key}={word!r} is no list of strides such as 393216x64x1536x1")
+            raise UsageError(f"{key}={word!r} is not a list of strides such as 393216x64x1536x1")
         if option.allowed and word not in option.allowed:
-            raise UsageError(f"{key}={word!r}; allowed are {' '.join(option.allowed)}")
+            raise UsageError(f"{key}={word!r} is unknown; choose from {' '.join(option.allowed)}")
     if option.kind == "strides":
         return option.field, [tuple(map(int, word.split("x"))) for word in words]
     return option.field, words
@@ -482,19 +488,19 @@ def _option(token: str) -> tuple[str, list[Any]]:
 def _unknown(token: str) -> str:
     """Return the error text for a token that is not an option."""
     if not token:
-        return "a comma with nothing behind it; leave it out"
+        return "nothing follows a comma; remove it"
     key, equals, _ = token.partition("=")
     if equals and key in FLAGS:
-        return f"cannot read {token!r}; write {key} alone"
+        return f"cannot read {token!r}; write {key} without a value"
     elements = _elements(token.removeprefix("dtype="))
     if not set(FLAGS).isdisjoint(elements):
-        return f"cannot read {token!r}; a set of flags is not supported, give one config for each"
+        return f"cannot read {token!r}; flags cannot be in a set, so give one config for each"
     meant = [DTYPE_ALIASES.get(word.lower(), word.lower()) for word in elements]
     if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
         return f"cannot read {token!r}; write {hint}"
     options = (*CONFIG_DTYPES, *FLAGS, *(f"{name}=" for name in KEYED))
-    return f"cannot read {token!r}; allowed after the four numbers: {' '.join(options)}"
+    return f"cannot read {token!r}; the four numbers may be followed by {' '.join(options)}"
 
 
 def _elements(value: str) -> list[str]:
@@ -528,7 +534,8 @@ def _range(word: str) -> Iterator[int]:
     match = re.fullmatch(r"(\d+)(?::(\d+):([*+])(\d+))?", word)
     if not match:
         raise UsageError(
-            f"{word!r} is not a number; allowed are 512, a set {{1,2,4}}, a range 128:4096:*2 or 64:256:+64"
+            f"{word!r} is not a number; write 512, a set {{1,2,4}} or a range 128:4096:*2 or "
+            "64:256:+64"
         )
     if any(len(part) > MAX_DIGITS for part in re.findall(r"\d+", word)):
         raise UsageError(f"{word!r} is too large; a number has at most {MAX_DIGITS} digits")
@@ -564,6 +571,6 @@ def _parse_label(text: str) -> Config:
     numbers.setdefault("seq", numbers.get("seq_q", ""))
     four = [numbers.pop(name, "") for name in POSITIONS]
     if not all(four):
-        raise UsageError(f"label {text!r}: wants b…-h…-s…-d…, for example b2-h8-s512-d64-fp16")
+        raise UsageError(f"label {text!r}: expected b…-h…-s…-d…, for example b2-h8-s512-d64-fp16")
     keyed = [f"{name}={value}" for name, value in numbers.items()]
     return expand_configs(",".join([*four, *keyed, *options]))[0]

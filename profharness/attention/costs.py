@@ -50,7 +50,7 @@ class TensorBytes:
 def tensor_bytes(config: Config) -> TensorBytes:
     """Return the sizes of the tensors of a call. Raise UsageError if the config has no dtype."""
     if config.dtype is None:
-        text = "bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
+        text = "the number of bytes depends on the dtype; add fp16, bf16 or fp32"
         raise UsageError(f"config {config}: {text}")
     item = DTYPES[config.dtype].bytes
     rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
@@ -188,7 +188,7 @@ def flops(config: Config, convention: str = "exact") -> int:
         return scores * (key_products * config.head_dim + value_products * config.value_dim)
     if convention != "flash-attention":
         raise UsageError(
-            f"FLOP convention {convention!r} is not known; there are {', '.join(CONVENTIONS)}"
+            f"unknown FLOP convention {convention!r}; choose from {', '.join(CONVENTIONS)}"
         )
     rows, columns = config.seq_len_q, config.seq_len_kv
     scores_twice = rows * (max(0, columns - rows) + columns if config.causal else 2 * columns)

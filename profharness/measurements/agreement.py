@@ -65,7 +65,10 @@ def predicted_rows(
     stored = shell_command("runs", store=path)
     raise NotFoundError(
         lack
-        or f"{where} has nothing of: {', '.join(names) or 'kernels'}; see what is stored with: {stored}"
+        or (
+            f"{where} contains nothing for {', '.join(names) or 'kernels'}; see what is stored "
+            f"with: {stored}"
+        )
     )
 
 
@@ -138,16 +141,16 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
     clauses: list[tuple[str, Iterable[str], str]] = []
     if pytorch_chooses(cell.backend):
         if cell.predicted is not None:
-            text = "that PyTorch raises" if cell.predicted == "none" else cell.predicted
+            text = "that PyTorch raises an error" if cell.predicted == "none" else cell.predicted
             clauses.append(("rules", [cell.predicted], f"the rules predict {text}"))
     elif cell.backend in SDPA_BACKENDS:
         if cell.predicted == "refused":
             clauses.append(("rules", ["none"], f"the rules refuse {cell.backend}"))
         elif cell.predicted is not None or cell.status == "ok":
-            what = "the rules take it" if cell.predicted else "it is the one permitted"
-            clauses.append(("rules", [cell.backend], f"{cell.backend} is asked for, {what}"))
+            what = "and the rules allow it" if cell.predicted else "as the only backend"
+            clauses.append(("rules", [cell.backend], f"{cell.backend} was requested {what}"))
     if cell.choice in ("none", "error"):
-        clauses.append(("choice", ["none"], "PyTorch says that no backend takes it"))
+        clauses.append(("choice", ["none"], "PyTorch reports that no backend supports it"))
     elif cell.choice is not None:
         clauses.append(("choice", [cell.choice], f"PyTorch chose {cell.choice}"))
     op = _op_of(cell, rows)
@@ -159,7 +162,7 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
     if not ran and families >= _MATH_FAMILIES:
         ran, named = {"math"}, _MATH_FAMILIES
     if ran and cell.status == "ok":
-        text = f"the kernels are of family {', '.join(sorted(named))}"
+        text = f"the kernels belong to family {', '.join(sorted(named))}"
         clauses.append(("kernels", ran, text))
     # The status `oom` is left out, because it does not show which backend was chosen.
     if cell.status in ("refused", "error", "crashed") and of_pytorch(cell.backend):
@@ -202,8 +205,11 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
 
     others = dict.fromkeys(parse_kernel_name(name).backend for name in names)
     return [
-        f"mismatch: the op that ran is {cell.sdpa_op} (flash), but the kernels are "
-        f"{_OTHER_FLASH[name]}'s, not PyTorch's own; activate_flash_attention_impl does that"
+        (
+            f"mismatch: the op that ran is {cell.sdpa_op} (flash), but the kernels are "
+            f"{_OTHER_FLASH[name]}'s, not PyTorch's own; activate_flash_attention_impl has this "
+            "effect"
+        )
         for name in others
         if name in _OTHER_FLASH
     ]
@@ -250,7 +256,7 @@ def check_expected_names(expected: Sequence[str]) -> None:
     """
     for name in expected:
         if name not in EXPECTED:
-            raise UsageError(f"--expect {name!r}: not one of {', '.join(EXPECTED)}")
+            raise UsageError(f"unknown --expect {name!r}; choose from {', '.join(EXPECTED)}")
 
 
 def unmet_expectations(
@@ -274,13 +280,13 @@ def unmet_expectations(
         if signs := _signs(None, own):
             judged.append((f"run {names.get(run, run)}, range {name or '(none)'}", signs))
     if not judged:
-        return ["nothing to judge: no cell that ran is shown"]
+        return ["nothing to check: none of the shown cells ran"]
     wanted, lines = " or ".join(expected), []
     for place, signs in judged:
         wrong = [sign for sign in signs if not _accepts(expected, *sign[:2])]
         if not signs:
             lines.append(
-                f"{place}: expected {wanted}, but neither an op nor a kernel tells what ran"
+                f"{place}: expected {wanted}, but neither an op nor a kernel shows what ran"
             )
         elif wrong:
             ran = ", ".join(dict.fromkeys(backend for backend, _, _ in wrong))
@@ -307,8 +313,8 @@ def replaced_by(cell: CellRow, rows: Sequence[KernelRow] = ()) -> str | None:
 
 def replacement_text(backend: str) -> str:
     """Return a sentence about a replacement. `backend` is the result of `replaced_by`."""
-    which = f", which took {backend}" if backend else ""
-    return f"torch.compile replaced it by scaled_dot_product_attention{which}"
+    which = f", which ran {backend}" if backend else ""
+    return f"torch.compile replaced it with scaled_dot_product_attention{which}"
 
 
 def replacement_notes(cells: Iterable[CellRow]) -> list[tuple[str, str]]:

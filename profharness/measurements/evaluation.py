@@ -74,7 +74,7 @@ def bench_configs(
     """
     _check_dtypes(dtypes)
     if not configs:
-        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+        raise UsageError("no config given; add --config 2,8,512,64 or --configs FILE")
     ahead = [baseline] if isinstance(baseline, Config) and baseline not in configs else []
     unique: dict[Config, Config] = {}
     for config in [*ahead, *configs]:
@@ -121,7 +121,7 @@ def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] |
 def _check_dtypes(names: Sequence[str]) -> None:
     for name in names:
         if name not in CONFIG_DTYPES:
-            raise UsageError(f"no dtype {name!r}; known are {', '.join(CONFIG_DTYPES)}")
+            raise UsageError(f"unknown dtype {name!r}; choose from {', '.join(CONFIG_DTYPES)}")
 
 
 def backend_of_cell(cell: CellRow) -> str | None:
@@ -155,7 +155,8 @@ class Loss:
 
     config: Annotated[str, column("config", meaning="label of the attention problem")]
     choice: Annotated[
-        str | None, column("auto took", importance="answer", meaning="what ran on `auto`")
+        str | None,
+        column("auto took", importance="answer", meaning="the backend that ran on `auto`"),
     ]
     chosen_ns: Annotated[
         float,
@@ -248,7 +249,7 @@ class BenchResult:
 def check_convention(name: str) -> None:
     """Raise UsageError if the convention for counting FLOPs is unknown."""
     if name not in CONVENTIONS:
-        raise UsageError(f"no convention {name!r}; known are {', '.join(CONVENTIONS)}")
+        raise UsageError(f"unknown FLOP convention {name!r}; choose from {', '.join(CONVENTIONS)}")
 
 
 def evaluate_bench(
@@ -271,7 +272,7 @@ def evaluate_bench(
     stored = next(row for row in store.runs() if row.run == name)
     if not stored.cells:
         raise NotFoundError(
-            f"run {name} ({stored.kind}) has no timed cells; see it with: {store.shown_by(name)}"
+            f"run {name} ({stored.kind}) has no timed cells; show it with: {store.shown_by(name)}"
         )
     check_convention(convention)
     plan = store.bench_plan(name)
@@ -372,8 +373,8 @@ def selecting(row: BenchRow) -> str:
     if sdpa_setting(row.backend) is not None:
         return call_code(config, config, row.backend)
     return (
-        f"# {row.backend} is none of scaled_dot_product_attention's backends: call it itself\n"
-        f"# with q, k, v in the layout [batch, heads, seq_len, head_dim]"
+        f"# {row.backend} is not a backend of scaled_dot_product_attention; call it directly\n"
+        "# with q, k, v in the layout [batch, heads, seq_len, head_dim]"
     )
 
 
@@ -417,16 +418,16 @@ def _conclude(
         yield from _against_plain(ranked, samples_of)
     lost = [row for row in ranked if row.speedup is None]
     if baseline is not None and lost:
-        where = " on their config" if isinstance(baseline, str) else ""
+        where = " for their config" if isinstance(baseline, str) else ""
         counted = f"{len(lost)} of {len(ranked)} figures"
-        yield f"no speed-up for {counted}: the baseline {baseline} has no figure{where}"
+        yield f"no speed-up for {counted}, because the baseline {baseline} has no time{where}"
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
-        yield f"not ranked, because its output is wrong: {', '.join(wrong)}"
+        yield f"not ranked because of wrong output: {', '.join(wrong)}"
     if isinstance(baseline, Config):
         yield (
-            "speed-ups against another config are ratios of latencies; compare FLOP/s where the work "
-            "differs"
+            "speed-ups over another config are ratios of latencies; if the work differs, compare "
+            "FLOP/s"
         )
 
 
@@ -438,7 +439,7 @@ def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
     if sound:
         best = max(sound, key=lambda row: row.flops_per_s or 0)
         rate = (best.flops_per_s or 0) / 1e12
-        yield f"most work a second: {best.config} on {best.backend}, {rate:,.4g} TFLOP/s"
+        yield f"highest rate: {best.config} on {best.backend}, {rate:,.4g} TFLOP/s"
 
 
 def _fastest(winner: Winner) -> str:
@@ -493,5 +494,5 @@ def _against_backend(
                 most = f" ({'up to ' if len(rows) > 1 else ''}{factor:.2f}x, {extreme.config})"
             parts.append(f"{words} on {len(rows)}{most}")
         if parts:
-            counted = f"of {len(own)} config{'s' if len(own) > 1 else ''}"
-            yield f"against {baseline}, {counted}, {backend} is {', '.join(parts)}"
+            counted = f"{len(own)} config{'s' if len(own) > 1 else ''}"
+            yield f"compared with {baseline} on {counted}, {backend} is {', '.join(parts)}"

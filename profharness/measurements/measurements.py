@@ -78,7 +78,7 @@ def _doubts(
     if half > UNKNOWN:
         texts.append(UNSTEADY)
     elif half > precision:
-        texts.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
+        texts.append(f"the median is known only to ±{half:.1%} (requested: ±{precision:.1%})")
     return tuple(texts)
 
 
@@ -87,10 +87,13 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
     if width and row.bytes_per_s and row.bytes_per_s > width:
         excess = row.bytes_per_s / width
         reason = _why_bytes(row, peaks.l2_bytes, excess)
-        yield f"{excess:.0%} of the memory's {width / 1e9:,.4g} GB/s ({peaks.source}): {reason}"
+        yield (
+            f"{excess:.0%} of the memory bandwidth of {width / 1e9:,.4g} GB/s "
+            f"({peaks.source}): {reason}"
+        )
     if rate and row.flops_per_s and row.flops_per_s > rate[1]:
         name, peak = rate
-        reason = "check that the output is right and that the peak is this device's"
+        reason = "check that the output is correct and that the peak belongs to this device"
         if name == "fp32":
             reason = "tensor cores may have been used (TF32 or a split of fp32)"
         share = row.flops_per_s / peak
@@ -102,16 +105,19 @@ def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
     moved = costs.compulsory_bytes(parse_config(row.config))
     size = f"the working set of {moved / MB:,.1f} MB"
     if l2_bytes is None:
-        return f"{size} may fit in L2, whose size is not known"
+        return f"{size} may fit in L2, whose size is unknown"
     l2 = f"the L2 of {l2_bytes / MB:,.0f} MB"
     flushed = ""
     if row.measurement in (COLD, EVENT):
-        flushed = "; it was flushed, but the output may stay there"
+        flushed = "; L2 was flushed, but the output may stay in it"
     if moved <= l2_bytes:
         return f"{size} fits in {l2}{flushed or ', so this is not the rate of the memory'}"
     if excess <= moved / (moved - l2_bytes):
-        return f"a part of {size} can stay in {l2}{flushed}"
-    return f"{size} is so much larger than {l2} that this is no reason; do not use the figure"
+        return f"part of {size} can stay in {l2}{flushed}"
+    return (
+        f"{size} is much larger than {l2}, which therefore does not explain the rate; do not "
+        "use this figure"
+    )
 
 
 def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
@@ -119,11 +125,11 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     texts = []
     low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
     if low and high and (high - low) / high > CLOCK_MOVED:
-        texts.append(f"the SM clock moved between {low:g} and {high:g} MHz")
+        texts.append(f"the SM clock changed between {low:g} and {high:g} MHz")
     bits = int(clocks.get("throttle_reasons") or 0)
     reasons = [text for bit, text in THROTTLES.items() if bits & bit]
     if reasons:
-        texts.append(f"the clock was held back by {' and '.join(reasons)}")
+        texts.append(f"the clock was limited by {' and '.join(reasons)}")
     return tuple(texts)
 
 
@@ -133,7 +139,7 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
         return ()
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
     if (share := cell.clocks.get(CPU_WAIT) or 0) > BUSY:
-        texts.append(f"machine busy: {share:.0%} of the time the worker waited for a CPU")
+        texts.append(f"machine busy: the worker waited for a CPU {share:.0%} of the time")
     return tuple(texts)
 
 
@@ -151,9 +157,7 @@ class BenchRow:
 
     run: Annotated[str, column(meaning="id of the run")]
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
-    backend: Annotated[
-        str, column("backend", importance="key", meaning="the backend that was asked for")
-    ]
+    backend: Annotated[str, column("backend", importance="key", meaning="the requested backend")]
     status: Annotated[
         str, column(importance="answer", optional=True, meaning="`ok`, `refused`, or how it failed")
     ]
@@ -188,7 +192,10 @@ class BenchRow:
     efficiency: Annotated[
         float | None,
         column(
-            "% of peak", "load", optional=True, meaning="the rate over the peak that binds first"
+            "% of peak",
+            "load",
+            optional=True,
+            meaning="the rate divided by the peak rate that limits it",
         ),
     ] = None
     against: Annotated[str | None, column(meaning="that peak")] = None
@@ -199,12 +206,13 @@ class BenchRow:
             "ratio",
             importance="answer",
             optional=True,
-            meaning="the baseline's time over this one",
+            meaning="the baseline's time divided by this time",
         ),
     ] = None
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
     regret: Annotated[
-        float | None, column(meaning="median over that of the fastest correct backend, minus 1")
+        float | None,
+        column(meaning="median divided by that of the fastest correct backend, minus 1"),
     ] = None
     verified: Annotated[
         bool | None,
@@ -241,14 +249,16 @@ class BenchRow:
         ),
     ] = None
     peak_memory_bytes: Annotated[
-        int | None, column(meaning="peak memory of a call without its inputs")
+        int | None, column(meaning="peak memory of a call, excluding its inputs")
     ] = None
     processes: Annotated[int | None, column(meaning="processes that took the samples")] = None
     between_turns_ns: Annotated[
-        float | None, column(meaning="half the interval by the differences between turns alone")
+        float | None,
+        column(meaning="half-width of the interval from the differences between turns only"),
     ] = None
     between_processes_ns: Annotated[
-        float | None, column(meaning="half the interval by the differences between processes alone")
+        float | None,
+        column(meaning="half-width of the interval from the differences between processes only"),
     ] = None
 
     @property
@@ -270,7 +280,7 @@ class BenchRow:
             "±%",
             "spread",
             importance="answer",
-            meaning="half the 95 % interval of the median; busy: that is more than the median",
+            meaning="half-width of the 95 % interval of the median; `busy` if it exceeds the median",
         ),
     ]:
         """The half-width of the interval, divided by the median."""
@@ -289,7 +299,7 @@ class BenchRow:
             "spread",
             importance="detail",
             optional=True,
-            meaning="`between_processes_ns` over the median",
+            meaning="`between_processes_ns` divided by the median",
         ),
     ]:
         """`between_processes_ns` divided by the median, or None if it is unknown."""
@@ -370,13 +380,13 @@ def run_cells(
     for what, config in named:
         if not any(map(config.matches, held.values())):
             raise NotFoundError(
-                f"run {run} has no cell of {what} {config}; it has {join_few(held, SHOWN_NAMES)}"
+                f"run {run} has no cell for {what} {config}; it has {join_few(held, SHOWN_NAMES)}"
             )
     names = dict.fromkeys(backend for _, backend in cells)
     for name in backends or ((baseline,) if isinstance(baseline, str) else ()):
         if name not in names:
             raise NotFoundError(
-                f"run {run} has no cell of backend {name}; it has {join_few(names, SHOWN_NAMES)}"
+                f"run {run} has no cell for backend {name}; it has {join_few(names, SHOWN_NAMES)}"
             )
     kept = [
         cell
@@ -385,7 +395,7 @@ def run_cells(
         and (backends is None or backend in backends)
     ]
     if not kept and (configs or backends):
-        raise NotFoundError(f"run {run} has no cell of these configs on these backends")
+        raise NotFoundError(f"run {run} has no cell with these configs and backends")
     return kept
 
 
@@ -577,7 +587,7 @@ class Growth:
         low, high = (size / MIB for _, size in (self.points[0], self.points[-1]))
         sizes = f"{low:,.4g} to {high:,.4g} MiB"
         if len(self.points) == 2:
-            return f"{self.backend} S^{self.order:.2f} by two points alone, {sizes}"
+            return f"{self.backend} S^{self.order:.2f} from only two points, {sizes}"
         if abs(self.last - self.first) > BENT:
             bent = f"S^{self.first:.2f} at first, S^{self.last:.2f} at the end"
             return f"{self.backend} {bent}, {sizes}"
@@ -681,7 +691,7 @@ def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Axis
     place, leader = leads[0]
     for value, backend in leads[1:]:
         if value not in lines[leader]:
-            text = f"{leader} has no figure at {value:,}, where {backend} is fastest"
+            text = f"{leader} has no time at {value:,}, where {backend} is fastest"
             events.append(AxisEvent("end", backend, place, value, text, other=leader))
             leader = backend
         elif backend != leader and ahead(backend, leader, value):
@@ -713,8 +723,10 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
             took = [ran.get((row.config, backend)) for row in (old, new)]
             why = ""
             if pytorch_chooses(backend) and None not in took and took[0] != took[1]:
-                why = f" (it took {took[1]} instead of {took[0]})"
-            text = f"{backend} does {factor:.1f}x less work a second at {after:,} than at {before:,}{why}"
+                why = f" (it ran {took[1]} instead of {took[0]})"
+            text = (
+                f"the rate of {backend} is {factor:.1f}x lower at {after:,} than at {before:,}{why}"
+            )
             events.append(AxisEvent("drop", backend, before, after, text, factor=factor))
     return sorted(events, key=lambda event: -(event.factor or 0))
 
@@ -745,7 +757,7 @@ def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
         rate = f"the best rate goes from {low:,.4g} TFLOP/s at {first:,} to {high:,.4g} at {last:,}"
         top = max(rates, key=lambda value: rates[value])
         if rates[top] > SUMMIT * max(low, high):
-            rate += f", and is {rates[top]:,.4g} at {top:,}"
+            rate += f", with a maximum of {rates[top]:,.4g} at {top:,}"
     drops = [event.text for event in events if event.kind == "drop"]
     more = f" and {len(drops) - SHOWN_EVENTS} more" if len(drops) > SHOWN_EVENTS else ""
     fall = f". Drops: {'; '.join(drops[:SHOWN_EVENTS])}{more}" if drops else ""
@@ -825,7 +837,7 @@ def _dtype_pair(
             most = "up to " if len(own) > 1 else ""
             text += f" ({most}{factor:.2f}x, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
         parts.append(text)
-    counted = f"of {len(both)} pair{'s' if len(both) > 1 else ''} of cells"
-    statement = f"{dtype} against {other}, {counted}: {', '.join(parts)}"
+    counted = f"{len(both)} pair{'s' if len(both) > 1 else ''} of cells"
+    statement = f"{dtype} compared with {other} in {counted}: {', '.join(parts)}"
     counts = {verdict: len(own) for verdict, own in verdicts.items()}
     return DtypePair(dtype, other, counts, statement)

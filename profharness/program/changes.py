@@ -35,38 +35,49 @@ class EnvChange:
 # Maps patterns of environment keys to the possible effect of a change. The most important keys come
 # first. The texts describe how PyTorch dispatches on CUDA.
 _EXPLAINS = {
-    "device_type": "another kind of device runs other kernels; times do not compare",
-    "gpu|capability|num_sms": "the GPU decides which backends are allowed, whether cuDNN comes first,"
-    " tiles and the number of splits",
-    "torch|torch_git": "PyTorch's release decides the order of backends, their constraints and"
-    " the built-in kernels",
-    "torch_cuda": "brings other cuBLAS kernels for math; from 2.13 the CUDA of the build also decides"
-    " on which GPUs cuDNN comes first",
-    "cudnn": "cuDNN picks its kernels at run time; from torch 2.10 one newer than 9.15.0 is the first"
-    " choice on compute capability 9 and 10, and head_dim limits depend on it",
-    r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": "1 takes cuDNN from the front (torch 2.10 on)",
-    r"(env\.)?TORCH_CUDNN_SDPA_ENABLED": "1 lets PyTorch take cuDNN (torch 2.3 and 2.4)",
-    r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": "0 keeps cuDNN from the front (torch 2.9)",
-    r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "1 lets cuDNN take nested tensors",
+    "device_type": "a CPU and a GPU run different kernels, so their times cannot be compared",
+    "gpu|capability|num_sms": (
+        "the GPU determines the allowed backends, whether cuDNN comes first, tile sizes and "
+        "the number of splits"
+    ),
+    "torch|torch_git": (
+        "the PyTorch release determines the order of the backends, their constraints and the "
+        "built-in kernels"
+    ),
+    "torch_cuda": (
+        "changes the cuBLAS kernels of math; from torch 2.13 on, also determines on which "
+        "GPUs cuDNN comes first"
+    ),
+    "cudnn": (
+        "cuDNN selects its kernels at run time; from torch 2.10 on, versions newer than "
+        "9.15.0 come first on compute capability 9 and 10, and head_dim limits depend on the "
+        "version"
+    ),
+    r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": "1 removes cuDNN from the front of the order (torch 2.10 and newer)",
+    r"(env\.)?TORCH_CUDNN_SDPA_ENABLED": "1 lets PyTorch choose cuDNN (torch 2.3 and 2.4)",
+    r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": "0 keeps cuDNN from the front of the order (torch 2.9)",
+    r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "1 lets cuDNN compute nested tensors",
     r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "changes which cuDNN plan a shape gets",
-    r"(env\.)?TORCH_CUDNN_SDPA_\w+": "steers the use of cuDNN attention",
+    r"(env\.)?TORCH_CUDNN_SDPA_\w+": "controls the use of cuDNN attention",
     "priority_order": "the first allowed backend of this order runs",
     r"sdp_\w+": "a backend that is switched off is never chosen",
-    "flash_attention_impl": "another FlashAttention generation brings other kernels and limits",
-    "deterministic": "deterministic algorithms rule cuDNN out and give flash's backward another grid",
-    "fp16_reduction_math": "lets math compute in half precision instead of fp32: no casts, other GEMMs",
+    "flash_attention_impl": "another FlashAttention generation has other kernels and limits",
+    "deterministic": "deterministic algorithms exclude cuDNN and change the grid of flash's backward",
+    "fp16_reduction_math": (
+        "lets math compute in half precision instead of fp32, without casts and with other GEMMs"
+    ),
     r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": "lets fp32 GEMMs of math run on tensor"
     " cores",
-    "triton": "compiles flex and Triton kernels anew",
+    "triton": "recompiles flex and Triton kernels",
     "driver": "may change clocks, launch cost and just-in-time compiled code",
     r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)": "changes cuBLAS's choice of GEMM for"
     " math",
-    r"(env\.)?CUDA_LAUNCH_BLOCKING": "makes every launch wait, which lengthens calls",
+    r"(env\.)?CUDA_LAUNCH_BLOCKING": "makes every launch wait for its kernel, which lengthens calls",
     r"(env\.)?CUDA_\w+": "changes how work is launched",
     r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF": "changes the cost of allocations inside a call",
-    "cpu": "another processor launches at another pace, and runs CPU kernels at another speed",
+    "cpu": "another processor launches kernels and runs CPU kernels at another speed",
     r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS": "changes the time of CPU kernels",
-    r"sm_mhz|clocks\.\w+|power_limit\w*": "another clock gives other times for the same kernel",
+    r"sm_mhz|clocks\.\w+|power_limit\w*": "the same kernel takes another time at another clock",
 }
 EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())
 

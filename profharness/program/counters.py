@@ -86,7 +86,7 @@ class Counters:
             "threads/warp",
             "tenths",
             importance="detail",
-            meaning="active threads of 32, mean of all instructions",
+            meaning="mean number of active threads per instruction, of 32",
         ),
     ] = None
     # The share of each warp state in the time of all resident warps, in descending order.

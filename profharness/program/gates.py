@@ -30,8 +30,8 @@ PASSED = {
     "math-fallback": "no layer runs on math",
     "eager-attention": "no layer computes attention eagerly",
     "noop-mask": "every mask has an effect",
-    "requested-not-run": "a backend that the program allowed ran in every layer",
-    "backend-changed": "equal calls of a layer ran on one backend",
+    "requested-not-run": "every layer ran a backend that the program allowed",
+    "backend-changed": "equal calls of a layer ran on the same backend",
     "unseen": "the backend of every layer is known",
 }
 """Maps a gate of `--fail-on` to what holds if it passes."""
@@ -59,17 +59,20 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
     names = tuple(OLD_GATES.get(name, name) for name in split_names(fail_on))
     for name in names:
         if name not in GATES:
-            raise UsageError(f"--fail-on {name!r}: not one of {', '.join(GATES)}")
+            raise UsageError(f"unknown --fail-on {name!r}; choose from {', '.join(GATES)}")
     expected = {}
     for text in expect:
         before, at, glob = text.partition("@")
         backends = split_names(before)
         for name in backends:
             if name not in BACKENDS:
-                raise UsageError(f"--expect {text!r}: {name!r} is not one of {', '.join(BACKENDS)}")
+                raise UsageError(
+                    f"--expect {text!r}: unknown backend {name!r}; choose from {', '.join(BACKENDS)}"
+                )
         if not backends or (at and not glob):
             raise UsageError(
-                f"--expect {text!r}: write a backend and modules: flash@'model.layers.*'"
+                f"--expect {text!r}: write a backend and a pattern of modules, as in "
+                "flash@'model.layers.*'"
             )
         expected[text] = backends, glob or "*"
     return Gates(names, expected)
@@ -79,7 +82,7 @@ def require_recorded(layers: LayerMap, gates: Gates) -> None:
     """Raise UsageError if a gate of `--fail-on` needs data that the run does not contain."""
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
-            raise UsageError(f"--fail-on {name}: run {layers.name} does not show this: {why}")
+            raise UsageError(f"cannot check --fail-on {name} in run {layers.name}: {why}")
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
@@ -152,14 +155,14 @@ def _why_missing(gate: str, layers: LayerMap) -> str | None:
     if the gate needs no such data.
     """
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
-        return "only a recorded step shows it, and none was recorded"
+        return "this requires a recorded step, but none was recorded"
     needed = {"noop-mask": "mask", "requested-not-run": "asked"}.get(gate)
     # In an observed program, each call without this information fails on its own.
     if needed is None or layers.processes:
         return None
     if any(getattr(row, needed) is not None for row in layers.rows):
         return None
-    return "a trace does not contain it; run the program with `profharness observe`"
+    return "a trace does not contain the required data; run the program with `profharness observe`"
 
 
 def _fault(gate: str, row: LayerRow) -> str | None:
@@ -176,9 +179,9 @@ def _fault(gate: str, row: LayerRow) -> str | None:
         return "the backend that ran is unknown"
     if gate == "requested-not-run" and row.ran and row.asked:
         if row.asked != AUTO and row.ran not in split_names(row.asked):
-            return f"asked for {row.asked}, {row.ran} ran"
+            return f"the program allowed {row.asked}, but {row.ran} ran"
         if row.choice and row.choice != row.ran:
-            return f"PyTorch chose {row.choice}, {row.ran} ran"
+            return f"PyTorch chose {row.choice}, but {row.ran} ran"
     return None
 
 
@@ -206,7 +209,9 @@ def _unmet(backends: Sequence[str], glob: str, rows: Sequence[LayerRow]) -> Iter
         named = list(dict.fromkeys(name for row in rows for name in row.names))
         some = ", ".join(named[:3])
         there = (
-            f"modules are {some}" if named else "the trace has no modules (record with_stack=True)"
+            f"the run has modules such as {some}"
+            if named
+            else "the trace has no modules (record it with with_stack=True)"
         )
         yield f"matches no call; {there}"
 
@@ -242,5 +247,5 @@ def _changes(rows: Sequence[LayerRow]) -> list[str]:
     for group in alike.values():
         ran = sorted({backend for _, backend in group})
         if len(ran) > 1:
-            changes.append(f"{group[0][0]}: {' and '.join(ran)} ran for like calls")
+            changes.append(f"{group[0][0]}: {' and '.join(ran)} ran for equal calls")
     return list(dict.fromkeys(changes))

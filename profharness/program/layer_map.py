@@ -132,7 +132,8 @@ class LayerRow:
     ]
     step_share: Annotated[Number, column("% of step", "percent", meaning="share of the step")]
     reasons: Annotated[
-        tuple[str, ...], column(meaning="why it ran so, or what the config does not describe")
+        tuple[str, ...],
+        column(meaning="why this backend ran, or what the config does not describe"),
     ]
     advice: Annotated[tuple[str, ...], column(meaning="possible improvements")]
     replayable: Annotated[bool, column(meaning="whether the config is the whole call")]
@@ -235,7 +236,7 @@ class LayerForecast:
         column(
             "predicted backend",
             importance="answer",
-            meaning="PyTorch's choice there among the allowed backends, by rule",
+            meaning="PyTorch's choice on the predicted GPU among the allowed backends, by rule",
         ),
     ] = None
     predicted_source: Annotated[
@@ -376,10 +377,14 @@ def find_layers(
     if not calls and not observed:
         of_configs = ""
         if store.cells(run):
-            of_configs = f"it contains configs (see them with profharness kernels {store.run_reference(run)}); "
+            of_configs = (
+                "it contains configs (show them with profharness kernels "
+                f"{store.run_reference(run)}); "
+            )
         raise NotFoundError(
-            f"run {store.run_name(run)} has no attention calls of a program; {of_configs}record a trace with "
-            "torch.profiler.profile(record_shapes=True, with_stack=True)"
+            f"run {store.run_name(run)} contains no attention calls of a program; "
+            f"{of_configs}record a trace with torch.profiler.profile(record_shapes=True, "
+            "with_stack=True)"
         )
     steps = store.steps(run) if calls else []
     outside = 0
@@ -389,7 +394,9 @@ def find_layers(
         calls = inside + observed.untraced()
     else:
         if not 0 <= step < len(steps):
-            there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
+            there = f"steps 0 to {len(steps) - 1}"
+            if len(steps) < 2:
+                there = "only step 0" if steps else "no recorded step"
             raise NotFoundError(f"run {store.run_name(run)} has {there}")
         steps = [steps[step]]
         calls = _strictly_in(calls, steps)
@@ -485,7 +492,8 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
         platforms = named_platforms(torch, gpu or CPU)
         if len(platforms) > 1 or ".." in torch:
             raise UsageError(
-                f"--torch {torch!r} names several releases; a program ran on one, such as 2.11"
+                f"--torch {torch!r} names several releases; give the one that the program ran on, "
+                "such as 2.11"
             )
         return platforms[0]
     if not rules_know(environment):
@@ -691,7 +699,9 @@ def _reasons_and_advice(
     if kind:
         if ran == "math" and kind.asked not in (None, "math"):
             allowed = "any backend" if kind.asked == AUTO else kind.asked
-            reasons.append(f"PyTorch fell back to math silently: the program allows {allowed}")
+            reasons.append(
+                f"PyTorch silently fell back to math, although the program allows {allowed}"
+            )
         if ran and kind.choice and kind.choice != ran and ran != "none":
             reasons.append(f"PyTorch chose {kind.choice}, but {ran} ran")
         if kind.mask in _MASKS:
@@ -703,10 +713,10 @@ def _reasons_and_advice(
                 bare = replace(bare, causal=bare.causal or kind.mask == "causal")
                 predicted = explain_by_rule(bare, platform, advice=False).predicted
                 then = "" if predicted in (None, "none", ran) else f"; {predicted} then runs"
-            advice.append(f"{change}, if the mask is the same in all calls{then}")
+            advice.append(f"{change} if the mask is the same in all calls{then}")
         if ran == kind.asked == "math":
             advice.append(
-                "allow other backends: sdpa_kernel or a switch of torch.backends.cuda excludes them"
+                "allow other backends, which sdpa_kernel or a switch of torch.backends.cuda excludes"
             )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
@@ -746,8 +756,8 @@ def _caveats(
     live = [row for row in rows if row.kind != "replay"]
     if len(live) < len(rows):
         texts.append(
-            "Replays of a CUDA graph have no shapes in a trace. To see them, record the capture of "
-            "the graph too, or the program without CUDA graphs."
+            "Replays of a CUDA graph have no shapes in a trace. To see them, also record the "
+            "capture of the graph, or run the program without CUDA graphs."
         )
     if live and not observed and not any(row.module for row in live):
         texts.append(
@@ -756,8 +766,8 @@ def _caveats(
         )
     if platform is None and any(row.ran == "math" for row in rows):
         texts.append(
-            "Why math ran depends on the PyTorch release, which the trace does not record: add "
-            "--torch, as in --torch 2.11."
+            "Why math ran depends on the PyTorch release, which the trace does not record; add "
+            "--torch, for example --torch 2.11."
         )
     return texts
 

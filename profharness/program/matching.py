@@ -231,13 +231,13 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
             sides = _side(baseline, left), _side(candidate, right)
             rows.append(_diff(direction, sides, (left, right), doubts, threshold))
         elif left:
-            why = ("the candidate has no such layer of this size",)
+            why = ("the candidate has no matching layer of this size",)
             row = LayerDiff(
                 direction, baseline=_side(baseline, left), verdict="removed", reasons=why
             )
             rows.append(row)
         else:
-            why = ("the baseline has no such layer of this size",)
+            why = ("the baseline has no matching layer of this size",)
             row = LayerDiff(
                 direction, candidate=_side(candidate, right), verdict="added", reasons=why
             )
@@ -474,7 +474,7 @@ def _diff(
         speed, why = "unknown", "; ".join(doubts)
     uncounted = [name for name, side in zip(SIDES, sides, strict=True) if side.calls is None]
     if ratio is None and uncounted:
-        why = f"no step of the {' and the '.join(uncounted)} was recorded, so no time is known"
+        why = f"no step of the {' and the '.join(uncounted)} was recorded, so the time is unknown"
     reasons = [*_differences(base, cand), why]
     if any(with_backward) and not all(with_backward) and not uncounted:
         reasons.append(f"only the {'baseline' if with_backward[0] else 'candidate'} has a backward")
@@ -501,7 +501,7 @@ def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
         ("calls in all", base.program_calls, cand.program_calls),
         ("backends allowed", base.asked, cand.asked),
         ("PyTorch's choice", base.choice, cand.choice),
-        ("the mask masks", base.mask, cand.mask),
+        ("effect of the mask", base.mask, cand.mask),
     )
     pairs: tuple[tuple[str, Any, Any], ...] = (
         ("module", base.module, cand.module),
@@ -517,7 +517,7 @@ def _speed(
 ) -> tuple[float | None, Verdict, str]:
     """Return the ratio of the times, the verdict, and the reason for the verdict."""
     if not base or not cand or not median(base) or not median(cand):
-        return None, "unknown", "no times of kernels on both sides"
+        return None, "unknown", "kernel times are missing on at least one side"
     times = median(base), median(cand)
     ratio = times[1] / times[0]
     basis = f"{len(base)} and {len(cand)} calls"
@@ -534,7 +534,7 @@ def _speed(
         return ratio, "same", f"{change}, within the {threshold * 100:g} % threshold"
     if min(base) <= times[1] <= max(base) or min(cand) <= times[0] <= max(cand):
         return ratio, "unknown", f"{change}, but the ranges of single calls overlap"
-    return ratio, "slower" if ratio > 1 else "faster", f"{change}, beyond either side's range"
+    return ratio, "slower" if ratio > 1 else "faster", f"{change}, outside the range of either side"
 
 
 def _doubts(baseline: Program, candidate: Program) -> list[str]:
@@ -546,4 +546,4 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
         names = [kernel.kernel for call in program.calls for kernel in call.kernels]
         if names:
             on_cpu.add(all(name.startswith("aten::") for name in names))
-    return ["kinds of device differ (ops of a CPU and kernels of a GPU)"] if len(on_cpu) > 1 else []
+    return ["the kinds of device differ (CPU ops and GPU kernels)"] if len(on_cpu) > 1 else []

@@ -157,9 +157,9 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     gpu = benched.gpu
     if gpu != layers.gpu:
         raise NotFoundError(
-            f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.name} is of "
-            f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --savings`), or name a "
-            "bench of each GPU, which stand beside each other (--bench RUN,RUN)"
+            f"run {benched.run} was timed on {gpu or 'a CPU'}, but run {layers.name} comes from "
+            f"{layers.gpu or 'a CPU'}; time its configs there (`profharness layers --savings`), or "
+            "give one benchmark per GPU to see them side by side (--bench RUN,RUN)"
         )
     times = BenchTimes(benched)
     rows = [_with_best(row, layers, benched, times) for row in layers.rows]
@@ -167,7 +167,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     if not timed:
         configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
         raise NotFoundError(
-            f"run {benched.run} has no time of what ran in run {layers.name}, which is "
+            f"run {benched.run} contains no times of what ran in run {layers.name}: "
             f"{configs or 'nothing that a config replays'} on {', '.join(regret_backends(layers))}"
         )
     saves = sum(row.saves_ns or 0.0 for row in timed)
@@ -281,7 +281,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     saved = _saved_text(regret)
     texts = []
     shares = [f"{regret.saves_ns / busy:.1%} of the time in which the GPU is busy"] if busy else []
-    shares += [f"{regret.saves_ns / step:.1%} of the step as it was traced"] if step else []
+    shares += [f"{regret.saves_ns / step:.1%} of the traced step"] if step else []
     parts = f", {' and '.join(shares)}" if shares else ""
     if regret.saves_ns <= 0:
         texts.append("No correct backend is significantly faster than what ran.")
@@ -290,7 +290,8 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
         if busy:
             waits = f"The GPU is busy for only {layers.busy_ns / layers.step_ns:.0%} of the traced step."
         texts.append(
-            f"{waits} Faster kernels save time only while it is busy: at most {saved} a step{parts}."
+            f"{waits} Faster kernels save time only while the GPU is busy: at most {saved} a "
+            f"step{parts}."
         )
     else:
         texts.append(f"The fastest correct backends save {saved} a step{parts}.")
@@ -311,20 +312,20 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
         if row.saves_ns is None:
             why = "no config replays them"
             if row.replayable:
-                why = f"run {benched.run} has no correct {row.ran} of them"
+                why = f"run {benched.run} has no correct {row.ran} times for them"
             texts.append(f"Not timed: {row.calls:g} calls a step of {name}, because {why}.")
             continue
         fastest = times.fastest(row.points)
         if fastest and times.verdict(row.points, str(row.ran), than=fastest) == "unknown":
             texts.append(
                 f"{name}: no significant difference between {row.ran} and {fastest}, which has the "
-                "lower median; sample longer with --max-time"
+                "lower median; measure longer with --max-time"
             )
         seen = row.kernel_ns
         alone = (row.ran_ns or 0) * row.calls
         if seen and alone and not 1 / UNLIKE <= seen / alone <= UNLIKE:
             texts.append(
-                f"{name}: {row.ran} takes {_time(seen / row.calls)} a call in the trace and "
+                f"{name}: {row.ran} takes {_time(seen / row.calls)} per call in the trace, but "
                 f"{_time(alone / row.calls)} in run {benched.run} ({benched.ranking})"
             )
     return [*texts, *bench_doubts(benched)]

@@ -49,9 +49,7 @@ class KernelTime:
     ]
     launches: Annotated[float, column("calls/step", "count", meaning="launches per step")]
     total_ns: Annotated[float, column("µs/step", "us", meaning="time of these launches")]
-    share: Annotated[
-        float, column("share%", "percent", meaning="the part of the time of all kernels")
-    ]
+    share: Annotated[float, column("share%", "percent", meaning="share of the time of all kernels")]
     backend: Annotated[str | None, column(meaning="the attention backend")] = None
 
 

@@ -122,7 +122,7 @@ def test_the_registry_has_unique_names_and_sdpa_first() -> None:
         assert backend.load is not None
         assert backend.refuses == (Exception,)
         assert backend.supports(parse_config("1,2,16,16,fp16,dropout=0.5")) == (
-            "dropout cannot be passed"
+            "does not support dropout"
         )
 
 

@@ -160,10 +160,10 @@ def test_packages_get_a_window_in_their_own_terms(
     config = parse_config(f"1,2,12,8,fp16,window=4{',causal' if causal else ''}")
     backend = BACKENDS[load.__name__.replace("flash_attn", "flash-attn")]
     if load is flashinfer and not causal:
-        assert backend.supports(config) == "takes a window only with causal"
+        assert backend.supports(config) == "supports a window only with causal"
         return
     assert backend.supports(config) is None
-    assert "only where seq_q = seq_kv" in str(backend.supports(replace(config, seq_len_kv=16)))
+    assert "seq_q must equal seq_kv" in str(backend.supports(replace(config, seq_len_kv=16)))
     config = replace(config, dtype="fp32")
     inputs = make_inputs(config, "cpu", 1)
     out = make_call(config, inputs, load())()
@@ -180,12 +180,12 @@ def test_window_size_is_flash_attns() -> None:
 def test_functions_without_a_window_refuse_it(tmp_path: Path) -> None:
     config = parse_config("1,2,64,16,fp16,window=8")
     for name in ("fa3", "fa4", "sage"):
-        assert BACKENDS[name].supports(config) == "computes no sliding window (window=8)"
+        assert BACKENDS[name].supports(config) == "does not support a sliding window (window=8)"
     for name, extra in (("without", ""), ("with", ", window=None")):
         file = tmp_path / f"{name}.py"
         file.write_text(f"def attention(q, k, v, *, is_causal, scale, enable_gqa{extra}): ...\n")
         reason = find_backend(f"{file}:attention").supports(config)
-        assert reason == (None if extra else "computes no sliding window (window=8)")
+        assert reason == (None if extra else "does not support a sliding window (window=8)")
     assert "window" in inspect.signature(find_backend("naive").load()).parameters  # type: ignore[misc]
 
 
@@ -197,7 +197,7 @@ def explained(text: str) -> Any:
 def test_explain_tells_what_a_window_costs_and_advises_flex() -> None:
     answer = explained("1,2,4096,64,bf16,causal,window=128")
     assert answer.caveats[0].startswith(
-        "SDPA has no window: attn_mask is a bool mask of [4096, 4096]"
+        "SDPA has no window argument: the window becomes a bool attn_mask of [4096, 4096]"
     )
     assert "(16 MiB), which flash refuses" in answer.caveats[0]
     assert "keeps 3.1 %" in answer.caveats[0]

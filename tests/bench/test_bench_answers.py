@@ -150,11 +150,13 @@ def test_configs_and_backends_of_a_stored_run_are_selected(tmp_path: Path) -> No
     with open_store(tmp_path / "store.db") as store:
         both = evaluate_bench(store, configs=[asked], baseline=parse_config("1,1,512,64"))
         assert {row.config for row in both.rows} == {"b1-h1-s64-d64-fp16", "b1-h1-s512-d64-fp16"}
-        with pytest.raises(NotFoundError, match="no cell of config b5-h5-s5-d5; it has b1-h1-s512"):
+        with pytest.raises(
+            NotFoundError, match="no cell for config b5-h5-s5-d5; it has b1-h1-s512"
+        ):
             evaluate_bench(store, configs=[asked, parse_config("5,5,5,5")])
-        with pytest.raises(NotFoundError, match="no cell of backend nosuch; it has auto, flash"):
+        with pytest.raises(NotFoundError, match="no cell for backend nosuch; it has auto, flash"):
             evaluate_bench(store, backends=["auto", "nosuch"])
-        with pytest.raises(NotFoundError, match="no cell of these configs on these backends"):
+        with pytest.raises(NotFoundError, match="no cell with these configs and backends"):
             evaluate_bench(store, configs=[asked], backends=["math"])
 
 
@@ -220,8 +222,8 @@ def test_replaced_backends_are_listed_with_their_configs(tmp_path: Path) -> None
     seen = tuple(replace(each, sdpa_op=op) for each in found.cells[:2])
     document = bench_document(replace(found, cells=(*seen, *found.cells[2:])))
     assert (
-        "naive-compiled at b1-h1-s16-d8192-fp16**: torch.compile replaced it by "
-        "scaled_dot_product_attention, which took efficient"
+        "naive-compiled at b1-h1-s16-d8192-fp16**: torch.compile replaced it with "
+        "scaled_dot_product_attention, which ran efficient"
     ) in RENDERERS["md"](document)
     assert document.extra["replaced"] == [
         {"backend": "naive-compiled", "config": "b1-h1-s16-d8192-fp16", "took": "efficient"}
@@ -251,7 +253,7 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
     ]
     found = answer(tmp_path, cells, baseline="math")
     assert (
-        "no speed-up for 1 of 3 figures: the baseline math has no figure on their config"
+        "no speed-up for 1 of 3 figures, because the baseline math has no time for their config"
         in found.conclusions
     )
     with open_store(tmp_path / "store.db") as store:

@@ -75,7 +75,7 @@ def test_times_with_host_time_are_doubtful_if_the_cpu_is_busy(
 ) -> None:
     times = {"eager": steady(80_000), "graph": steady(80_000)}
     rows = answer(tmp_path, [cell(STUDY, "auto", times, clocks={CPU_WAIT: share})]).rows
-    text = "machine busy: 43% of the time the worker waited for a CPU"
+    text = "machine busy: the worker waited for a CPU 43% of the time"
     assert {row.measurement: row.doubts for row in rows} == {
         "eager": (text,) if busy else (),
         "graph": (),
@@ -109,7 +109,7 @@ def test_an_interval_wider_than_its_median_is_shown_as_busy(tmp_path: Path, plac
 
 @pytest.mark.parametrize(
     ("measurement", "reason"),
-    [("graph", "so this is not the rate of the memory"), ("event", "the output may stay there")],
+    [("graph", "so this is not the rate of the memory"), ("event", "the output may stay in it")],
 )
 def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     tmp_path: Path, measurement: str, reason: str
@@ -117,7 +117,7 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     found = answer(tmp_path, [cell(STUDY, "auto", {measurement: steady(40_000)})])
     row = row_of(found, "auto")
     (doubt,) = row.doubts
-    assert doubt.startswith("140% of the memory's 300 GB/s (data sheet)")
+    assert doubt.startswith("140% of the memory bandwidth of 300 GB/s (data sheet)")
     assert "working set of 16.0 MB fits in the L2 of 48 MB" in doubt
     assert reason in doubt
     text = RENDERERS["table"](bench_document(found), width=160)
@@ -129,8 +129,8 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     ("nanoseconds", "text"),
     [
         # 64 MiB, of which 48 MiB can stay in L2: at best 4 times the memory's 223.7 us
-        (60_000, "a part of the working set of 64.0 MB can stay in the L2 of 48 MB"),
-        (50_000, "is so much larger than the L2 of 48 MB that this is no reason"),
+        (60_000, "part of the working set of 64.0 MB can stay in the L2 of 48 MB"),
+        (50_000, "is much larger than the L2 of 48 MB, which therefore does not explain the rate"),
     ],
 )
 def test_a_working_set_beyond_l2_explains_only_its_part(
@@ -150,7 +150,7 @@ def test_no_peaks_no_efficiency(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("clocks", "text"),
     [
-        ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "moved between 1700 and 1980 MHz"),
+        ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "changed between 1700 and 1980 MHz"),
         ({"throttle_reasons": 0x4}, "power limit"),
         ({"throttle_reasons": 0x20}, "temperature (software"),
         ({"throttle_reasons": 0x48}, "a hardware slowdown and temperature (hardware"),
@@ -178,7 +178,7 @@ def test_two_modes_a_wide_interval_and_few_samples_are_doubts(tmp_path: Path) ->
         ],
     )
     assert any("two modes" in text for text in row_of(found, "auto").doubts)
-    assert any("asked for: ±1.0%" in text for text in row_of(found, "auto").doubts)
+    assert any("requested: ±1.0%" in text for text in row_of(found, "auto").doubts)
     assert row_of(found, "math").doubts == ("only 3 samples",)
 
 
@@ -230,7 +230,7 @@ def test_speed_up_against_a_backend_on_each_config(tmp_path: Path) -> None:
     assert rows["b2", "math"].speedup == 2.0
     assert (rows["b4", "math"].speedup, rows["b4", "math"].baseline) == (None, None)
     (math,) = [text for text in found.conclusions if ", math is" in text]
-    assert math.startswith("against auto, of 2 configs, math is faster on 1 (2.00x, b2-h1-")
+    assert math.startswith("compared with auto on 2 configs, math is faster on 1 (2.00x, b2-h1-")
     assert "slower on 1 (4.00x, b1-h1-" in math
     (flash,) = [text for text in found.conclusions if ", flash is" in text]
     assert flash.endswith("flash is the same backend on 1")
@@ -245,7 +245,7 @@ def test_a_baseline_backend_is_added_to_the_selected_ones(tmp_path: Path) -> Non
     assert [row.backend for row in found.rows] == ["auto", "math"]
     with (
         open_store(tmp_path / "store.db") as store,
-        pytest.raises(NotFoundError, match="no cell of backend cudnn"),
+        pytest.raises(NotFoundError, match="no cell for backend cudnn"),
     ):
         evaluate_bench(store, baseline="cudnn")
 
@@ -257,12 +257,12 @@ def test_a_baseline_backend_is_added_to_the_selected_ones(tmp_path: Path) -> Non
 def test_a_baseline_is_a_config_or_a_backend(text: str, kind: type) -> None:
     assert isinstance(parse_baseline(text), kind)
     assert parse_baseline("math+flash") == "flash+math"
-    with pytest.raises(UsageError, match="no backend"):
+    with pytest.raises(UsageError, match="unknown backend"):
         parse_baseline("nonsense")
 
 
 def test_a_baseline_that_was_not_timed_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no cell of the baseline b1-h1-s8-d8"):
+    with pytest.raises(NotFoundError, match="no cell for the baseline b1-h1-s8-d8"):
         answer(tmp_path, timed(STUDY, auto=1000), baseline=parse_config("1,1,8,8"))
 
 
@@ -360,7 +360,7 @@ def test_configs_times_dtypes_with_the_baseline_first() -> None:
         *("b2-h1-s8-d8-fp16", "b2-h1-s8-d8-bf16", "b1-h1-s8-d8-fp16", "b1-h1-s8-d8-bf16"),
         *("b1-h1-s16-d8-fp16", "b1-h1-s16-d8-bf16", "b1-h1-s8-d8-fp32"),
     ]
-    with pytest.raises(UsageError, match="no dtype 'fp8'"):
+    with pytest.raises(UsageError, match="unknown dtype 'fp8'"):
         bench_configs(configs, ("fp8",))
 
 
@@ -403,7 +403,7 @@ def test_a_bench_without_a_trace_reports_replacements_of_torch_compile(
     compiled = cell(STUDY, NAIVE_COMPILED, samples, tuning={REPLACEMENTS: counted})
     found = answer(tmp_path, [compiled, cell(STUDY, "naive", samples)])
     text = RENDERERS["md"](bench_document(found))
-    assert ("torch.compile replaced it by scaled" in text.replace("\\", "")) == said
+    assert ("torch.compile replaced it with scaled" in text.replace("\\", "")) == said
 
 
 def on(folder: Path, gpu: str, **times: int) -> BenchResult:
@@ -511,9 +511,9 @@ def test_sweeps_find_crossovers_and_drops_along_the_length(swept: BenchResult) -
     assert drops["auto"].factor == pytest.approx(2_400 / 40 / 4)
     assert drops["math"].factor == pytest.approx(2_400 / 180 / 4)
     assert "flash" not in drops  # 1.25x less
-    assert "(it took math instead of flash)" in drops["auto"].text
+    assert "(it ran math instead of flash)" in drops["auto"].text
     assert length.statement.startswith("efficient overtakes flash between 512 and 1,024; the best")
-    assert "math does 3.3x less work a second at 1,024 than at 512" in length.statement
+    assert "the rate of math is 3.3x lower at 1,024 than at 512" in length.statement
 
 
 def test_a_lead_that_samples_do_not_show_is_no_crossover(tmp_path: Path) -> None:
@@ -538,7 +538,7 @@ def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
     (sweep,) = answer(tmp_path, [*cells, refused]).sweeps
     assert sweep.axis == "head_dim"
     assert [(event.kind, event.after) for event in sweep.events] == [("end", 512)]
-    told = "flash has no figure at 512, where math is fastest; the best rate goes from"
+    told = "flash has no time at 512, where math is fastest; the best rate goes from"
     assert sweep.statement.startswith(told)
     (chart,) = [
         block
@@ -564,7 +564,7 @@ def test_memory_grows_by_an_order_with_its_doubt(swept: BenchResult, tmp_path: P
         for n in (1024, 2048)
     ]
     (sweep,) = answer(tmp_path, two).sweeps
-    assert sweep.growth[0].text == "math S^2.00 by two points alone, 1 to 4 MiB"
+    assert sweep.growth[0].text == "math S^2.00 from only two points, 1 to 4 MiB"
 
 
 def test_dtypes_are_compared(swept: BenchResult) -> None:
@@ -572,7 +572,7 @@ def test_dtypes_are_compared(swept: BenchResult) -> None:
     assert (pair.dtype, pair.other) == ("bf16", "fp16")
     assert pair.counts == {"same": 1, "slower": 1, "unknown": 1}
     assert pair.statement == (
-        "bf16 against fp16, of 3 pairs of cells: as fast (within 3%) in 1, slower in 1 (1.50x, "
+        "bf16 compared with fp16 in 3 pairs of cells: as fast (within 3%) in 1, slower in 1 (1.50x, "
         "math on b2-h4-s512-d64), not significantly different in 1"
     )
 

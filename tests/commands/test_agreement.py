@@ -94,7 +94,7 @@ def test_a_chosen_backend_that_raises_is_a_disagreement(tmp_path: Path) -> None:
             kernel(family="efficient", kernel="fmha_cutlassF_f16"),
             [
                 "the rules predict flash, PyTorch chose flash and the op that ran",
-                ", but the kernels are of family efficient",
+                ", but the kernels belong to family efficient",
             ],
         ),
         (
@@ -250,8 +250,8 @@ RANGES = [
         ("flash", RANGES, [], None),
         ("cudnn", RANGES, [], "range a"),
         # a gate that judged nothing is not met
-        ("flash", [], [cell(status="refused")], "nothing to judge"),
-        ("flash", [], [], "nothing to judge"),
+        ("flash", [], [cell(status="refused")], "nothing to check"),
+        ("flash", [], [], "nothing to check"),
         ("flash", [], [cell(sdpa_op=None)], "neither an op nor a kernel"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_release_before_2_5_is_refused() -> None:
     args = ("--config", "2,8,512,64,bf16", "--torch", "2.1", "--gpu", "H100")
     error = CliRunner().invoke(command, args).exception
     assert isinstance(error, UsageError)
-    assert str(error) == "PyTorch 2.1.0 is too old: 2.5 is the oldest supported release"
+    assert str(error) == "PyTorch 2.1.0 is too old; the oldest supported release is 2.5"
 
 
 @pytest.mark.parametrize("release", ["2.16", "2.9.2", "3.1.2"])
@@ -159,7 +159,7 @@ def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str
     assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
     caveat = row["caveats"][0]  # type: ignore[index]
     assert f"PyTorch {release}" in caveat
-    assert ("known are 2.9.0, 2.9.1." if release == "2.9.2" else "known are 2.5.0, 2.5.1") in caveat
+    assert ("known: 2.9.0, 2.9.1." if release == "2.9.2" else "known: 2.5.0, 2.5.1") in caveat
     assert "cannot decide" not in plain(told(*args))
 
 
@@ -172,12 +172,12 @@ def test_a_range_answers_the_releases_that_are_known_and_names_the_others() -> N
     assert [row["environment"]["torch"] for row in answer["rows"]][:2] == ["2.5.0", "2.5.1"]
     assert len(answer["rows"]) == 16
     assert "unknown" not in {row["predicted"] for row in answer["rows"]}
-    assert "the rules of PyTorch 2.16.0 were not read" in done.stderr
+    assert "the dispatch rules are unknown: PyTorch 2.16.0" in done.stderr
     single = CliRunner().invoke(command, [*args, "2.15..2.16"])
     assert single.exit_code == 0
     assert (
         "PyTorch 2.15 is predicted to run flash on an A100" in single.stdout
-        and "PyTorch 2.16.0 were not read" in single.stderr
+        and "are unknown: PyTorch 2.16.0" in single.stderr
     )
     frame = profharness.explain("2,8,512,64,bf16", torch="2.15..2.17", gpu="A100")
     assert frame.attrs["unknown_releases"] == ["2.16.0", "2.17.0"]
@@ -209,8 +209,8 @@ def test_what_is_missing_is_named_and_may_be_said() -> None:
     args = ("--config", "2,8,512,64,fp16,dropout=0.5", *ON_H200, "--cuda", "12.8")
     (row,) = rows(*args)
     (caveat,) = [each for each in row["caveats"] if "cannot decide" in each]  # type: ignore[attr-defined]
-    assert "hangs on cuDNN's version (--cudnn VERSION)" in caveat
-    assert "whether cudnn can take it is not known, as its reasons say" in caveat
+    assert "depends on cuDNN's version (--cudnn VERSION)" in caveat
+    assert "it is unknown whether cudnn can compute it (see its reasons)" in caveat
 
 
 def test_by_rule_an_eligible_backend_that_is_not_chosen_has_the_code_that_names_it() -> None:
@@ -268,16 +268,16 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
     [
         (("--torch", "2.8", "--gpu", "H2000"), "near matches: H200"),
         (("--torch", "2.8", "--gpu", "warp"), "known are|near matches"),
-        (("--torch", "new", "--gpu", "H100"), "not a version"),
+        (("--torch", "new", "--gpu", "H100"), "invalid PyTorch release"),
         (("--torch", "2.9..2.8", "--gpu", "H100"), "is empty"),
-        (("--cudnn", "9.10.2"), "add --torch or --gpu"),
-        (("--cuda", "12.8"), "add --torch or --gpu"),
-        (("--cudnn-compiled", "9.8"), "--cudnn-compiled is for an answer by rule"),
-        (("--torch", "2.8", "--gpu", "H100", "--cudnn-compiled", "old"), "not a version"),
-        (("--torch", "2.16x", "--gpu", "H100"), "not a version"),
-        (("--torch", "2.8", "--gpu", "H100", "--cudnn", "nine"), "not a version"),
-        (("--torch", "2.8", "--gpu", "H100", "--cuda", "x"), "not a version"),
-        (("--torch", "2.8", "--gpu", "cpu", "--cudnn", "9.1"), "say nothing about a CPU"),
+        (("--cudnn", "9.10.2"), "requires --torch or --gpu"),
+        (("--cuda", "12.8"), "requires --torch or --gpu"),
+        (("--cudnn-compiled", "9.8"), "--cudnn-compiled requires --torch or --gpu"),
+        (("--torch", "2.8", "--gpu", "H100", "--cudnn-compiled", "old"), "invalid cuDNN version"),
+        (("--torch", "2.16x", "--gpu", "H100"), "invalid PyTorch release"),
+        (("--torch", "2.8", "--gpu", "H100", "--cudnn", "nine"), "invalid cuDNN version"),
+        (("--torch", "2.8", "--gpu", "H100", "--cuda", "x"), "invalid CUDA version"),
+        (("--torch", "2.8", "--gpu", "cpu", "--cudnn", "9.1"), "do not apply to a CPU"),
         (("--bisect", "dtype"), "is a word"),
         (("--bisect", "sequence"), "is no property"),
         (("--bisect", "seq", "--torch", "2.8..2.10", "--gpu", "H100"), "one release"),
@@ -300,7 +300,7 @@ def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
     from profharness.environment import gpu_name
 
     if gpu_name() is None:
-        assert "--gpu NAME; known are V100" in str(
+        assert "--gpu with one of V100" in str(
             explain("--config", "2,8,512,64", "--torch", "2.8").exception
         )
 
@@ -373,7 +373,7 @@ def test_the_python_interface_gives_one_row_per_config_and_release() -> None:
     assert list(frame["predicted"]) == ["flash", "cudnn", "flash", "flash"]
     assert list(frame["cudnn_reasons"]) == ["", "", "head_dim_multiple", "head_dim_multiple"]
     assert len(frame.attrs["answers"]) == 4
-    with pytest.raises(UsageError, match="add --torch or --gpu"):
+    with pytest.raises(UsageError, match="requires --torch or --gpu"):
         profharness.explain("2,8,512,64", cudnn="9.1")
 
 
@@ -382,8 +382,8 @@ def test_the_python_interface_gives_one_row_per_config_and_release() -> None:
 def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -> None:
     said = plain(told("--config", config, "--torch", releases, "--gpu", "H200"))
     names = ", ".join(f"{release}.0" for release in releases.split(","))
-    assert said.count("were not read") == (2 if "," in releases and "{" in config else 1)
-    assert f"The rules of PyTorch {names} were not read; known are 2.5.0" in said
+    assert said.count("are unknown") == (2 if "," in releases and "{" in config else 1)
+    assert f"The dispatch rules of PyTorch {names} are unknown; known: 2.5.0" in said
     assert "is unknown: the rules do not cover" in said
     assert "is the same" not in said and "could run is unknown" not in said
 

@@ -96,7 +96,7 @@ def test_layers_names_what_is_missing(store: Path, tmp_path: Path) -> None:
     run("ingest", record(tmp_path / "t.json", lambda: layer(x)), "--store", tmp_path / "s.db")
     for arguments, error in (
         (["--store", str(tmp_path / "s.db")], "no stored run has attention calls"),
-        (["--step", "9", "--store", str(store)], "has 1 steps, 0 to 0"),
+        (["--step", "9", "--store", str(store)], "has only step 0"),
         (["--torch", "x", "--store", str(store)], "'x'"),
         (["--configs", "-o", "calls.txt", "--store", str(store)], "--configs > calls.txt"),
         (["--configs", "--format", "json", "--store", str(store)], "--configs > calls.txt"),
@@ -226,7 +226,7 @@ def test_other_sizes_are_other_layers(programs: dict[str, str]) -> None:
     assert [row["verdict"] for row in rows] == ["removed", "added"]
     assert rows[0]["candidate"] is None and rows[1]["baseline"] is None
     failed = diff(programs, "sdpa", "longer", "--fail-on", "added").exception
-    assert isinstance(failed, GateError) and "no such layer" in str(failed)
+    assert isinstance(failed, GateError) and "no matching layer" in str(failed)
 
 
 def test_a_program_against_itself_is_the_same(programs: dict[str, str]) -> None:

@@ -169,7 +169,7 @@ def test_every_script_compiles_and_chooses_its_device(backend: str, text: str) -
         (("--config", "1,2,{8,16},16"), "2 configs"),
         (("--config", "1,2,8,16", "--backend", "math,auto"), "one --backend"),
         (("--config", "1,2,8,16", "--backend", "varlen"), "no script"),
-        (("--config", "1,2,8,16", "--backend", "nothing"), "no backend 'nothing'"),
+        (("--config", "1,2,8,16", "--backend", "nothing"), "unknown backend 'nothing'"),
     ],
 )
 def test_what_is_no_single_cell_is_refused(arguments: tuple[str, ...], text: str) -> None:

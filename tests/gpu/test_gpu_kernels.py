@@ -181,7 +181,7 @@ def test_a_64_bit_argument(source: CudaSource) -> None:
     source.kernel("wide").launch(1, 1, out, np.int64(2**40 + 1))
     assert out.item() == 2**40 + 1
     with pytest.raises(
-        LaunchError, match=r"wide takes arguments of \[8, 8\] B; the call passes \[8, 4\]"
+        LaunchError, match=r"wide expects arguments of \[8, 8\] bytes, but the call passes \[8, 4\]"
     ):
         source.kernel("wide").launch(1, 1, out, 1)
 

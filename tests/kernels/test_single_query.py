@@ -109,5 +109,5 @@ def test_a_cpu_is_refused_with_a_reason() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=r"on a GPU, not torch\.float32 on cpu"):
         attention(q, q, q, is_causal=False, scale=None, enable_gqa=False)
-    with pytest.raises(ValueError, match="2 query heads and 1 key heads need enable_gqa"):
+    with pytest.raises(ValueError, match="2 query heads and 1 key heads require enable_gqa"):
         attention(q, q[:, :1], q[:, :1], is_causal=False, scale=None, enable_gqa=False)

@@ -69,9 +69,9 @@ def test_captures_of_two_gpus_share_no_barriers(
         ("1,8,1,576,bf16,kv_heads=1,seq_kv=100000", None),
         ("2,8,512,64,fp16,causal", None),
         ("2,8,512,64,fp16,bwd", "no backward"),
-        ("2,8,512,64,fp16,head_dim_v=32", "one head_dim"),
-        ("1,1,16,8200,fp16", "takes head_dim up to 8192"),
-        ("1,1,4194241,64,fp16,seq_kv=64", "takes up to 4194240 query rows"),
+        ("2,8,512,64,fp16,head_dim_v=32", "the same head_dim"),
+        ("1,1,16,8200,fp16", "supports head_dim up to 8192"),
+        ("1,1,4194241,64,fp16,seq_kv=64", "supports up to 4194240 query rows"),
         ("1,1,4194240,64,fp16,seq_kv=64", None),
     ],
 )
@@ -92,22 +92,22 @@ REFUSED: dict[str, tuple[Callable[[], list[torch.Tensor]], type[Exception], str]
     "cpu": (
         lambda: [torch.zeros(Q)] * 3,
         NotImplementedError,
-        "takes tensors on one GPU, not cpu, cpu, cpu",
+        "requires q, k and v on one GPU, not on cpu, cpu, cpu",
     ),
     "keys on the cpu": (
         lambda: [gpu(*Q), torch.zeros(Q, dtype=FP16), gpu(*Q)],
         NotImplementedError,
-        "takes tensors on one GPU, not cuda:0, cpu, cuda:0",
+        "requires q, k and v on one GPU, not on cuda:0, cpu, cuda:0",
     ),
     "two gpus": (
         lambda: [gpu(*Q), gpu(*Q), gpu(*Q, device="cuda:1")],
         NotImplementedError,
-        "takes tensors on one GPU, not cuda:0, cuda:0, cuda:1",
+        "requires q, k and v on one GPU, not on cuda:0, cuda:0, cuda:1",
     ),
     "dtype": (
         lambda: [gpu(*Q, dtype=torch.float64)] * 3,
         NotImplementedError,
-        "takes fp16, bf16 or fp32 for all three, not torch.float64",
+        "requires fp16, bf16 or fp32 for all of q, k and v, not torch.float64",
     ),
     "two dtypes": (
         lambda: [gpu(*Q), gpu(*Q, dtype=BF16), gpu(*Q)],
@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], list[torch.Tensor]], type[Exception], str]
     "value dim": (
         lambda: [gpu(*Q), gpu(*Q), gpu(1, 4, 64, 64)],
         NotImplementedError,
-        "takes one batch and one head_dim for q, k and v, not (1, 4, 64, 128), (1, 4, 64, 128), "
+        "requires the same batch and head_dim for q, k and v, not (1, 4, 64, 128), (1, 4, 64, 128), "
         "(1, 4, 64, 64)",
     ),
     "values": (
@@ -128,22 +128,22 @@ REFUSED: dict[str, tuple[Callable[[], list[torch.Tensor]], type[Exception], str]
     "batch": (
         lambda: [gpu(*Q), *[gpu(2, 4, 64, 128)] * 2],
         NotImplementedError,
-        "takes one batch",
+        "requires the same batch",
     ),
     "head dim": (
         lambda: [gpu(*Q), *[gpu(1, 4, 64, 64)] * 2],
         NotImplementedError,
-        "takes one batch and one head_dim",
+        "requires the same batch and head_dim",
     ),
     "head dim too large": (
         lambda: [gpu(1, 1, 16, 8200)] * 3,
         NotImplementedError,
-        "takes head_dim up to 8192 and 4194240 rows, not 8200, 16",
+        "supports head_dim up to 8192 and up to 4194240 query rows, not 8200 and 16",
     ),
     "rows too many": (
         lambda: [gpu(1, 1, 65535 * 64 + 1, 16), *[gpu(1, 1, 9, 16)] * 2],
         NotImplementedError,
-        "not 16, 4194241",
+        "not 16 and 4194241",
     ),
     "gradient": (
         lambda: [gpu(*Q), gpu(*Q).requires_grad_(), gpu(*Q)],
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Callable[[], list[torch.Tensor]], type[Exception], str]
     "heads": (
         lambda: [gpu(*Q), *[gpu(1, 2, 64, 128)] * 2],
         ValueError,
-        "4 query heads and 2 key heads need enable_gqa",
+        "4 query heads and 2 key heads require enable_gqa",
     ),
 }
 

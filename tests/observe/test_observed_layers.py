@@ -165,7 +165,7 @@ def test_a_traced_run_contains_what_the_trace_lacks(seen: Seen, store: Path) -> 
     ]
     noop = next(row for row in others if row.mask == "nothing")
     assert noop.program_calls == 3 and "hides nothing" in noop.reasons[0]
-    assert noop.advice == ("leave attn_mask out, if the mask is the same in all calls",)
+    assert noop.advice == ("leave attn_mask out if the mask is the same in all calls",)
     causal = next(row for row in others if row.mask == "causal")
     assert causal.advice[0].startswith("pass is_causal=True instead of attn_mask")
     refused = next(row for row in others if row.ran == "none")
@@ -176,7 +176,7 @@ def test_the_program_keeps_its_exit_code_and_the_gates_are_reported(seen: Seen) 
     assert seen.code == 7
     text = seen.stderr
     assert "the exit code 7 is the program's" in text and "profharness layers" in text
-    assert "backend-changed: layers.0.attn: flash and math ran for like calls" in text
+    assert "backend-changed: layers.0.attn: flash and math ran for equal calls" in text
     assert "noop-mask: layers.0.attn" in text and "its mask hides nothing" in text
     assert "--expect flash@layers.1.*: " in text and "math ran" in text
     assert "requested-not-run: " not in text.replace("none ran", "")
@@ -193,12 +193,12 @@ def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path)
     assert counted in text and "No step was recorded" in text
     assert "forward µs" not in text and "calls in all" in text
     for arguments, error in (
-        (["--fail-on", "eager-attention"], "only a recorded step shows"),
+        (["--fail-on", "eager-attention"], "this requires a recorded step"),
         (["--step", "0"], "has no recorded step"),
         (["--savings"], "nothing can be timed"),
     ):
         assert error in str(shown(store, *arguments).exception)
-    with pytest.raises(GateError, match="eager-attention: unknown: only a recorded step"):
+    with pytest.raises(GateError, match="eager-attention: unknown: this requires a recorded step"):
         check_gates(layers, parse_gates(["eager-attention"], []))
     failed = shown(store, "--fail-on", "noop-mask").exception
     assert isinstance(failed, GateError) and "hides nothing" in str(failed)

@@ -202,7 +202,9 @@ def test_masked_rows_and_masks(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_meant(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no case 'sqe_1'; known are standard, none, as_given"):
+    with pytest.raises(
+        UsageError, match=r"unknown case 'sqe_1'; choose from standard, none, as_given"
+    ):
         rows_of(tmp_path, "1,1,16,16", ["math"], "sqe_1")
     with pytest.raises(UsageError, match="no config"):
         capture([], ["math"], CaptureOptions(out=tmp_path, protocol=PROTOCOL, cases=("none",)))

@@ -73,7 +73,7 @@ def _only(name: str) -> Callable[[], Any]:
 
 _ALL_DEVICES = tuple(DEVICE_TYPES)
 SDPA_ROWS = (
-    Backend(AUTO, "PyTorch's own choice, all flags as they are", _ALL_DEVICES),
+    Backend(AUTO, "the backend that PyTorch chooses with all flags unchanged", _ALL_DEVICES),
     Backend(
         "flash",
         "FlashAttention (FA2 built into PyTorch, or an activated FA3/FA4)",
@@ -82,10 +82,10 @@ SDPA_ROWS = (
     ),
     Backend("efficient", "memory-efficient attention (CUTLASS)", (CUDA,), _only("efficient")),
     Backend("cudnn", "cuDNN's fused attention", (CUDA,), _only("cudnn")),
-    Backend("math", "matmul, softmax, matmul as separate ATen ops", _ALL_DEVICES, _only("math")),
+    Backend("math", "matmul, softmax and matmul as separate ATen ops", _ALL_DEVICES, _only("math")),
     Backend(
         ALL_DISABLED,
-        "legacy sdp_kernel with flash, math and efficient off: leaves cuDNN on",
+        "legacy sdp_kernel with flash, math and efficient off; cuDNN stays on",
         _ALL_DEVICES,
         _in_worker("legacy_all_disabled"),
     ),
@@ -121,7 +121,7 @@ TORCH_ROWS = (
     ),
     GpuBackend(
         "varlen",
-        "torch.nn.attention.varlen; packs the inputs, a copy unless layout=bshd",
+        "torch.nn.attention.varlen; copies the inputs to pack them, unless layout=bshd",
         load=_in_worker("varlen"),
         supports=check_limits(
             dtypes=HALF, window=True, square_causal=True, same_head_dim=True, max_head_dim=256
@@ -132,7 +132,7 @@ TORCH_ROWS = (
         "fa3",
         "SDPA with FlashAttention-3 in place of FA2",
         "flash_attn_interface",
-        "build it from the folder hopper of flash-attention",
+        "build it from the hopper folder of flash-attention",
         (9,),
     ),
     _flash_impl(
@@ -175,8 +175,8 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
             names |= dict.fromkeys(default if name == ALL else (name,))
     if named and not names:
         raise UsageError(
-            f"--backend {','.join(named)} stands for nothing: there is no implementation in "
-            "kernels/; `profharness new-kernel NAME` writes one"
+            f"--backend {','.join(named)} selects nothing: kernels/ contains no implementation; "
+            "`profharness new-kernel NAME` creates one"
         )
     return list(names)
 
@@ -199,8 +199,9 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
     if backend is None:
         names = ", ".join(dict.fromkeys([*BACKENDS, *implementation_names()]))
         raise UsageError(
-            f"no backend {text!r}; known are {names}; a set such as flash+math; one of your own is "
-            f"kernels/{text}.py, or given as file.py:function or package.module:function"
+            f"unknown backend {text!r}; choose from {names}, or combine some, as in flash+math; "
+            f"give your own implementation as kernels/{text}.py, file.py:function or "
+            "package.module:function"
         )
     return backend
 
@@ -209,7 +210,7 @@ def _of_setting(setting: SdpaSetting) -> Backend:
     names = setting.backends
     summary = f"PyTorch's choice among {' and '.join(names)}"
     if setting.ordered:
-        summary = f"the first of {', then '.join(names)} that takes the config"
+        summary = f"the first of {', then '.join(names)} that supports the config"
     absent = _in_worker("priority_absent") if setting.ordered else no_reason
     context = _in_worker("only", setting)
     return Backend(setting.name, summary, _ALL_DEVICES, context, absent=absent)
@@ -224,8 +225,8 @@ def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
         first = backends.setdefault(backend.name, backend)
         if first.source != backend.source:
             raise UsageError(
-                f"two backends would be called {backend.name!r} ({first.source} and "
-                f"{backend.source}); rename one, or give their paths below the working directory"
+                f"two backends have the name {backend.name!r} ({first.source} and {backend.source}); "
+                "rename one, or use relative paths below the working directory"
             )
     return backends
 

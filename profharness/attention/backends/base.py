@@ -102,13 +102,13 @@ def outside_contract(config: Config, *, window: bool = False) -> str | None:
     and value have the same batch size. Set `window` if it computes sliding windows.
     """
     if config.window is not None and not window:
-        return f"computes no sliding window (window={config.window})"
+        return f"does not support a sliding window (window={config.window})"
     if config.mask != "none":
-        return f"an attention mask (mask={config.mask}) cannot be passed; causal can"
+        return f"does not support an attention mask (mask={config.mask}), only causal"
     if config.dropout:
-        return "dropout cannot be passed"
+        return "does not support dropout"
     if config.kv_batch is not None:
-        return f"key and value have another batch (kv_batch={config.kv_batch})"
+        return f"requires the same batch for query, key and value (kv_batch={config.kv_batch})"
     return None
 
 
@@ -136,22 +136,22 @@ def check_limits(
         if reason := outside_contract(config, window=window):
             return reason
         if dtypes and config.dtype not in dtypes:
-            return f"takes {' and '.join(dtypes)}, not {config.dtype}"
+            return f"supports only {' and '.join(dtypes)}, not {config.dtype}"
         if square_causal and config.seq_len_q != config.seq_len_kv:
             if config.window is not None:
                 return (
-                    "aligns a window to the last key, which is the same only where seq_q = seq_kv"
+                    "aligns the window with the last key, unlike SDPA, so seq_q must equal seq_kv"
                 )
             if config.causal:
-                return "its causal mask is that of SDPA only where seq_q = seq_kv"
+                return "matches SDPA's causal mask only if seq_q equals seq_kv"
         if same_head_dim and config.value_dim != config.head_dim:
-            return "takes one head_dim for query, key and value"
+            return "requires the same head_dim for query, key and value"
         if max_head_dim is not None and config.head_dim > max_head_dim:
-            return f"takes head_dim up to {max_head_dim}"
+            return f"supports head_dim up to {max_head_dim}"
         if forward_only and config.bwd:
-            return "computes no gradient; leave bwd out"
+            return "does not compute gradients; leave out bwd"
         if one_batch and config.batch != 1:
-            return "this call takes one sequence, so batch must be 1"
+            return "supports one sequence per call, so batch must be 1"
         return None
 
     return supports

@@ -154,7 +154,7 @@ class CudaKernel:
             sizes = given
         if sizes != given:
             raise LaunchError(
-                f"{self.name} takes arguments of {sizes} B; the call passes {given} B "
+                f"{self.name} expects arguments of {sizes} bytes, but the call passes {given} bytes "
                 f"({', '.join(kind.__name__ for kind in types)})"
             )
         self._converters[types] = [convert for _, convert in pairs]
@@ -269,7 +269,7 @@ def converter(index: int, arg: Any) -> tuple[int, Convert]:
 def _int32(index: int, value: int) -> ctypes.c_int:
     if not -(2**31) <= value < 2**31:
         raise LaunchError(
-            f"argument {index}, {value}, does not fit in an int32; wrap larger ones in numpy.int64"
+            f"argument {index} ({value}) does not fit in an int32; pass it as numpy.int64"
         )
     return ctypes.c_int(value)
 
@@ -278,7 +278,6 @@ def _float32(index: int, value: float) -> ctypes.c_float:
     converted = ctypes.c_float(value)
     if math.isinf(converted.value) and not math.isinf(value):
         raise LaunchError(
-            f"argument {index}, {value}, does not fit in a float32; wrap larger ones in "
-            "numpy.float64"
+            f"argument {index} ({value}) does not fit in a float32; pass it as numpy.float64"
         )
     return converted

@@ -70,7 +70,7 @@ class CudaSource:
         try:
             files, complete = local_files(self.path, self._text())
         except OSError as error:
-            raise CompileError(f"{self.path.name} cannot be read: {error.strerror}") from None
+            raise CompileError(f"cannot read {self.path.name}: {error.strerror}") from None
         if not complete or any(self._options.get(name) for name in UNCACHED):
             LOG.debug("%s may include unknown files, so it is not cached", self.path.name)
             return self._compile(files[self.path], names, arch, version)
@@ -84,14 +84,16 @@ class CudaSource:
         path = cache_folder() / stem
         distrust = distrust_reason(path)
         if distrust is not None:
-            LOG.warning("%s; the cached file is ignored and the source compiled again", distrust)
+            LOG.warning("%s; ignoring the cached file and compiling the source again", distrust)
         cached = read_cached(path) if distrust is None else None
         if cached is not None:
-            LOG.debug("%s for %s read from %s", ", ".join(names), arch, path)
+            LOG.debug("read %s for %s from %s", ", ".join(names), arch, path)
             return cached
         compiled = self._compile(files[self.path], names, arch, version)
         if not write_cached(path, compiled):
-            LOG.debug("%s cannot be written to; the next process compiles again", path.parent)
+            LOG.debug(
+                "cannot write to %s; the next process will compile the source again", path.parent
+            )
         return compiled
 
     def kernel(self, name: str, *, shared_bytes: int = 0, cluster: int = 1) -> CudaKernel:
@@ -152,7 +154,7 @@ class CudaSource:
                 f"{self.path.name} does not compile for {arch}:\n{output}"
             ) from error
         LOG.debug(
-            "%s compiled from %s for %s by NVRTC %s in %.2f s %s",
+            "compiled %s from %s for %s with NVRTC %s in %.2f s %s",
             ", ".join(names), self.path, arch, version, time.perf_counter() - begin, log.getvalue(),
         )  # fmt: skip
         # cuda.core returns a mangled name either as bytes or as str
@@ -210,7 +212,7 @@ def distrust_reason(path: Path) -> str | None:
         if state.st_uid != os.geteuid():
             return f"{each} belongs to another user"
         if stat.S_ISLNK(state.st_mode) or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"{each} is a link or can be written by others"
+            return f"{each} is a symbolic link, or other users can write to it"
     return None
 
 

@@ -135,7 +135,7 @@ def xformers_supports(config: Config) -> str | None:
 def flashinfer_supports(config: Config) -> str | None:
     """Return why flashinfer cannot compute the config, or None if it can."""
     if config.window is not None and not config.causal:
-        return "takes a window only with causal"
+        return "supports a window only with causal"
     return check_limits(
         dtypes=HALF, window=True, square_causal=True, forward_only=True, one_batch=True
     )(config)

@@ -162,7 +162,7 @@ def find_implementation(text: str) -> Backend | None:
     path, colon, function = text.rpartition(":") if ".py:" in text else (text, "", FUNCTION)
     if path.endswith(".py"):
         if colon and not function.isidentifier():
-            raise UsageError(f"backend {text!r}: {function!r} is not the name of a function")
+            raise UsageError(f"backend {text!r}: {function!r} is not a valid function name")
         return _of_file(Path(path).expanduser(), function, text)
     if _MODULE.fullmatch(text):
         return from_source(text, text, "function of a package")
@@ -276,7 +276,7 @@ def _of_file(path: Path, function: str, text: str) -> Backend:
     if not path.is_file() and path.parent == Path(FOLDER):
         file = SHIPPED / path.name
     if not file.is_file():
-        raise UsageError(f"backend {text!r}: there is no file {path}")
+        raise UsageError(f"backend {text!r}: cannot find the file {path}")
     if not is_source(file):
         raise UsageError(f"backend {text!r}: {path} is larger than {SOURCE_BYTES:,} bytes")
     outside = path.is_absolute() or ".." in path.parts
@@ -291,14 +291,14 @@ def _by_name(name: str) -> Backend | None:
         if is_source(path):
             source = f"{path.resolve()}:{FUNCTION}"
             own = folder != SHIPPED
-            summary = f"implementation in {FOLDER}/{name}.py" if own else "comes with profharness"
+            summary = f"implementation in {FOLDER}/{name}.py" if own else "bundled with profharness"
             return from_source(name, source, summary)
     points = metadata.entry_points(group=GROUP, name=name)
     values = {point.value: point for point in points}
     if len(values) > 1:
         raise UsageError(
-            f"backend {name!r}: several packages offer it ({', '.join(sorted(values))}); "
-            "give one of these, package.module:function, as the backend"
+            f"backend {name!r}: several packages provide it ({', '.join(sorted(values))}); choose "
+            "one and give it as package.module:function"
         )
     for value, point in values.items():
         source = value if ":" in value else f"{value}:{FUNCTION}"
@@ -322,7 +322,8 @@ def _supports(source: str, config: Config) -> str | None:
     answer = supports(config)
     if answer is not None and not isinstance(answer, str):
         raise ImplementationError(
-            f"supports() returned {answer!r}; it must return a reason, or None for a config it takes"
+            f"supports() returned {answer!r}; it must return a reason as text, or None if the "
+            "config is supported"
         )
     return answer
 
@@ -364,8 +365,8 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
     attention = getattr(module, function, None)
     if not callable(attention):
         return ImplementationError(
-            f"{shown} has no function {function!r}; the contract is "
-            f"{function}(q, k, v, *, is_causal=False, scale=None, enable_gqa=False)"
+            f"{shown} has no function {function!r}; expected {function}(q, k, v, *, "
+            "is_causal=False, scale=None, enable_gqa=False)"
         )
     # the loaded module may have imported the attention function from another module
     home = sys.modules.get(getattr(attention, "__module__", None) or "")

@@ -75,7 +75,7 @@ WARPS = 4
 
 
 {signature}    if not q.is_cuda or q.dtype not in KERNELS:
-        raise NotImplementedError(f"takes fp16, bf16 and fp32 on a GPU, not {q.dtype} on {q.device}")
+        raise NotImplementedError(f"supports fp16, bf16 and fp32 on a GPU, not {q.dtype} on {q.device}")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
     batch, heads, rows, head_dim = q.shape
@@ -88,11 +88,11 @@ WARPS = 4
 
 
 def supports(config: Config) -> str | None:
-    """A reason against a config, or None. Masks and dropout never get here."""
+    """Return why the config is not supported, or None. Masks and dropout are refused earlier."""
     if config.bwd:
         return "has no backward kernel yet"
     if config.value_dim != config.head_dim or config.head_dim > 256:
-        return "takes one head_dim up to 256"
+        return "requires the same head_dim for query, key and value, up to 256"
     return None
 '''
 _CUDA_CHECK = """
@@ -155,7 +155,7 @@ BLOCK = 128
 
 
 def supports(config: Config) -> str | None:
-    """A reason against a config, or None. Masks and dropout never get here."""
+    """Return why the config is not supported, or None. Masks and dropout are refused earlier."""
     return None
 '''
 _TRITON = '''"""{name}: forward attention as a Triton kernel; one program per block of query rows."""
@@ -219,7 +219,7 @@ def attention_forward(
 
 {signature}    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise NotImplementedError(
-            f"Triton compiles for GPUs, not for {q.device.type}; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+            f"Triton compiles only for GPUs, not for {q.device.type}; TRITON_INTERPRET=1 runs it slowly on a CPU"
         )
     batch, heads, rows, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -235,11 +235,11 @@ def attention_forward(
 
 
 def supports(config: Config) -> str | None:
-    """A reason against a config, or None. Masks and dropout never get here."""
+    """Return why the config is not supported, or None. Masks and dropout are refused earlier."""
     if config.bwd:
         return "has no backward kernel yet"
     if config.value_dim != config.head_dim or config.head_dim > 128:
-        return "takes one head_dim up to 128"
+        return "requires the same head_dim for query, key and value, up to 128"
     return None
 '''
 _TEST = '''"""{name} against the plain attention in fp64."""
@@ -259,7 +259,7 @@ KERNEL = str(Path(__file__).resolve().parent / "{file}")
 
 
 def reference(q, k, v, **arguments):
-    """`naive` in fp64; where there is none, PyTorch's own math in fp64."""
+    """Compute `naive` in fp64, or PyTorch's math in fp64 if naive is not available."""
     try:
         attention = find_backend("naive").load()
     except UsageError:

@@ -295,7 +295,7 @@ def _sixteenth(config: Config) -> Config | None:
 # not keep it.
 CHANGES = (
     ConfigChange("contiguous", ("last_dim_stride",), Config.contiguous,
-           "make the last dimension of q, k and v contiguous (a copy of each)"),
+           "make the last dimension of q, k and v contiguous (this copies them)"),
     ConfigChange("aligned copy", ("alignment",), Config.contiguous,
            "copy q, k and v with clone(), so that their storage offset is 0"),
     ConfigChange("pad head_dim", ("head_dim_multiple",),
@@ -309,30 +309,30 @@ CHANGES = (
            "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
            "slice the output"),
     ConfigChange("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
-           "repeat the {b.num_kv_heads} key and value heads to {a.num_kv_heads} instead of enable_gqa (more memory "
-           "for k and v)"),
+           "repeat the {b.num_kv_heads} key and value heads to {a.num_kv_heads} instead of using enable_gqa (k and v "
+           "then take more memory)"),
     ConfigChange("detach mask", ("mask_grad",),
            lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
-           "detach attn_mask, if its gradient is not needed"),
+           "detach attn_mask if its gradient is not needed"),
     ConfigChange("slice keys", ("causal_non_square",), _fewer_keys,
-           "cut k and v to the first {a.seq_len_kv} keys: is_causal starts at the first key, so later ones never "
-           "count (for a mask that ends at the last key see torch.nn.attention.bias.causal_lower_right)"),
+           "cut k and v to the first {a.seq_len_kv} keys: is_causal aligns the mask with the first key and hides the "
+           "later ones (to align it with the last key, see torch.nn.attention.bias.causal_lower_right)"),
     ConfigChange("no causal", ("causal_non_square",),
            lambda c: replace(c, causal=False) if c.seq_len_q == 1 else None,
-           "leave is_causal out, if the one query may see all keys (is_causal lets it see the first alone)",
+           "leave out is_causal if the single query may attend to all keys (is_causal limits it to the first key)",
            exact=False),
     ConfigChange("pad queries", ("seq_len_one", "decode_disabled"), _pad_queries,
-           "pad the one query to {a.seq_len_q} and slice the output"),
+           "pad the single query to {a.seq_len_q} queries and slice the output"),
     ConfigChange("pad keys", ("seq_len_one", "known_bug"), _pad_keys,
-           "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added ones"),
+           "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added keys"),
     ConfigChange("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
-           "put the triangle of is_causal into attn_mask, and leave is_causal out"),
+           "add the causal triangle to attn_mask and leave out is_causal"),
     ConfigChange("no window", ("mask", "mask_shape"), _without_window,
-           "leave the window out: a window of {b.window} hides no key from {b.seq_len_q} queries"),
+           "leave out the window: a window of {b.window} hides no key from {b.seq_len_q} queries"),
     ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
-           "say is_causal=True instead of attn_mask, which holds only if the mask is lower triangular", exact=False),
+           "pass is_causal=True instead of attn_mask, if the mask is lower triangular", exact=False),
     ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
-           "leave attn_mask out, if it hides nothing", exact=False),
+           "leave out attn_mask if it hides nothing", exact=False),
     ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
            "compute in bf16 instead of {b.dtype}: 8 significant bits (about 2 to 3 digits) instead of the 24 of fp32, "
            "with the same range", exact=False, group="dtype"),
@@ -340,14 +340,14 @@ CHANGES = (
            "compute in fp16 instead of {b.dtype}: 11 significant bits (about 3 digits), and values must stay below "
            "65504", exact=False, group="dtype"),
     ConfigChange("dropout in sixteenths", ("dropout",), _sixteenth,
-           "set dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
+           "change dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
     ConfigChange("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
-           "leave dropout out (dropout_p=0), as outside of training", exact=False, group="dropout"),
+           "leave out dropout (dropout_p=0), as in inference", exact=False, group="dropout"),
     ConfigChange("not deterministic", ("deterministic",), lambda c: replace(c, deterministic=False),
-           "turn torch.use_deterministic_algorithms off or to warn_only=True (gradients may then differ from run to "
+           "turn off torch.use_deterministic_algorithms or pass warn_only=True (gradients may then differ from run to "
            "run)"),
     ConfigChange("no gradients", ("head_dim_training", "known_bug"), lambda c: replace(c, bwd=False),
-           "call it under torch.inference_mode(), if no gradients are needed"),
+           "call it in torch.inference_mode() if no gradients are needed"),
 )  # fmt: skip
 
 
@@ -379,7 +379,7 @@ def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
 
 
 FIRST_CHOICE_LINE = (
-    "torch._fused_sdp_choice(q, k, v)  # a process's first choice would undo a set order"
+    "torch._fused_sdp_choice(q, k, v)  # the first choice in a process replaces any order"
 )
 
 
@@ -533,9 +533,11 @@ def advise(
         fallback = setting_code(SdpaSetting((backend, "math"), ordered=True))
         return (
             Advice(
-                change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow "
-                f"{backend} alone with sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the "
-                f"others as a fallback, with {fallback})",
+                change=(
+                    f"no change needed: {backend} supports the config, but {asked} prefers another "
+                    f"backend; allow only {backend} with sdpa_kernel, or keep math as a fallback with "
+                    f"{fallback} (PyTorch 2.6 and newer)"
+                ),
                 code=call_code(config, config, backend),
                 config=config.label,
                 verified=True,
@@ -590,7 +592,9 @@ def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, as
     named = asked if choice == backend else backend
     sentences = list(state.sentences)
     if named != asked:  # PyTorch selects another backend even after the change
-        sentences.append(f"then name {backend} with sdpa_kernel, since {asked} takes {choice}")
+        sentences.append(
+            f"then select {backend} with sdpa_kernel, because {asked} would choose {choice}"
+        )
     return Advice(
         change="; ".join(sentences),
         code=call_code(config, state.config, named),
@@ -608,13 +612,17 @@ def _flex(config: Config, _: str) -> Advice | None:
     arguments += ", enable_gqa=True" if config.num_kv_heads != config.num_heads else ""
     lengths = f"{config.seq_len_q}, {config.seq_len_kv}"
     if config.window is not None:
-        change = "call flex_attention with a BlockMask of the window: its kernels skip the blocks outside"
+        change = (
+            "call flex_attention with a BlockMask for the window: its kernels skip the blocks "
+            "outside the window"
+        )
         condition, sizes = window_condition(config), f"None, None, {lengths}"
         code = FLEX_BLOCKS.format(before="", seen=condition, sizes=sizes, arguments=arguments)
     elif config.mask.startswith("bool"):
         change = (
-            "keep the mask as a BlockMask and call flex_attention: its kernels skip the blocks that the mask "
-            "hides. For a sliding window, write its condition in mask_mod instead of reading attn_mask"
+            "turn the mask into a BlockMask and call flex_attention: its kernels skip the blocks "
+            "that the mask hides. For a sliding window, write its condition in mask_mod instead "
+            "of reading attn_mask"
         )
         # a mask that is broadcast over batch or heads needs one block mask for all of them
         outer = (1, 1, *config.mask_dims)[-4:-2]
@@ -630,7 +638,7 @@ def _flex(config: Config, _: str) -> Advice | None:
 def _switch(_: Config, backend: str) -> Advice:
     name = {"efficient": "mem_efficient"}.get(backend, backend)
     code = f"import torch\n\ntorch.backends.cuda.enable_{name}_sdp(True)"
-    sentence = f"{backend} is switched off in this process; switch it on"
+    sentence = f"switch on {backend}, which is switched off in this process"
     return Advice(sentence, code, steps=("switch",))
 
 
@@ -638,7 +646,7 @@ def _four_d(config: Config, _: str) -> Advice:
     lines = call_code(config, config).split("\n")
     lines.insert(3, "q, k, v = (each.unsqueeze(0) for each in (q, k, v))")
     code = "\n".join([*lines, "out = out.squeeze(0)"])
-    return Advice("give 3-D inputs a batch dimension", code, steps=("four_d",))
+    return Advice("add a batch dimension to 3-D inputs", code, steps=("four_d",))
 
 
 # Functions that return advice for reason codes whose remedy is not a change of a config.

@@ -65,10 +65,11 @@ class Explanation:
         str | None, column(meaning="the backend that PyTorch reports; null if it was not queried")
     ] = None
     observed: Annotated[
-        str | None, column(meaning="the backend that op or kernels of a stored run show")
+        str | None, column(meaning="the backend according to the op or the kernels of a stored run")
     ] = None
     agree: Annotated[
-        bool | None, column(meaning="whether those of the three that are known are equal")
+        bool | None,
+        column(meaning="whether the known ones of predicted, choice and observed agree"),
     ] = None
     backends: Annotated[
         tuple[BackendAnswer, ...], column(meaning="eligibility, reasons and advice per backend")
@@ -79,7 +80,8 @@ class Explanation:
         str, column(meaning="`auto`, or the set or order of backends that the call allows")
     ] = AUTO
     prediction: Annotated[
-        dict[str, Any] | None, column(meaning="time and best backend by the atlas of the machine")
+        dict[str, Any] | None,
+        column(meaning="time and best backend according to the machine's atlas"),
     ] = None
 
 
@@ -200,25 +202,25 @@ def named_platforms(
     if torch is None and gpu is None:
         if given:
             raise UsageError(
-                f"--{given[0]} is for an answer by rule; add --torch or --gpu. "
-                "Live, PyTorch's own version counts"
+                f"--{given[0]} requires --torch or --gpu; without them the installed PyTorch answers, "
+                "with its own version"
             )
         return []
     releases = [default_release()] if torch is None else parse_releases(torch)
     if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
-        raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
+        raise UsageError(f"invalid CUDA version {cuda!r}; write, for example, 12.8")
     if (gpu or "").lower() == CPU:
         if given:
             raise UsageError(
-                "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
+                "--cudnn, --cuda and --cudnn-compiled do not apply to a CPU; leave them out"
             )
         return [Platform(Machine(torch=release), CPU, None) for release in releases]
     name = gpu or gpu_name()
     if name is None:
         names = ", ".join(entry.name for entry in GPUS)
         raise UsageError(
-            f"this machine has no NVIDIA GPU: add --gpu NAME; known are {names}; "
-            "a capability such as sm90 works too, and `cpu`"
+            f"this machine has no NVIDIA GPU; add --gpu with one of {names}, a capability such as "
+            "sm90, or cpu"
         )
     full_name = find_gpu(name).name
     return [
@@ -261,14 +263,15 @@ def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     settings = [setting_name(name) for name in names if pytorch_chooses(name)]
     if len(settings) > 1:
         raise UsageError(
-            f"explain answers for one setting at a time, not for {' and '.join(settings)}; ask twice"
+            f"explain accepts one setting at a time, not {' and '.join(settings)}; run it once "
+            "for each"
         )
     single = tuple(name for name in names if not pytorch_chooses(name))
     for name in single:
         if name not in SDPA_BACKENDS:
             raise UsageError(
-                f"--backend {name!r}: advice is on PyTorch's own backends: "
-                f"{', '.join(SDPA_BACKENDS)}; or a set such as flash+math"
+                f"--backend {name!r}: explain covers only PyTorch's own backends; choose from "
+                f"{', '.join(SDPA_BACKENDS)}, or a set such as flash+math"
             )
     return (settings[0] if settings else AUTO), single
 
@@ -318,8 +321,8 @@ def explain_by_rule(
 
 
 NO_ORDER = (
-    "PyTorch before 2.6 sets no order: its sdpa_kernel has no set_priority; joined by + the backends "
-    "are the same set without an order"
+    "PyTorch before 2.6 cannot set an order, because its sdpa_kernel has no "
+    "set_priority; join the backends with + to allow the same set without an order"
 )
 
 
@@ -375,7 +378,7 @@ def _changes(before: Explanation, after: Explanation) -> list[str]:
         if old is None or new is None or old.eligible == new.eligible:
             continue
         reasons = (old if new.eligible else new).reasons
-        state = {True: "takes it", False: "refuses it", None: "unknown"}[new.eligible]
+        state = {True: "supports it", False: "refuses it", None: "is unknown"}[new.eligible]
         lead = "no longer: " if new.eligible else ""
         changes.append(f"{name} {state}" + (f" ({lead}{reasons[0].code})" if reasons else ""))
     old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
@@ -385,18 +388,22 @@ def _changes(before: Explanation, after: Explanation) -> list[str]:
 
 
 COMPILED = (
-    "Under torch.compile the choice is made when the graph is traced, and stays as it was then."
+    "Under torch.compile, PyTorch chooses the backend while it traces the graph, and "
+    "keeps this choice."
 )
 ALLOW_SET = (
-    "sdpa_kernel([...]) says which backends are allowed, not in which order, unless set_priority=True "
-    "(PyTorch 2.6 and newer)."
+    "sdpa_kernel([...]) restricts the backends, but sets no order unless "
+    "set_priority=True (PyTorch 2.6 and newer)."
 )
 FIRST_CHOICE = (
-    "The first choice of a process on CUDA puts PyTorch's own order in place of one that is set, and leaves "
-    "another one behind for auto (PyTorch 2.9 and newer): make a call before the order is set."
+    "In PyTorch 2.9 and newer, the first choice of a process on CUDA replaces an order "
+    "that was set, and changes the order of later auto calls. Make one call before you "
+    "set an order."
 )
-CPU_IGNORES = "On a CPU PyTorch keeps its own order (flash, then math), whatever order is set."
-LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
+CPU_IGNORES = (
+    "On a CPU, PyTorch ignores an order that was set and keeps its own (flash, then math)."
+)
+LEGACY = "The legacy sdp_kernel leaves cuDNN on even if its three flags are off."
 
 
 def window_texts(config: Config) -> Iterator[str]:
@@ -406,9 +413,10 @@ def window_texts(config: Config) -> Iterator[str]:
     rows, columns = config.seq_len_q, config.seq_len_kv
     share = score_count(config) / (rows * columns)
     yield (
-        f"SDPA has no window: attn_mask is a bool mask of [{rows}, {columns}] "
-        f"({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The other backends compute all "
-        f"scores, of which the window keeps {100 * share:.2g} %. flex_attention skips the rest."
+        f"SDPA has no window argument: the window becomes a bool attn_mask of [{rows}, "
+        f"{columns}] ({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The "
+        f"other backends compute all scores, of which the window keeps {100 * share:.2g} %. "
+        "flex_attention skips the rest."
     )
 
 
@@ -422,23 +430,25 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
         pypi = RELEASES[machine.torch].cuda == machine.cuda
         wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
         yield (
-            f"cuDNN {machine.cudnn} is what the {wheel} brings; another build or a cuDNN found "
-            "earlier on the library path may choose otherwise (--cudnn VERSION)."
+            f"The answer assumes cuDNN {machine.cudnn}, which comes with the {wheel}. If your "
+            "build or library path has another version, give it with --cudnn VERSION."
         )
     elif on_gpu and machine.cudnn is None:
         yield (
-            f"Which cuDNN PyTorch {release} for CUDA {machine.cuda} brings is "
-            "not known here (--cudnn VERSION)."
+            f"The cuDNN version that comes with PyTorch {release} for CUDA {machine.cuda} is "
+            "unknown; give it with --cudnn VERSION."
         )
     if machine.known and prediction.choice == "unknown":
         gaps = []
         if not prediction.priority_order:
             facts = " and ".join(FACTS[name] for name in undecided(params, machine))
-            gaps.append(f"the order of the backends hangs on {facts}")
+            gaps.append(f"the order of the backends depends on {facts}")
         names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
         if names:
             reasons = "their reasons" if len(names) > 1 else "its reasons"
-            gaps.append(f"whether {' and '.join(names)} can take it is not known, as {reasons} say")
+            gaps.append(
+                f"it is unknown whether {' and '.join(names)} can compute it (see {reasons})"
+            )
         yield f"The rules cannot decide this call: {'; '.join(gaps)}."
     yield COMPILED
     if params.priority and (not on_gpu or machine.torch >= (2, 9)):
@@ -457,13 +467,12 @@ def unread(answers: Iterable[Explanation]) -> str | None:
 
 def skipped_text(releases: Sequence[str]) -> str:
     """Return a sentence that lists the releases of a range whose rules are unknown."""
-    return f"left out of the answer: the rules of PyTorch {join_few(releases, 6)} were not read"
+    return f"left out because the dispatch rules are unknown: PyTorch {join_few(releases, 6)}"
 
 
 def _unread(missing: Sequence[Release]) -> str:
     same = [number for number in RELEASES if {number[:2]} == {release[:2] for release in missing}]
     near = same or RELEASES
     names = ", ".join(map(release_text, near))
-    verb = "is" if len(near) == 1 else "are"
     releases = ", ".join(map(release_text, missing))
-    return f"The rules of PyTorch {releases} were not read; known {verb} {names}."
+    return f"The dispatch rules of PyTorch {releases} are unknown; known: {names}."

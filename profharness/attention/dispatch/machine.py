@@ -164,7 +164,7 @@ def parse_cudnn(value: int | str) -> int:
         return major * scale + int(match[2]) * 100 + int(match[3] or 0)
     if re.fullmatch(r"\d{4,6}", text):
         return int(text)
-    raise UsageError(f"cuDNN version {value!r} is not a version; write 9.19.0 or 91900")
+    raise UsageError(f"invalid cuDNN version {value!r}; write, for example, 9.19.0 or 91900")
 
 
 def parse_release(text: str) -> Release:
@@ -173,7 +173,7 @@ def parse_release(text: str) -> Release:
     """
     match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
     if not match:
-        raise UsageError(f"PyTorch release {text!r} is not a version; write 2.8 or 2.9.1")
+        raise UsageError(f"invalid PyTorch release {text!r}; write, for example, 2.8 or 2.9.1")
     if match[3] is not None:
         return (int(match[1]), int(match[2]), int(match[3]))
     minor = (int(match[1]), int(match[2]))
@@ -185,7 +185,7 @@ def _supported(text: str) -> Release:
     if release < OLDEST:
         oldest = release_text(OLDEST)
         raise UsageError(
-            f"PyTorch {release_text(release)} is too old: {oldest} is the oldest supported release"
+            f"PyTorch {release_text(release)} is too old; the oldest supported release is {oldest}"
         )
     return release
 
@@ -200,7 +200,7 @@ def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
     releases = [release for release in RELEASES if low <= release <= high]
     if not releases:
         span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
-        raise UsageError(f"{text} contains no release that the rules cover; known are {span}")
+        raise UsageError(f"{text} contains no release whose rules are known; known are {span}")
     unknown = {low, high} - RELEASES.keys()
     newest = max(RELEASES)
     if high[0] == newest[0]:

@@ -202,7 +202,7 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
     """Return whether a backend accepts the call, and all reasons against it."""
     if not machine.known:
         release = release_text(machine.torch)
-        text = f"The dispatch rules of PyTorch {release} were not read."
+        text = f"The dispatch rules of PyTorch {release} are unknown."
         return Eligibility(None, (Refusal("unknown", text, "rule"),))
     versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
     machines = _completions(machine, tuple(name for name in versions if name in _missing(machine)))
@@ -214,7 +214,7 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
             continue
         text = rule.text(params, machine)
         if answers != {True}:
-            text = f"Cannot be known from what was given; PyTorch might say: {text}"
+            text = f"This depends on versions that were not given; PyTorch might say: {text}"
         reasons.append(Refusal(rule.code, text, "rule"))
         certain += reasons[-1:] if answers == {True} else []
     eligible = False if certain else None if reasons else True

@@ -199,12 +199,12 @@ def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
 HAZARDS = {
     "efficient": Rule(
         "alignment", "kernel", misaligned,
-        "The storage offset is not aligned: the efficient kernel can die with `CUDA error: misaligned address`, "
-        "which ends the process's CUDA context. Copy the inputs with clone() first.",
+        "The storage offset is not aligned, so the efficient kernel can fail with `CUDA error: misaligned address`, "
+        "after which the process cannot use CUDA. Copy the inputs with clone() first.",
         until=(2, 13)),
     "cudnn": Rule(
         "last_dim_stride", "kernel", lambda p, _: p.batch_stride_zero and p.head_dim != p.value_dim,
-        "The batch is expanded with stride 0 and head_dim_v differs from head_dim: cuDNN raises `The stride for "
+        "The batch is expanded with stride 0 and head_dim_v differs from head_dim, so cuDNN raises `The stride for "
         "the last dimension … should be 1`. Make the inputs contiguous first.",
         (2, 11), (2, 12)),
 }  # fmt: skip

@@ -206,7 +206,7 @@ config = types.SimpleNamespace(
 config.dtype = {{torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}}[DTYPE]
 reason = {reason!r} or getattr(module, "supports", lambda config: None)(config)
 if config.window and "window" not in inspect.signature(attention).parameters:
-    reason = "computes no sliding window"
+    reason = "does not support a sliding window"
 if reason:
     print(f"refused: {{reason}}")
     sys.exit(1)
