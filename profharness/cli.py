@@ -260,7 +260,7 @@ def _failed(error: OSError) -> int:
     elif error.errno in NO_ROOM:
         text += "; free some space there and in TMPDIR, then run it again"
     elif not _folder_is_there():
-        text = "the working folder was deleted; go to one that exists"
+        text = "the working folder was deleted; change to another folder"
     _say(f"error: {text}")
     return 1
 
@@ -303,12 +303,12 @@ def _next_steps(stop: Interrupted) -> str:
         text = f"{done} of {len(run.cells)} checks are done; store them with: {kept}"
         if stop.command == "bench":
             shown = shell_command("bench", "latest", store=store)
-            text += f"; what was timed is stored, see it with: {shown}"
-        return f"{text}; a verification cannot be resumed, only begun anew"
+            text += f"; the times are stored, show them with: {shown}"
+        return f"{text}; a verification cannot be resumed, so run it again to check the rest"
     text = shell_command("capture", "--resume", str(folder), store=store)
     if stop.command == "bench":
         text += " && " + shell_command("bench", folder.name, store=store)
-    return f"what was done is kept; go on with: {text}"
+    return f"the results so far are kept; resume with: {text}"
 
 
 def _end_in_order() -> None:

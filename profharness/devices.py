@@ -88,7 +88,7 @@ class Gpu(NamedTuple):
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
 _AMPERE = "NVIDIA Ampere GA102 GPU architecture whitepaper"
 _HOPPER = "NVIDIA H100 Tensor Core GPU architecture whitepaper and data sheet"
-_H200 = "NVIDIA H200 data sheet; L2 as the CUDA driver tells it"
+_H200 = "NVIDIA H200 data sheet; L2 size from the CUDA driver"
 _A100 = "NVIDIA A100 data sheet"
 _BLACKWELL = "NVIDIA HGX B200 data sheet, one eighth of the board"
 _RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost"
@@ -186,7 +186,7 @@ def find_gpu(text: str) -> Gpu:
     near += [name for name in gpus if key and key in name and name not in near][:4]
     names = ", ".join(gpus[name].name for name in (near or gpus))
     raise UsageError(
-        f"GPU {text!r} is not known; {'near matches' if near else 'known are'}: {names}; "
+        f"unknown GPU {text!r}; {'close matches are' if near else 'choose from'} {names}; "
         "a capability such as sm90 or 9.0 works too"
     )
 
@@ -422,12 +422,12 @@ class DeviceFact(NamedTuple):
 # environments contain only `platform` instead of `os`.
 _HOST_FACTS = {
     "CPU": ("cpu",),
-    "cores of the CPU": ("cpu_cores",),
+    "CPU cores": ("cpu_cores",),
     "logical CPUs": ("cpu_count",),
     "operating system": ("os", "platform"),
-    "kernel of the operating system": ("os_kernel",),
+    "operating system kernel": ("os_kernel",),
 }
-_TRACE = "as the trace tells it"
+_TRACE = "trace"
 _GUIDE = "CUDA C++ Programming Guide, by compute capability"
 
 
@@ -460,19 +460,19 @@ def device_facts(
             ("CUDA cores (fp32)", cuda_cores, "", f"SMs x {_GUIDE}"),
             ("tensor cores", tensor_cores, "", f"SMs x {_GUIDE}"),
             ("memory", memory and memory / GIB, "GiB", _TRACE),
-            ("L1 and shared memory of an SM", unified and unified / KIB, "KiB", _GUIDE),
+            ("L1 and shared memory per SM", unified and unified / KIB, "KiB", _GUIDE),
         ]
         if limits is not None:
             facts += [
-                ("of it shared memory at most", limits.shared_bytes_per_sm / KIB, "KiB", _TRACE),
+                ("maximum shared memory per SM", limits.shared_bytes_per_sm / KIB, "KiB", _TRACE),
                 (
-                    "shared memory of a block at most",
+                    "maximum shared memory per block",
                     limits.shared_bytes_per_block_optin / KIB,
                     "KiB",
                     _TRACE,
                 ),
-                ("registers of an SM", limits.registers_per_sm, "", _TRACE),
-                ("threads of an SM", limits.max_threads_per_sm, "", _TRACE),
+                ("registers per SM", limits.registers_per_sm, "", _TRACE),
+                ("maximum threads per SM", limits.max_threads_per_sm, "", _TRACE),
             ]
     known = l2_bytes or next((each.l2_bytes for each in peaks if each.l2_bytes), None)
     facts += [

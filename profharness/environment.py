@@ -35,13 +35,13 @@ EXTRAS = {
         "backends in CUDA and Triton",
     ),
     "mcp": Extra({"mcp": "mcp"}, "`profharness mcp`"),
-    "ncu": Extra({"ncu_report": "ncu-report"}, "reading reports of Nsight Compute"),
+    "ncu": Extra({"ncu_report": "ncu-report"}, "Nsight Compute reports"),
     "report": Extra(
         {"altair": "altair", "vl_convert": "vl-convert-python"}, "charts in HTML and Markdown"
     ),
     "cluster": Extra(
         {"distributed": "distributed", "cryptography": "cryptography"},
-        "lanes of many hosts through Dask",
+        "lanes on several hosts through Dask",
     ),
     "web": Extra({"datasette": "datasette"}, "`profharness serve`"),
 }

@@ -96,7 +96,8 @@ class MissingExtraError(ProfharnessError):
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(
-            f"{feature} needs a package that is not installed; {install_command(extra)} brings it"
+            f"{feature} requires a package that is not installed; install it with: "
+            f"{install_command(extra)}"
         )
 
 

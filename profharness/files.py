@@ -99,13 +99,13 @@ def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
         if within is not None:
             real, flags = os.path.realpath(path), flags | os.O_NOFOLLOW
             if not Path(real).is_relative_to(os.path.realpath(within)):
-                raise OSError(errno.EXDEV, "a link leads out of its folder", os.fspath(path))
+                raise OSError(errno.EXDEV, "the link points outside its folder", os.fspath(path))
         if is_store(real):
-            message = "a store of profharness, not a trace; read it with --store"
+            message = "it is a profharness store, not a trace; pass it with --store"
             raise OSError(errno.EINVAL, message, os.fspath(path))
         descriptor = os.open(real, flags)
     except ValueError:  # the path contains a NUL character
-        raise OSError(errno.EINVAL, "no file can have this name", os.fspath(path)) from None
+        raise OSError(errno.EINVAL, "the file name is invalid", os.fspath(path)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))

@@ -24,7 +24,7 @@ def start_log() -> None:
     if not level:
         return
     if level.lower() not in LEVELS:
-        raise ValueError(f"{LOG_VARIABLE}={level}: no such level; take {', '.join(LEVELS)}")
+        raise ValueError(f"{LOG_VARIABLE}={level}: unknown level; choose from {', '.join(LEVELS)}")
     logger = logging.getLogger("profharness")
     logger.setLevel(level.upper())
     handler = logging.StreamHandler()

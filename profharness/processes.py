@@ -305,7 +305,7 @@ def orphans_adopted(
             end_marked(mark)
             for pid, name in _adopted().items():
                 if pid not in before:
-                    report(f"process {pid} ({name}) was left behind and runs on; end it by hand")
+                    report(f"process {pid} ({name}) is still running and must be ended by hand")
             if adopts is not None:
                 _adopt(adopts)
 

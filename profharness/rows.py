@@ -26,7 +26,8 @@ MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
 HOSTED = (EAGER, HOST, WALL)
 """Measurements that include host time."""
 SHARED_CORES = (
-    "lanes of this host share its cores: times with the host in them (eager, host, wall) may be off"
+    "lanes on this host share its CPU cores, so times that include the host (eager, "
+    "host, wall) may be wrong"
 )
 """Warning for a cell that was measured while other lanes used the same cores."""
 CPU_WAIT = "cpu_wait_max"
@@ -53,7 +54,7 @@ class Refusal:
     code: Annotated[
         str, column("reason", importance="answer", meaning="name of the violated constraint")
     ]
-    message: Annotated[str, column("what it says", wrap=True, meaning="the reason in words")]
+    message: Annotated[str, column("explanation", wrap=True, meaning="the reason in words")]
     source: Annotated[
         str,
         column(
@@ -114,7 +115,12 @@ class RunRow:
     path: Annotated[str, column(meaning="run folder or trace file")]
     device: Annotated[
         str | None,
-        column("device", importance="normal", shrink=True, meaning="GPU, or CPU of a run without"),
+        column(
+            "device",
+            importance="normal",
+            shrink=True,
+            meaning="the GPU, or the CPU of a run without a GPU",
+        ),
     ]
     torch: Annotated[
         str | None, column("torch", importance="detail", shrink=True, meaning="release of PyTorch")
@@ -122,7 +128,10 @@ class RunRow:
     profilers: Annotated[
         tuple[str, ...],
         column(
-            "profilers", "names", importance="detail", meaning="what recorded its kernels and times"
+            "profilers",
+            "names",
+            importance="detail",
+            meaning="the profilers that recorded its kernels and times",
         ),
     ]
     cells: Annotated[int, column("cells", "count", meaning="number of cells")]
@@ -130,7 +139,7 @@ class RunRow:
         int, column("failed", "count", meaning="cells that neither ran nor were refused")
     ]
     launches: Annotated[int, column("launches", "count", meaning="stored launches of kernels")]
-    warnings: Annotated[tuple[str, ...], column(meaning="problems of its traces")]
+    warnings: Annotated[tuple[str, ...], column(meaning="problems with its traces")]
     rank: Annotated[
         int | None,
         column(
@@ -155,7 +164,7 @@ class RunRow:
             "took",
             "duration",
             importance="answer",
-            meaning="how long it took, or what time a trace covers, if known",
+            meaning="how long it took, or the time that a trace covers, if known",
         ),
     ] = None
     lanes_ns: Annotated[
@@ -171,9 +180,7 @@ class CellRow:
     run: Annotated[str, column("run", meaning="id of the run")]
     cell: Annotated[str, column(meaning="id of the cell in its run")]
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
-    backend: Annotated[
-        str, column("backend", importance="key", meaning="the backend that was asked for")
-    ]
+    backend: Annotated[str, column("backend", importance="key", meaning="the requested backend")]
     status: Annotated[
         str, column("status", importance="answer", meaning="`ok`, `refused`, or how it failed")
     ]
@@ -191,7 +198,7 @@ class CellRow:
     refusals: Annotated[
         tuple[Refusal, ...], column(meaning="why the backend cannot compute the config")
     ]
-    warnings: Annotated[tuple[str, ...], column(meaning="what makes its figures doubtful")]
+    warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt its figures")]
     samples: Annotated[
         dict[str, tuple[int, ...]], column(meaning="raw samples in ns by measurement")
     ] = field(default_factory=dict)
@@ -205,7 +212,7 @@ class CellRow:
         ),
     ] = None
     clocks: Annotated[
-        dict[str, Any], column(meaning="clocks, temperature and load while it was timed")
+        dict[str, Any], column(meaning="clocks, temperature and load while the cell was timed")
     ] = field(default_factory=dict)
     predicted: Annotated[
         str | None,
@@ -240,9 +247,7 @@ class KernelRow:
     config: Annotated[
         str | None, column("config", repeat=False, meaning="label of the attention problem")
     ]
-    backend: Annotated[
-        str | None, column("backend", repeat=False, meaning="the backend that was asked for")
-    ]
+    backend: Annotated[str | None, column("backend", repeat=False, meaning="the requested backend")]
     cell: Annotated[str | None, column(meaning="id of the cell in its run")]
     profiler: Annotated[
         str,
@@ -250,7 +255,7 @@ class KernelRow:
             "profiler",
             importance="normal",
             repeat=False,
-            meaning="what recorded the launches: torch, nsys or ncu",
+            meaning="the profiler that recorded the launches: torch, nsys or ncu",
         ),
     ]
     status: Annotated[str | None, column(meaning="status of the cell")]
@@ -268,7 +273,7 @@ class KernelRow:
     family: Annotated[str, column(meaning="family of the kernel, such as `flash` or `gemm`")]
     grid: Annotated[
         Triple | None,
-        column("grid", "triple", meaning="the number of blocks of a launch, in three dimensions"),
+        column("grid", "triple", meaning="blocks per launch, in three dimensions"),
     ]
     block: Annotated[
         Triple | None,
@@ -276,21 +281,21 @@ class KernelRow:
             "block",
             "triple",
             importance="detail",
-            meaning="the threads of a block, in three dimensions",
+            meaning="threads per block, in three dimensions",
         ),
     ]
     registers_per_thread: Annotated[
-        int | None, column("regs", "count", importance="detail", meaning="registers of a thread")
+        int | None, column("regs", "count", importance="detail", meaning="registers per thread")
     ]
-    static_shared_bytes: Annotated[int | None, column(meaning="static shared memory of a block")]
-    dynamic_shared_bytes: Annotated[int | None, column(meaning="dynamic shared memory of a block")]
+    static_shared_bytes: Annotated[int | None, column(meaning="static shared memory per block")]
+    dynamic_shared_bytes: Annotated[int | None, column(meaning="dynamic shared memory per block")]
     shared_bytes: Annotated[
         int | None,
         column(
             "smem KiB",
             "kib",
             importance="detail",
-            meaning="shared memory of a block, static and dynamic",
+            meaning="shared memory per block, static and dynamic",
         ),
     ]
     launches: Annotated[
@@ -318,9 +323,7 @@ class KernelRow:
     max_ns: Annotated[int | None, column(meaning="longest launch")]
     share: Annotated[
         float | None,
-        column(
-            "share%", "percent", importance="answer", meaning="the part of the call's kernel time"
-        ),
+        column("share%", "percent", importance="answer", meaning="share of the call's kernel time"),
     ]
     """Share of the sum of `total_ns` in the cell, or in the range if the row has no cell."""
     first_ns: Annotated[
@@ -337,8 +340,7 @@ class KernelRow:
             "occ%",
             "percent",
             importance="detail",
-            meaning="theoretical occupancy: what registers, shared memory and block size leave room "
-            "for",
+            meaning="theoretical occupancy, as limited by registers, shared memory and block size",
         ),
     ]
     """A number from 0 to 1, or None if the device or the resources are unknown."""

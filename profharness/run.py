@@ -167,7 +167,7 @@ def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
     require_number("seed", protocol.seed, *SEEDS, whole=True)
     require_number("timeout_s", protocol.timeout_s, SHORTEST_S, LONGEST_S)
     if protocol.device not in DEVICES:
-        raise UsageError(f"device {protocol.device!r} is not one of {', '.join(DEVICES)}")
+        raise UsageError(f"unknown device {protocol.device!r}; choose from {', '.join(DEVICES)}")
 
 
 def require_number(
@@ -336,7 +336,7 @@ def read_record(folder: Path) -> Run:
             del parts
         run = read_part(path, Run, what, RECORD_BYTES)
     except FileNotFoundError:
-        expected = "a run folder, as `profharness capture` writes it"
+        expected = "a run folder written by `profharness capture`"
         raise TraceFormatError(folder, "no run.json in this folder", expected=expected) from None
     if run.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
@@ -401,7 +401,7 @@ def with_result(cell: Cell, result: Cell) -> Cell:
         return cell
     if result.status != "ok":
         why = (result.message or "").splitlines()[:1]
-        text = f"process {result.process + 1} ended as {result.status}, so it gave no samples"
+        text = f"process {result.process + 1} has the status {result.status} and no samples"
         warnings = (*cell.warnings, ": ".join([text, *why]))
         return replace(cell, process=result.process, warnings=warnings)
     names = {**cell.samples, **result.samples}
@@ -556,7 +556,9 @@ def make_plan(
     """
     for name in current_names(measurements):
         if name not in GPU_MEASUREMENTS:
-            raise UsageError(f"no measurement {name!r}; known are {', '.join(GPU_MEASUREMENTS)}")
+            raise UsageError(
+                f"unknown measurement {name!r}; choose from {', '.join(GPU_MEASUREMENTS)}"
+            )
     require_number("precision", precision, *PRECISIONS)
     require_number("max_time_s", max_time_s, SHORTEST_SAMPLING_S, LONGEST_S)
     if iterations is not None:
@@ -576,7 +578,7 @@ def parse_precision(text: str) -> float:
     number, unit = _parse_number(text, "%")
     value = number / 100 if unit else number
     if not 0 < value < 1:
-        raise UsageError(f"precision {text!r}: write 1% or 0.01, above 0 and below 100%")
+        raise UsageError(f"invalid precision {text!r}: write 1% or 0.01, above 0 and below 100%")
     return value
 
 
@@ -585,7 +587,7 @@ def parse_seconds(text: str) -> float:
     number, unit = _parse_number(text, "ms|s|min|m")
     value = number * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(unit, 1.0)
     if value <= 0:
-        raise UsageError(f"time {text!r}: write 30s, 500ms or 2m")
+        raise UsageError(f"invalid time {text!r}: write 30s, 500ms or 2m")
     return value
 
 
@@ -621,7 +623,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else tuple(given)
     names = tuple(name.strip() for text in texts for name in text.split(","))
     if not all(map(class_word, names)):
-        raise UsageError(f"--run-on {','.join(texts)!r}: a class has no name; write H100,H200")
+        raise UsageError(f"--run-on {','.join(texts)!r}: a GPU name is empty; write H100,H200")
     return names
 
 
@@ -630,7 +632,7 @@ def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
     first: dict[str, str] = {}
     for name, word in zip(names, meant, strict=True):
         if word in first:
-            raise UsageError(f"--gpu: {first[word]} and {name} are one class; name it once")
+            raise UsageError(f"--gpu: {first[word]} and {name} are the same GPU; name it once")
         first[word] = name
 
 

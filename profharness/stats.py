@@ -309,13 +309,13 @@ def compare(
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"
-        return Comparison(None, None, "unknown", f"no samples on the {side} side")
+        return Comparison(None, None, "unknown", f"the {side} has no samples")
     base, cand = summarize(baseline), summarize(candidate)
     if base.median <= 0:
         return Comparison(None, None, "unknown", "the baseline's median is not positive")
     ratio = cand.median / base.median
     if min(base.n, cand.n) < MIN_SAMPLES:
-        reason = f"too few samples ({base.n} and {cand.n}; {MIN_SAMPLES} a side are needed)"
+        reason = f"too few samples ({base.n} and {cand.n}; each side needs at least {MIN_SAMPLES})"
         return Comparison(ratio, None, "unknown", reason)
     p_value, basis = _rank_test(baseline, candidate), ""
     sides = process_medians(baseline), process_medians(candidate)

@@ -256,7 +256,7 @@ def test_other_sql_than_a_select_is_refused_and_makes_no_file(
     try:
         profharness.query(sql.format(file), store=store)
     except UsageError as error:
-        assert "only a SELECT may be asked" in str(error)
+        assert "only SELECT statements are allowed" in str(error)
     else:
         assert sql.startswith("PRAGMA")  # SQLite ignores it silently
     assert not file.exists()

@@ -166,7 +166,9 @@ class Machine:
         """Raise UsageError if the GPU or the release is unknown."""
         for name in ("gpu", "torch"):
             if not getattr(self, name):
-                raise UsageError(f"{source}: no {name}: an atlas belongs to a GPU and a release")
+                raise UsageError(
+                    f"{source}: {name} is missing, but an atlas needs a GPU and a PyTorch release"
+                )
 
 
 def field_error(error: msgspec.ValidationError, row: Mapping[str, Any]) -> str:
@@ -225,7 +227,7 @@ class AtlasCell:
                 return name, f"{mine} ↔ {its}"
         kernels = [[launch[:5] for launch in cell.launches] for cell in (self, other)]
         if all(kernels) and kernels[0] != kernels[1]:
-            return "kernels", "other kernels or launch configurations"
+            return "kernels", "different kernels or launch configurations"
         if self.kernel_us and other.kernel_us:
             low, high = sorted((self.kernel_us, other.kernel_us))
             if high / low - 1 > MAX_TIME_GAP:
@@ -521,12 +523,12 @@ def read_atlas(path: Path) -> Atlas:
         with open_input(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise UsageError(
-                    f"{name}: not an atlas; `profharness atlas list` prints the known ones"
+                    f"{name}: not an atlas; list the known ones with `profharness atlas list`"
                 )
         counts = {column: MAX_COUNTS[kind] for column, kind in COLUMNS.items()}
         arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})
     except OSError as error:
-        raise UsageError(f"{name}: {error.strerror}; give the path of an atlas") from None
+        raise UsageError(f"{name}: {error.strerror}; pass the path of an atlas") from None
     try:
         header = decode_json(arrays.pop("header").tobytes(), dict[str, Any])
         if header["version"] == VERSION:
@@ -534,10 +536,13 @@ def read_atlas(path: Path) -> Atlas:
             machine.require_gpu_and_release(name)
             tables = _checked_tables(header["tables"])
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, *NOT_A_RECORD):
-        raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
+        raise ProfharnessError(
+            f"{name}: the header of the atlas is invalid; get a new copy of the file"
+        ) from None
     if header["version"] != VERSION:
         raise UsageError(
-            f"{name}: an atlas of version {header['version']}; this profharness reads version {VERSION}"
+            f"{name}: the atlas has version {header['version']}, but this profharness reads "
+            f"version {VERSION}"
         )
     _check_columns(arrays, tables, name)
     # pop() frees each array as soon as it is converted to a column
@@ -545,7 +550,9 @@ def read_atlas(path: Path) -> Atlas:
     atlas = Atlas(machine, tables, columns, name)
     for edges, column in ((atlas.starts, "kind"), (atlas.time_starts, "time_ns")):
         if edges[-1] != len(columns[column]):
-            raise ProfharnessError(f"{name}: the lengths in the atlas disagree; get it again")
+            raise ProfharnessError(
+                f"{name}: the lengths in the atlas are inconsistent; get a new copy of the file"
+            )
     return atlas
 
 
@@ -569,7 +576,9 @@ def _check_columns(
     for name, kind in COLUMNS.items():
         count = counts.setdefault(kind, len(arrays[name]))
         if arrays[name].shape != (count,) or arrays[name].dtype.kind != "i":
-            raise ProfharnessError(f"{source}: column {name} of the atlas is forged; get it again")
+            raise ProfharnessError(
+                f"{source}: column {name} of the atlas is invalid; get a new copy of the file"
+            )
     for name, values in arrays.items():
         least, bound = (1 if name in NUMBERS else NOTHING), LARGEST
         if name in TABLES:
@@ -579,11 +588,15 @@ def _check_columns(
         elif name in ("sequence", "kind"):
             least, bound = (NOTHING if name == "sequence" else 0), counts[f"{name}s"]
         if len(values) and not least <= values.min() <= values.max() < bound:
-            raise ProfharnessError(f"{source}: column {name} of the atlas is damaged; get it again")
+            raise ProfharnessError(
+                f"{source}: column {name} of the atlas is damaged; get a new copy of the file"
+            )
     for what in ("grid", "block"):
         absent = [arrays[f"{what}_{axis}"] == NOTHING for axis in "xyz"]
         if not all(np.array_equal(absent[0], other) for other in absent[1:]):
-            raise ProfharnessError(f"{source}: a {what} in the atlas is damaged; get it again")
+            raise ProfharnessError(
+                f"{source}: a {what} in the atlas is damaged; get a new copy of the file"
+            )
 
 
 def packaged_atlases() -> tuple[Path, ...]:
@@ -627,7 +640,7 @@ def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
             _require(unpacked <= max(ALWAYS_UNPACKED, MAX_RATIO * len(data)))
             return {name: _read_array(archive, members[name], counts[name]) for name in members}
     except FORGED:
-        text = f"{printable_path(path)}: the file was cut short, changed or forged; get it again"
+        text = f"{printable_path(path)}: the file is truncated or was changed; get a new copy"
         raise ProfharnessError(text) from None
 
 

@@ -67,7 +67,7 @@ class Tree(msgspec.Struct, frozen=True, tag=True):
         inner = np.flatnonzero(self.feature != LEAF)
         for child in (self.left[inner], self.right[inner]):
             if not ((child > inner) & (child < len(self.feature))).all():
-                raise ValueError("a tree with a circle")
+                raise ValueError("a tree with a cycle")
 
     def classes(self, columns: Mapping[str, Values]) -> Integers:
         """Return the class of each row. `columns` contains the features by name."""

@@ -45,13 +45,13 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
             old, new = getattr(first.machine, name), getattr(other.machine, name)
             if old != new:
                 raise UsageError(
-                    f"{first.source or 'the first'} is of {name} {old}, {other.source or 'another'} "
-                    f"of {new}; an atlas belongs to one machine, so they are not mixed"
+                    f"{first.source or 'the first'} is for {name} {old}, but {other.source or 'another'} "
+                    f"is for {new}; only atlases of one machine can be merged"
                 )
     for number, later in enumerate(atlases):
         for earlier in atlases[:number]:
             if text := conflicts(earlier, later):
-                raise ProfharnessError(f"{earlier.source} and {later.source} are not mixed: {text}")
+                raise ProfharnessError(f"cannot merge {earlier.source} and {later.source}: {text}")
     # Two passes over the atlases, because a list of all cells would take far more memory than
     # columns.
     cells = (
@@ -85,14 +85,14 @@ def conflicts(one: Atlas, other: Atlas) -> str:
             examples.append(f"{cell.config.label} {cell.backend}: {found[1]}")
     texts = []
     if counts:
-        parts = ", ".join(f"{what} of {count}" for what, count in counts.items())
+        parts = ", ".join(f"{what} in {count}" for what, count in counts.items())
         texts = [
             f"{counts.total():,} of {shared:,} shared cells disagree: {parts}",
-            f"first {'; '.join(examples[:MAX_EXAMPLES])}",
+            f"for example {'; '.join(examples[:MAX_EXAMPLES])}",
         ]
     ratio = median(ratios) if len(ratios) >= LEAST_FOR_MEDIAN else 1.0
     if abs(ratio - 1) > MAX_MEDIAN_GAP:
-        texts.append(f"times are {ratio:.2f}x in the median over {shared:,} shared cells")
+        texts.append(f"the median time ratio is {ratio:.2f}x over {shared:,} shared cells")
     return "; ".join(texts)
 
 
@@ -106,8 +106,7 @@ def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | No
     for entry in same:
         if text := conflicts(entry.atlas, atlas):
             raise ProfharnessError(
-                f"{atlas.source} is not added to {entry.name} ({entry.origin}), for the two disagree: "
-                f"{text}"
+                f"cannot add {atlas.source} to {entry.name} ({entry.origin}): {text}"
             )
     unknown = (
         cell for cell in atlas.cells() if not any(_contains(each.atlas, cell) for each in same)
@@ -119,7 +118,9 @@ def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | No
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be made: {error.strerror}; give --atlas") from None
+        raise UsageError(
+            f"{folder}: cannot be created: {error.strerror}; choose another folder with --atlas"
+        ) from None
     parts = [each.atlas for each in same if each.path == path]
     write_atlas(merge([*parts, new]), path, force=True)
     return path, len(new)
@@ -158,7 +159,7 @@ def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
         what = "the store" if run == ALL_RUNS else f"run {names[0]}"
         raise NotFoundError(
             f"{what} has no cells of auto, {', '.join(SDPA_BACKENDS)} with kernels on a GPU; "
-            "`profharness capture` on one makes some"
+            "record some with `profharness capture` on a GPU"
         )
     return atlases
 

@@ -142,12 +142,12 @@ def read_model(path: Path) -> Model:
         model = msgspec.msgpack.decode(arrays["header"].tobytes(), type=Model, dec_hook=decode)
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError):
         raise ProfharnessError(
-            f"{printable_path(path)}: the model is forged; get it again"
+            f"{printable_path(path)}: the model is invalid; get a new copy of the file"
         ) from None
     if model.version != MODEL_VERSION:
         raise ProfharnessError(
-            f"{printable_path(path)}: a model of version {model.version}; this profharness reads version "
-            f"{MODEL_VERSION}"
+            f"{printable_path(path)}: the model has version {model.version}, but this profharness "
+            f"reads version {MODEL_VERSION}"
         )
     return model
 
@@ -317,7 +317,7 @@ def _fill(
         forecasts = _forecast(model, choice, at(c, rows), gpu)
         for forecast, (number, users) in zip(forecasts, places.items(), strict=True):
             if (forecast.kernel_us or 0) > most:
-                text = f"{choice} was measured up to {most / LONGER / 1e3:.0f} ms a call"
+                text = f"{choice} was measured only up to {most / LONGER / 1000.0:.0f} ms per call"
                 low = floor_us(configs[number], gpu)
                 forecast = Estimate("", "floor", choice, "ok", low_us=low, outside=text)
             for place in users:
@@ -413,7 +413,7 @@ def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str 
     for name, least, most in limits:
         value = getattr(config, name)
         if not least <= value <= most:
-            return f"{BOUNDS[name]} {value} is outside of the atlas's {least:.0f} to {most:.0f}"
+            return f"{BOUNDS[name]} {value} is outside the range of the atlas, {least:.0f} to {most:.0f}"
     wrong = []
     for name, sampled in SAMPLED.items():
         value = getattr(config, name)

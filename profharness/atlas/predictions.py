@@ -95,7 +95,7 @@ def known_atlases(named: str | os.PathLike[str] | None = None) -> list[Entry]:
         try:
             entries.append(Entry(path, USER, read_atlas(path)))
         except ProfharnessError as error:
-            _log_once(f"{error} (left out)")
+            _log_once(f"{error} (skipped)")
     return entries
 
 
@@ -136,9 +136,7 @@ def read_any(path: Path) -> Atlas:
     Raise the errors of `read_atlas` and `read_shards`.
     """
     if not path.exists():
-        raise UsageError(
-            f"{printable_path(path)}: there is no such file; give an atlas, or shards of one"
-        )
+        raise UsageError(f"{printable_path(path)}: no such file; pass an atlas or its shards")
     if path.is_file() and path.suffix != ".jsonl" and not path.name.endswith(".tar.xz"):
         return read_atlas(path)
     return read_shards(path)
@@ -160,8 +158,8 @@ def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
     if path.exists():
         return [Entry(path, USER, read_any(path))]
     names = ", ".join(dict.fromkeys(entry.name for entry in fitting or entries)) or "none"
-    fault = "more than one atlas is of" if fitting else "no atlas and no file is called"
-    raise NotFoundError(f"{fault} {printable_path(name)!r}; there are {names}")
+    fault = "several atlases match" if fitting else "no atlas or file"
+    raise NotFoundError(f"{fault} {printable_path(name)!r}; choose from {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +213,8 @@ def find_place(
     gpu = gpu or _default_gpu(entries)
     if gpu.lower() == CPU:
         raise UsageError(
-            "an atlas is of a GPU; what a CPU takes says `profharness explain --gpu cpu`"
+            "there are no atlases of CPUs; `profharness explain --gpu cpu` shows the backend "
+            "that a CPU runs"
         )
     fitting = [entry for entry in entries if same_gpu(gpu, entry.atlas.machine.gpu)]
     releases = {parse_release(entry.atlas.machine.torch) for entry in fitting}
@@ -232,13 +231,13 @@ def find_place(
     if found:
         what += f" and driver {driver}"
         drivers = dict.fromkeys(str(entry.atlas.machine.driver) for entry in found)
-        there = f"its atlases are of driver {', '.join(drivers)}"
+        there = f"this GPU has atlases for driver {', '.join(drivers)}"
     elif releases:
-        there = f"its atlases are of torch {', '.join(map(release_text, sorted(releases)))}"
+        there = f"this GPU has atlases for torch {', '.join(map(release_text, sorted(releases)))}"
     else:
         gpus = dict.fromkeys(entry.atlas.machine.gpu for entry in entries)
-        there = f"there are atlases of {', '.join(gpus) or 'no GPU'}"
-    return place, f"no atlas of {what}, so there is no time: {there}"
+        there = f"there are atlases for {', '.join(gpus) or 'no GPU'}"
+    return place, f"no time can be predicted, because there is no atlas for {what}; {there}"
 
 
 def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
@@ -250,11 +249,11 @@ def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
     release, installed = default_release(releases), installed_release()
     if installed in (None, release):
         return release, ""
-    newest = f"the newest with an atlas of {gpu}" if releases else "the newest with known rules"
+    newest = f"the newest with an atlas for {gpu}" if releases else "the newest with known rules"
     short = release_text(installed).rpartition(".")[0]
     return release, (
-        f"PyTorch {release_text(release)} answers, {newest}; for the installed "
-        f"{release_text(installed)} add --torch {short}"
+        f"the answer is for PyTorch {release_text(release)}, {newest}; for the installed "
+        f"{release_text(installed)}, add --torch {short}"
     )
 
 
@@ -269,8 +268,8 @@ def _default_gpu(entries: Sequence[Entry]) -> str:
         return own
     if len(gpus) == 1:
         return gpus[0]
-    known = f"there are atlases of {', '.join(gpus)}" if gpus else "there is no atlas"
-    raise UsageError(f"which GPU is not said, and {known}; add --gpu NAME, such as --gpu H200")
+    known = f"there are atlases for {', '.join(gpus)}" if gpus else "there is no atlas"
+    raise UsageError(f"no GPU was given, and {known}; add --gpu NAME, such as --gpu H200")
 
 
 def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
@@ -298,8 +297,10 @@ def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
         if versions:
             others.append(f"{versions} ({entry.origin}, {len(entry.atlas):,} cells)")
     text = (
-        f"the atlas of driver {best.driver}, cuDNN {best.cudnn} answers; others of this GPU and "
-        f"release are not mixed in: {'; '.join(others)}"
+        (
+            f"the prediction uses the atlas for driver {best.driver} and cuDNN {best.cudnn}; "
+            f"other atlases of this GPU and release are not used: {'; '.join(others)}"
+        )
         if others
         else ""
     )
@@ -343,8 +344,8 @@ def disagreement(place: Place, configs: Sequence[Config]) -> str:
     if not differing:
         return ""
     return (
-        f"your own atlas of this machine and {place.atlas.source} disagree on {len(differing):,} "
-        f"cells, and your own answer: {'; '.join(differing[:MAX_EXAMPLES])}"
+        f"your own atlas of this machine and {place.atlas.source} disagree on "
+        f"{len(differing):,} cells, and your own is used: {'; '.join(differing[:MAX_EXAMPLES])}"
     )
 
 
@@ -415,7 +416,7 @@ class Predicted:
     best_ns: Annotated[int | None, column("its µs", "us", scale="call", meaning="its time")] = None
     regret: Annotated[
         float | None,
-        column("loses%", "percent", importance="answer", meaning="kernel_ns over best_ns, minus 1"),
+        column("loses%", "percent", importance="answer", meaning="kernel_ns / best_ns - 1"),
     ] = None
     certain: Annotated[bool | None, column(meaning="whether the two intervals are disjoint")] = None
     """For this comparison, the interval of a measured time t is t * (1 ± REPEATS)."""
@@ -459,7 +460,7 @@ def predicted(
     for name in backends:
         if name not in (*BACKENDS, "all"):
             raise UsageError(
-                f"--backend {name!r}: an atlas has {', '.join(BACKENDS)}; name one of them"
+                f"--backend {name!r}: atlases contain only {', '.join(BACKENDS)}; choose one of them"
             )
     shown = BACKENDS if not backends or "all" in backends else tuple(dict.fromkeys(backends))
     if not configs:
@@ -497,7 +498,7 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] 
         known = any(same_gpu(gpu, entry.atlas.machine.gpu) for entry in entries)
         return None, doubt if known else ""
     if place.rules.cudnn != rules.cudnn:
-        return None, f"no time: the atlas is of {place.text}, not of cuDNN {rules.cudnn}"
+        return None, f"no time: the atlas is for {place.text}, not for cuDNN {rules.cudnn}"
     (answer,) = predict_all(place, [config])
     return {"statement": statement(answer)} | {name: getattr(answer[0], name) for name in TIMED}, ""
 
@@ -575,9 +576,9 @@ def statement(answer: Sequence[Predicted]) -> str:
     """Describe the backend that `auto` selects, its time, and the fastest backend."""
     auto = answer[0]
     if auto.choice == "none":
-        return "auto is predicted to raise: no backend takes this config."
+        return "auto is predicted to raise an error: no backend accepts this config."
     if auto.choice == "unknown":
-        return "What auto takes is unknown: the rules do not cover this release."
+        return "It is unknown which backend auto runs: the rules do not cover this release."
     runs = "runs" if auto.source == MEASURED else "is predicted to run"
     lead = f"auto {runs} {backend_text(str(auto.choice))}"
     if auto.kernel_ns is None:

@@ -51,7 +51,7 @@ def _cell_row(prediction: Predicted, place: Place) -> CellRow:
     if prediction.status == "ok" and not prediction.kernels:
         message = (
             prediction.outside
-            or "no atlas has this config on this GPU, so its kernels are not known"
+            or "no atlas of this GPU contains this config, so its kernels are unknown"
         )
     return CellRow(
         run=place.text,
@@ -165,7 +165,7 @@ class AtlasComparison:
         column("to", "us", importance="detail", scale="call", meaning="upper end of that interval"),
     ]
     ratio: Annotated[
-        float, column("ran to atlas", "ratio", importance="answer", meaning="ran_ns over kernel_ns")
+        float, column("ran / atlas", "ratio", importance="answer", meaning="ran_ns / kernel_ns")
     ]
     inside: Annotated[
         bool | None,
@@ -177,7 +177,8 @@ class AtlasComparison:
     ]
     best: Annotated[str | None, column("best there", meaning="the fastest backend of the atlas")]
     regret: Annotated[
-        float | None, column("loses%", "percent", meaning="kernel_ns over that of `best`, minus 1")
+        float | None,
+        column("loses%", "percent", meaning="kernel_ns divided by that of `best`, minus 1"),
     ]
 
 

@@ -74,7 +74,7 @@ class _Line(msgspec.Struct):
         if self.config is not None:
             config = parse_label(self.config)
             if min(getattr(config, name) for name in NUMBERS) < 1:
-                raise UsageError(f"config {self.config!r}: a size is not positive")
+                raise UsageError(f"config {self.config!r}: sizes must be positive")
 
 
 class _XzReader(io.RawIOBase):
@@ -97,7 +97,7 @@ class _XzReader(io.RawIOBase):
         while not data and not self._decoder.eof:
             packed = self._file.read(1 << 16) if self._decoder.needs_input else b""
             if not packed and self._decoder.needs_input:
-                raise lzma.LZMAError("the file is cut short")
+                raise lzma.LZMAError("the file is truncated")
             data = self._decoder.decompress(packed, len(buffer))
         self._left -= len(data)
         if self._left < 0:
@@ -125,7 +125,7 @@ def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise UsageError(f"{printable_path(path)}: cannot be read: {error.strerror}") from None
     except (tarfile.TarError, lzma.LZMAError) as error:
         raise UsageError(
-            f"{printable_path(path)}: not a whole archive of shards ({error})"
+            f"{printable_path(path)}: not a complete archive of shards ({error})"
         ) from None
 
 
@@ -172,18 +172,20 @@ def _members(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Iterator[bytes]
         if member.isreg():
             yield name, lines
         elif member.type not in SKIPPED:
-            raise UsageError(f"{name}: no regular file; an archive of shards has nothing else")
+            raise UsageError(
+                f"{name}: not a regular file; an archive of shards contains only regular files"
+            )
         for _ in lines:
             pass
         file.read(-member.size % tarfile.BLOCKSIZE)
-    raise tarfile.ReadError("the archive is cut short")
+    raise tarfile.ReadError("the archive is truncated")
 
 
 def _lines(file: IO[bytes], size: int) -> Iterator[bytes]:
     while size > 0:
         line = file.readline(min(size, LINE_BYTES))
         if not line:
-            raise tarfile.ReadError("the archive is cut short")
+            raise tarfile.ReadError("the archive is truncated")
         if len(line) == LINE_BYTES:
             raise tarfile.ReadError(f"a line of more than {LINE_BYTES:,} bytes")
         size -= len(line)
@@ -234,7 +236,7 @@ def read_shards(path: Path) -> Atlas:
                 if len(machines) > 1:
                     names = ", ".join(sorted(machine.name for machine in machines))
                     raise UsageError(
-                        f"{source}: shards of {names}; an atlas belongs to one machine"
+                        f"{source}: contains shards of {names}, but an atlas belongs to one machine"
                     )
             elif row.get("status") in SETTLED:
                 yield parse_cell(row)
@@ -245,7 +247,7 @@ def read_shards(path: Path) -> Atlas:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UsageError(
-            f"{source}: a line is no cell of an atlas ({type(error).__name__}: {error})"
+            f"{source}: a line is not a cell of an atlas ({type(error).__name__}: {error})"
         ) from None
     machine = machines.pop() if machines else Machine()
     machine.require_gpu_and_release(source)

@@ -40,10 +40,10 @@ OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
 TOOL_ONLY = ("TMPDIR", "LC_ALL")  # changed for nsys only; the program keeps its own values
 NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
 # observer/window.py writes this text to the journal as the reason for an unrecorded step
-ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
+ELSEWHERE = "attention ran in other threads, but the profiler records only the main thread"
 RECORD_THREAD = (
-    "to see their times, record such a thread with torch.profiler (record_shapes=True) and "
-    "profharness ingest"
+    "to get their times, record such a thread with torch.profiler (record_shapes=True), "
+    "then run profharness ingest"
 )
 CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
 
@@ -84,7 +84,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
                 code = run_in_place(argv, environment)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise CaptureError(f"{argv[0]}: does not start: {error.strerror}") from None
+        raise CaptureError(f"{argv[0]}: cannot be started: {error.strerror}") from None
     period = period.end(time.monotonic() - began)
     code = code if code >= 0 else 128 - code
     why = why_silent(folder)
@@ -130,15 +130,16 @@ def why_silent(folder: Path) -> str | None:
     reported = {row.get("event") for row in _read(folder / PROCESSES_FILE)}
     if not reported:
         return (
-            "no Python process reported: it runs with -I, -E or -S, which keep the observer out, its "
-            "environment was cleared, or it is no Python program"
+            "no Python process was observed: the program runs Python with -I, -E or -S, which "
+            "disable the observer, clears its environment, or is not a Python program"
         )
     if "torch" not in reported:
-        return "no process of it imported torch"
+        return "none of its processes imported torch"
     return (
-        "torch was imported, but scaled_dot_product_attention was never called from Python: attention in "
-        "plain matrix products, of another package or of nn.TransformerEncoder's fast path shows in a "
-        "trace alone (torch.profiler with record_shapes=True, then profharness ingest)"
+        "torch was imported, but scaled_dot_product_attention was never called from Python; "
+        "attention in plain matrix products, in other packages or in the fast path of "
+        "nn.TransformerEncoder appears only in a trace (torch.profiler with "
+        "record_shapes=True, then profharness ingest)"
     )
 
 
@@ -150,8 +151,8 @@ def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]
         missed = sum(row.get("elsewhere", 0) for row in closed)
         if missed:
             text = (
-                f"{missed:,} calls of other threads were made while the main thread was recorded: "
-                "they are counted, and have no times"
+                f"{missed:,} calls ran in other threads while the main thread was recorded; they are "
+                "counted, but have no times"
             )
             yield Problem(options.profiler, "threads_not_recorded", text, RECORD_THREAD)
     elif options.profiler == TORCH:
@@ -163,17 +164,19 @@ def _why_no_step(
 ) -> tuple[str, str]:
     again = "record from the first call with `profharness observe --warmup 0 -- PROGRAM`, or run more steps"
     if all(row.get("compiled") for row in _rows(folder, "template")):
-        why = "only compiled code calls attention, where a step ends only with an optimizer's step"
-        again = "record it with torch.profiler (record_shapes=True) and profharness ingest"
+        why = (
+            "only compiled code calls attention, and there a step ends only when an optimizer steps"
+        )
+        again = "record it with torch.profiler (record_shapes=True), then run profharness ingest"
     elif not windows:
         why = (
-            f"the program ended before {options.warmup} steps in a row without a new kind of call, "
-            "after which the profiler starts"
+            f"the profiler starts after {options.warmup} steps in a row without a new kind of "
+            "call, but the program ended earlier"
         )
         if all(row.get("grad") for row in _rows(folder, "template")):
-            why += "; with gradients enabled, passes count as steps once an optimizer steps"
+            why += "; with gradients enabled, passes count as steps only after an optimizer has stepped"
     else:
-        why = windows[-1].get("why", "the process ended while the profiler recorded")
+        why = windows[-1].get("why", "the process ended while the profiler was recording")
         if why == ELSEWHERE:
             again = RECORD_THREAD
     return f"no step was recorded, so the calls have no times: {why}", again
@@ -192,7 +195,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 def _export(report: Path, tool: Path) -> tuple[Problem, ...]:
     if not report.exists():
-        text = "nsys left no report: the program ended before its window was opened"
+        text = "nsys wrote no report, because the program ended before the recording began"
         return (Problem(NSYS, "capture_range_missed", text, "use --warmup 0, or run more steps"),)
     try:
         export_report(report, report.with_suffix(".sqlite"), tool)

@@ -314,4 +314,4 @@ class Scrubber:
     def drop(self, key: str) -> None:
         """Record that a member with an unknown key is dropped from an object."""
         is_plain = re.fullmatch(rf"[A-Za-z_]{{1,{MAX_KEY}}}", key) is not None
-        self.record("key", key if is_plain else "a key that is not known")
+        self.record("key", key if is_plain else "an unknown key")

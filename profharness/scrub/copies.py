@@ -125,7 +125,7 @@ def _check(path: Path, scrubber: Scrubber) -> None:
             with Path("/dev/null").open("wb") as nowhere:
                 _scrub_trace(path, nowhere, attempt)
         except TraceFormatError:
-            attempt.record("damage", "a trace that cannot be read whole", "the file")
+            attempt.record("damage", "a trace that cannot be read completely", "the file")
             is_readable = head == MAGIC
         scrubber.changes.update(attempt.changes)
     if not is_readable:
@@ -220,7 +220,7 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
             if findings := audit(copy):
                 shown = (f"  {each.where}: {each.kind}: {each.text}" for each in findings[:SHOWN])
                 raise PrivateDataError(
-                    f"{source}: the copy contains {len(findings)} thing(s) that are not known to be "
+                    f"{source}: the copy contains {len(findings)} item(s) that are not known to be "
                     "harmless, so it was deleted; please report this:\n" + "\n".join(shown)
                 )
             if output.is_dir():
@@ -234,9 +234,7 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
 def _check_output(source: Path, output: Path, *, force: bool) -> None:
     real, target = source.resolve(), output.resolve()
     if real.is_relative_to(target) or (real.is_dir() and target.is_relative_to(real)):
-        raise UsageError(
-            f"{output}: is or contains the source, or is in it; choose another with -o"
-        )
+        raise UsageError(f"{output}: overlaps the source; choose another output with -o")
     if not output.parent.is_dir():
         raise UsageError(f"{output}: its folder does not exist")
     if output.exists():
@@ -245,7 +243,7 @@ def _check_output(source: Path, output: Path, *, force: bool) -> None:
         is_run = output.is_dir() and (output / RUN_FILE).is_file()
         if not (is_run if source.is_dir() else output.is_file()):
             raise UsageError(
-                f"{output}: is no earlier copy, so --force leaves it alone; delete it first"
+                f"{output}: is not an earlier copy, so --force does not replace it; delete it first"
             )
     if source.is_file():
         check_name(source, output)
@@ -318,11 +316,11 @@ def _find_trace(folder: Path, name: str, work: Path) -> tuple[Path, str]:
     if not source.resolve().is_relative_to(folder.resolve()):
         raise TraceFormatError(
             folder / RUN_FILE,
-            f"names a trace outside of its folder: {name!r}",
+            f"lists a trace outside its folder: {name!r}",
             expected="a path inside the run folder",
         )
     if not source.is_file():
-        raise TraceFormatError(source, "named in run.json but missing", expected="a raw trace")
+        raise TraceFormatError(source, "listed in run.json but missing", expected="a raw trace")
     stem, suffix = split_name(name)
     if suffix not in EXPORTS:
         return source, name

@@ -82,7 +82,7 @@ def _tail(window: Window, scrubber: Scrubber) -> bytes:
     try:
         trailer = decode_lenient(b"{" + (tail if mark == b"," else data[at:]))
     except ValueError:
-        message = "the file does not close behind its events"
+        message = "the JSON is incomplete after the events"
         raise window.error(message, offset=window.base, expected="}") from None
     kept = _allowed(trailer, scrubber) if isinstance(trailer, dict) else {}
     return b"," + bytes(_encode(kept)[1:-1]) if kept else b""

@@ -155,7 +155,7 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
             copied = _Export(export.connection, target, scrubber)
             if not copied.kept:
-                raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
+                raise TraceFormatError(path, "no table of nsys", expected=EXPECTED)
             copied.copy()
             target.commit()
         if scrubber.looks_for_deleted and _has_deleted(path, Path(file.name)):
@@ -224,7 +224,7 @@ class _Export:
             done = []
             for row in rows:
                 if not row_allowed(table, dict(zip(columns, row, strict=True))):
-                    self.scrubber.record("row", "a row that is not known", table)
+                    self.scrubber.record("row", "an unknown row", table)
                     continue
                 cleaned = tuple(
                     converts[mark](column, value)
@@ -234,9 +234,7 @@ class _Export:
                     columns.items(), row, cleaned, strict=True
                 ):
                     if before != after and mark != "$":
-                        self.scrubber.record(
-                            "value", "a value that is not known", f"{table}.{column}"
-                        )
+                        self.scrubber.record("value", "an unknown value", f"{table}.{column}")
                 done.append(cleaned)
             self.used.update(row[at] for row in done for at in strings if row[at] is not None)
             sql = f"INSERT INTO {_quoted(table)} ({into}) VALUES ({holes})"
@@ -266,7 +264,7 @@ class _Export:
         for table in _tables(self.source):
             allowed = {"id", "value"} if table == STRINGS else set(columns_of(table))
             if not allowed and not self.scrubber.is_known_name(table):
-                self.scrubber.record("table", "a table that is not known", "schema")
+                self.scrubber.record("table", "an unknown table", "schema")
                 continue
             declared = []
             sql = f"PRAGMA table_info({_quoted(table)})"
@@ -277,7 +275,7 @@ class _Export:
                     query = f"SELECT 1 FROM {_quoted(table)} WHERE {filled} LIMIT 1"
                     if self.source.execute(query).fetchone():
                         shown = f"{table}.{name}" if is_known else table
-                        self.scrubber.record("column", "a column that is not known", shown)
+                        self.scrubber.record("column", "an unknown column", shown)
                     if not is_known:
                         continue
                 kind = kind.upper() if TYPE.fullmatch(kind) else ""

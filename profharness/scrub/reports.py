@@ -113,13 +113,13 @@ def check_name(source: Path, output: Path) -> None:
     made = EXPORTS.get(suffix)
     if made is None:
         if wrong in EXPORTS:
-            message = f"{output}: a copy is never a {wrong}; keep the suffix of {source.name}"
+            message = f"{output}: the copy cannot be a {wrong}; keep the suffix of {source.name}"
             raise UsageError(message)
     elif not output.name.lower().endswith((made, f"{made}{GZIP_SUFFIX}")):
         stem = stem if wrong in EXPORTS else output.stem
         raise UsageError(
-            f"{output}: the copy of a {suffix} is a {made}, because a report holds the "
-            f"environment of its process; name it {stem}{made}"
+            f"{output}: a {suffix} contains the environment of its process, so its copy is a "
+            f"{made}; name it {stem}{made}"
         )
 
 
@@ -147,8 +147,8 @@ def exported(report: Path, made: Path) -> Path:
         if doubt is None:
             raise
         raise StaleExportError(
-            f"{report}: {beside.name} beside it {doubt}, so it is not used in its place, and "
-            f"another export cannot be made: {error}"
+            f"{report}: the existing export {beside.name} {doubt}, and a new export cannot be "
+            f"made: {error}"
         ) from None
     return made
 
@@ -164,5 +164,5 @@ def _doubt(export: Path, report: Path) -> str | None:
             with opened(export, export):
                 pass
     except TraceFormatError:
-        return f"is no whole export of {'ncu' if export.suffix == '.csv' else 'nsys'}"
+        return f"is not a complete export of {('ncu' if export.suffix == '.csv' else 'nsys')}"
     return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 _INTEGERS = (int, int | None, Triple | None)
-_READS = "only a SELECT may be asked, and nothing attached"
+_READS = "only SELECT statements are allowed, and no ATTACH"
 
 
 def to_frame(rows: Sequence[Any], kind: Any = None) -> pd.DataFrame:
@@ -93,7 +93,7 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
         # sqlite3 has no separate exception for a denied statement
         if "not authorized" not in str(error):
             raise
-        raise UsageError(f"the query is refused; {_READS}") from None
+        raise UsageError(f"the query was refused; {_READS}") from None
     finally:
         # the store continues to use this connection
         connection.set_authorizer(None)

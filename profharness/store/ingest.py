@@ -126,7 +126,7 @@ def ingest_path(
                 if read.run is None:
                     raise
                 raise StoreError(
-                    f"{error}\nthe run is kept in {path}; to take it in: "
+                    f"{error}\nthe run is kept in {path}; ingest it into another store: "
                     f"profharness ingest {path} --store OTHER"
                 ) from None
     require_stored(store, results, len(failures))
@@ -149,8 +149,9 @@ def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0
         count, total = len(results) - len(lost), len(results) + failed
         names = [str(path) for path in lost] if len(lost) <= FEW else ["SOURCE..."]
         raise StoreError(
-            f"{store}: {count} of {total} stored: the file was deleted, replaced or damaged while it was "
-            f"written; take in what is missing: {shell_command('ingest', *names, store=store)}"
+            f"{store}: {count} of {total} sources were stored, because the file was deleted, "
+            "replaced or damaged while it was written; ingest the missing sources: "
+            f"{shell_command('ingest', *names, store=store)}"
         )
 
 
@@ -172,8 +173,8 @@ def ingest_source(
         if is_damage(error) or is_altered(error):
             raise damaged(store, error) from None
         raise StoreError(
-            f"{store}: cannot be written: {error}; the sources stored before are kept; fix this and "
-            "repeat the command, or name another --store"
+            f"{store}: cannot be written: {error}; sources that were stored before are kept; fix "
+            "this and repeat the command, or choose another store with --store"
         ) from None
 
 
@@ -238,12 +239,16 @@ def _check_record(path: Path, run: Run) -> None:
     """Raise TraceFormatError if a run record contains values that cannot be stored."""
     (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
     if count > 1:
-        raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
+        raise TraceFormatError(
+            path, f"{count} cells have the name {name!r}", expected="unique names"
+        )
     for cell in run.cells:
         # tuning is stored as text
         if _largest(msgspec.to_builtins(replace(cell, tuning=None))) > MAX_INT:
             raise TraceFormatError(
-                path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
+                path,
+                f"cell {cell.cell!r} contains a number that is too large",
+                expected="at most 64 bits",
             )
 
 
@@ -339,8 +344,11 @@ def require_no_less(
         reason = f" ({problems[0]})" if problems else ""
         raise TraceFormatError(
             source.path,
-            f"holds less of run {run} than the store, which keeps what it has: missing are "
-            f"{join_few(missing, FEW)}{reason}; `profharness runs --delete {run}` lets this one in",
+            (
+                f"contains less of run {run} than the store, which was not changed; missing: "
+                f"{join_few(missing, FEW)}{reason}; to ingest it anyway, first delete the stored run: "
+                f"profharness runs --delete {run}"
+            ),
         )
 
 
@@ -365,13 +373,15 @@ def _write(
     cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
     # if there are no cells, all launches are kept, as for a foreign trace
     results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
-    warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
+    warnings = [f"not ingested: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{raw.name}: {text}" for raw, trace in parsed for text in trace.warnings]
     if journals is not None:
         traced = list(chain.from_iterable(trace.calls for _, trace in parsed))
         warnings += insert_journals(connection, run_id, journals, traced)
     for (raw, _), result in zip(parsed, results, strict=True):
-        warnings += [f"{raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
+        warnings += [
+            f"{raw.name}: contains a range of the unknown cell {c}" for c in result.unknown_cells
+        ]
     if run and cells is not None:
         warnings += [text for _, trace in parsed for text in _unmeasured(run.protocol, trace)]
         profilers = [trace.profiler for _, trace in parsed]
@@ -418,8 +428,10 @@ def _insert_run(
                 raw.profiler or "",
                 UNREADABLE,
                 raw.problem,
-                f"copy {raw.name} again if another copy is whole, or capture again with "
-                f"--profiler {raw.profiler}",
+                (
+                    f"copy {raw.name} again from an intact copy, or capture again with --profiler "
+                    f"{raw.profiler}"
+                ),
                 cells=raw.cells,
             )
             for raw in source.raws
@@ -544,7 +556,7 @@ def _insert_raw(
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
     except (ValueError, OverflowError) as error:
-        unstorable = TraceFormatError(raw.path, f"holds what cannot be stored: {error}")
+        unstorable = TraceFormatError(raw.path, f"contains a value that cannot be stored: {error}")
         raise _RawError(raw, unstorable) from None
 
 
@@ -555,7 +567,7 @@ def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
     from profharness.recording.profilers.ncu import QUERY_METRICS, unmeasured
 
     names = ", ".join(unmeasured(protocol.metrics, trace.metrics.names if trace.metrics else ()))
-    return [f"ncu measured no {names}; {QUERY_METRICS}"] if names else []
+    return [f"ncu did not measure {names}; {QUERY_METRICS}"] if names else []
 
 
 def _update_cells(
@@ -587,7 +599,7 @@ def _update_cells(
         launching = {profiler for profiler, counts, _ in traces if any(counts)}
         if cell.status == "ok":
             fresh += [
-                f"the {profiler} trace holds no launch of this cell"
+                f"the {profiler} trace contains no launch of this cell"
                 for profiler in covering
                 if profiler not in launching
             ]

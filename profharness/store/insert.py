@@ -499,5 +499,5 @@ def insert_journals(
         "config_id = coalesce(?, config_id), reason = ? WHERE id = ?",
         rows,
     )
-    text = f"{lost} call(s) of the traces fit no observed kind of call, or several"
+    text = f"{lost} call(s) in the traces could not be matched to a single observed kind of call"
     return [*warnings, *([text] if lost else [])]

@@ -30,8 +30,8 @@ _COPIED = ("run", "rank", "host_key", "gpu_key", "created", "device")  # columns
 TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
 NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 NEED = (
-    "`profharness ranks FOLDER` compares the traces in a folder; "
-    "`profharness ranks RUN RUN …` compares the runs that are named"
+    "`profharness ranks FOLDER` compares the traces in a folder; `profharness ranks RUN "
+    "RUN …` compares the given runs"
 )
 Record = dict[str, Any]
 
@@ -89,8 +89,8 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
     wanted = _wanted(store, refs, stored)
     members = _by_rank([record for record in stored if record["run"] in wanted])
     if len(members) < 2:
-        which = f"run {store.run_name(min(wanted))} is" if wanted else "the store holds"
-        what = "the only rank of its job here" if wanted else "no job of several ranks"
+        which = f"run {store.run_name(min(wanted))} is" if wanted else "the store has"
+        what = "the only rank of its job here" if wanted else "no job with several ranks"
         raise NotFoundError(f"{store.path}: {which} {what}; {NEED}")
     stored_environments = store.connection.execute("SELECT id, data FROM environments")
     environments = {number: json.loads(data) for number, data in stored_environments}

@@ -39,8 +39,8 @@ SMALL_TABLES = (
     *("environments", "runs", "devices", "configs", "cells", "refusals", "traces", "trace_cells"),
     *("kernels", "launch_configs", "op_paths", "apis", "range_names"),
 )
-OTHER = "name another --store"
-ALTERED = "not as profharness made it"
+OTHER = "choose another store with --store"
+ALTERED = "the store was altered"
 MISSING = re.compile(
     r"no such (table|column)|table \w+ has (no column|\d+ columns)|Object missing required field"
 )
@@ -81,9 +81,9 @@ def refuse_network(path: Path) -> None:
         local = (each for each in folders if os.access(each, os.W_OK) and not network_type(each))
         elsewhere = next(local, folders[-1]) / DEFAULT_STORE
         raise StoreError(
-            f"{path}: is on a network file system ({kind}), where several hosts would damage it; keep "
-            f"the store on a disk of one host (--store {elsewhere}, or {STORE_VARIABLE}); run folders "
-            "and traces may stay"
+            f"{path}: is on a network file system ({kind}), where several hosts would damage it; "
+            f"keep the store on a local disk (--store {elsewhere}, or {STORE_VARIABLE}); run "
+            "folders and traces can stay where they are"
         )
 
 
@@ -133,7 +133,9 @@ def _add_run_times(db: Any) -> None:
 def require_folder(path: Path) -> None:
     """Raise StoreError if a store cannot be created because its folder does not exist."""
     if not path.exists() and not path.parent.is_dir():
-        raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
+        raise StoreError(
+            f"{path}: its folder does not exist; create it or choose another store with --store"
+        )
 
 
 def require_writable(path: Path) -> None:
@@ -159,8 +161,8 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
         require_writable(path)
     elif not path.exists():
         raise NotFoundError(
-            f"{path}: no store here; `profharness ingest FILE` or `profharness capture` makes one, "
-            "--store names another"
+            f"{path}: there is no store; create one with `profharness ingest FILE` or "
+            "`profharness capture`, or choose another with --store"
         )
     try:
         _check_header(path, write)
@@ -218,9 +220,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
     """Return an error for a store that must not be used, with the command that rebuilds it."""
-    what = what or (ALTERED if is_altered(detail) else "damaged inside")
+    what = what or (ALTERED if is_altered(detail) else "the store is damaged")
     return StoreError(
-        f"{path}: {what}, left as it is ({detail}); rebuild it from the run folders: "
+        f"{path}: {what} ({detail}). It was not changed. Rebuild it from the run folders: "
         "profharness ingest traces/runs --store NEW"
     )
 
@@ -329,8 +331,8 @@ def _check_header(path: Path, write: bool) -> None:
         raise StoreError(f"{path}: cannot be read: Permission denied; {OTHER}")
     if write and status.st_nlink > 1:
         raise StoreError(
-            f"{path}: has {status.st_nlink} hard links, and SQLite would keep a log for each of them; "
-            "remove the other links, or copy the store and name the copy with --store"
+            f"{path}: has {status.st_nlink} hard links, and SQLite would keep a log for each of "
+            "them; remove the other links, or copy the store and choose the copy with --store"
         )
     with closing(_raw(path, "mode=ro&immutable=1")) as connection:
         # Ignore errors in the schema, because another process may be writing it.
@@ -346,13 +348,15 @@ def _check_header(path: Path, write: bool) -> None:
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
                 raise
-            raise StoreError(f"{path}: not an SQLite file, left as it is; {OTHER}") from None
+            raise StoreError(
+                f"{path}: is not an SQLite file and was not changed; {OTHER}"
+            ) from None
     if application != STORE_ID and (application or objects):
         raise _foreign(path)
 
 
 def _foreign(path: Path) -> StoreError:
-    return StoreError(f"{path}: an SQLite file of another program, left as it is; {OTHER}")
+    return StoreError(f"{path}: is an SQLite file of another program and was not changed; {OTHER}")
 
 
 def _raw(path: Path, mode: str) -> sqlite3.Connection:
@@ -393,18 +397,19 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
         return 0
     if version > SCHEMA_VERSION:
         raise StoreError(
-            f"{path}: made by a newer profharness (schema {version}, this one knows "
-            f"{SCHEMA_VERSION}); upgrade profharness or name another --store"
+            f"{path}: was made by a newer profharness (schema {version}, this one reads up to "
+            f"{SCHEMA_VERSION}); upgrade profharness or choose another store with --store"
         )
     if version < FIRST_VERSION:
         raise StoreError(
-            f"{path}: made by an unreleased profharness (schema {version}); delete it or name "
-            "another --store, then take the run folders in again: profharness ingest FOLDER"
+            f"{path}: was made by an unreleased profharness (schema {version}); delete it or "
+            "choose another store with --store, then ingest the run folders again: profharness "
+            "ingest FOLDER"
         )
     # Users may add tables and views, but not triggers, which would run at the next ingest.
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger' LIMIT 1"
     for (name,) in connection.execute(query):
-        raise damaged(path, f"contains a trigger, {name!r}", ALTERED)
+        raise damaged(path, f"it contains the trigger {name!r}", ALTERED)
     return int(version)
 
 
@@ -438,9 +443,9 @@ def _open_reader(path: Path) -> sqlite3.Connection:
     kind, log = network_type(path), file_beside(path, "-wal")
     if kind and log.is_file() and log.stat().st_size:
         raise StoreError(
-            f"{path}: is on a network file system ({kind}) and has a log beside it ({log.name}): "
-            "another host may be writing to it; copy both to a disk of this host and name that with "
-            "--store"
+            f"{path}: is on a network file system ({kind}) and has a log beside it ({log.name}), "
+            "so another host may be writing to it; copy both files to a local disk and choose "
+            "the copy with --store"
         )
     if kind is None:
         try:
@@ -455,6 +460,8 @@ def _reader(path: Path, mode: str) -> sqlite3.Connection:
     connection = _raw(path, mode)
     with _closed_on_error(connection):
         if not _version(connection, path):
-            raise NotFoundError(f"{path}: an empty store; `profharness ingest FILE` fills it")
+            raise NotFoundError(
+                f"{path}: the store is empty; add data with `profharness ingest FILE`"
+            )
         connection.execute("PRAGMA query_only = ON")
     return connection

@@ -113,7 +113,9 @@ class RunFinder:
         runs = self.stored_runs()
         ids = [each.run for each in runs]
         if not runs:
-            raise NotFoundError(f"{self.path} holds no run; `profharness capture` makes one")
+            raise NotFoundError(
+                f"{self.path} contains no runs; create one with `profharness capture`"
+            )
         # an id may also be the prefix of another id
         if ref in ids:
             return ref
@@ -128,9 +130,9 @@ class RunFinder:
                 return matching[0]
             if matching:
                 could = _some([names[run] for run in matching])
-                raise NotFoundError(f"run {ref!r} is ambiguous; it could be {could}")
+                raise NotFoundError(f"run {ref!r} is ambiguous; it matches {could}")
         there = _some([names[run] for run in ids])
-        raise NotFoundError(f"no run {ref!r} in {self.path}; there are {there}")
+        raise NotFoundError(f"no run {ref!r} in {self.path}; choose from {there}")
 
     def run_name(self, run: str) -> str:
         """Return the name of a run: the file of a trace, otherwise the id."""

@@ -109,7 +109,7 @@ def read_source(path: Path) -> Source:
         return Source(path, None, (raw,), content_hash)
     run = read_run(path)
     if len({_real_path(path, trace) for trace in run.traces}) < len(run.traces):
-        raise TraceFormatError(path / RUN_FILE, "names a trace twice", expected="each trace once")
+        raise TraceFormatError(path / RUN_FILE, "lists a trace twice", expected="each trace once")
     raws = tuple(_raw(path, trace) for trace in run.traces)
     digest = xxhash.xxh3_128(msgspec.json.encode(run))
     for raw in raws:
@@ -150,7 +150,7 @@ def _real_path(folder: Path, trace: TraceFile) -> str:
     shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
     raise TraceFormatError(
         folder / RUN_FILE,
-        f"names a trace outside of its folder, or that no file can be: {shown}",
+        f"lists a trace outside its folder, or with an invalid name: {shown}",
         expected="a path inside the run folder",
     )
 
@@ -160,7 +160,7 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
     content_hash, problem = "", None
     try:
         if not path.is_file():
-            raise TraceFormatError(path, "named in run.json but missing", expected="a raw trace")
+            raise TraceFormatError(path, "listed in run.json but missing", expected="a raw trace")
         content_hash = hash_file(path)
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}"

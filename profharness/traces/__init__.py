@@ -40,7 +40,7 @@ MAX_RATIO = 200
 # makes an empty nsys export 700 times smaller.
 ALWAYS_UNPACKED = 16 << 20
 _INPUT = 64 * 1024
-_WHOLE = "a whole gzip file"
+_WHOLE = "a complete gzip file"
 _Damage = cast("type[Exception]", igzip_lib.error)  # the type stubs of isal do not declare a class
 
 PARSERS: dict[str, str] = {
@@ -170,7 +170,8 @@ class GzipReader:
         if self._done > self._limit:
             message = f"unpacks to more than {self._limit:,} bytes, {MAX_RATIO} times its size"
             raise self._error(
-                message, expected="less; if it is to be read, unpack it and give the plain file"
+                message,
+                expected="a smaller file; to read it anyway, unpack it and pass the unpacked file",
             )
         return data
 
@@ -181,12 +182,12 @@ class GzipReader:
         if self._member.needs_input and not self._next:
             self._next = self._input()
             if not self._next:
-                raise self._error("the gzip stream is cut short")
+                raise self._error("the gzip stream is truncated")
         data, self._next = self._next, b""
         try:
             return self._member.decompress(data, size)
         except _Damage as error:
-            place = f"before byte {self._raw.tell():,} of the packed file"
+            place = f"before byte {self._raw.tell():,} of the compressed file"
             raise self._error(f"the gzip stream is damaged {place}: {error}") from None
 
     def _start_member(self) -> bool:
@@ -197,7 +198,7 @@ class GzipReader:
         if not rest:
             return False
         if not rest.startswith(GZIP):
-            raise self._error("something that is no gzip follows the whole gzip stream")
+            raise self._error("there is other data after the gzip stream")
         self._member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         self._next = rest
         return True
@@ -268,4 +269,4 @@ def without_room() -> Iterator[None]:
         yield
     except OSError as error:
         message = f"{tempfile.gettempdir()}: a temporary file cannot be written: {error.strerror}"
-        raise ProfharnessError(f"{message}; name another folder in TMPDIR") from None
+        raise ProfharnessError(f"{message}; choose another folder with TMPDIR") from None

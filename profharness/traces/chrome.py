@@ -120,7 +120,7 @@ def _assemble(
     base, doubts = header.get("baseTimeNanoseconds", 0), []
     if not isinstance(base, int) or isinstance(base, bool) or abs(base) >= MAX_NS:
         base = 0
-        doubts = ["baseTimeNanoseconds is not a usable number; times count from 0"]
+        doubts = ["baseTimeNanoseconds is not a valid number, so times start at 0"]
     devices, odd = _devices(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     flows, lone = _flows(tables.arrows)
@@ -154,7 +154,9 @@ def _assemble(
     )
     skipped = []
     if tables.skipped:
-        negative = f", {tables.negative} for a negative duration" if tables.negative else ""
+        negative = (
+            f", {tables.negative} of them because of a negative duration" if tables.negative else ""
+        )
         skipped = [f"{tables.skipped} events could not be read and were skipped{negative}"]
     if not trace.num_launches:
         message = "traceEvents is empty"
@@ -167,13 +169,15 @@ def _assemble(
         repeated += at.stacks.repeated
     counts["repeated"] = repeated
     texts = {
-        "unmatched": "have no call with their correlation: thread, range and op are unknown",
-        "ambiguous": "have several calls with their correlation: the first counts",
-        "repeated": "stand in the file twice and count twice",
+        "unmatched": (
+            "have no API call with their correlation id, so their thread, range and op are unknown"
+        ),
+        "ambiguous": "have several API calls with their correlation id; the first one is used",
+        "repeated": "occur twice in the file and are counted twice",
     }
     found = [f"{counts[key]:,} launches {text}" for key, text in texts.items() if counts[key]]
     if at.stacks.paths.deep:
-        found.append(f"stacks of more than {MAX_DEPTH} ops are told in part")
+        found.append(f"stacks of more than {MAX_DEPTH} ops are recorded only in part")
     warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)
     return replace(trace, close=stack.pop_all().close, warnings=warnings)
 
@@ -193,7 +197,7 @@ def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
     made = np.stack([thread[starts], t[starts], thread[ends], t[ends]], axis=1)
     lone = len(keys) + len(others) - 2 * len(both)
     text = (
-        f"{lone:,} arrows from forward to backward have one end alone: their backward is not told"
+        f"{lone:,} arrows from forward to backward have only one end, so their backward is unknown"
     )
     return made[order], [text] if lone else []
 
@@ -228,7 +232,7 @@ def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
     ]
     doubts = [text for _, texts in made for text in texts]
     if len(made) < len(given):
-        doubts.append(f"deviceProperties: {len(given) - len(made)} of {len(given)} are no device")
+        doubts.append(f"deviceProperties: {len(given) - len(made)} of {len(given)} are not devices")
     return tuple(device for device, _ in made if device), doubts
 
 
@@ -477,7 +481,7 @@ class Window:
         return TraceFormatError(self.path, message, offset=where, expected=expected)
 
     def too_long(self, offset: int) -> TraceFormatError:
-        message = f"an event of more than {MAX_PIECE >> 20} MiB"
+        message = f"an event is larger than {MAX_PIECE >> 20} MiB"
         return self.error(message, offset=offset, expected="an event")
 
     def close(self) -> None:
@@ -580,7 +584,7 @@ def _foreign(window: Window) -> TraceFormatError:
         value = decode_lenient(window.buffer.removeprefix(b"\xef\xbb\xbf"))
     except json.JSONDecodeError as error:
         offset = len(error.doc[: error.pos].encode("utf-8", "replace"))
-        message = f"not whole JSON: {error.msg}"
+        message = f"invalid JSON: {error.msg}"
         return window.error(message, offset=offset, expected='"traceEvents": [')
     except ValueError as error:
         return window.error(f"not JSON: {error}", expected='"traceEvents": [')
@@ -630,7 +634,7 @@ def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
         at = skip_space(data, 0)
         if layout.bare:
             if data[at:].strip(b" \t\r\n\0"):
-                message = "something follows the events"
+                message = "there is other data after the events"
                 raise window.error(message, offset=end + 1 + at, expected="the end of the file")
             return {}
         mark = data[at : at + 1]
@@ -640,8 +644,8 @@ def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
             tail = data[at + 1 :] if mark == b"," else data[at:]
             trailer = decode_lenient(b"{" + tail.rstrip(b" \t\r\n\0"))
             if "traceEvents" in trailer:
-                raise ValueError("traceEvents stands there twice")
+                raise ValueError("traceEvents occurs twice")
         except ValueError as error:
-            message = f"the file is not whole behind the events: {error}"
+            message = f"the file is invalid after the events: {error}"
             raise window.error(message, expected="}, the end of the trace") from None
         return {**trailer, **layout.header}

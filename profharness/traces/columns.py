@@ -266,12 +266,12 @@ def make_device(
     used |= {"index": whole(index), "name": name if isinstance(name, str) else None}
     shown = f"device {str(index)[:SHOWN]}"
     warnings = [
-        f"{shown}: {key} cannot be {str(value)[:SHOWN]}; it is left out"
+        f"{shown}: {key} has the impossible value {str(value)[:SHOWN]}, which is ignored"
         for key, value in {**limits, "index": index, "name": name}.items()
         if value is not None and used[key] is None
     ]
     if isinstance(name, str) and REPLACED in name:
-        warnings.append(f"{shown}: its name holds what is no character")
+        warnings.append(f"{shown}: its name contains invalid characters")
     if None in (used[key] for key in ("index", "name", *CORE_FIELDS)):
         return None, warnings
     used |= {"name": used["name"][:MAX_TEXT], "warp_size": used["warp_size"] or 32}

@@ -90,7 +90,7 @@ def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Tra
     durations = [_duration(launch, units) for launch in launches]
     if sum(durations) >= MAX_NS:
         message = f"the times of its kernels add up to {sum(durations) / 1e9:.0f} s"
-        raise TraceFormatError(path, message, expected="times that a machine can take")
+        raise TraceFormatError(path, message, expected="plausible times")
     configs, kernels = Ids(), Ids()
     names = [launch.name or NO_NAME for launch in launches]
     canonical, intricate = canonical_names(names)
@@ -256,7 +256,7 @@ def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
     launches, units = report.launches, report.units
     of = f"of {len(launches)} kernels have"
     if not launches:
-        yield "the report holds no kernel; a filter of ncu's may have matched none"
+        yield "the report contains no kernels; a filter of ncu may have excluded all of them"
     untimed = [
         DURATION in launch.values
         for launch, ns in zip(launches, durations, strict=True)
@@ -266,9 +266,9 @@ def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
     if (impossible := sum(untimed)) and unit not in NANOSECONDS:
         yield f"{impossible} {of} no time: {DURATION} is in {unit[:40]!r}"
     elif impossible:
-        yield f"{impossible} {of} a time below zero or beyond reason, which is left out"
+        yield f"{impossible} {of} a negative or implausible time, which is ignored"
     if missing := len(untimed) - impossible:
-        yield f"{missing} {of} no time; ask ncu for {DURATION} as well"
+        yield f"{missing} {of} no time; add {DURATION} to the metrics that ncu measures"
     if nameless := sum(not launch.name for launch in launches):
         yield f"{nameless} {of} no name"
     sizes = [name for name in units if name.startswith(SIZES)]
@@ -276,10 +276,10 @@ def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
     if odd := sum(not 0 <= value < MAX_SIZE for value in figures if value is not None):
         yield f"{odd} sizes of launches (grid, block, registers, memory) are impossible"
     if report.skipped:
-        yield f"{report.skipped} results of whole ranges or graphs are left out"
+        yield f"{report.skipped} results of whole ranges or graphs are skipped"
     shared = (unit for name, unit in units.items() if name.startswith(SHARED))
     if rounded := next((unit for unit in shared if unit not in EXACT_BYTES), None):
         yield (
-            f"shared memory is rounded to {rounded[:40]} and left out; "
-            "export with --print-units base"
+            f"shared memory is rounded to {rounded[:40]} and ignored; export with --print-units "
+            "base"
         )

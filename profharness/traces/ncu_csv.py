@@ -37,8 +37,8 @@ LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
 WRITTEN_COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
 UNKNOWN_ID = "0"
 EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
-AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
-DAMAGED = "{n} lines look like damaged rows and are left out"
+AGAIN = "copy the file again, or create it again with: ncu --import REPORT.ncu-rep --csv --page raw"
+DAMAGED = "{n} lines look like damaged rows and are skipped"
 MAX_LINE = 1 << 22  # maximum length of a line, in characters
 WITNESSES = 1000  # maximum number of numbers that are read to find the decimal mark
 # Number of parts between the name of a range and its message. These parts contain the payload, the
@@ -151,7 +151,7 @@ class LaunchCompactor:
         """Count slots of memory as used. Raise TraceFormatError if the report uses too many."""
         self._left -= places
         if self._left < 0:
-            message = f"more values than a report of its size has ({self._most:,} places are full)"
+            message = f"it contains more values than a report of this size can have (limit: {self._most:,})"
             raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
 
     def compact(self, launch: NcuLaunch) -> NcuLaunch:
@@ -219,7 +219,7 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
     for line, own, cells in kernels:
         device = own.get("Device", "")
         if device and not _WHOLE.fullmatch(device):
-            raise _bad_row(path, line, f"has {device[:40]!r} for a device")
+            raise _bad_row(path, line, f"has the invalid device {device[:40]!r}")
         left_out = constants if int(device or 0) in compactor.devices else frozenset()
         launch = compactor.compact(_launch(line, own, cells, mark, left_out, doubts))
         numeric.update(launch.values)
@@ -229,7 +229,7 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
     for line, launch in zip(lines, launches, strict=True):
         for name, text in launch.texts.items():
             if name in numeric and not _NO_VALUE.fullmatch(text):
-                doubts.add("{n} values of metrics are no numbers and are left out", line)
+                doubts.add("{n} values of metrics are not numbers and are skipped", line)
     counted = [*_doubt_ids(ids, table.profiled), *table.odd]
     return NcuReport(launches, units, warnings=(*table.doubts.texts(), *counted, *doubts.texts()))
 
@@ -298,7 +298,7 @@ class Table:
         first = next(rows, None)
         if first is None or (first[1][0] and not self.is_long):
             missing = "first row" if self.is_long else "row of units"
-            message = f"no {missing} behind the header, so the table is cut off; {AGAIN}"
+            message = f"there is no {missing} after the header, so the table is cut off; {AGAIN}"
             raise TraceFormatError(path, message, expected=EXPECTED)
         self.first = first[1]
         self.rows = chain([first], rows) if self.is_long else rows
@@ -311,11 +311,11 @@ class Table:
         """
         place = {name: index for index, name in enumerate(self.columns)}
         if len(place) < len(self.columns):
-            self.odd.append("columns stand twice in the header; the last of each counts")
+            self.odd.append("the header contains duplicate columns; the last of each is used")
         metrics = [name for name in place if name not in OWN_COLUMNS]
         if odd := [name for name in metrics if "__" not in name]:
             shown = ", ".join(repr(name[:40]) for name in odd[:3])
-            self.odd.append(f"{len(odd)} columns of unknown names: {shown}")
+            self.odd.append(f"{len(odd)} columns have unknown names: {shown}")
         places = [place[name] for name in metrics]
         return dict(zip(metrics, map(self.first.__getitem__, places), strict=True)), places
 
@@ -333,7 +333,7 @@ class Table:
         for count, (line, ended) in enumerate(lines, start=1):
             cells = self._row(line, count, ended=ended)
             if cells == self.columns:
-                self.doubts.add("the header stands {n} times more", count)
+                self.doubts.add("the header is repeated {n} times", count)
             elif cells is not None:
                 yield count, cells
             elif line.count('","') >= max(3, width // 2) or (
@@ -478,7 +478,7 @@ def _distinct_kernels(
     seen: set[int] = set()
     for line, cells in rows:
         if (key := hash(tuple(cells))) in seen:
-            table.doubts.add("{n} rows are exact copies of earlier ones and are left out", line)
+            table.doubts.add("{n} rows are exact copies of earlier rows and are skipped", line)
             continue
         seen.add(key)
         metrics = zip(names, map(cells.__getitem__, places), strict=True)
@@ -503,20 +503,22 @@ def _gather(
         compactor.allocate(ENTRY_PLACES if metrics else LAUNCH_PLACES + ENTRY_PLACES * len(cells))
         if any(first[index] != cells[index] for key, index in own if key != "ID"):
             table.doubts.add(
-                "{n} rows disagree with the first row of their kernel, which counts", line
+                "{n} rows disagree with the first row of their kernel, which is used", line
             )
         if not name:
             continue
         message = ""
         if "__" not in name:
-            message = f"metrics under labels such as {name[:40]!r}; export the report"
+            message = (
+                f"the metrics have labels such as {name[:40]!r} instead of names; export the report"
+            )
         elif units.setdefault(name, unit) != unit:
-            message = f"{name[:80]} in {units[name][:40]} and in {unit[:40]}; export"
+            message = f"{name[:80]} has the units {units[name][:40]} and {unit[:40]}; export"
         if message:
             message = f"{message} with --page raw"
             raise TraceFormatError(table.path, message, expected=EXPECTED)
         if name in metrics:
-            table.doubts.add("{n} rows tell a metric of a kernel again; the first counts", line)
+            table.doubts.add("{n} rows repeat a metric of a kernel; the first value is used", line)
         metrics.setdefault(name, cells[value_at])
     filled = [metrics for _, metrics in kernels.values()]
     check_shape(table.path, len(filled), len(units), sum(map(len, filled)))
@@ -538,9 +540,11 @@ def _doubt_ids(ids: list[int], profiled: int) -> Iterator[str]:
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
         yield f"the ids of kernels have gaps: {gaps} are missing"
     if again := len(ids) - len(distinct):
-        yield f"{again} kernels have the id of an earlier one; these may be several tables"
+        yield (
+            f"{again} kernels have the id of an earlier kernel; the file may contain several tables"
+        )
     if profiled > len(ids):
-        yield f"ncu says that it profiled {profiled} kernels, the table has {len(ids)}"
+        yield f"ncu reports {profiled} profiled kernels, but the table has {len(ids)}"
 
 
 def _launch(

@@ -87,10 +87,10 @@ class MissingReaderError(MissingExtraError):
     def __init__(self, path: Path) -> None:
         ProfharnessError.__init__(
             self,
-            f"{path}: nothing here can read an Nsight Compute report. Any one of three helps: "
+            f"{path}: no reader of Nsight Compute reports is installed. Do one of these: "
             'pip install "profharness[ncu]" (the package ncu_report); '
-            "Nsight Compute on PATH or named by PROFHARNESS_NCU (its extras/python is used, else "
-            "ncu itself); or a CSV made where ncu is: "
+            "install Nsight Compute on PATH or set PROFHARNESS_NCU to it (its extras/python is "
+            "used, else ncu itself); or, where ncu is installed, create a CSV: "
             "ncu --import REPORT --csv --page raw --print-units base "
             "--print-kernel-base mangled > REPORT.csv",
         )
@@ -110,7 +110,7 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
             readable = len(report.launches) + report.skipped
             if readable == file.results:
                 return report
-            text = f"the file counts {file.results} results, {readable} of them could be read"
+            text = f"the file contains {file.results} results, but only {readable} could be read"
             return replace(report, warnings=(*report.warnings, text))
         tried.append(f"{name} ({report})" if report else name)
     if not tried:
@@ -119,8 +119,10 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
     raise TraceFormatError(
         path,
         f"a report of {made} that {' and '.join(tried)} cannot read",
-        expected="a whole report no newer than its reader; copy it again, pip install -U "
-        "ncu-report, or use a newer ncu",
+        expected=(
+            "a complete report that is not newer than its reader; copy it again, pip install -U "
+            "ncu-report, or use a newer ncu"
+        ),
     )
 
 
@@ -155,9 +157,9 @@ def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) 
         try:
             returncode = run_to_end(argv, output, environment, timeout_s, **options)
         except OSError as error:
-            raise TraceFormatError(report, f"{ncu} does not start: {error.strerror}") from None
+            raise TraceFormatError(report, f"{ncu} cannot be started: {error.strerror}") from None
         if returncode is None:
-            message = f"{ncu} --import took more than {timeout_s:g} s and was ended"
+            message = f"{ncu} --import took more than {timeout_s:g} s and was stopped"
             raise TraceFormatError(report, message)
         return read_input(output).decode("utf-8", "replace") if returncode == 0 else None
 
@@ -257,12 +259,12 @@ def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Re
 
 def _failure(code: int | None, seconds: int) -> str:
     if code is None or code == -getattr(signal, "SIGXCPU", 0):
-        return f"was ended after {seconds} s of work"
+        return f"was stopped after {seconds} s of work"
     if code == NO_MEMORY:
-        return "took too much memory"
+        return "used too much memory"
     if code < 0:
         with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
+            return f"was killed by {signal.Signals(-code).name}"
     return f"failed with code {code}"
 
 

@@ -176,13 +176,15 @@ def _parse(path: Path, shown: Path) -> Trace:
         )
         of = f"of {trace.num_launches} launches"
         counted = {
-            f"{counts['lost']} {of} have no API call in the file and so belong to no range": "lost",
+            f"{counts['lost']} {of} have no API call in the file, so they belong to no range": "lost",
             f"{counts['nameless']} {of} have no name in {schema.STRINGS}": "nameless",
-            f"{counts['copies']} launches are exact copies of others and are left out": "copies",
+            f"{counts['copies']} launches are exact copies of others and are skipped": "copies",
         }
         warnings += [text for text, name in counted.items() if counts[name]]
         if at.stacks.paths.deep:
-            warnings.append(f"stacks of more than {MAX_DEPTH} ops are told without their middle")
+            warnings.append(
+                f"stacks of more than {MAX_DEPTH} ops are recorded without their middle"
+            )
         warnings += at.calls.warnings
         return replace(trace, close=stack.pop_all().close, warnings=tuple(warnings))
 
@@ -285,7 +287,7 @@ class Reader:
         if self._tables.gpu:
             notes += schema.absent_tables(self._export)
         else:
-            notes.append("the export holds no kernel, memcpy or memset")
+            notes.append("the export contains no kernel, memcpy or memset")
         if graphs := sum(1 for _ in self._export.rows(schema.GRAPHS, ("start",))):
             notes.append(
                 f"{graphs} launches of CUDA graphs were recorded whole, without their kernels; "
@@ -328,10 +330,10 @@ class Reader:
             at = np.searchsorted(self._needed, key)
             hit = self._needed[at] == key
             lone = int((~hit & np.isin(name, kernel)).sum())
-            self._doubt("{n} launches of a kernel have no kernel in the export", lone)
+            self._doubt("{n} kernel launches have no kernel in the export", lone)
             needed = hit & ~self._found[at]
             repeated = int(hit.sum()) - len(distinct(at[needed]))
-            text = f"{{n}} calls in {schema.RUNTIME} have the id of an earlier one, which counts"
+            text = f"{{n}} calls in {schema.RUNTIME} have the id of an earlier call, which is used"
             self._doubt(text, repeated)
             self._found[at[hit]] = True
             api, thread = _mapped(name[needed], self._api), _mapped(thread[needed], self._thread)
@@ -347,7 +349,7 @@ class Reader:
             keep &= (end - start < MAX_DURATION_NS) & (device >= NONE) & (device < MAX_SMALL)
             self._skip(table, int((~keep).sum()))
             early = int((start[keep] < 0).sum())
-            self._doubt(f"{{n}} rows of {table} begin before the capture did", early)
+            self._doubt(f"{{n}} rows of {table} begin before the capture", early)
             key = self._to_keys(correlation, process)
             self._copies |= bool((key[keep] < 0).any())
             for is_node in (False, True):
@@ -387,7 +389,7 @@ class Reader:
             prefix, wide = domains.get((thread >> 24, domain), ""), kind in START_END
             name = f"{prefix}{message}"
             if (key := hash((name, start, stop, thread, wide))) in seen:
-                self._doubt("{n} ranges are exact copies of others and are left out", 1)
+                self._doubt("{n} ranges are exact copies of others and are skipped", 1)
                 continue
             seen.add(key)
             number = self._thread(thread)
@@ -402,7 +404,8 @@ class Reader:
         self.flows, unclear = ops.finish()
         self._doubt("{n} ops have sizes that could not be read", ops.unread)
         text = (
-            "{n} backward ops have a sequence number of several threads; their forward is unknown"
+            "{n} backward ops have a sequence number that several threads use, so their forward "
+            "is unknown"
         )
         self._doubt(text, unclear)
 

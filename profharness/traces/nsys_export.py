@@ -38,7 +38,7 @@ MEMORY_KINDS = {
 MAGIC = b"SQLite format 3\0"
 EXPECTED = "an SQLite export of nsys"
 AGAIN = (
-    "make it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
+    "export it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
 )
 META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # EXPORT_META_DATA is used until nsys 2022.4
 MAX_STRING = 65536  # maximum number of characters that are read from a string
@@ -79,8 +79,8 @@ WANTED = {
     NVTX: ("end", "text", "textId", "domainId"),
 }
 ABSENT = {
-    RUNTIME: "no launch has its API call, and none belongs to a range",
-    NVTX: "no launch belongs to a range",
+    RUNTIME: "launches have no API calls and belong to no ranges",
+    NVTX: "launches belong to no ranges",
     STRINGS: "kernels, ranges and API calls have no names",
 }
 # CUPTI activities that this reader knows but does not need.
@@ -246,7 +246,7 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
             if not any(map(_MARK.fullmatch, export.tables)):
                 message = f"an SQLite file without tables; {AGAIN}"
                 if export.tables:
-                    message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"
+                    message = "an SQLite file, but not of nsys: it has no table of CUDA activities or NVTX ranges"
                 raise TraceFormatError(shown, message, expected=EXPECTED)
             yield export
     # UnicodeDecodeError is raised if a damaged schema is not UTF-8, because sqlite3 then cannot
@@ -263,7 +263,7 @@ def _check_file(path: Path, shown: Path) -> None:
     except OSError as error:
         raise TraceFormatError(shown, f"cannot be read: {error.strerror}") from None
     if not size:
-        message = "empty; nsys leaves such a file behind when its export fails"
+        message = "the file is empty; nsys leaves such a file behind if its export fails"
         raise TraceFormatError(shown, f"{message}; {AGAIN}", expected=EXPECTED)
     if not head.startswith(MAGIC) or len(head) < 100:
         raise TraceFormatError(shown, "not an SQLite file", offset=0, expected=EXPECTED)
@@ -278,7 +278,7 @@ def _check_file(path: Path, shown: Path) -> None:
         beside = path.with_name(path.name + suffix)
         if beside.exists() and beside.stat().st_size:
             message = (
-                f"half-written: {beside.name} stands beside it; wait for its writer, or {AGAIN}"
+                f"incomplete: {beside.name} exists beside it; wait until it is written, or {AGAIN}"
             )
             raise TraceFormatError(shown, message, expected=EXPECTED)
 
@@ -303,7 +303,9 @@ def check_schema(export: Export) -> list[str]:
                 raise TraceFormatError(export.path, text, expected=_expected(export))
             warnings.append(text)
         else:
-            warnings.append(f"{table} has no column {', '.join(unknown)}; what it says is unknown")
+            warnings.append(
+                f"{table} has no column {', '.join(unknown)}, so these values are unknown"
+            )
     warnings += [f"{name} has rows as well and is not read" for name in export.passed_over]
     expected_tables = {*VARIANTS, RUNTIME, GRAPHS, *(f"{_ACTIVITIES}{name}" for name in UNUSED)}
     for table, (_, columns) in export.tables.items():
@@ -311,10 +313,10 @@ def check_schema(export: Export) -> list[str]:
         if table in expected_tables or not (is_kernel or table.startswith(_ACTIVITIES)):
             continue
         if count := export.count(table):
-            text = f"the table {table[:80]} with {count} rows is not known"
+            text = f"the table {table[:80]} with {count} rows is unknown"
             if is_kernel:
                 raise TraceFormatError(export.path, text, expected=_expected(export))
-            warnings.append(f"{text} and not read")
+            warnings.append(f"{text} and was not read")
     return warnings
 
 
@@ -348,7 +350,7 @@ def start_time(export: Export) -> tuple[int, list[str]]:
     for (value,) in export.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)):
         if (start := whole(value)) is not None and start < MAX_NS:
             return start, []
-    return 0, ["the export does not tell when the capture started; times count from 0"]
+    return 0, ["the export does not record when the capture started, so times start at 0"]
 
 
 def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
@@ -361,7 +363,12 @@ def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
         if gpu not in by_id or whole(cuda) is None:
             continue
         if by_index.setdefault(cuda, by_id[gpu]) is not by_id[gpu]:
-            doubt = ["processes of this capture number their GPUs differently; the first counts"]
+            doubt = [
+                (
+                    "the processes of this capture number their GPUs differently; the first number is "
+                    "used"
+                )
+            ]
     if not by_index:
         for row in rows:
             by_index.setdefault(row["id"] if row["cuDevice"] is None else row["cuDevice"], row)
@@ -389,5 +396,5 @@ def diagnostics(export: Export) -> list[str]:
             continue
         plain = " ".join(text.split())
         if plain and not _PRIVATE.search(plain) and len(texts) < MAX_DIAGNOSTICS:
-            texts.setdefault(f"nsys says: {plain[:MAX_TEXT]}")
+            texts.setdefault(f"nsys reports: {plain[:MAX_TEXT]}")
     return list(texts)

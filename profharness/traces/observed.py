@@ -28,9 +28,9 @@ INNER_OPS = {
     "math": f"{INNER}attention_math",
     "overrideable": f"{INNER}fused_attention_overrideable",
 }
-COMPILED = "torch.compile traced this call; its shapes and how often it runs are in a trace"
+COMPILED = "torch.compile traced this call; only a trace shows its shapes and how often it runs"
 NONE_RAN, RAISED = "none", "the call raised an error"
-OTHER_FUNCTION = "no config says what the mask and score functions of {} do"
+OTHER_FUNCTION = "a config cannot describe the mask and score functions of {}"
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # the integers that a store can contain
 _Lengths = tuple[tuple[tuple[int, ...], int], ...]
@@ -125,8 +125,8 @@ class _Counts:
 
 
 CUT_SHORT = (
-    "{n} process(es) left no last counts (recording failed, or the files are incomplete): some of "
-    "their calls are not counted"
+    "{n} process(es) wrote no final counts (recording failed, or the files are "
+    "incomplete), so some of their calls are not counted"
 )
 _EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "counts": _Counts}
 
@@ -152,7 +152,7 @@ def read_journals(folder: Path) -> Journals:
         calls += found
         cut_short += not whole
         if damaged:
-            warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are left out")
+            warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are skipped")
     if cut_short:
         warnings.append(CUT_SHORT.format(n=cut_short))
     if not calls:

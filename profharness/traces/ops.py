@@ -60,23 +60,23 @@ SCALE_DIGITS = 1e-4
 CUMULATED = 4  # position of the cumulative lengths in the arguments of ops for packed sequences
 
 NO_SHAPES = (
-    "the trace has no shapes; record it with record_shapes=True, "
-    "under nsys with --pytorch=autograd-shapes-nvtx"
+    "the trace has no shapes; record it with record_shapes=True, or under nsys with "
+    "--pytorch=autograd-shapes-nvtx"
 )
-VARLEN = "sequences of unequal length in one tensor (varlen), which no config says"
-NESTED = "the trace does not tell the shapes of query, key and value, as of nested tensors"
+VARLEN = "sequences of different lengths in one tensor (varlen), which a config cannot describe"
+NESTED = "the trace does not record the shapes of query, key and value, as with nested tensors"
 UNREADABLE = "the shapes in the trace are not those of query, key and value"
-NO_STRIDES = "the trace does not tell the strides of query, key and value"
-NO_CAUSAL = "the trace does not tell is_causal"
-BY_ITSELF = "{op} was called by itself; a config replays scaled_dot_product_attention"
+NO_STRIDES = "the trace does not record the strides of query, key and value"
+NO_CAUSAL = "the trace does not record is_causal"
+BY_ITSELF = "{op} was called directly, but a config describes only scaled_dot_product_attention"
 ORPHANS = (
-    "no arrow leads from a forward in the trace to {n} backward ops of attention: their time is in no "
-    "layer"
+    "no arrow leads from a forward op in the trace to {n} backward ops of attention, so "
+    "their time is in no layer"
 )
 CONTRADICTED = (
-    "the arrows of {n} attention calls lead to other backward ops: their backward is not told"
+    "the arrows of {n} attention calls lead to other backward ops, so their backward is unknown"
 )
-OVERLAPS = "{n} calls of modules begin in another and end after it: the layers may be wrong"
+OVERLAPS = "{n} module calls begin inside another call and end after it, so the layers may be wrong"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,8 +198,8 @@ def warnings(
     ]
     if 0 < counts[NO_SHAPES] < len(reasons):
         texts.append(
-            f"{counts[NO_SHAPES]:,} of {len(reasons):,} attention calls have no shapes, "
-            "the others have"
+            f"{counts[NO_SHAPES]:,} of {len(reasons):,} attention calls have no shapes, but the "
+            "others do"
         )
     numbers = {**counted, OVERLAPS: overlaps}
     return (*texts, *(text.format(n=f"{n:,}") for text, n in numbers.items() if n))
@@ -220,12 +220,15 @@ def replay_config(
     """
     query, key, value, mask = tensors
     if query is None or key is None or value is None:
-        raise UsageError("not all of query, key and value are told")
+        raise UsageError("the trace does not record all of query, key and value")
     shapes = (query.dims, key.dims, value.dims)
     if any(len(dims) != 4 for dims in shapes):
-        raise UsageError(f"query, key and value have {', '.join(map(_joined, shapes))}, not 4 dims")
+        raise UsageError(
+            f"query, key and value have the shapes {', '.join(map(_joined, shapes))}, but a "
+            "config needs 4 dims"
+        )
     if not (dtype := _dtype(query, key, value)):
-        raise UsageError("the trace does not tell the dtype")
+        raise UsageError("the trace does not record the dtype")
     batch, heads, rows, head_dim = query.dims
     key_batch, kv_heads, columns, _ = key.dims
     if value.dims[:3] != key.dims[:3] or key.dims[3] != head_dim or 0 in (*query.dims, *value.dims):
@@ -254,7 +257,7 @@ def _dtype(*tensors: TensorArgument) -> str | None:
     if dtypes == {None}:
         return None
     if len(dtypes) > 1 or not dtypes <= {*CONFIG_DTYPES}:
-        raise UsageError(f"configs have no dtype {', '.join(sorted(map(str, dtypes)))}")
+        raise UsageError(f"a config cannot have the dtype {', '.join(sorted(map(str, dtypes)))}")
     return str(dtypes.pop())
 
 
@@ -283,16 +286,16 @@ def _layout_tokens(tensors: dict[str, TensorArgument]) -> Iterator[str]:
 
 def _mask_tokens(mask: TensorArgument, dtype: str, whole: Sequence[int]) -> Iterator[str]:
     if mask.dtype not in ("bool", dtype, None):
-        raise UsageError(f"a mask of {mask.dtype} for {dtype} inputs")
+        raise UsageError(f"a mask of dtype {mask.dtype} for {dtype} inputs")
     letters = ""
     for letter, size, dim in zip("kqhb", whole[::-1], mask.dims[::-1], strict=False):
         if dim not in (1, size):
-            raise UsageError(f"a mask of {_joined(mask.dims)}")
+            raise UsageError(f"a mask of shape {_joined(mask.dims)}")
         # If the dim and the size are both 1, the grammar of configs expects the letters q and k,
         # but the digit 1 instead of h and b.
         letters = (letter if dim == size and (dim > 1 or letter in "qk") else "1") + letters
     if len(mask.dims) not in (2, 3, 4):
-        raise UsageError(f"a mask of {len(mask.dims)} dims")
+        raise UsageError(f"a mask with {len(mask.dims)} dims")
     yield "mask=bool" if mask.dtype == "bool" else "mask=float"
     yield f"mask_shape={letters}"
     if not _is_stored(mask, range(len(mask.dims))):

@@ -62,7 +62,7 @@ def test_every_gpu_of_the_table_is_found_by_its_name() -> None:
 def test_an_unknown_gpu_gets_similar_names(text: str, near: str) -> None:
     with pytest.raises(UsageError) as raised:
         find_gpu(text)
-    assert str(raised.value).startswith(f"GPU {text!r} is not known; ")
+    assert str(raised.value).startswith(f"unknown GPU {text!r}; ")
     assert near in str(raised.value)
     assert "sm90" in str(raised.value)
 

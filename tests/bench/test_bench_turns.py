@@ -376,7 +376,7 @@ def test_a_process_that_fails_costs_its_samples_alone(captured: Captured) -> Non
     assert once.status == "ok"
     assert {process for process, _, _ in once.turns["wall"]} == {0}
     (warning,) = once.warnings
-    assert warning.startswith("process 2 ended as error, so it gave no samples: ")
+    assert warning.startswith("process 2 has the status error and no samples: ")
     assert "only once" in warning
 
 

@@ -335,12 +335,12 @@ def test_one_table_tells_the_device(cells: Cells) -> None:
     facts = {fact.name: (fact.value, fact.unit, fact.source) for fact in machine.facts()}
     assert facts["SMs"][0] == 132 and facts["L2"][:2] == (60, "MiB")
     assert facts["SM clock"][:2] == (1980, "MHz")
-    assert facts["shared memory of a block at most"][:2] == (227, "KiB")
+    assert facts["maximum shared memory per block"][:2] == (227, "KiB")
     assert facts["bandwidth"] == (4800, "GB/s", "data sheet")
     assert (facts["CUDA cores (fp32)"][0], facts["tensor cores"][0]) == (16896, 528)
     host = {"os": "Ubuntu 24.04", "os_kernel": "6.18.44", "cpu": "AMD EPYC", "cpu_cores": 16}
     told = {fact.name: fact.value for fact in replace(machine, host=host).facts()}
-    assert told["operating system"] == "Ubuntu 24.04" and told["cores of the CPU"] == 16
+    assert told["operating system"] == "Ubuntu 24.04" and told["CPU cores"] == 16
     older = replace(machine, host={"platform": "Linux x86_64"}).facts()[-1]
     assert (older.name, older.value) == ("operating system", "Linux x86_64")
     measured = Peaks("NVIDIA H200", MEASURED, 4.2e12, {"fp16": 700e12})
@@ -357,5 +357,5 @@ def test_one_table_tells_the_device(cells: Cells) -> None:
         "name": "SMs",
         "value": 132,
         "unit": "",
-        "source": "as the trace tells it",
+        "source": "trace",
     }

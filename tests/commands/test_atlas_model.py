@@ -120,7 +120,7 @@ def test_estimates_have_a_source(packaged: Atlas) -> None:
     assert auto.bottleneck in ("compute", "memory", "latency", "launch")
     assert found[4].kernel_us is None
     assert found[4].low_us is not None
-    assert found[4].outside == "queries 200000 is outside of the atlas's 1 to 65536"
+    assert found[4].outside == "queries 200000 is outside the range of the atlas, 1 to 65536"
     assert found[6].outside == "the atlas has no configs with dropout"
 
 

@@ -156,7 +156,7 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> N
     os.kill(process.pid, signal.SIGINT)
     _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert "what was done is kept; go on with: profharness capture --resume" in told
+    assert "the results so far are kept; resume with: profharness capture --resume" in told
     (record,) = (tmp_path / "traces" / "runs").glob("*/run.json")
     cells = json.loads(record.read_text())["cells"]
     assert [cell["status"] for cell in cells] == ["ok", "pending"]

@@ -335,8 +335,8 @@ def test_an_atlas_tells_time_and_best_backend_of_one_config() -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (("--gpu", "H200", "--torch", "2.12"), "its atlases are of torch 2.11.0"),
-        ((*ON_H200, "--cudnn", "9.10.2"), "not of cuDNN 91002"),
+        (("--gpu", "H200", "--torch", "2.12"), "this GPU has atlases for torch 2.11.0"),
+        ((*ON_H200, "--cudnn", "9.10.2"), "not for cuDNN 91002"),
         (A6000, ""),
     ],
 )

@@ -129,7 +129,7 @@ def test_strict_fails_for_warnings_and_tells_what_was_taken_in(open_folder: Path
         done = ingest(open_folder, "--strict", "run", "good.json.gz")
         assert done.returncode == 1
         assert f"run: {state}, run 20261121-151544-59c7" in done.stdout
-        assert f"warning: run: not taken in: run/{name}" in done.stderr
+        assert f"warning: run: not ingested: run/{name}" in done.stderr
         assert "--strict: 1 of 2 sources gave warnings" in done.stderr
         (open_folder / "s.db").unlink()
 
@@ -168,12 +168,12 @@ def test_runs_and_kernels_show_the_warnings_of_a_run(open_folder: Path) -> None:
     ):
         main = find_command(words[0])
         table = CliRunner().invoke(main, [*words[1:], *store])
-        assert "2 warnings, the first: not taken in:" in " ".join(table.stdout.split())
+        assert "2 warnings, the first: not ingested:" in " ".join(table.stdout.split())
         told = json.loads(CliRunner().invoke(main, [*words[1:], *store, "--format", "json"]).stdout)
         texts = told.get("warnings") or told["rows"][0]["warnings"]
         assert len(texts) == 2 and name in json.dumps(texts)
     csv = CliRunner().invoke(main, [*store, "--format", "csv"])
-    assert "2 warnings, the first: not taken in:" in csv.stderr
+    assert "2 warnings, the first: not ingested:" in csv.stderr
 
 
 def test_the_help_names_every_kind_of_source(open_folder: Path) -> None:
@@ -237,7 +237,9 @@ def test_a_store_whose_folder_is_not_there_is_told_once(
     words = "ingest", str(TRACE), str(RUN), "--store", str(store), *more
     done = CliRunner().invoke(cli, words)
     assert isinstance(done.exception, StoreError) and not done.output
-    assert str(done.exception).endswith("does not exist; create it or name another --store")
+    assert str(done.exception).endswith(
+        "does not exist; create it or choose another store with --store"
+    )
 
 
 def test_a_pipe_is_no_missing_file(tmp_path: Path) -> None:

@@ -226,8 +226,8 @@ def test_server_without_a_store_answers_by_rule_and_ends_on_a_signal(tmp_path: P
     runs = replied(process, "tools/call", name="runs")
     assert runs["isError"]
     assert runs["content"][0]["text"] == (
-        f"error: {store}: no store here; `profharness ingest FILE` or `profharness capture` makes "
-        "one, --store names another"
+        f"error: {store}: there is no store; create one with `profharness ingest FILE` or "
+        "`profharness capture`, or choose another with --store"
     )
     given = {"config": CONFIG, **RULES}
     explained = replied(process, "tools/call", name="explain", arguments=given)
@@ -245,8 +245,8 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (1, "")
     assert err == (
-        "error: `profharness mcp` needs a package that is not installed; "
-        "pip install 'profharness[mcp]' brings it\n"
+        "error: `profharness mcp` requires a package that is not installed; "
+        "install it with: pip install 'profharness[mcp]'\n"
     )
 
 

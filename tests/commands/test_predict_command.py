@@ -109,10 +109,10 @@ def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasC
     ("place", "reason"),
     [
         (("--gpu", "A100"), "no atlas of A100 with torch"),
-        (("--gpu", "H200", "--torch", "2.8"), "its atlases are of torch 2.11.0"),
+        (("--gpu", "H200", "--torch", "2.8"), "this GPU has atlases for torch 2.11.0"),
         (
             ("--gpu", "H200 NVL", "--torch", "2.11"),
-            "no atlas of H200 NVL with torch 2.11.0, so there is no time: there are atlases of NVIDIA H200",
+            "there is no atlas for H200 NVL with torch 2.11.0; there are atlases for NVIDIA H200",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
         assert document["rows"][0]["source"] == "measured"
         assert document["rows"][0]["gpu"].endswith(gpu)
     error = predict("--config", label, "--atlas", own).exception
-    assert "which GPU is not said, and there are atlases of NVIDIA H200, NVIDIA RTX" in str(error)
+    assert "no GPU was given, and there are atlases for NVIDIA H200, NVIDIA RTX" in str(error)
 
 
 def test_a_call_measured_on_auto_counts_for_what_it_took(
@@ -242,7 +242,7 @@ def test_atlas_of_another_driver_is_not_mixed(
         (("--config", "2,8,512,64", "--gpu", "H300"), "near matches: H200"),
         (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
         (("--config", "2,8,512,64", "--torch", "new"), "is not a version"),
-        (("--config", "2,8,512,64", "--backend", "xformers"), "an atlas has auto, flash"),
+        (("--config", "2,8,512,64", "--backend", "xformers"), "atlases contain only auto, flash"),
         (("--config", "2,8,512"), "config '2,8,512'"),
     ],
 )

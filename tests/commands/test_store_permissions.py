@@ -50,7 +50,7 @@ def test_a_folder_without_write_permission(folder: Path, command: str) -> None:
     folder.chmod(0o555)
     error = invoke(command, ASKED[0]).exception
     assert isinstance(error, StoreError)
-    told = f"profharness.db: no permission to write in the folder {folder}; name another --store"
+    told = f"profharness.db: no permission to write in the folder {folder}; choose another store with --store"
     assert str(error) == told
 
 
@@ -59,5 +59,5 @@ def test_a_store_without_write_permission_is_still_read(folder: Path) -> None:
     folder.chmod(0o555)
     assert invoke("layers", ASKED[0]).exit_code == 0
     error = invoke("layers", ASKED[1]).exception
-    told = "profharness.db: no permission to write this store; name another --store"
+    told = "profharness.db: no permission to write this store; choose another store with --store"
     assert isinstance(error, StoreError) and str(error) == told

@@ -95,7 +95,7 @@ def test_a_name_of_no_single_run_is_refused(made: Path, command: str, run: str) 
     if name == "repro" and run == "all":
         return  # --config and --backend may leave one cell of all runs
     assert isinstance(done.exception, NotFoundError), done
-    assert f"no run '{run}' in {made}; there are {ELSEWHERE}" in str(done.exception)
+    assert f"no run '{run}' in {made}; choose from {ELSEWHERE}" in str(done.exception)
 
 
 def test_a_named_run_is_itself_and_says_what_it_lacks(made: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_missing_program_is_reported_as_without_nsys(tmp_path: Path) -> None:
     tool = str(tmp_path / "bin" / "nsys")
     done = run_unobserved(*command, folder=tmp_path, PROFHARNESS_NSYS=tool)
     assert done.returncode == 1
-    assert done.stderr == "error: ./no: does not start: No such file or directory\n"
+    assert done.stderr == "error: ./no: cannot be started: No such file or directory\n"
 
 
 def test_a_missing_nsys_is_reported_before_the_program_starts(tmp_path: Path) -> None:

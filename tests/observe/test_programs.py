@@ -77,8 +77,8 @@ def test_a_mask_is_read_while_the_profiler_records(tmp_path: Path) -> None:
 
 def test_a_program_without_a_whole_step_says_what_to_type(tmp_path: Path) -> None:
     """The profiler starts after the last step, or never because passes have gradients."""
-    last = "the program ended when the profiler had just started"
-    graded = "with gradients enabled, passes count as steps once an optimizer steps"
+    last = "the program ended just after the profiler had started"
+    graded = "with gradients enabled, passes count as steps only after an optimizer has stepped"
     model = "model = Model(1)\nfor _ in range(8): model(torch.randn(2, 16, 32))"
     for name, body, why in (("a", "train(4)", last), ("b", model, graded)):
         (tmp_path / name).mkdir()
@@ -186,7 +186,7 @@ def test_a_profiler_of_the_program_wins(tmp_path: Path) -> None:
     )
     seen = observe(tmp_path, write(tmp_path, body), options=())
     assert (seen.code, seen.stdout.splitlines()[-1]) == (0, "True")
-    assert "ran a profiler of its own" in seen.stderr
+    assert "ran its own profiler" in seen.stderr
     assert seen.record["traces"] == []
 
 
@@ -213,7 +213,7 @@ def test_no_calls_are_reported_with_the_cause_and_leave_nothing(
 def test_a_program_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
     done = run_unobserved("-m", "profharness", "observe", "--", "./nothing-here", folder=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == "error: ./nothing-here: does not start: No such file or directory\n"
+    assert done.stderr == "error: ./nothing-here: cannot be started: No such file or directory\n"
     assert not list((tmp_path / "traces" / "runs").iterdir())
 
 

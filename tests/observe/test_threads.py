@@ -47,7 +47,7 @@ def test_threads_are_counted_without_a_profiler_in_them(tmp_path: Path) -> None:
     assert counts(seen) == {12 * 16}
     (problem,) = seen.record["problems"]
     assert problem["code"] == "no_step"
-    assert "threads other than the main one" in problem["message"]
+    assert "ran in other threads" in problem["message"]
     assert f"{problem['message']} [no_step]" in seen.stderr
     store = str(tmp_path / "profharness.db")
     shown = CliRunner().invoke(cli, ["layers", "--store", store, "--format", "json"])
@@ -82,7 +82,7 @@ def test_the_main_thread_is_recorded_with_other_threads_running(tmp_path: Path) 
     assert (closed["state"], closed["steps"], closed["elsewhere"]) == ("closed", 3, 3 * 2)
     (problem,) = seen.record["problems"]
     assert problem["code"] == "threads_not_recorded"
-    assert problem["message"].startswith("6 calls of other threads")
+    assert problem["message"].startswith("6 calls ran in other threads")
 
 
 FORKS = """
@@ -140,7 +140,7 @@ def test_the_window_gives_way_to_a_profiler_that_the_program_starts(
     seen = observe(tmp_path, write(tmp_path, OWN.format(act=act)), options=())
     assert (seen.code, seen.stdout) == (0, "6\n"), seen.stderr
     states = [(row["state"], row.get("why")) for row in seen.windows()]
-    lost = ("lost", "the program ran a profiler of its own")
+    lost = ("lost", "the program ran its own profiler")
     assert [state for state in states if state[0] != "waiting"] == [
         ("open", None), lost, ("open", None), ("closed", None)
     ]  # fmt: skip

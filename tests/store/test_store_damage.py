@@ -67,7 +67,7 @@ def refused(path: Path, *sources: Path) -> Iterator[str]:
 def test_store_with_trigger_is_refused(whole: Path, run_folder: Folder) -> None:
     trigger = "CREATE TRIGGER evil AFTER INSERT ON runs BEGIN DELETE FROM launches; END"
     for text in refused(changed(whole, trigger), run_folder(run="20261122-bbbb")):
-        assert "'evil'" in text and "not as profharness made it" in text and REMEDY in text
+        assert "'evil'" in text and "the store was altered" in text and REMEDY in text
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_missing_table_or_column_is_reported(
 ) -> None:
     views = [f"DROP VIEW {view}" for view in VIEWS]  # SQLite would check them
     for text in refused(changed(whole, *views, statement), run_folder(run="20261122-bbbb")):
-        assert name in text and "not as profharness made it" in text and REMEDY in text
+        assert name in text and "the store was altered" in text and REMEDY in text
 
 
 def test_users_may_add_tables_and_views(whole: Path, run_folder: Folder) -> None:

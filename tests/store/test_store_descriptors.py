@@ -117,7 +117,7 @@ def fetch(address: str) -> bytes:
 def refuse_as_input(path: Path) -> None:
     other = path.with_name("other.db")
     for read_input in (hash_file, lambda path: ingest_path(other, path), scrub):
-        with pytest.raises(TraceFormatError, match="a store of profharness, not a trace"):
+        with pytest.raises(TraceFormatError, match="a profharness store, not a trace"):
             read_input(path)
 
 

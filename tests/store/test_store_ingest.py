@@ -186,7 +186,7 @@ def test_calls_with_different_kernel_counts_give_warning(
         iterations = {launch.iteration for launch in opened.launches(cell="c0")}
         calls = {row.launches / (row.launches_per_call or 1) for row in opened.kernels()}
     assert differing.warnings == ("kernel count differs between calls: 6,6,3",)
-    assert silent.warnings == ("the torch trace holds no launch of this cell",)
+    assert silent.warnings == ("the torch trace contains no launch of this cell",)
     assert iterations == {0, 1, 2} and calls == {3}
     assert f"c0: {differing.warnings[0]}" in result.warnings
 
@@ -239,7 +239,7 @@ def test_run_is_stored_without_damaged_trace(
     add_damaged(folder, damage)
     (result,) = ingest_path(store, folder)
     assert (result.status, result.launches, result.cells) == ("new", 9, 3)
-    assert [text for text in result.warnings if "not taken in" in text and "more.json.gz" in text]
+    assert [text for text in result.warnings if "not ingested" in text and "more.json.gz" in text]
     (problem,) = stored_problems(store)
     assert (problem["code"], problem["cells"]) == ("trace_unreadable", ["c1"])
     assert "more.json.gz" in problem["message"] and problem["remedy"]
@@ -253,7 +253,7 @@ def test_run_is_stored_without_damaged_trace(
         assert ingest_path(store, folder)[0].status == "replaced"
         assert stored_problems(store) == []
         with open_store(store) as opened:
-            assert not [text for text in opened.runs()[0].warnings if "not taken in" in text]
+            assert not [text for text in opened.runs()[0].warnings if "not ingested" in text]
     check_integrity(store)
 
 
@@ -304,7 +304,7 @@ def test_unreadable_file_is_an_error_and_creates_no_store(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"cell": "c0002"}, "2 cells are called 'c0002'"),
+        ({"cell": "c0002"}, "2 cells have the name 'c0002'"),
         ({"samples": {"event": [1, -(1 << 63)]}}, "cell 'c0001' is too large"),
         ({"peak_memory_bytes": 1 << 63}, "cell 'c0001' is too large"),
         ({"duration_ns": 1 << 200}, "cell 'c0001' is too large"),
@@ -371,7 +371,7 @@ def test_failure_in_the_middle_of_the_transaction_rolls_back(
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ("missing", r"9 launches of torch\.json\.gz \(.*named in run.json but missing"),
+        ("missing", r"9 launches of torch\.json\.gz \(.*listed in run.json but missing"),
         ("damaged", r"9 launches of torch\.json\.gz \(.*torch\.json\.gz"),
         ("emptied", r"9 launches of torch\.json\.gz"),
         ("pending", "4 measurements of cell c0"),
@@ -401,7 +401,7 @@ def test_smaller_folder_never_replaces_stored_run(
         }
         write_run(folder, replace(run, **changes[damage]))
     for _ in range(2):
-        with pytest.raises(TraceFormatError, match=f"the store, which keeps what it has.*{told}"):
+        with pytest.raises(TraceFormatError, match=f"the store, which was not changed.*{told}"):
             ingest_path(store, folder)
         assert dump(store) == before
     with open_store(store, write=True) as opened:
@@ -525,9 +525,9 @@ def test_run_kind_is_the_command_that_made_it(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("a\0b.json", "that no file can be"),
-        ("x" * 5000, "that no file can be"),
-        ("y/" * 2000, "that no file can be"),
+        ("a\0b.json", "with an invalid name"),
+        ("x" * 5000, "with an invalid name"),
+        ("y/" * 2000, "with an invalid name"),
         ("x" * 300, "cannot be read: File name too long"),
     ],
 )

@@ -82,7 +82,7 @@ def ncu_folder(tmp_path: Path) -> Folder:
 def test_metrics_belong_to_kept_launches(tmp_path: Path, ncu_folder: Folder) -> None:
     store = tmp_path / "p.db"
     (result,) = ingest_path(store, ncu_folder(LAUNCHES))
-    assert result.launches == 5 and "range of unknown cell c9" in result.warnings[0]
+    assert result.launches == 5 and "range of the unknown cell c9" in result.warnings[0]
     with open_store(store) as opened:
         rows = {(row.cell, row.kernel): row for row in opened.kernels()}
         assert set(rows) == {("c1", "flash"), ("c1", "copy"), ("c2", "math")}

@@ -94,7 +94,7 @@ def test_views_have_their_columns_and_agree_with_the_rows(store: Path) -> None:
         assert flat["event_median_ns"].tolist()[:2] == [4, 4]
         assert flat["refusals"].tolist()[2] == "head_dim; dtype"
         assert len(to_frame(opened.runs())) == 3
-        with pytest.raises(UsageError, match="only a SELECT"):
+        with pytest.raises(UsageError, match="only SELECT"):
             query(opened, "DELETE FROM runs")
 
 
@@ -141,7 +141,7 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
             if kind == "application":
                 connection.execute("PRAGMA application_id = 7")
     before = path.read_bytes()
-    remedy = "another --store.*ingest FOLDER" if kind == "older" else "name another --store"
+    remedy = "store with --store.*ingest FOLDER" if kind == "older" else "store with --store"
     with pytest.raises(StoreError, match=remedy):
         open_store(path, write=write)
     assert path.read_bytes() == before

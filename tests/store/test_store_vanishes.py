@@ -73,7 +73,10 @@ def names(store: Path) -> set[str]:
 
 def require_error(text: str, store: Path, sources: Path) -> None:
     """Check that the message counts stored sources, and that its command stores the others."""
-    found = re.search(r"(\d+) of (\d+) stored: the file was deleted, replaced or damaged", text)
+    found = re.search(
+        r"(\d+) of (\d+) sources were stored, because the file was deleted, replaced or damaged",
+        text,
+    )
     assert found and (int(found[1]), int(found[2])) == (len(names(store)), SOURCES), text
     if store.exists() and store.read_bytes() == b"no store":
         store.unlink()

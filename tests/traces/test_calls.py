@@ -203,14 +203,18 @@ def test_a_call_becomes_a_config(given: list[Any], flags: dict[str, Any], label:
 @pytest.mark.parametrize(
     ("given", "flags", "reason"),
     [
-        (tensors((8, 64, 32), Q, Q), {}, "not 4 dims"),
+        (tensors((8, 64, 32), Q, Q), {}, "needs 4 dims"),
         (tensors(Q, (2, 4, 64, 32), (2, 4, 64, 32)), {"gqa": False}, "without enable_gqa"),
         (tensors(Q, Q, (2, 8, 63, 32)), {}, "do not agree"),
         (tensors(Q, (3, 8, 64, 32), (3, 8, 64, 32)), {}, "kv_batch=3"),
-        (tensors(Q, Q, Q, mask=TensorArgument((2, 3, 64, 64), None, "bool")), {}, "mask of 2x3"),
-        (tensors(Q, Q, Q, mask=TensorArgument((64, 64), None, "fp32")), {}, "mask of fp32"),
+        (
+            tensors(Q, Q, Q, mask=TensorArgument((2, 3, 64, 64), None, "bool")),
+            {},
+            "mask of shape 2x3",
+        ),
+        (tensors(Q, Q, Q, mask=TensorArgument((64, 64), None, "fp32")), {}, "mask of dtype fp32"),
         ([TensorArgument(Q, None, "fp64")] * 3 + [None], {}, "fp64"),
-        ([TensorArgument(Q, None, None)] * 3 + [None], {}, "does not tell the dtype"),
+        ([TensorArgument(Q, None, None)] * 3 + [None], {}, "does not record the dtype"),
     ],
 )
 def test_a_call_that_no_config_describes_is_refused(
@@ -297,13 +301,13 @@ def parsed(whole: Path, folder: Path, change: Callable[[Events], None]) -> Trace
     ("change", "warning"),
     [
         (shorten_dims, "2 attention calls: the shapes in the trace are not those of query"),
-        (shorten_strides, "2 attention calls: the trace does not tell the strides"),
-        (without("Concrete Inputs"), "2 attention calls: the trace does not tell is_causal"),
+        (shorten_strides, "2 attention calls: the trace does not record the strides"),
+        (without("Concrete Inputs"), "2 attention calls: the trace does not record is_causal"),
         (lose_shapes_of_one, "1 of 2 attention calls have no shapes"),
-        (lose_every_second_end, "arrows from forward to backward have one end alone"),
-        (lose_arrows, "to 2 backward ops of attention: their time is in no layer"),
+        (lose_every_second_end, "arrows from forward to backward have only one end"),
+        (lose_arrows, "to 2 backward ops of attention, so their time is in no layer"),
         (turn_arrows, "the arrows of 2 attention calls lead to other backward ops"),
-        (stretch_modules, "calls of modules begin in another and end after it"),
+        (stretch_modules, "module calls begin inside another call and end after it"),
     ],
 )
 def test_contradictions_in_a_trace_are_counted(

@@ -62,7 +62,7 @@ def test_every_template_parameter_is_described() -> None:
         meanings = said(found)
         assert meanings["kBlockN"] == "tile: 256 keys"
         assert meanings["elem_type"] == "type of the tensors: bf16"
-        assert meanings["causal"] == "a query attends to no later key"
+        assert meanings["causal"] == "a query does not attend to later keys"
         assert meanings["even_mn"] is not None
         assert meanings["even_mn"].startswith("lengths are checked")
         assert meanings["append"] == "no keys to append"
@@ -123,7 +123,7 @@ def test_traits_without_a_kernel_are_described(direction: str) -> None:
 def test_unknown_names_are_reported(name: str) -> None:
     found = describe(name)
     assert not found.is_known
-    assert (found.library, found.meaning) == ("unknown", "no rule of profharness knows this name")
+    assert (found.library, found.meaning) == ("unknown", "profharness has no rule for this name")
 
 
 @given(st.text(alphabet="flash_fwdkernel<>(){},:12x64 w…cudnn*.", max_size=60))

@@ -136,7 +136,10 @@ def test_the_long_form_with_metric_names_is_read(tmp_path: Path) -> None:
     ("rows", "match"),
     [
         (f'{START},"Speed Of Light","Memory Throughput","%","5"', "--page raw"),
-        (f'{START},"s","a__b","us","1"\n{START},"s","a__b","ns","1"', "a__b in us and in ns"),
+        (
+            f'{START},"s","a__b","us","1"\n{START},"s","a__b","ns","1"',
+            "a__b has the units us and ns",
+        ),
     ],
     ids=["labels", "units"],
 )
@@ -351,11 +354,11 @@ def test_a_row_with_a_damaged_start_is_counted(tmp_path: Path, sign: str, at: in
     if sign == "5" and at == 1:
         assert (count, len(texts)) == (6, 2)
         assert texts[0] == "the ids of kernels have gaps: 1 are missing"
-        assert "have the id of an earlier one" in texts[1]
+        assert "have the id of an earlier kernel" in texts[1]
         return
     assert count == 5
     assert texts == (
-        "1 lines look like damaged rows and are left out (line 5 after the header)",
+        "1 lines look like damaged rows and are skipped (line 5 after the header)",
         "the ids of kernels have gaps: 1 are missing",
     )
 
@@ -366,17 +369,19 @@ def test_missing_and_repeated_rows_are_counted(tmp_path: Path) -> None:
     count, texts = warnings(tmp_path, WHOLE + WHOLE.replace(HEADER, ""))
     assert count == 6
     assert texts == (
-        "6 rows are exact copies of earlier ones and are left out (line 8 after the header)",
+        "6 rows are exact copies of earlier rows and are skipped (line 8 after the header)",
     )
     count, texts = warnings(tmp_path, WHOLE + row(2, 99))
     assert count == 7
-    assert texts == ("1 kernels have the id of an earlier one; these may be several tables",)
+    assert texts == (
+        "1 kernels have the id of an earlier kernel; the file may contain several tables",
+    )
 
 
 def test_a_file_written_twice_counts_once(tmp_path: Path) -> None:
     count, texts = warnings(tmp_path, WHOLE + WHOLE)
     assert count == 6
-    assert texts[0] == "the header stands 1 times more (line 8 after the header)"
+    assert texts[0] == "the header is repeated 1 times (line 8 after the header)"
     assert texts[1].startswith("7 rows are exact copies") or texts[1].startswith("6 rows are")
 
 
@@ -386,7 +391,7 @@ def test_missing_rows_are_found_by_ncus_messages(tmp_path: Path) -> None:
     cut = WHOLE[: WHOLE.index(row(4, 5.5))]
     assert warnings(tmp_path, said + cut) == (
         4,
-        ("ncu says that it profiled 6 kernels, the table has 4",),
+        ("ncu reports 6 profiled kernels, but the table has 4",),
     )
 
 
@@ -397,7 +402,7 @@ def test_an_invalid_time_is_left_out(tmp_path: Path, duration: str) -> None:
     assert batch.duration_ns.tolist() == [2500, NONE] and (batch.start_ns >= 0).all()
     lost = value(trace, "gpu__time_duration.sum", 1)
     assert lost != lost
-    words = "no numbers" if len(duration) > 9 else "below zero or beyond reason"
+    words = "not numbers" if len(duration) > 9 else "negative or implausible"
     assert words in trace.warnings[0]
 
 
@@ -408,7 +413,9 @@ def test_times_whose_sum_overflows_are_refused(tmp_path: Path) -> None:
 
 def test_numbers_of_any_size_are_handled(tmp_path: Path) -> None:
     digits = "9" * 5000
-    with pytest.raises(TraceFormatError, match=r"line 2 after the header has '9{40}' for a dev"):
+    with pytest.raises(
+        TraceFormatError, match=r"line 2 after the header has the invalid device '9{40}'"
+    ):
         read(tmp_path, HEADER + row(device=digits))
     trace = read(tmp_path, HEADER + row(0, grid=f"({digits}, 1, 1)") + row(1, stream="9" * 25))
     assert [config.grid for config in trace.launch_configs] == [None, (16, 8, 2)]
@@ -430,13 +437,13 @@ def test_values_other_than_numbers_are_counted(tmp_path: Path) -> None:
     text = HEADER + row() + row(1).replace('"5.25"', '"5.X5"') + row(2).replace('"5.25"', '"n/a"')
     trace = read(tmp_path, text)
     assert trace.warnings == (
-        "1 values of metrics are no numbers and are left out (line 3 after the header)",
+        "1 values of metrics are not numbers and are skipped (line 3 after the header)",
     )
 
 
 def test_damage_in_the_header_and_the_units_is_reported(tmp_path: Path) -> None:
     odd = WHOLE.replace('"Grid Size"', '"Gr%d Size"')
-    assert warnings(tmp_path, odd)[1] == ("1 columns of unknown names: 'Gr%d Size'",)
+    assert warnings(tmp_path, odd)[1] == ("1 columns have unknown names: 'Gr%d Size'",)
     unit = WHOLE.replace('"us"', '"ux"')
     assert warnings(tmp_path, unit)[1] == (
         "6 of 6 kernels have no time: gpu__time_duration.sum is in 'ux'",
@@ -449,7 +456,7 @@ def test_names_that_are_bombs_stay_mangled(tmp_path: Path) -> None:
     text = HEADER + row().replace("flash<int>(float *)", bomb(20))
     trace = read(tmp_path, text + row(1).replace("flash<int>(float *)", FLASH))
     assert trace.kernels == [bomb(20), FLASH_CANONICAL]
-    assert trace.warnings == ("1 kernel names are too intricate to demangle and stay mangled",)
+    assert trace.warnings == ("1 kernel names are too complex to demangle and stay mangled",)
     assert sum(os.times()[:4]) - begun < 5
 
 
@@ -462,12 +469,14 @@ def test_contradictions_in_the_long_form_are_reported(tmp_path: Path) -> None:
     names = ("a__1", "a__2", "a__3")
     rows = [metric(number, name) for number in range(4) for name in names]
     whole = f"{LONG}\n" + "".join(rows)
-    untimed = "4 of 4 kernels have no time; ask ncu for gpu__time_duration.sum as well"
+    untimed = (
+        "4 of 4 kernels have no time; add gpu__time_duration.sum to the metrics that ncu measures"
+    )
     assert warnings(tmp_path, whole) == (4, (untimed,))
     cut = warnings(tmp_path, whole.removesuffix(rows[-1]))
     assert cut == (4, ("1 values are missing that nearly all other kernels have", untimed))
     doubled = warnings(tmp_path, whole + "".join(rows))[1]
-    assert doubled[0].startswith("12 rows tell a metric of a kernel again; the first counts")
+    assert doubled[0].startswith("12 rows repeat a metric of a kernel; the first value is used")
     other = warnings(tmp_path, whole + metric(3, "a__4", kernel="other"))[1]
     assert other[0].startswith("1 rows disagree with the first row of their kernel")
 

@@ -312,8 +312,8 @@ def test_diagnostics_are_reported_if_there_are_no_kernels(tmp_path: Path) -> Non
         assert list(trace.batches()) == []
         assert [r.name for r in trace.ranges] == ["mine"]
         assert trace.warnings[-2:] == (
-            "the export holds no kernel, memcpy or memset",
-            "nsys says: No CUDA events collected. Does the process use CUDA?",
+            "the export contains no kernel, memcpy or memset",
+            "nsys reports: No CUDA events collected. Does the process use CUDA?",
         )
 
 

@@ -47,7 +47,7 @@ def test_a_real_training_step_has_calls_and_steps(tmp_path: Path) -> None:
             assert call.sdpa_op == "aten::_scaled_dot_product_cudnn_attention"
             assert [tensor and tensor.dims for tensor in call.tensors] == [query, key, key, None]
             assert {(t.strides, t.dtype) for t in call.tensors if t} == {(None, None)}
-            assert (call.config, call.reason) == (None, "the trace does not tell the dtype")
+            assert (call.config, call.reason) == (None, "the trace does not record the dtype")
             assert (call.backward, call.step, call.tid) == (True, 0, 188)
         assert [call.start_ns for call in trace.calls] == sorted(c.start_ns for c in trace.calls)
         rows = columns(trace, "kernel", "op_path", "range", "call_span", "tid", "start_ns")
@@ -211,13 +211,13 @@ def test_eager_attention_and_its_backward_are_found(tmp_path: Path) -> None:
         assert [t.dims for t in call.tensors if t] == [(8, 16, 4), (8, 32, 4), (8, 32, 4)]
         assert call.kind == "eager" and call.config is None
         assert str(call.reason).endswith("the mask of eager attention is unknown")
-        assert "not 4 dims" in str(call.reason)
+        assert "needs 4 dims" in str(call.reason)
 
 
 @pytest.mark.parametrize(
     ("sizes", "reason", "warned"),
     [
-        (SIZES, "does not tell the dtype", False),
+        (SIZES, "does not record the dtype", False),
         ("", "--pytorch=autograd-shapes-nvtx", False),
         (SIZES[:-20], "--pytorch=autograd-shapes-nvtx", True),
     ],

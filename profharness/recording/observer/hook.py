@@ -128,4 +128,7 @@ class _Finder:
         try:
             loader.exec_module = execute_and_act
         except AttributeError:
-            print(f"profharness: {type(loader).__name__} cannot be followed", file=sys.stderr)
+            print(
+                f"profharness: imports through {type(loader).__name__} cannot be observed",
+                file=sys.stderr,
+            )

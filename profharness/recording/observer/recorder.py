@@ -402,7 +402,7 @@ class Recorder:
         if not self.on:
             return
         self.on = False
-        print_error(f"attention is no longer recorded: {error!r}; the program goes on")
+        print_error(f"attention is no longer recorded: {error!r}; the program continues")
         with contextlib.suppress(Exception):  # the disk may be full
             self.journal.write("failed", why=repr(error))
 

@@ -25,9 +25,9 @@ from profharness.recording.observer.journal import Journal
 
 TRIES = 3  # after this many lost windows, no other window opens
 SUFFIX = ".torch.json.gz"
-ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
-OWN_PROFILER = "the program ran a profiler of its own"
-TOO_SHORT = "the program ended when the profiler had just started"
+ELSEWHERE = "attention ran in other threads, but the profiler records only the main thread"
+OWN_PROFILER = "the program ran its own profiler"
+TOO_SHORT = "the program ended just after the profiler had started"
 STARTS, STOP = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
 
 
@@ -193,7 +193,7 @@ class ProfilerWindow:
         taken, self.taken = self.taken, False
         with self._own():
             if not torch.autograd._profiler_enabled():
-                raise RuntimeError("another profiler ended it")
+                raise RuntimeError("another profiler stopped it")
             if taken:
                 active.profiler._prepare_trace()  # without a session, stop() crashes
             active.stop()

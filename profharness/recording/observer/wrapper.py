@@ -329,8 +329,8 @@ def observe() -> Iterator[AttentionCalls]:
     )
     if importers:
         print_error(
-            f"{', '.join(importers)} imported {NAME} by name before the first block: those calls "
-            "are not recorded; call it as torch.nn.functional's"
+            f"{', '.join(importers)} imported {NAME} by name before the first block, so these "
+            f"calls are not recorded; call torch.nn.functional.{NAME} instead"
         )
     recorders = (*recorders, recorder)
     try:

@@ -14,26 +14,26 @@ from dataclasses import dataclass
 
 FAMILIES = {
     "flash": "FlashAttention, forward: no S x S matrix in memory",
-    "flash_splitkv": "FlashAttention, forward, made to split the keys, as for few queries",
-    "flash_combine": "FlashAttention: puts the outputs of the parts of the keys together",
+    "flash_splitkv": "FlashAttention, forward, variant that can split the keys, as for few queries",
+    "flash_combine": "FlashAttention: combines the outputs of the parts of the keys",
     "flash_bwd": "FlashAttention, backward, or a step before or after it",
     "efficient": "memory-efficient attention (CUTLASS), forward",
     "efficient_bwd": "memory-efficient attention (CUTLASS), backward",
     "cudnn": "cuDNN's fused attention, forward",
     "cudnn_bwd": "cuDNN's fused attention, backward, or a step before or after it",
-    "flex": "flex_attention, as Inductor compiles it",
-    "triton": "a Triton kernel; its name alone does not say whether it computes attention",
+    "flex": "flex_attention, compiled by Inductor",
+    "triton": "a Triton kernel; its name does not show whether it computes attention",
     "gemm": "a matrix product",
     "gemv": "a product of a matrix and a vector",
-    "softmax": "a softmax over rows, as math attention has",
+    "softmax": "a softmax over rows, as in math attention",
     "elementwise": "an operation on each element",
     "reduce": "a reduction, such as a sum or a maximum",
     "copy": "a copy, a cast, or a change of the layout in memory",
     "memset": "fills device memory",
     "memcpy": "copies memory to, from or on the device",
-    "fmha": "fused attention of a library that PyTorch does not bring",
-    "fmha_combine": "puts the parts of a split fused attention together",
-    "fmha_bwd": "backward of fused attention of a library that PyTorch does not bring",
+    "fmha": "fused attention of a library that PyTorch does not contain",
+    "fmha_combine": "combines the parts of a split fused attention",
+    "fmha_bwd": "backward of fused attention of a library that PyTorch does not contain",
     "collective": "communication between GPUs",
     "norm": "a normalisation, such as layer norm",
     "rope": "rotary position embedding",
@@ -44,12 +44,12 @@ FAMILIES = {
 LIBRARIES = {
     "flash2": "FlashAttention 2, as built into PyTorch",
     "flash2_pip": "FlashAttention 2 of the package flash-attn, or a build of it such as vLLM's",
-    "flash2_any": "FlashAttention 2; a short name does not say whose build",
+    "flash2_any": "FlashAttention 2; a short name does not show which build",
     "fa3": "FlashAttention 3",
     "fa4": "FlashAttention 4 (CuTe DSL)",
     "efficient": "PyTorch's memory-efficient attention",
     "xformers": "xFormers, or PyTorch 2.0",
-    "efficient_any": "PyTorch or xFormers; a short name does not say which",
+    "efficient_any": "PyTorch or xFormers; a short name does not show which",
     "cudnn": "NVIDIA cuDNN",
     "flashinfer": "FlashInfer",
     "trtllm": "TensorRT-LLM",
@@ -68,7 +68,7 @@ LIBRARIES = {
     "nccl": "NCCL, or a library with its names",
     "cub": "NVIDIA CUB",
     "aten": "PyTorch's own kernels (ATen)",
-    "aten_op": "a PyTorch op (ATen), which stands for kernels where a trace has none",
+    "aten_op": "a PyTorch op (ATen), used in place of kernels if a trace has none",
     "cuda": "the CUDA runtime",
     "profharness": "an implementation that comes with profharness",
     "unknown": "not known",
@@ -90,7 +90,7 @@ class Flag:
     """The word in a short name if the flag is not set. "" if a short name does not show this."""
 
 
-_CAUSAL = Flag("causal", "a query attends to no later key", "no causal mask", "causal")
+_CAUSAL = Flag("causal", "a query does not attend to later keys", "no causal mask", "causal")
 _LOCAL = Flag("local", "a sliding window of keys", "no sliding window", "local")
 _SOFTCAP = Flag("softcap", "scores are capped by a tanh", "scores are not capped", "softcap")
 _APPEND = Flag("append", "new keys and values go into the cache", "no keys to append", "append")
@@ -104,14 +104,14 @@ FA2_FLAGS = (
     _APPEND,
     Flag(
         "split",
-        "each part of the keys writes an output of its own, combined later",
+        "each part of the keys writes its own output; the outputs are combined later",
         "the keys are not split",
         unset="nosplit",
     ),
     Flag(
         "even_mn",
         "both lengths are multiples of the tile",
-        "lengths are checked, as where they are no multiples of the tile",
+        "lengths are checked, because they may not be multiples of the tile",
         unset="uneven",
     ),
     Flag(
@@ -126,16 +126,43 @@ FA3_FLAGS = (
     _CAUSAL,
     _LOCAL,
     _SOFTCAP,
-    Flag("varlen", "sequences of unlike lengths, packed", "sequences of one length", "varlen"),
-    Flag("paged", "a paged cache of keys, read without TMA", "no such paged cache", "paged"),
+    Flag("varlen", "packed sequences of different lengths", "sequences of equal length", "varlen"),
+    Flag(
+        "paged",
+        "a paged cache of keys, read without TMA",
+        "no paged cache that is read without TMA",
+        "paged",
+    ),
     _APPEND,
     Flag("qv", "a second query, against the values", "no second query", "qv"),
-    Flag("packgqa", "query heads of a group share a tile", "query heads are apart", "packgqa"),
-    Flag("split", "the keys are split, and combined later", "the keys are not split", "split"),
-    Flag("rs", "weights x values takes the weights from registers", "from shared memory"),
-    Flag("overlap", "softmax overlaps the products of a warp group", "no such overlap"),
-    Flag("v_col", "values lie column by column", "values lie row by row"),
-    Flag("deterministic", "gradients are summed in a fixed order", "in no fixed order"),
+    Flag(
+        "packgqa",
+        "query heads of a group share a tile",
+        "query heads of a group have separate tiles",
+        "packgqa",
+    ),
+    Flag(
+        "split",
+        "the keys are split; the outputs are combined later",
+        "the keys are not split",
+        "split",
+    ),
+    Flag(
+        "rs",
+        "weights x values reads the weights from registers",
+        "weights x values reads the weights from shared memory",
+    ),
+    Flag(
+        "overlap",
+        "softmax overlaps the products of a warp group",
+        "softmax does not overlap the products of a warp group",
+    ),
+    Flag("v_col", "values are stored column by column", "values are stored row by row"),
+    Flag(
+        "deterministic",
+        "gradients are summed in a fixed order",
+        "gradients are summed in no fixed order",
+    ),
 )
 FLAG_TABLES = {"flash2": FA2_FLAGS, "flash2_pip": FA2_FLAGS, "fa3": FA3_FLAGS}
 # The order in which the full name of a kernel contains the flags.
@@ -169,8 +196,8 @@ TILED = {
     "VALUE_STAGES": "{} buffers of values in shared memory",
     "ONE": "all keys fit in one tile: {}",
     "GRID": "blocks of a tile exchange through L2 instead of a cluster: {}",
-    "SPLIT": "the keys are split over blocks, and combined later: {}",
-    "PER_SM": "compiled for {} blocks on an SM",
+    "SPLIT": "the keys are split over blocks and the outputs combined later: {}",
+    "PER_SM": "compiled for {} blocks per SM",
 }
 TILED_FLAGS = {name: name.lower() for name in ("ONE", "GRID", "SPLIT")}
 
@@ -196,7 +223,7 @@ _PARAMETERS = {
     "Element": "type of the tensors: {}",
     "scalar_t": "type of the tensors: {}",
     "ElementAccum": "type of the sums: {}",
-    "ArchTag": "the code's architecture: {}",
+    "ArchTag": "architecture of the code: {}",
     "Stages": "{} buffers of keys and values in shared memory",
     "Stages_dO": "{} buffers of the output's gradient",
     "Stages_dS": "{} buffers of the scores' gradient",
