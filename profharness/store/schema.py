@@ -222,7 +222,7 @@ def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
     """Return an error for a store that must not be used, with the command that rebuilds it."""
     what = what or (ALTERED if is_altered(detail) else "the store is damaged")
     return StoreError(
-        f"{path}: {what} ({detail}). It was not changed. Rebuild it from the run folders: "
+        f"{path}: {what} ({detail}). The file was left as it is. Rebuild it from the run folders: "
         "profharness ingest traces/runs --store NEW"
     )
 

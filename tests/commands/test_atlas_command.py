@@ -112,7 +112,7 @@ def test_different_machines_and_conflicting_cells_are_not_merged(
     write_atlas(part(packaged, 0, 40), tmp_path / "a.npz")
     mixed = run("merge", "a.npz", other, "-o", "c.npz")
     assert isinstance(mixed.exception, UsageError)
-    assert "of gpu NVIDIA H200" in str(mixed.exception)
+    assert "is for gpu NVIDIA H200" in str(mixed.exception)
     cells = list(part(packaged, 0, 40).cells())
     wrong = [
         replace(cell, launches=cell.launches[:-1], choice="math") if at < 3 else cell
@@ -185,7 +185,7 @@ def test_a_store_becomes_an_atlas(tmp_path: Path) -> None:
         (("merge", "-o", "x.npz"), "two files or more"),
         (("export", "H200"), "needs -o FILE"),
         (("export", "H200", "-o", "x.txt"), "name it *.npz or *.jsonl"),
-        (("export", "B200", "-o", "x.npz"), f"there are {NAME}"),
+        (("export", "B200", "-o", "x.npz"), f"choose from {NAME}"),
     ],
 )
 def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:

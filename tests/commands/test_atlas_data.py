@@ -290,7 +290,7 @@ def test_other_files_are_refused(small: Path, tmp_path: Path) -> None:
     arrays = contents(small)
     arrays["header"]["version"] = 7
     write_contents(path, arrays)
-    with pytest.raises(UsageError, match="version 7; this profharness reads version 2"):
+    with pytest.raises(UsageError, match="version 7, but this profharness reads version 2"):
         read_atlas(path)
     with pytest.raises(UsageError, match="No such file"):
         read_atlas(tmp_path / "none.npz")
@@ -333,7 +333,7 @@ def test_invalid_field_is_refused_by_file_line_and_name(
 
 def test_launches_without_their_times_are_refused(tmp_path: Path) -> None:
     write_shard(tmp_path, {}, {"kernel_us_each": [1, 2, 3]})
-    with pytest.raises(UsageError, match="a line is no cell of an atlas"):
+    with pytest.raises(UsageError, match="a line is not a cell of an atlas"):
         read_shards(tmp_path)
 
 

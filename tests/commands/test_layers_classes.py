@@ -150,9 +150,9 @@ def test_gates_apply_to_each_run(store: dict[str, str]) -> None:
         (("whisper", "configs"), "leave it out"),
         (("whisper", "slower", "--step", "0"), "are about one run"),
         (("whisper", "slower", "--gpu", "H200"), "are about one run"),
-        (("whisper", "--gpu", "H200,H200"), "one class"),
-        (("whisper", "--gpu", "H200,NVIDIA H200"), "H200 and NVIDIA H200 are one class"),
-        (("whisper", "--gpu", "H200,,H100"), "has no name"),
+        (("whisper", "--gpu", "H200,H200"), "the same GPU"),
+        (("whisper", "--gpu", "H200,NVIDIA H200"), "H200 and NVIDIA H200 are the same GPU"),
+        (("whisper", "--gpu", "H200,,H100"), "a GPU name is empty"),
     ],
 )
 def test_layers_refuses_runs_and_options_that_exclude_each_other(

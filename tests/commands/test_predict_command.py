@@ -108,7 +108,7 @@ def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasC
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        (("--gpu", "A100"), "no atlas of A100 with torch"),
+        (("--gpu", "A100"), "no atlas for A100 with torch"),
         (("--gpu", "H200", "--torch", "2.8"), "this GPU has atlases for torch 2.11.0"),
         (
             ("--gpu", "H200 NVL", "--torch", "2.11"),
@@ -232,14 +232,14 @@ def test_atlas_of_another_driver_is_not_mixed(
     assert mine["rows"][0]["kernel_ns"] == round(1e3 * (slow.kernel_us or 0))
     assert "model" not in {row["source"] for row in mine["rows"] if row["status"] == "ok"}
     none = predict(*asked, "--driver", "1")
-    assert "and driver 1, so there is no time" in none.stderr
+    assert "and driver 1; this GPU has atlases" in none.stderr
 
 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
         ((), "predict needs a config"),
-        (("--config", "2,8,512,64", "--gpu", "H300"), "near matches: H200"),
+        (("--config", "2,8,512,64", "--gpu", "H300"), "close matches are H200"),
         (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
         (("--config", "2,8,512,64", "--torch", "new"), "is not a version"),
         (("--config", "2,8,512,64", "--backend", "xformers"), "atlases contain only auto, flash"),

@@ -235,7 +235,7 @@ def test_store_that_is_gone_is_an_error_without_path(store: Path, tmp_path: Path
             status, text = get(address, page)
             assert (status, str(tmp_path) in text) == (404, False), text
             assert process.stderr is not None
-            assert process.stderr.readline().startswith(f"error: {path}: no store here")
+            assert process.stderr.readline().startswith(f"error: {path}: there is no store")
         (tmp_path / "away.db").rename(path)
         assert get(address, "/-/report/latest")[0] == 200
         path.write_bytes(b"no store" * 1000)
@@ -489,7 +489,7 @@ def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) ->
     done = ended("--store", store, program=("-c", code))
     assert done.returncode == 1 and "pip install 'profharness[web]'" in done.stderr
     done = ended("--store", tmp_path / "no.db")
-    assert done.returncode == 1 and "no store here" in done.stderr
+    assert done.returncode == 1 and "there is no store" in done.stderr
 
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": "H200", "device_type": "cuda"}

@@ -59,5 +59,5 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         profharness.layers("a", "b", step=0, store=store)
     with pytest.raises(UsageError, match="without -o and --force"):
         profharness.scrub_run("nosuch", check=True, force=True, store=store)
-    with pytest.raises(ProfharnessError, match="no store here"):
+    with pytest.raises(ProfharnessError, match="there is no store"):
         profharness.layers("a", "b", store=store)

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profharness.recording.observe import ELSEWHERE, RECORD_THREAD
+from profharness.rows import SHARED_CORES
 from profharness.scrub.allowed import Scrubber
 
 NAMES = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
@@ -42,6 +44,10 @@ HARMLESS = [
     "NVIDIA H200",
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB.",
     "Memory Efficient attention has been runtime disabled.",
+    # stored in run folders
+    SHARED_CORES,
+    ELSEWHERE,
+    RECORD_THREAD,
     "",
     "12",
     "removed_12",

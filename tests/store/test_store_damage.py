@@ -16,7 +16,7 @@ from profharness.store import Store, ingest_path, open_store, query, schema
 from profharness.store.tables import VIEWS
 
 Folder = Callable[..., Path]
-REMEDY = "rebuild it from the run folders: profharness ingest traces/runs --store NEW"
+REMEDY = "Rebuild it from the run folders: profharness ingest traces/runs --store NEW"
 PLACES, PAGE = 20, 4096
 READS: tuple[Callable[[Store], object], ...] = (
     Store.runs,
@@ -121,7 +121,7 @@ def test_random_damage_is_reported_and_never_written(
 def test_invalid_utf8_is_reported(whole: Path) -> None:
     for column, value in (("warnings", "'{'"), ("run", "CAST(x'ff' AS TEXT)")):
         store = changed(whole, f"UPDATE runs SET {column} = {value} WHERE id = 1")
-        with pytest.raises(StoreError, match="damaged inside"), open_store(store) as opened:
+        with pytest.raises(StoreError, match="the store is damaged"), open_store(store) as opened:
             opened.runs()
 
 
@@ -139,7 +139,7 @@ def test_large_store_is_checked_in_small_tables(
         data[(page - 1) * PAGE : page * PAGE] = b"\x7f" * PAGE
         damaged = whole.with_name(f"{table}.db")
         damaged.write_bytes(data)
-        with pytest.raises(StoreError, match="damaged inside"):
+        with pytest.raises(StoreError, match="the store is damaged"):
             ingest_path(damaged, run_folder(run="20261122-bbbb"))
         assert damaged.read_bytes() == data
 

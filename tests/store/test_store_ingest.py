@@ -305,9 +305,12 @@ def test_unreadable_file_is_an_error_and_creates_no_store(
     ("change", "told"),
     [
         ({"cell": "c0002"}, "2 cells have the name 'c0002'"),
-        ({"samples": {"event": [1, -(1 << 63)]}}, "cell 'c0001' is too large"),
-        ({"peak_memory_bytes": 1 << 63}, "cell 'c0001' is too large"),
-        ({"duration_ns": 1 << 200}, "cell 'c0001' is too large"),
+        (
+            {"samples": {"event": [1, -(1 << 63)]}},
+            "cell 'c0001' contains a number that is too large",
+        ),
+        ({"peak_memory_bytes": 1 << 63}, "cell 'c0001' contains a number that is too large"),
+        ({"duration_ns": 1 << 200}, "cell 'c0001' contains a number that is too large"),
     ],
 )
 def test_unstorable_record_is_an_error_and_creates_no_store(
@@ -323,7 +326,7 @@ def test_unstorable_record_is_an_error_and_creates_no_store(
 def test_unstorable_config_costs_only_its_own_run(tmp_path: Path, run_folder: Folder) -> None:
     folder = run_folder(cells={"c0001": ["flash"]})
     change_record(folder, lambda run: run["cells"][0]["config"].update(batch=1 << 63))
-    with pytest.raises(TraceFormatError, match="cell 'c0001' is too large"):
+    with pytest.raises(TraceFormatError, match="cell 'c0001' contains a number that is too large"):
         ingest_path(tmp_path / "p.db", folder)
 
 

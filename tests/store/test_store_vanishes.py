@@ -155,4 +155,4 @@ def test_job_names_run_folder_that_is_not_stored(
         recording._ingest_run_folder(RunFolder(folder, read_run(folder)), store)
     assert caught.value.exit_code == 1
     assert f"profharness ingest {folder} --store {store}" in str(caught.value)
-    assert "s.db: 0 of 1 stored" in str(caught.value)
+    assert "s.db: 0 of 1 sources were stored" in str(caught.value)
