@@ -266,8 +266,8 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("--torch", "2.8", "--gpu", "H2000"), "near matches: H200"),
-        (("--torch", "2.8", "--gpu", "warp"), "known are|near matches"),
+        (("--torch", "2.8", "--gpu", "H2000"), "close matches are H200"),
+        (("--torch", "2.8", "--gpu", "warp"), "choose from|close matches"),
         (("--torch", "new", "--gpu", "H100"), "invalid PyTorch release"),
         (("--torch", "2.9..2.8", "--gpu", "H100"), "is empty"),
         (("--cudnn", "9.10.2"), "requires --torch or --gpu"),
