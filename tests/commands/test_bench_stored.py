@@ -117,7 +117,7 @@ def test_the_command_that_an_interrupt_names_goes_on_in_the_same_store(tmp_path:
     assert shlex.split(resume) == [
         "profharness", "capture", "--resume", f"my runs/{run.name}", *store,
     ]  # fmt: skip
-    assert shlex.split(show) == ["profharness", "bench", "--run", run.name, *store]
+    assert shlex.split(show) == ["profharness", "bench", run.name, *store]
     for command in (resume, show):
         done = subprocess.run(
             [*PROGRAM, *shlex.split(command)[1:]], cwd=tmp_path, capture_output=True, check=False
