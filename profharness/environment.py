@@ -16,7 +16,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from typing import Any
 
-OS_RELEASE, CPU_INFO = "/etc/os-release", "/proc/cpuinfo"
+CPU_INFO = "/proc/cpuinfo"
 CHANGED = ", changed"  # appended to a commit hash if the file differs from the committed version
 
 
@@ -109,12 +109,8 @@ def operating_system() -> dict[str, str]:
     company, as in `6.8.0-1057-aws`.
     """
     system = {"os": f"{platform.system()} {platform.mac_ver()[0]}".strip()}
-    with (
-        contextlib.suppress(OSError),
-        open(OS_RELEASE, encoding="utf-8", errors="replace") as lines,
-    ):
-        pairs = (line.strip().partition("=") for line in lines)
-        release = {key: value.strip("'\"") for key, _, value in pairs}
+    with contextlib.suppress(OSError):
+        release = platform.freedesktop_os_release()
         named = " ".join(release[key] for key in ("NAME", "VERSION_ID") if release.get(key))
         system = {"os": named or system["os"]}
     numbers = re.match(r"\d+(?:\.\d+){1,2}", platform.release())

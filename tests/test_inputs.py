@@ -30,6 +30,7 @@ DATABASES = {"sqlite3.connect"}
 # Modules that open files by themselves, and which files. None is an untrusted input.
 OTHERS = {
     "files.py": "the one place",
+    "environment.py": "/proc",
     "processes.py": "/proc, and logs of processes that it started",
     "commands/doctor.py": "/proc and /sys",
     "jobs/lane.py": "/proc, and an archive in memory",
