@@ -236,7 +236,7 @@ def test_one_query_a_block_is_the_bottleneck_of_the_study() -> None:
     places = evidence(found, "working_set")
     assert places["K and V of one head"] == 2 * 64 * 8192 * 4
     # 8 blocks of 384 B and 1 KiB of the driver's take 16 KiB of the unified L1
-    assert places["what shared memory leaves of an SM's L1"] == (256 - 16) * 1024
+    assert places["the part of an SM's L1 that shared memory leaves"] == (256 - 16) * 1024
 
 
 def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
@@ -446,7 +446,7 @@ def test_products_in_fp32_of_a_backend_that_casts_are_its_own_to_mend() -> None:
     assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 4
     assert each.finding("fp32_products") is not None
     (remedy,) = [each for each in each.remedies if each.findings == ("fp32_products",)]
-    assert remedy.text.startswith("Hand bf16 to the products")
+    assert remedy.text.startswith("Pass bf16 to the matrix products")
 
 
 def seen_by_ncu(row: KernelRow, **counted: float) -> list[KernelRow]:
@@ -500,7 +500,7 @@ def test_without_counters_an_unknown_kernel_is_only_supposed_to_read_again(
     row = replace(kernel((64, 4, 1)), family=family)
     rows = seen_by_ncu(row, **counters) if counters else [row]
     found = analyze_cell(cell("b1-h4-s64-d8192-fp32"), rows, MACHINE)
-    assert ("counts it" in found.finding("kv_reread").sentence) == supposed
+    assert ("to count the traffic" in found.finding("kv_reread").sentence) == supposed
     assert (found.finding("cache_traffic") is not None) == bool(counters)
 
 
@@ -522,7 +522,7 @@ def test_products_without_tensor_cores_are_told_and_what_runs_instead() -> None:
     none = {ncu.TENSOR_PIPE: 0.0, ncu.TENSOR_INSTRUCTIONS: 0.0, ncu.FMA_PIPE: 41.0}
     finding = counted(**none).finding("no_tensor_cores")
     assert finding.severity == "major" and finding.grade == MEASURED
-    assert "the FMA pipe is at work in 41.0 %" in finding.sentence
+    assert "the FMA pipe is busy in 41.0 %" in finding.sentence
     plain = counted("b2-h8-s512-d64-fp32", **none).finding("no_tensor_cores")
     assert plain.severity == "note" and "without TF32" in plain.sentence
     assert plain.sentence.startswith("my_attention multiplies without tensor cores: their pipe")
@@ -551,7 +551,7 @@ def test_on_ada_the_second_name_of_the_tensor_pipe_counts() -> None:
         ({ncu.BANK_CONFLICTS: 60, ncu.SHARED_WAVEFRONTS: 100}, "bank_conflicts", "major", "60.0 %"),
         (
             {ncu.L1_HIT_RATE: 12.5, ncu.L2_HIT_RATE: 40.0},
-            *("hit_rates", "note", "the L1 12.5 % and the L2 40.0 % had"),
+            *("hit_rates", "note", "L1 12.5 % and L2 40.0 %"),
         ),
     ],
 )
@@ -660,17 +660,17 @@ def test_like_findings_are_reported_once_with_where_they_hold() -> None:
     analyses.append(few_blocks(labels[0], "third", 132 * 2))
     pairs = [(each, item) for each in analyses for item in each.findings]
     (members,) = [own for each, own in common_findings(pairs) if each.code == "few_blocks"]
-    assert where(members) == "mine, other at 3 configs"
+    assert where(members) == "mine, other on 3 configs"
     remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
-    assert {where(members) for _, members in remedies} == {"mine, other at 3 configs"}
-    for full, times in ((False, 1), (True, len(analyses) - 1)):
+    assert {where(members) for _, members in remedies} == {"mine, other on 3 configs"}
+    for full, times in ((False, 1), (True, len(labels))):
         texts = [
             block.text
             for block in analyze_document(analyses, full=full).blocks
             if isinstance(block, Heading | Note)
         ]
-        assert ("In several configs" in texts) == (not full)
-        assert len([text for text in texts if "SMs have nothing to do" in text]) == times
+        assert ("Shared by several configs" in texts) == (not full)
+        assert len([text for text in texts if "SMs are idle" in text]) == times
 
 
 def test_a_finding_of_one_config_stays_at_its_cell() -> None:
@@ -723,7 +723,7 @@ def test_drops_of_a_sweep_are_told_where_they_are() -> None:
     ((name, group),) = sweep(analyses)
     assert list(drops(name, group)) == [(1024, 2048, pytest.approx(130 / 42))]
     notes = [each.text for each in analyze_document(analyses).blocks if isinstance(each, Note)]
-    assert "TFLOP/s fall by 3.1 times from head_dim 1024 to 2048." in notes
+    assert "TFLOP/s fall by a factor of 3.1 from head_dim 1024 to 2048." in notes
     assert not list(changed_problems(analyses))
 
 
@@ -737,6 +737,6 @@ def test_configs_that_change_more_than_head_dim_are_no_sweep() -> None:
     (note,) = [
         each
         for each in document.blocks
-        if isinstance(each, Note) and "not of head_dim" in each.text
+        if isinstance(each, Note) and "head_dim alone does not" in each.text
     ]
     assert "16,384, 16,384, 2,048, 256" in note.text

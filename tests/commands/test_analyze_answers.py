@@ -28,13 +28,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["llama_eager.json.gz"],
             "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on eager (787 µs per call) is limited by "
-            "moving the scores through memory. Call torch.nn.functional.scaled_dot_product_attention "
-            "(transformers: attn_implementation='sdpa'), so that a fused backend takes the call.",
+            "memory traffic of the score matrix. Call "
+            "torch.nn.functional.scaled_dot_product_attention (in transformers: "
+            "attn_implementation='sdpa') to get a fused backend.",
         ),
         (
             ["llama_train.json.gz"],
             "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on cuDNN (147 µs per call) is limited by "
-            "latency (neither compute nor memory is near its peak).",
+            "latency, with neither compute nor memory near its peak.",
         ),
         (
             ["20261121-165619-f5ef", "--config", "2,8,512,64"],
@@ -44,8 +45,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ["20261121-165619-f5ef"],
-            "Most often attention is limited by latency (neither compute nor memory is near its peak) "
-            "(8 of 20 cells), then by launching kernels from the CPU (4).",
+            "The most frequent bottleneck is latency, with neither compute nor memory near its peak "
+            "(8 of 20 cells), followed by launching kernels from the CPU (4).",
         ),
     ],
 )
@@ -58,4 +59,4 @@ def test_the_answer_of_an_analysis(store: Path, words: list[str], answer: str) -
 
 def test_nothing_to_analyze_is_said() -> None:
     (text,) = analyze_answer([])
-    assert text == "No backend computed these configs, so there is nothing to analyze."
+    assert text == "Nothing to analyze: no backend computed these configs."

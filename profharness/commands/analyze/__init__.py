@@ -38,12 +38,14 @@ Peaks = Annotated[
     Literal["measure", "data-sheet"] | None,
     Option(
         ("--peaks",),
-        help="The peak rates of the device. measure: measure this machine's device now, and store them; "
-        "data-sheet: use the built-in table.  [default: those in the store; if it has none, measure them "
-        "if the cells ran on a GPU like this machine's, else use the table]",
+        help=(
+            "The peak rates of the device. measure: measure them on this machine now, and store "
+            "them; data-sheet: use the built-in table. [default: the stored ones; without any, "
+            "measure them if the cells ran on a GPU like this machine's, else use the table]"
+        ),
     ),
 ]
-Full = Annotated[bool, Option(("--full",), help="Show every finding, with all of its evidence.")]
+Full = Annotated[bool, Option(("--full",), help="Show every finding, with its evidence.")]
 
 
 def _to_frame(analyses: list[CellAnalysis]) -> pd.DataFrame:
@@ -71,10 +73,10 @@ def analyze(
     time of their kernels, including backward if it was traced.
 
     Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
-    configuration), and shows its figures. TFLOP/s and GB/s are exact FLOPs and compulsory bytes
-    divided by the time in the column `of`. Configs that differ in one number get a sweep table. A
-    finding that several configs share is printed once. A summary names the best backend for
-    training, prefill, decoding and low memory.
+    configuration); --full shows its figures and their sources. TFLOP/s and GB/s are exact FLOPs and
+    compulsory bytes divided by the time of the measurement in the column `of`. Configs that differ
+    in one number get a sweep table. A finding that several configs share is printed once. A summary
+    names the best backend for training, prefill, decoding and low memory.
 
     \b
     Examples:
@@ -96,8 +98,9 @@ def analyze(
     rows, cells = find_rows(path, selection, needs=ANALYZED)
     if not cells:
         raise NotFoundError(
-            "analyze needs configs: a captured run, or a trace with attention calls, recorded with "
-            "record_shapes=True; `profharness kernels` shows the kernels of any other"
+            "analyze requires configs: a captured run, or a trace with attention calls recorded "
+            "with record_shapes=True; see the kernels of any other trace with `profharness "
+            "kernels`"
         )
     prepare_peaks(path, [cell.run for cell in cells], peaks)
     return analyze_rows(path, cells, rows, source)

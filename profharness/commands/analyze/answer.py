@@ -14,12 +14,12 @@ LIMITS = {
     "launch": "launching kernels from the CPU",
     "memory": "memory bandwidth",
     "compute": "compute throughput",
-    "latency": "latency (neither compute nor memory is near its peak)",
-    "score traffic": "moving the scores through memory",
+    "latency": "latency, with neither compute nor memory near its peak",
+    "score traffic": "memory traffic of the score matrix",
     "input copies": "copying the inputs",
     "few blocks": "too few thread blocks to fill the GPU",
-    "combine": "combining the parts of a split",
-    "K and V traffic": "reading K and V repeatedly",
+    "combine": "combining the partial results of a split",
+    "K and V traffic": "repeated reads of K and V",
 }
 """Maps the short name of a bottleneck to its words in a sentence."""
 MANY = 3  # with at least this many configs, the answer is about all of them
@@ -29,7 +29,7 @@ def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
     """Return the bottleneck and the first remedy, of the cell that matters most or of most cells."""
     ran = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
     if not ran:
-        return ("No backend computed these configs, so there is nothing to analyze.",)
+        return ("Nothing to analyze: no backend computed these configs.",)
     if ran[0].module is None and len({each.config for each in ran}) >= MANY:
         return tuple(_of_all(ran))
     return tuple(_of_one(_chosen(ran), ran))
@@ -65,7 +65,7 @@ def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
     if cell.bottleneck:
         yield f"{subject} is limited by {LIMITS.get(cell.bottleneck, cell.bottleneck)}."
     else:
-        yield f"{subject} has no bottleneck that these measurements show."
+        yield f"These measurements show no bottleneck of {subject.removesuffix(',')}."
     if cell.remedies:
         yield _remedy(cell.remedies[0])
 
@@ -77,10 +77,12 @@ def _of_all(ran: Sequence[CellAnalysis]) -> Iterator[str]:
     else:
         (first, count), *others = limits.most_common(2)
         next_one = (
-            f", then by {LIMITS.get(others[0][0], others[0][0])} ({others[0][1]})" if others else ""
+            f", followed by {LIMITS.get(others[0][0], others[0][0])} ({others[0][1]})"
+            if others
+            else ""
         )
         yield (
-            f"Most often attention is limited by {LIMITS.get(first, first)} ({count} of {len(ran)} "
+            f"The most frequent bottleneck is {LIMITS.get(first, first)} ({count} of {len(ran)} "
             f"cells){next_one}."
         )
     remedies: dict[str, list[Remedy]] = {}

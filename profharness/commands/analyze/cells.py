@@ -187,13 +187,13 @@ def prepare_peaks(path: Path, runs: Sequence[str], peaks: str | None) -> None:
     """
     if peaks != MEASURE and not (peaks is None and is_command_line() and _lacks_peaks(path, runs)):
         return
-    hint("measuring copy bandwidth and matrix rates, some seconds")
+    hint("measuring copy bandwidth and matrix rates; this takes some seconds")
     try:
         _measure_peaks(path, runs)
     except CaptureError as error:
         if peaks == MEASURE:
             raise
-        hint(f"{error}; going on with the data sheet")
+        hint(f"{error}; using the data sheet instead")
 
 
 def _lacks_peaks(path: Path, runs: Sequence[str]) -> bool:
@@ -217,8 +217,8 @@ def _measure_peaks(path: Path, runs: Sequence[str]) -> None:
     if devices and measurement.peaks.device not in devices:
         there = ", ".join(sorted(str(name) for name in devices))
         raise UsageError(
-            f"peaks {MEASURE}: this machine has {measurement.peaks.device}, the cells ran on {there}; "
-            "measure there, or take the data-sheet"
+            f"--peaks {MEASURE}: this machine has {measurement.peaks.device}, but the cells ran "
+            f"on {there}; run the command there, or use --peaks data-sheet"
         )
     with open_store(path, write=True) as store:
         store.add_peaks(measurement.peaks, measurement.created, measurement.environment)
@@ -257,9 +257,9 @@ def analyze_program(
         name, reference = store.run_name(run), store.run_reference(run)
     if not groups:
         raise NotFoundError(
-            f"run {name} has no recorded step, so its calls have no kernels and times to analyze; "
-            "record one with `profharness observe --profiler torch --warmup 0 -- PROGRAM`; what was "
-            f"counted: {shell_command('layers', reference, store=path)}"
+            f"run {name} has no recorded step, so there are no kernels and times to analyze; "
+            "record a step with `profharness observe --profiler torch --warmup 0 -- PROGRAM`; "
+            f"see the counted calls with: {shell_command('layers', reference, store=path)}"
         )
     analyses, left_out = [], []
     for number, group in enumerate(groups, start=1):
@@ -273,18 +273,18 @@ def analyze_program(
         why = None
         # Eager attention also computes the masked scores, so its FLOPs are known for any mask.
         if config is None or (group[0].reason and group[0].kind != "eager"):
-            why = group[0].reason or "no config says what was computed"
+            why = group[0].reason or "the shapes of the call are unknown"
         elif not calls:
-            why = "no kernel of these calls is in the trace"
+            why = "the trace has no kernels of these calls"
         if why:
-            left_out.append(f"{module or group[0].op} has no figures: {why}")
+            left_out.append(f"{module or group[0].op} cannot be analyzed: {why}")
         else:
             analysis = _analyze_calls(f"calls-{number}", calls, machine)
             analyses.append(replace(analysis, module=module))
     if not analyses:
         named = [*(config.label for config in configs), *backends]
         criteria = f" of {', '.join(named)}" if named else ""
-        why = "; ".join(left_out) or "`profharness layers` lists those there are"
+        why = "; ".join(left_out) or "list its calls with `profharness layers`"
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     for text in left_out:
         if is_command_line():

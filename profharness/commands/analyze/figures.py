@@ -156,9 +156,7 @@ class KernelFigures:
     call_ns: float | None
     share: Annotated[
         float | None,
-        column(
-            "share%", "percent", importance="answer", meaning="of the time of the call's kernels"
-        ),
+        column("share%", "percent", importance="answer", meaning="share of the call's kernel time"),
     ]
     blocks: Annotated[
         int | None, column("blocks", "count", importance="detail", meaning="blocks of the grid")
@@ -166,7 +164,7 @@ class KernelFigures:
     threads: int | None
     blocks_per_sm: int | None
     waves: Annotated[
-        float | None, column("waves", "count", meaning="blocks over those that fit at once")
+        float | None, column("waves", "count", meaning="blocks over the number that fits at once")
     ]
     occupancy: Annotated[
         float | None,
@@ -187,7 +185,8 @@ class KernelFigures:
         float | None, column("DRAM GB/s", "giga", meaning="to and from DRAM")
     ] = None
     shared_share: Annotated[
-        float | None, column("smem%", "percent", meaning="one block's, of an SM")
+        float | None,
+        column("smem%", "percent", meaning="shared memory of one block, as a share of an SM's"),
     ] = None
     counters: Counters = field(default_factory=Counters)
 
@@ -198,7 +197,7 @@ class PhaseFigures:
 
     name: Annotated[str, column("phase", importance="key", meaning="step of the call")]
     flops: Annotated[int, column("MFLOP", "mega", meaning="its FLOPs")]
-    bytes: Annotated[int, column("MB", "mega", meaning="bytes that it moves")]
+    bytes: Annotated[int, column("MB", "mega", meaning="bytes that the step moves")]
     intensity: Annotated[float | None, column("FLOP/B", "count", meaning="FLOPs per byte")]
     bound: Annotated[
         str | None, column("bound by", importance="answer", meaning="`memory` or `compute`")
@@ -209,9 +208,11 @@ class PhaseFigures:
 class Figures:
     """The figures of a cell. `flops_share` and `bandwidth_share` are fractions of the peaks."""
 
-    basis: Annotated[str | None, column("of", meaning="the time behind the rates")]
+    basis: Annotated[
+        str | None, column("of", meaning="the measurement that the rates are based on")
+    ]
     duration_ns: Annotated[
-        float | None, column("µs", "us", importance="answer", meaning="median of that time")
+        float | None, column("µs", "us", importance="answer", meaning="median of that measurement")
     ]
     kernels_ns: float | None
     event_ns: float | None  # median `event` sample, or cold_ns if the run has no `event` samples
@@ -228,24 +229,26 @@ class Figures:
         float | None, column("TFLOP/s", "tera", meaning="exact FLOPs per second")
     ]
     flops_share: Annotated[
-        float | None, column("rate%", "percent", importance="answer", meaning="of the peak rate")
+        float | None,
+        column("rate%", "percent", importance="answer", meaning="share of the peak rate"),
     ]
     rate: str | None
     bytes_per_s: Annotated[
         float | None, column("GB/s", "giga", meaning="compulsory bytes per second")
     ]
     bandwidth_share: Annotated[
-        float | None, column("bw%", "percent", meaning="of the peak bandwidth")
+        float | None, column("bw%", "percent", meaning="share of the peak bandwidth")
     ]
     dram_bytes: Annotated[
         float | None,
-        column("DRAM MB", "mega", importance="detail", meaning="per call, by ncu"),
+        column("DRAM MB", "mega", importance="detail", meaning="per call, counted by ncu"),
     ]
     dram_bytes_per_s: float | None  # dram_bytes divided by ncu_ns
     against: str | None
     peak_memory_bytes: int | None
     kv_head_bytes: Annotated[
-        int, column("K+V KiB/head", "kib", importance="detail", meaning="K and V of one head")
+        int,
+        column("K+V KiB/head", "kib", importance="detail", meaning="size of K and V of one head"),
     ] = 0
     working_set_bytes: int = 0
     cold_ns: float | None = None
@@ -264,9 +267,7 @@ class CellAnalysis:
     run: str
     cell: str
     config: Config
-    backend: Annotated[
-        str, column("backend", importance="key", meaning="the backend that was asked for")
-    ]
+    backend: Annotated[str, column("backend", importance="key", meaning="the requested backend")]
     status: str
     message: str | None
     figures: Figures | None = None
@@ -276,7 +277,8 @@ class CellAnalysis:
     remedies: tuple[Remedy, ...] = ()
     # None if the figures show no bottleneck. The finding `bottleneck` contains the evidence.
     bottleneck: Annotated[
-        str | None, column("bottleneck", importance="answer", meaning="the limit, in one word")
+        str | None,
+        column("bottleneck", importance="answer", meaning="the bottleneck, in a word or two"),
     ] = None
     machine: RunMachine = field(default_factory=RunMachine)
     main: KernelFigures | None = None

@@ -72,16 +72,21 @@ def _at_peak(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
     traffic, achieved = findings.get("dram_traffic"), findings.get("achieved")
     part = dram_share(cell, figures) or 0
     if traffic is not None and part >= NEAR_PEAK:
-        text = f"Bottleneck: memory. DRAM runs at {percent(part)} of its peak."
+        text = f"Bottleneck: memory bandwidth. DRAM runs at {percent(part)} of its peak."
         return _named("memory", text, traffic)
     if achieved is None or "bandwidth_above_peak" in findings or "rate_above_peak" in findings:
         return None
     if memory >= NEAR_PEAK and memory >= rate:
-        text = f"Bottleneck: memory. Compulsory bytes alone take {percent(memory)} of its peak."
+        text = (
+            f"Bottleneck: memory bandwidth. The compulsory bytes alone take {percent(memory)} of "
+            "the peak."
+        )
         return _named("memory", text, achieved)
     if rate >= NEAR_PEAK:
         peak = f"{percent(rate)} of the {figures.rate} peak"
-        return _named("compute", f"Bottleneck: compute. The products run at {peak}.", achieved)
+        return _named(
+            "compute", f"Bottleneck: compute. The matrix products run at {peak}.", achieved
+        )
     return None
 
 
@@ -93,11 +98,11 @@ def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
     if max(rate, memory) >= NEAR_PEAK:
         return None
     text = (
-        f"Bottleneck: latency. Neither the {figures.rate} rate ({percent(rate)}) nor the bandwidth "
-        f"({percent(memory)}) is near its peak"
+        f"Bottleneck: latency. Neither the {figures.rate} rate ({percent(rate)} of the peak) "
+        f"nor the bandwidth ({percent(memory)}) is near its peak"
     )
     if cell.main.waves is not None and cell.main.waves <= 1:
-        text += ", and a single wave of blocks leaves nothing to overlap its start and end with"
+        text += ", and there is only one wave of blocks, so no other blocks hide its start and end"
     evidence = achieved.evidence
     for code in ("one_wave", "tail", "few_blocks", "low_occupancy", "idle_warps"):
         if code in findings:
@@ -112,30 +117,28 @@ def _is_math(backend: str) -> bool:
 
 def _fused(_: Config, backend: str) -> str:
     if _is_math(backend):
-        return (
-            "Let a fused backend take the call; `profharness explain` says what stands in its way."
-        )
+        return "Use a fused backend; `profharness explain` shows what prevents it."
     if backend == "eager":
         return (
-            "Call torch.nn.functional.scaled_dot_product_attention (transformers: "
-            "attn_implementation='sdpa'), so that a fused backend takes the call."
+            "Call torch.nn.functional.scaled_dot_product_attention (in transformers: "
+            "attn_implementation='sdpa') to get a fused backend."
         )
-    return "Compute softmax online, tile by tile, so that scores never leave the chip."
+    return "Compute the softmax online, tile by tile, so that the scores never leave the chip."
 
 
 def _products(config: Config, backend: str) -> str:
     if _is_math(backend):
         return (
-            "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
-            "computes in the inputs' dtype, at the price of accuracy."
+            "If you need math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
+            "makes it compute in the dtype of the inputs, which is less accurate."
         )
-    return f"Hand {config.dtype} to the products; tensor cores add them up in fp32."
+    return f"Pass {config.dtype} to the matrix products; tensor cores accumulate in fp32."
 
 
 def _more_blocks(config: Config, _: str) -> str:
     if config.seq_len_q * 4 <= config.seq_len_kv:
         return (
-            "Split over the keys (flash's split-KV and cuDNN do so for short queries), or batch "
+            "Split over the keys, as flash's split-KV and cuDNN do for short queries, or batch "
             "more sequences into one call."
         )
     return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
@@ -145,34 +148,40 @@ def _more_blocks(config: Config, _: str) -> str:
 # code, and it refers to all of these findings that the cell has.
 REMEDIES: Mapping[tuple[str, ...], Text] = {
     ("launch_gap",): lambda config, _: (
-        "Take the launch path out of the call: capture it into a CUDA graph, or compile the model "
-        "with mode='reduce-overhead'"
-        + ("; autograd's own work per node is part of the gap." if config.bwd else ".")
+        "Capture the call into a CUDA graph, or compile the model with mode='reduce-overhead'"
+        + ("; part of the gap is autograd's own work." if config.bwd else ".")
     ),
     ("score_traffic", "input_copies", "fp32_products"): _fused,
     ("fp32_products",): _products,
     ("few_blocks",): _more_blocks,
-    ("tail",): "Change batch, heads or query tiles so that the blocks fill whole waves, or use a "
-    "persistent kernel.",
-    (
-        "split_overhead",
-    ): "Use a kernel that does not split here, or fewer splits; longer queries or "
-    "a larger batch fill the device without splitting.",
-    ("copies",): lambda config, _: (
-        f"Pad head_dim {config.head_dim} to a multiple of 8 once, outside of the call, and keep "
-        "inputs contiguous."
-        if config.head_dim % 8 or config.value_dim % 8
-        else "Hand over inputs in the layout that the kernel wants, so that no copy is needed."
+    ("tail",): (
+        "Change batch, heads or the query tile so that the blocks fill whole waves, or use a "
+        "persistent kernel."
     ),
-    ("kv_reread", "cache_traffic", "unused_shared"): "Give a block more query rows, so that a tile "
-    "of K and V in shared memory serves all of them.",
+    ("split_overhead",): (
+        "Use a kernel that does not split, or fewer splits. With longer queries or a larger "
+        "batch, no split is needed."
+    ),
+    ("copies",): lambda config, _: (
+        (
+            f"Pad head_dim {config.head_dim} to a multiple of 8 once, outside of the call, and "
+            "keep the inputs contiguous."
+        )
+        if config.head_dim % 8 or config.value_dim % 8
+        else "Pass inputs in the layout that the kernel expects, so that no copy is needed."
+    ),
+    ("kv_reread", "cache_traffic", "unused_shared"): (
+        "Give each block more query rows, so that they share a tile of K and V in shared memory."
+    ),
     ("no_tensor_cores",): "Compute the products on tensor cores (mma or wgmma in CUDA, tl.dot in "
     "Triton).",
     ("uncoalesced",): "Let neighbouring threads of a warp access neighbouring addresses, 16 bytes "
     "each.",
-    ("bank_conflicts",): "Pad or swizzle the tiles in shared memory, so that the threads of a warp "
-    "meet different banks.",
-    ("idle_warps",): "Even out the work of the blocks, or give the device more of them.",
+    ("bank_conflicts",): (
+        "Pad or swizzle the tiles in shared memory, so that the threads of a warp use "
+        "different banks."
+    ),
+    ("idle_warps",): "Balance the work of the blocks, or launch more of them.",
 }
 
 BESIDE = {"idle_warps": "few_blocks"}
@@ -203,7 +212,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
         helpful.append(Remedy(advice, mine, factor, findings[codes[0]].grade))
     if faster := findings.get("faster_backend"):
         name = str(faster.evidence[0].value)
-        how = f": with torch.nn.attention.sdpa_kernel(SDPBackend.{SDP_BACKENDS.get(name)})"
+        how = f", with torch.nn.attention.sdpa_kernel(SDPBackend.{SDP_BACKENDS.get(name)})"
         advice = f"Use {name}{how if name in SDP_BACKENDS else ''}."
         helpful.append(Remedy(advice, ("faster_backend",), faster.factor, MEASURED))
 

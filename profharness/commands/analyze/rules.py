@@ -23,6 +23,7 @@ from profharness.commands.analyze.figures import (
     stored_score_dtype,
 )
 from profharness.devices import KIB, l1_bytes
+from profharness.errors import counted
 from profharness.program.roles import FUSED_ROLES, GEMMS
 from profharness.recording.profilers import ncu
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
@@ -50,10 +51,11 @@ GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # minimum share of a call in which no kernel 
 # head_dim or the keys among their blocks, and the grid does not show whether they do.
 READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
-    " (if every block reads a whole head; `capture --profiler torch,ncu --metrics cache` counts it)"
+    " (if every block reads a whole head; to count the traffic: `capture --profiler "
+    "torch,ncu --metrics cache`)"
 )
 SHAPES = "shapes and dtype"
-HOST_SOURCE = f"{HOST} samples: the CPU's own time of an eager call"
+HOST_SOURCE = f"{HOST} samples: CPU time of an eager call"
 
 
 def us(name: str, value_ns: float, source: str) -> Evidence:
@@ -127,13 +129,13 @@ def intensity(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     below = figures.intensity < figures.ridge
     side, than = ("memory", "below") if below else ("compute", "above")
     text = (
-        f"By its shapes the config is {side}-bound: {figures.intensity:.2f} FLOPs per compulsory "
-        f"byte, {than} the ridge of {figures.ridge:.0f}."
+        f"According to its shapes, the config is {side}-bound: {figures.intensity:.2f} FLOPs "
+        f"per compulsory byte, {than} the ridge of {figures.ridge:.0f}."
     )
     moving = [phase for phase in cell.phases if phase.intensity is not None]
     low = [phase.name for phase in moving if phase.bound == "memory"]
     if low and not below:
-        text += f" These phases alone lie below it: {', '.join(low)}."
+        text += f" Only these phases are below it: {', '.join(low)}."
     source = f"{figures.rate} rate / bandwidth, {peaks.source}"
     formula = "FLOPs (exact) / compulsory bytes"
     yield derived(
@@ -185,16 +187,16 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         if l2 and working < l2 and figures.basis not in (COLD, EVENT):
             why = (
                 f"the inputs and the output ({size(working)}) fit in the L2 ({size(l2)}) and were "
-                "read from there, so this is no DRAM bandwidth"
+                "read from there, so this is not DRAM bandwidth"
             )
         else:
             why = (
-                "the working set does not explain it: the peak is too low for this device, or the "
+                "the working set does not explain it, so the peak is too low for this device, or the "
                 "time misses part of the work"
             )
         yield measured(
             "bandwidth_above_peak",
-            f"{percent(figures.bandwidth_share or 0)} of the peak bandwidth cannot be: {why}.",
+            f"{percent(figures.bandwidth_share or 0)} of the peak bandwidth is impossible: {why}.",
             "minor",
             _duration(figures),
             in_bytes("working set", working),
@@ -202,9 +204,9 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         )
     if (figures.flops_share or 0) > 1:
         text = (
-            f"{percent(figures.flops_share or 0)} of the peak {figures.rate} rate cannot be: the "
-            f"peak ({figures.against}) is too low for this device, or the call skips scores that "
-            "the formula counts (a mask with blocks of nothing)."
+            f"{percent(figures.flops_share or 0)} of the peak {figures.rate} rate is impossible: "
+            f"the peak ({figures.against}) is too low for this device, or the call skips scores "
+            "that the formula counts (a mask with empty blocks)."
         )
         yield measured("rate_above_peak", text, "minor", _duration(figures))
 
@@ -215,14 +217,14 @@ def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         return
     ratio = figures.dram_bytes / figures.compulsory_bytes
     text = (
-        f"ncu counted {size(figures.dram_bytes)} of DRAM traffic, {ratio:.2f} times the compulsory "
-        f"{size(figures.compulsory_bytes)}"
+        f"ncu counted {size(figures.dram_bytes)} of DRAM traffic, {ratio:.2f} times the "
+        f"compulsory {size(figures.compulsory_bytes)}"
     )
     part = dram_share(cell, figures)
     if part is not None:
         text += f", at {percent(part)} of the bandwidth ({figures.against})"
     if ratio < 1:
-        text += "; what is missing was in the L2, or is still there unwritten"
+        text += "; the rest was read from the L2, or is not yet written back"
     yield measured(
         "dram_traffic",
         f"{text}.",
@@ -248,18 +250,18 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         share("time outside of products", outside, "roles of the kernels"),
     ]
     text = (
-        f"The scores go through memory: one matrix of them is {size(matrix)}, and the steps move at "
-        f"least {size(by_phases)} where fused attention moves {size(figures.compulsory_bytes)}"
+        f"The score matrix goes through memory: it has {size(matrix)}, and the steps move at "
+        f"least {size(by_phases)}; fused attention moves {size(figures.compulsory_bytes)}"
     )
     finding = derived
     if figures.dram_bytes is not None:
         finding = measured
         evidence.append(in_bytes("DRAM bytes", figures.dram_bytes, "ncu dram__bytes"))
         rest = ", the rest hit the L2" if figures.dram_bytes < by_phases else ""
-        text += f" (ncu counted {size(figures.dram_bytes)} from and to DRAM{rest})"
+        text += f" (ncu counted {size(figures.dram_bytes)} of DRAM traffic{rest})"
     if figures.peak_memory_bytes:
         evidence.append(in_bytes("peak memory", figures.peak_memory_bytes, "allocator"))
-    text += f"; {percent(outside)} of the kernel time is no matrix product."
+    text += f". {percent(outside)} of the kernel time is not spent on matrix products."
     severity = _severity(by_phases / figures.compulsory_bytes, 2)
     copies = [phase for phase in cell.phases if phase.name in (REPEAT, CASTS)]
     copied = sum(phase.bytes for phase in copies)
@@ -267,10 +269,12 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         what = " and ".join(phase.name for phase in copies)
         yield derived(
             "input_copies",
-            f"Copies of the inputs go through memory: {size(copied)} of the {size(by_phases)} that "
-            f"the steps move are for what math does before its products ({what}), and one score "
-            f"matrix is {size(matrix)}; fused attention moves {size(figures.compulsory_bytes)} in "
-            "all.",
+            (
+                f"Copies of the inputs go through memory: {size(copied)} of the {size(by_phases)} "
+                f"that the steps move are copies that math makes before its products ({what}). One "
+                f"score matrix has {size(matrix)}; fused attention moves "
+                f"{size(figures.compulsory_bytes)} in all."
+            ),
             severity,
             in_bytes("bytes of copies", copied, "phases, unfused"),
             *evidence,
@@ -289,8 +293,10 @@ def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     moved = 4 * matrix  # written by QK^T, read and written by the softmax, read by PV
     yield derived(
         "score_traffic",
-        f"The scores go through memory: one matrix of them is at least {size(matrix)}, and it is "
-        f"written twice and read twice where fused attention moves {size(compulsory)}.",
+        (
+            f"The score matrix goes through memory: it has at least {size(matrix)}, and it is "
+            f"written twice and read twice; fused attention moves {size(compulsory)}."
+        ),
         _severity((moved + compulsory) / compulsory, 2),
         in_bytes("score matrix", matrix, f"batch x heads x seq_q x seq_kv, {dtype}"),
         in_bytes("compulsory bytes", compulsory),
@@ -313,8 +319,10 @@ def full_precision(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     ratio = rates[dtype] / rates[name]
     yield derived(
         "fp32_products",
-        f"The products run in fp32 on {dtype} inputs, where the device multiplies {ratio:.0f} times "
-        f"slower ({name} against {dtype}, {peaks.source}).",
+        (
+            f"The matrix products run in fp32 on {dtype} inputs, which is {ratio:.0f} times "
+            f"slower on this device ({name} against {dtype}, {peaks.source})."
+        ),
         _severity(ratio, 4),
         *(
             Evidence(f"{kind} rate", round(rates[kind] / 1e12, 1), "TFLOP/s", peaks.source)
@@ -328,8 +336,8 @@ def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     kernels, part, time_ns = _time_of(cell, "combine")
     if kernels and part >= SPLIT_MINOR:
         text = (
-            f"Splitting over the keys costs a second kernel: {kernels[0]} takes {percent(part)} of "
-            f"the kernel time ({time_ns / 1e3:.1f} µs) to put the parts together."
+            f"The keys are split, so a second kernel combines the partial results: {kernels[0]} "
+            f"takes {percent(part)} of the kernel time ({time_ns / 1000.0:.1f} µs)."
         )
         evidence = (
             us("combine time", time_ns, "trace"),
@@ -350,7 +358,7 @@ def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         )
         dims = (cell.config.head_dim, cell.config.value_dim)
         if any(dim % 8 for dim in dims):
-            text += f"; head_dim {max(dims)} is no multiple of 8, so the inputs are padded"
+            text += f"; head_dim {max(dims)} is not a multiple of 8, so the inputs are padded"
         evidence = (us("copy time", time_ns, "trace"), share("share", part, "trace"))
         severity = _severity(part, HELPERS_MAJOR)
         yield measured("copies", f"{text}.", severity, *evidence, factor=_gain(part))
@@ -388,8 +396,10 @@ def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         filled = main.blocks / sms
         yield derived(
             "few_blocks",
-            f"{main.kernel} has {main.blocks} blocks for {sms} SMs: at least {sms - main.blocks} "
-            "SMs have nothing to do.",
+            (
+                f"{main.kernel} has {main.blocks} blocks for {sms} SMs, so at least {sms - main.blocks} "
+                "SMs are idle."
+            ),
             "major" if filled <= 0.75 else "minor" if filled <= 0.95 else "note",
             *evidence,
             factor=sms / main.blocks,
@@ -400,13 +410,15 @@ def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     whole = math.ceil(main.waves)
     idle = 1 - main.waves / whole
     if main.waves <= 1:
-        text = f"{main.kernel} runs in one wave that is {percent(main.waves)} full."
+        text = f"{main.kernel} runs in one wave, which is {percent(main.waves)} full."
         yield derived("one_wave", text, "note", *evidence)
     elif idle >= TAIL_MINOR and main.waves <= MANY_WAVES:
         yield derived(
             "tail",
-            f"{main.kernel} needs {main.waves:.2f} waves, so {whole} rounds: the last one leaves "
-            f"{percent(idle)} of the block slots of the whole run empty.",
+            (
+                f"{main.kernel} needs {main.waves:.2f} waves, so {whole} rounds: over the whole run, "
+                f"{percent(idle)} of the block slots are empty because of the last round."
+            ),
             _severity(idle, TAIL_MAJOR),
             *evidence,
             factor=1 / (1 - idle),
@@ -431,9 +443,11 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     if main.occupancy <= LOW_OCCUPANCY:
         yield derived(
             "low_occupancy",
-            f"{main.kernel} keeps at most {percent(main.occupancy)} of an SM's warps resident, "
-            f"limited by {(main.limiter or '').replace('_', ' ')}; tensor-core kernels are built "
-            "that way and hide latency inside a block, so this alone is no fault.",
+            (
+                f"{main.kernel} keeps at most {percent(main.occupancy)} of an SM's warps resident, "
+                f"limited by {(main.limiter or '').replace('_', ' ')}. This is usual for tensor-core "
+                "kernels, which hide latency inside a block."
+            ),
             "note",
             *evidence,
         )
@@ -441,8 +455,11 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     if active is not None and active < FAR_BELOW * main.occupancy:
         yield measured(
             "idle_warps",
-            f"{main.kernel} had {percent(active)} of the warps active on average where "
-            f"{percent(main.occupancy)} could be resident: blocks were missing or uneven.",
+            (
+                f"In {main.kernel}, {percent(active)} of the warps were active on average, though "
+                f"{percent(main.occupancy)} could be resident: there were too few blocks, or their "
+                "work was uneven."
+            ),
             "minor",
             share("active warps", active, "ncu sm__warps_active.avg.pct_of_peak"),
             *evidence,
@@ -509,15 +526,16 @@ def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         per_byte = figures.flops / moved
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
         text = (
-            f"{kernel.kernel} reads every row of K and V from {times:.0f} blocks, {size(moved)} in "
-            f"all for {size(both)} of K and V; a block has {rows:.0f} query row(s) to use them for"
+            f"{times:.0f} blocks of {kernel.kernel} read the same rows of K and V: {size(moved)} "
+            f"in all for {size(both)} of K and V. A block uses them for "
+            f"{counted(round(rows), 'query row')}"
         )
         if kernel.family not in READS_ALL and kernel.l1_bytes is None and kernel.l2_bytes is None:
             text += UNCOUNTED
         fits = both <= (l2 or 0)
         text += (
-            f", {per_byte:.2f} FLOPs per byte, and the repeats "
-            f"{'can' if fits else 'cannot all'} be served by the L2."
+            f", which is {per_byte:.2f} FLOPs per byte. The repeated reads {('can' if fits else 'cannot all')} "
+            "be served by the L2."
         )
         rate = None
         if kernel.call_ns:
@@ -575,7 +593,11 @@ def _memories(cell: CellAnalysis) -> list[tuple[str, str, int]]:
     resident = (main.blocks_per_sm or 1, main.shared_bytes or 0) if main else (1, 0)
     memories = [
         ("shared", "one block's shared memory", block),
-        ("L1", "what shared memory leaves of an SM's L1", l1_bytes(device, *resident) or 0),
+        (
+            "L1",
+            "the part of an SM's L1 that shared memory leaves",
+            l1_bytes(device, *resident) or 0,
+        ),
         ("L2", "the L2", cell.l2_size or 0),
     ]
     return [(short, name, room) for short, name, room in memories if room]
@@ -638,9 +660,11 @@ def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     if used < UNUSED_SHARED:
         yield derived(
             "unused_shared",
-            f"{main.kernel} uses {size(main.shared_bytes)} of shared memory per block, "
-            f"{percent(used)} of an SM's with {resident} block(s) on it, while {times:.0f} blocks "
-            "read the same K and V.",
+            (
+                f"{main.kernel} uses {size(main.shared_bytes)} of shared memory per block "
+                f"({percent(used)} of an SM's, with {counted(resident, 'block')} on it), while {times:.0f} "
+                "blocks read the same K and V."
+            ),
             "minor",
             Evidence("shared memory", main.shared_bytes, "B per block", "trace"),
             Evidence("blocks per SM", resident, "", "grid, occupancy and SMs"),
@@ -665,11 +689,11 @@ def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     gap = 1 - busy / eager
     without = "replayed as a CUDA graph it takes" if basis == GRAPH else "its kernels take"
     text = (
-        f"Of an eager call of {eager / 1e3:.1f} µs {percent(gap)} pass waiting for the CPU: "
-        f"{without} {busy / 1e3:.1f} µs"
+        f"The GPU waits for the CPU in {percent(gap)} of an eager call of {eager / 1000.0:.1f} "
+        f"µs: {without} {busy / 1000.0:.1f} µs"
     )
     if host:
-        text += f", and the CPU needs {host / 1e3:.1f} µs to issue it"
+        text += f", and the CPU needs {host / 1000.0:.1f} µs to launch it"
     yield measured(
         "launch_gap",
         f"{text}.",
@@ -710,12 +734,12 @@ def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding
     if gap < GAP_MINOR:
         return
     text = (
-        f"Of a call of {event / 1e3:.1f} µs at least {percent(gap)} pass without a kernel running: "
-        f"its {figures.launches:.0f} launches take {busy / 1e3:.1f} µs even with cold caches"
+        f"No kernel runs in at least {percent(gap)} of a call of {event / 1000.0:.1f} µs: its "
+        f"{figures.launches:.0f} launches take {busy / 1000.0:.1f} µs even with cold caches"
     )
     graph = figures.graph_ns
     if graph:
-        text += f", and replayed as a CUDA graph the call takes {graph / 1e3:.1f} µs"
+        text += f", and a CUDA-graph replay of the call takes {graph / 1000.0:.1f} µs"
     yield measured(
         "launch_gap",
         f"{text}.",
@@ -730,9 +754,9 @@ def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding
 
 
 _STALL_RULES = "Nsight Compute's rules CPIStall and IssueSlotUtilization"
-_OWN = "profharness: what is less than that costs less than other things on the list"
+_OWN = "profharness: below this, other problems on the list cost more"
 THRESHOLDS: dict[str, tuple[float, str]] = {
-    "tensor pipe": (0.6, "Nsight Compute's rule SOLBottleneck: below it latency limits"),
+    "tensor pipe": (0.6, "Nsight Compute's rule SOLBottleneck: below this, latency is the limit"),
     "tensor cores": (
         0.01,
         "H200 runs: products without tensor cores stay below 0.5 %, those with them above 2 %",
@@ -740,48 +764,52 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "issue slots": (0.8, _STALL_RULES),
     "stall": (0.3, _STALL_RULES),
     "sectors": (18, "32 threads of 16 bytes in 32-byte sectors, and two for a ragged start"),
-    "scattered": (24, "half as many again as the widest access needs"),
+    "scattered": (24, "one and a half times what the widest access needs"),
     "narrow": (4, "32 threads of 4 bytes in 32-byte sectors"),
     "bank conflicts": (0.1, _OWN),
     "many bank conflicts": (0.5, "every second pass of shared memory is a repetition"),
-    "kernel": (0.2, "profharness: the part of a call's time that makes a kernel worth it"),
+    "kernel": (0.2, "profharness: the share of a call's time from which a kernel matters"),
 }
 """The threshold of each check of a counter, and the source of the threshold."""
 
 
-_FEWER = "put other instructions between those of that unit, or need fewer of them"
+_FEWER = "issue other instructions between those of that unit, or fewer of them"
 WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
     "long_scoreboard": (
         "for data from global or local memory (L1, L2 or DRAM)",
-        "load earlier (a pipeline of several tiles with cp.async or TMA), keep in shared memory what "
-        "is read again, or have more warps resident",
+        (
+            "load earlier (a pipeline of several tiles with cp.async or TMA), keep data that is "
+            "read again in shared memory, or have more warps resident"
+        ),
     ),
     "short_scoreboard": (
         "for shared memory or a special function such as exp",
-        "read shared memory in wider words and without bank conflicts, or need fewer of them",
+        "read shared memory in wider words and without bank conflicts, or less often",
     ),
     "mio_throttle": ("for room in the queue of shared memory and special functions", _FEWER),
     "lg_throttle": (
         "for room in the queue of global memory",
-        "make fewer and wider accesses, 16 bytes a thread",
+        "make fewer and wider accesses, 16 bytes per thread",
     ),
     "tex_throttle": ("for room in the queue of texture memory", _FEWER),
     "math_pipe_throttle": (
-        "for an arithmetic pipe that is busy",
-        "this is what a kernel at its limit looks like; only fewer instructions help",
+        "for a busy arithmetic pipe",
+        "issue fewer instructions; this kernel is at the limit of the pipe",
     ),
     "barrier": (
         "for other warps of the block at a barrier",
-        "even out the work between barriers, or have smaller blocks and more of them on an SM; where "
-        "warps load and others compute, those that are idle wait by design",
+        (
+            "balance the work between barriers, or use smaller blocks and more of them on an SM; "
+            "if some warps load and others compute, the idle ones wait by design"
+        ),
     ),
     "gmma": (
         "for the registers of asynchronous tensor-core products (wgmma)",
-        "have two groups of warps take turns, so that one computes while the other prepares",
+        "let two groups of warps take turns, so that one computes while the other prepares",
     ),
     "wait": (
-        "a fixed time for the instruction before",
-        "have more independent instructions in a warp, or more warps resident",
+        "a fixed time after the previous instruction",
+        "use more independent instructions in a warp, or have more warps resident",
     ),
     "branch_resolving": ("for the target of a branch", "unroll loops, and branch less"),
     "no_instruction": (
@@ -789,14 +817,14 @@ WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
         "make the code of the loop smaller, or unroll it less",
     ),
     "imc_miss": ("for constants", "let all threads of a warp read the same constant"),
-    "membar": ("for a memory barrier", "use fences of a smaller scope, and fewer"),
-    "drain": ("for their stores, after the end", "write the results in wider words"),
-    "sleeping": ("in a sleep of the code's own", "let them sleep less"),
-    "dispatch_stall": ("for the dispatcher", "look at the pipes: one is busy"),
-    "misc": ("for other reasons of the hardware", "nothing known helps"),
+    "membar": ("for a memory barrier", "use fewer fences, and of a smaller scope"),
+    "drain": ("for their stores to finish at the end", "write the results in wider words"),
+    "sleeping": ("in a sleep that the code asks for", "sleep less"),
+    "dispatch_stall": ("for the dispatcher", "check the pipes: one is busy"),
+    "misc": ("for other reasons of the hardware", "no remedy is known"),
     "not_selected": (
         "for a scheduler that issues from another warp",
-        "there are warps enough; fewer with more registers each would do as well",
+        "there are enough warps; fewer warps with more registers each would do as well",
     ),
 }
 """Maps a warp state of ncu to the reason for which warps in this state wait, and to a remedy.
@@ -815,18 +843,20 @@ def tensor_pipe(cell: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     if kernel.role not in (*FUSED_ROLES, *GEMMS) or busy is None or _over("tensor pipe", busy):
         return
     fma = kernel.counters.fma_pipe
-    beside = f"; the FMA pipe is at work in {percent(fma)}" if fma is not None else ""
+    beside = f"; the FMA pipe is busy in {percent(fma)}" if fma is not None else ""
     if _over("tensor cores", busy):
         code, severity = "tensor_pipe", "note"
-        text = f"The tensor pipe is at work in {percent(busy)} of the cycles of {kernel.kernel}{beside}"
+        text = (
+            f"The tensor pipe is busy in {percent(busy)} of the cycles of {kernel.kernel}{beside}"
+        )
     else:
         plain = cell.config.dtype == "fp32" and not cell.machine.tf32
         code, severity = "no_tensor_cores", "note" if plain else "major"
         text = (
-            f"{kernel.kernel} multiplies without tensor cores: their pipe is at work in "
+            f"{kernel.kernel} multiplies without tensor cores: their pipe is busy in "
             f"{percent(busy)} of the cycles{beside}"
         )
-        text += ", as fp32 products without TF32 do not" if plain else ""
+        text += ", as expected for fp32 products without TF32" if plain else ""
     instructions = None
     if count is not None:
         instructions = Evidence("tensor instructions", count, "", f"ncu {ncu.TENSOR_INSTRUCTIONS}")
@@ -852,16 +882,16 @@ def coalescing(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
         if sectors is None:
             continue
         evidence = Evidence(f"sectors a {what}", round(sectors, 2), "", f"ncu {name}")
-        text = f"A {what} of {kernel.kernel} asks for {sectors:.1f} sectors of 32 bytes"
+        text = f"A {what} of {kernel.kernel} accesses {sectors:.1f} sectors of 32 bytes"
         if sectors > THRESHOLDS["sectors"][0]:
             text += (
-                ", more than the 16 that 32 threads with 16 bytes each need: its threads do not "
-                "access neighbouring addresses."
+                ", more than the 16 that 32 threads with 16 bytes each need: the threads of a warp "
+                "do not access neighbouring addresses."
             )
             severity = "major" if _over("scattered", sectors) else "minor"
             yield measured("uncoalesced", text, severity, evidence)
         elif sectors < THRESHOLDS["narrow"][0]:
-            text += ": its threads access fewer than 4 bytes each, or the same ones."
+            text += ": its threads access fewer than 4 bytes each, or the same bytes."
             yield measured("narrow_access", text, "note", evidence)
 
 
@@ -871,8 +901,7 @@ def bank_conflicts(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     if part is not None and _over("bank conflicts", part):
         yield measured(
             "bank_conflicts",
-            f"{percent(part)} of the passes of {kernel.kernel} over shared memory are bank "
-            "conflicts.",
+            f"{percent(part)} of the shared memory passes of {kernel.kernel} are bank conflicts.",
             "major" if _over("many bank conflicts", part) else "minor",
             share("bank conflicts", part, f"ncu {ncu.BANK_CONFLICTS} / wavefronts"),
         )
@@ -889,11 +918,13 @@ def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     )
     known = [(name, rate, metric) for name, rate, metric in rates if rate is not None]
     if known:
-        parts = " and ".join(f"the {name} {percent(rate)}" for name, rate, _ in known)
+        parts = " and ".join(f"{name} {percent(rate)}" for name, rate, _ in known)
         yield measured(
             "hit_rates",
-            f"Of the sectors that {kernel.kernel} asks for, {parts} had, from cold caches: what is "
-            "read once misses.",
+            (
+                f"Hit rates of {kernel.kernel} with cold caches: {parts}. Data that is read once "
+                "misses."
+            ),
             "note",
             *(share(f"{name} hits", rate, f"ncu {metric}") for name, rate, metric in known),
         )
@@ -912,7 +943,7 @@ def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
         text += f"; the schedulers issue in {percent(issue)} of the cycles"
     yield measured(
         "stalls",
-        f"{text}. What helps: {change}.",
+        f"{text}. Possible remedy: {change}.",
         "minor",
         share(name, part, f"ncu {ncu.warp_state(name)} / all of them"),
         *(share(other, of, "the same") for other, of in others[:2]),

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 from profharness.attention.config import Config, pytorch_chooses
 from profharness.columns import column
 from profharness.commands.analyze.figures import CellAnalysis, Evidence, Figures, Finding, Remedy
+from profharness.errors import counted
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
 # Matches a number such as `1,234.5`, but no digits inside a kernel name or a dtype such as `fp16`.
@@ -23,7 +24,7 @@ Members = list[tuple[CellAnalysis, Item]]
 
 
 def where(members: Members[Item]) -> str:
-    """Return text on where a finding was made, such as `naive, single_query at 4 configs`."""
+    """Return text on where a finding was made, such as `naive, single_query on 4 configs`."""
     configs: dict[str, set[tuple[str, Config]]] = {}
     for analysis, _ in members:
         configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
@@ -31,8 +32,7 @@ def where(members: Members[Item]) -> str:
     for backend, seen in configs.items():
         backends.setdefault(len(seen), []).append(backend)
     return "; ".join(
-        f"{', '.join(names)} at {count} config{'s' * (count != 1)}"
-        for count, names in backends.items()
+        f"{', '.join(names)} on {counted(count, 'config')}" for count, names in backends.items()
     )
 
 
@@ -136,11 +136,15 @@ class ScenarioChoice:
     measurement: Annotated[str, column("of", meaning="the measurement that all backends have")]
     best: Annotated[
         tuple[str, ...],
-        column("best", "names", importance="answer", meaning="the best, and its ties"),
+        column("best", "names", importance="answer", meaning="the fastest backends, with ties"),
     ]
     value: float  # the value of the best backend, in ns or bytes
-    runner_up: Annotated[str | None, column("next", meaning="the best that does not tie")]
-    factor: Annotated[float | None, column("next / best", "ratio", meaning="ratio of the two")]
+    runner_up: Annotated[
+        str | None, column("next", meaning="the fastest backend that does not tie")
+    ]
+    factor: Annotated[
+        float | None, column("next / best", "ratio", meaning="its time over that of the best")
+    ]
 
     @property
     def median(

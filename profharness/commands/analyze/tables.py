@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from typing import Any
 
@@ -105,10 +105,12 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         own = [each for each in analyses if (each.run, each.config) == (run, config)]
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
         blocks += _figure_tables(own)
+        notes: list[Note] = []
         for analysis in own:
             module = short_module(analysis.module) if len(own) > 1 else None
             label = f"{module} {analysis.backend}" if module else analysis.backend
-            blocks += cell_notes(analysis, label, full=full, covered=covered)
+            notes += cell_notes(analysis, label, full=full, covered=covered)
+        blocks += merged_notes(notes)
     blocks += [*common, *advice_blocks(analyses)]
     sweeps = sweep(analyses)
     for name, group in sweeps:
@@ -188,7 +190,7 @@ def _sweep_blocks(name: str, group: Sequence[CellAnalysis]) -> Iterator[Block]:
     yield Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}")
     yield Table.of(filled_columns(columns, rows), rows)
     for before, after, factor in drops(name, group):
-        yield Note(f"TFLOP/s fall by {factor:.1f} times from {title} {before} to {after}.")
+        yield Note(f"TFLOP/s fall by a factor of {factor:.1f} from {title} {before} to {after}.")
 
 
 def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
@@ -196,10 +198,12 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
     for backend, scores in changed_problems(analyses):
         counts = ", ".join(f"{count:,}" for count in scores.values())
         yield Note(
-            f"head_dim is {', '.join(map(str, scores))} here, and batch x heads x queries x keys "
-            f"is {counts} with it: these configs differ in how much can run at once too, so a "
-            "change of TFLOP/s over them is not of head_dim alone "
-            "(a set, as in --config 'B,H,S,{512,1024}', keeps the rest)",
+            (
+                f"head_dim is {', '.join(map(str, scores))}, and batch x heads x queries x keys is "
+                f"{counts}: these configs also differ in how much work can run at once, so head_dim "
+                "alone does not explain a change of TFLOP/s. A set such as --config "
+                "'B,H,S,{512,1024}' keeps the rest equal"
+            ),
             backend,
             "warning",
         )
@@ -222,7 +226,7 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> Iterator[
         )
         if rows:
             title = _swept_title(name)
-            text = f"Achieved TFLOP/s (exact FLOPs) over {title}, a line a backend."
+            text = f"Achieved TFLOP/s (exact FLOPs) over {title}, one line per backend."
             axes = ("x", "y", "series", title, "TFLOP/s", text)
             yield Chart("lines", f"TFLOP/s over {title}", rows, *axes)
 
@@ -269,9 +273,9 @@ def _past_l1(own: Sequence[CellAnalysis]) -> Iterator[Note]:
         alone = bool(products) and len(products) == len(kernels)
         what = f"the operands of {' and '.join(products)}" if alone else "K and V"
         names.setdefault(what, []).append(each.backend)
-    how = "past the L1 (TMA copies from the L2 to shared memory), so the L1 counts none"
+    how = "without the L1 (TMA copies from the L2 to shared memory), so no L1 traffic is counted"
     for what, backends in names.items():
-        yield Note(f"moves {what} {how}", ", ".join(backends))
+        yield Note(f"loads {what} {how}", ", ".join(backends))
 
 
 def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
@@ -299,15 +303,17 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
             "Roofline",
             cells,
             "FLOPs per compulsory byte",
-            "Achieved FLOP/s of each cell over its intensity, below what the device can do at most.",
+            "Achieved FLOP/s of each cell over its intensity, below the limits of the device.",
         ),
         (
             "Roofline on measured traffic",
             points,
             "FLOPs per byte counted",
-            "Achieved FLOP/s of each cell under ncu (cold caches) over its FLOPs per byte: "
-            "compulsory bytes, and those that ncu counted in DRAM, L2 and L1. The roof is DRAM's, so "
-            "that points on L2 and L1 bytes may stand above it.",
+            (
+                "Achieved FLOP/s of each cell under ncu (cold caches) over its FLOPs per byte, for "
+                "the compulsory bytes and for those that ncu counted in DRAM, L2 and L1. The roof is "
+                "DRAM's, so points of L2 and L1 may be above it."
+            ),
         ),
     ):
         yield from roofline_chart(
@@ -315,7 +321,6 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
         )
 
 
-EVIDENCE_SHOWN = 4
 ADVICE_COLUMNS = pick(
     ScenarioChoice, "scenario", "config", "best", "median", "measurement", "runner_up", "factor"
 )
@@ -339,18 +344,26 @@ def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
     """Return the findings to show for a cell.
 
     If `full` is set, return all findings that the bottleneck does not already state. Otherwise,
-    also leave out notes and findings with the same evidence as the bottleneck.
+    also leave out notes, findings with the same evidence as the bottleneck, and those that another
+    finding or a remedy states.
     """
     named = analysis.finding("bottleneck")
-    if named is None:
-        return [each for each in analysis.findings if full or each.severity != "note"]
+    codes = {each.code for each in analysis.findings}
+
+    def is_repeated(finding: Finding) -> bool:
+        return (
+            finding.code == "faster_backend"  # its remedy has the gain
+            or (finding.code == "dram_traffic" and "score_traffic" in codes)
+            or (named is not None and finding.evidence == named.evidence)
+        )
+
     return [
         each
         for each in analysis.findings
         if each is named
         or (
-            each.sentence not in named.sentence
-            and (full or (each.severity != "note" and each.evidence != named.evidence))
+            (named is None or each.sentence not in named.sentence)
+            and (full or not (each.severity == "note" or is_repeated(each)))
         )
     ]
 
@@ -366,23 +379,42 @@ def cell_notes(
     for finding in shown_findings(analysis, full=full):
         if (*cell, finding) not in covered:
             yield _finding_note(finding, label, full=full)
-    for rank, remedy in enumerate(analysis.remedies, start=1):
+    for remedy in analysis.remedies:
         if (*cell, remedy) not in covered:
-            yield _remedy_note(remedy, f"{label}, remedy {rank}")
+            yield _remedy_note(remedy, label, "Remedy: ", full=full)
 
 
-def _finding_note(finding: Finding, label: str, *, full: bool = False, where: str = "") -> Note:
-    evidence = _evidence_text(finding.evidence if full else finding.evidence[:EVIDENCE_SHOWN])
+def merged_notes(notes: Iterable[Note]) -> list[Note]:
+    """Merge notes with equal texts into one that names all their labels.
+
+    Backends that run the same kernels, such as `auto` and the one that it chose, have equal notes.
+    """
+    labels: dict[tuple[str, str], list[str]] = {}
+    for note in notes:
+        labels.setdefault((note.text, note.level), []).append(note.label)
+    return [Note(text, ", ".join(named), level) for (text, level), named in labels.items()]
+
+
+def _finding_note(finding: Finding, label: str, prefix: str = "", *, full: bool = False) -> Note:
+    figures = f"[{finding.grade}: {_evidence_text(finding.evidence)}]"
     level = "warning" if finding.severity == "major" else "note"
-    return Note(f"{where}{finding.sentence} [{finding.grade}: {evidence}]", label, level)
+    return Note(
+        f"{prefix}{finding.sentence} {figures if full else f'({finding.grade})'}", label, level
+    )
 
 
 def _remedy_note(
-    remedy: Remedy, label: str, *, measured: str = "Measured:", where: str = ""
+    remedy: Remedy,
+    label: str,
+    prefix: str,
+    *,
+    measured: str = "Measured:",
+    full: bool = False,
 ) -> Note:
     most = measured if remedy.findings == ("faster_backend",) else "At most"
     gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
-    return Note(f"{where}{remedy.text}{gain} [{', '.join(remedy.findings)}]", label)
+    codes = f" [{', '.join(remedy.findings)}]" if full else ""
+    return Note(f"{prefix}{remedy.text}{gain}{codes}", label)
 
 
 def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covered]:
@@ -395,13 +427,13 @@ def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covere
     findings = ((each, item) for each in analyses for item in shown_findings(each, full=False))
     for finding, cells in common_findings(findings):
         covered |= {(cell.run, cell.cell, each) for cell, each in cells}
-        notes.append(_finding_note(finding, finding.code, where=f"{where(cells)}: "))
+        notes.append(_finding_note(finding, "finding", f"{where(cells)}: "))
     remedies = ((each, item) for each in analyses for item in each.remedies)
     for remedy, members in common_remedies(remedies):
         covered |= {(cell.run, cell.cell, each) for cell, each in members}
         prefix = f"{where(members)}: "
-        notes.append(_remedy_note(remedy, "remedy", measured="Up to", where=prefix))
-    return ([Heading("In several configs"), *notes] if notes else []), covered
+        notes.append(_remedy_note(remedy, "remedy", prefix, measured="Up to"))
+    return ([Heading("Shared by several configs"), *notes] if notes else []), covered
 
 
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
@@ -414,5 +446,5 @@ def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
         yield Heading("Best backend for")
         yield Table.of(ADVICE_COLUMNS, made)
         for scenario, example in missing_scenarios(analyses).items():
-            text = f"no such config is stored; measure one with `profharness capture --config {example}`"
+            text = f"no such config is stored; capture one with `profharness capture --config {example}`"
             yield Note(text, scenario)
