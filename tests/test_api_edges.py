@@ -46,7 +46,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
         ({"samples": -3}, "samples=-3 is not a whole number from 0"),
         ({"warmup": -1}, "warmup=-1 "),
         ({"warmup": True}, "warmup=True "),
-        ({"device": "tpu"}, "device 'tpu' is not one of auto, cuda, cpu"),
+        ({"device": "tpu"}, "unknown device 'tpu'; choose from auto, cuda, cpu"),
         ({"seed": "x"}, "seed='x' "),
         ({"seed": 2**64}, "seed=18446744073709551616 "),
         ({"timeout_s": 0}, "timeout_s=0 is not a number from 0.1"),
@@ -54,8 +54,8 @@ def attention(q: Any, k: Any, v: Any) -> Any:
         ({"timeout_s": float("nan")}, "timeout_s=nan "),
         ({"backends": [attention]}, "is no name; .* file.py:function"),
         ({"backends": attention}, "is no name"),
-        ({"configs": 5}, "5 is no config"),
-        ({"configs": ["1,1,8,8", None]}, "None is no config"),
+        ({"configs": 5}, "5 is not a config"),
+        ({"configs": ["1,1,8,8", None]}, "None is not a config"),
         ({"configs": []}, "configs is empty"),
         ({"configs": iter(())}, "configs is empty"),
         ({"backends": ()}, "backends is empty"),
@@ -96,19 +96,27 @@ def test_a_capture_of_nothing_starts_no_worker(
         (
             "report",
             {"format": "bad"},
-            "format 'bad' is not one of table, json, jsonl, csv, md, html",
+            "unknown format 'bad'; choose from table, json, jsonl, csv, md, html",
         ),
-        ("report", {"path": "out.pdf"}, "no format 'pdf' of a report"),
-        ("analyze", {"peaks": "guess"}, "peaks 'guess' is not one of measure, data-sheet"),
+        ("report", {"path": "out.pdf"}, "unknown report format 'pdf'"),
+        ("analyze", {"peaks": "guess"}, "unknown peaks 'guess'; choose from measure, data-sheet"),
         ("analyze", {"configs": ()}, "configs is empty"),
-        ("export", {"run": "latest", "profiler": "perf"}, "no launches of a profiler 'perf'"),
-        ("kernels", {"profilers": "perf"}, "no launches of a profiler 'perf'"),
+        ("export", {"run": "latest", "profiler": "perf"}, "unknown profiler 'perf'"),
+        ("kernels", {"profilers": "perf"}, "unknown profiler 'perf'"),
         ("kernels", {"backends": []}, "backends is empty"),
-        ("launches", {"profiler": "perf"}, "no launches of a profiler 'perf'"),
+        ("launches", {"profiler": "perf"}, "unknown profiler 'perf'"),
         ("cells", {"backends": ()}, "backends is empty"),
         ("cells", {"configs": ()}, "configs is empty"),
-        ("bench", {"run": "latest", "convention": "loose"}, "convention 'loose' is not one of"),
-        ("repro", {"run": "latest", "device": "tpu"}, "device 'tpu' is not one of auto, cuda, cpu"),
+        (
+            "bench",
+            {"run": "latest", "convention": "loose"},
+            "unknown convention 'loose'; choose from",
+        ),
+        (
+            "repro",
+            {"run": "latest", "device": "tpu"},
+            "unknown device 'tpu'; choose from auto, cuda, cpu",
+        ),
         ("layers", {"step": -1}, "step=-1 is not a whole number from 0 on"),
         (
             "diff",
@@ -163,7 +171,7 @@ def test_an_invalid_bench_measures_nothing(
 def test_explain_requires_a_config_and_a_device() -> None:
     with pytest.raises(UsageError, match="configs is empty"):
         profharness.explain([])
-    with pytest.raises(UsageError, match="needs a config"):
+    with pytest.raises(UsageError, match="requires a config"):
         profharness.explain(None)
     with pytest.raises(UsageError, match="'tpu'"):
         profharness.explain(CONFIG, device="tpu")
@@ -337,7 +345,7 @@ def test_reports_are_texts_and_files(store: Path, tmp_path: Path) -> None:
     assert path.read_text() == written and '"profharness.report/1"' in written
     with pytest.raises(UsageError, match="already exists"):
         profharness.report(path=path, store=store)
-    with pytest.raises(UsageError, match="no format 'pdf'"):
+    with pytest.raises(UsageError, match="unknown report format 'pdf'"):
         profharness.report(path=tmp_path / "out.pdf", store=store)
     with pytest.raises(NotFoundError):
         profharness.report("nosuch", format="md", store=store)

@@ -77,8 +77,8 @@ def test_a_store_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
     assert (full.state, "bytes are free there" in full.detail) == ("warning", True)
-    assert (stored.state, "may only be read" in stored.detail) == ("warning", True)
-    assert (new.state, "may only be read" in new.detail) == ("warning", True)
+    assert (stored.state, "is read-only" in stored.detail) == ("warning", True)
+    assert (new.state, "is read-only" in new.detail) == ("warning", True)
 
 
 def program(path: Path) -> Path:
@@ -187,7 +187,9 @@ def test_a_missing_library_is_named_with_its_package(
 def test_ldd() -> None:
     assert missing_libraries(Path("/bin/sleep")) == []
     assert missing_libraries(Path("/no/such/file")) is None
-    assert packages_remedy(["libssh.so.4"]) == "install libssh-4 (names of Debian and Ubuntu)"
+    assert (
+        packages_remedy(["libssh.so.4"]) == "install libssh-4 (package names of Debian and Ubuntu)"
+    )
 
 
 @pytest.mark.parametrize(

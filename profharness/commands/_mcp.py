@@ -34,23 +34,24 @@ except ImportError:
 MAX_ANSWER_BYTES = 1 << 20  # ten times what a model can usually read at once
 TOOLS = ("runs", "kernels", "layers", "predict", "explain", "diff", "explain-kernel")
 GRAMMAR = "\n  ".join(grammar_lines())
-INSTRUCTIONS = f"""\
-profharness knows which CUDA kernels PyTorch's attention (scaled_dot_product_attention) launches, why
-PyTorch chose that backend, and what it cost. A store holds runs: captured configs, traces of programs.
-Ask `runs` what is stored. All tools only read, and answer with JSON: `rows`, and keys beside them.
-A config is batch,heads,seq_len,head_dim and, after these four, in any order:
-  {GRAMMAR}
-as in 2,8,512,64,bf16,causal or 16,32,1,128,bf16,seq_kv=4096,kv_heads=8. {{fp16,bf16}} and 128:4096:*2 stand
-for several values. Backends of PyTorch are flash, efficient, cudnn, math; auto is PyTorch's own choice.
-Times are nanoseconds. null means that it is not known.
-"""
+INSTRUCTIONS = (
+    "profharness knows which CUDA kernels PyTorch's attention "
+    "(scaled_dot_product_attention) launches, why PyTorch chose that backend, and what "
+    "it cost. A store contains runs: captured configs and traces of programs. Call "
+    "`runs` to list them. All tools only read. They return JSON: `rows`, and further "
+    "keys. A config is batch,heads,seq_len,head_dim and, after these four, in any order: "
+    f"{GRAMMAR} as in 2,8,512,64,bf16,causal or 16,32,1,128,bf16,seq_kv=4096,kv_heads=8. "
+    "{fp16,bf16} and 128:4096:*2 stand for several values. Backends of PyTorch are "
+    "flash, efficient, cudnn, math; auto is PyTorch's own choice. Times are nanoseconds. "
+    "null means unknown.\\n"
+)
 
 
 @cache
 def declared(name: str) -> Declaration:
     """Return the declaration of a tool. Raise UsageError if there is no such tool."""
     if name not in TOOLS:
-        raise UsageError(f"no tool {name!r}; there are {', '.join(TOOLS)}")
+        raise UsageError(f"unknown tool {name!r}; choose from {', '.join(TOOLS)}")
     declaration: Declaration = import_module(
         f"profharness.commands.{name.replace('-', '_')}"
     ).DECLARATION
@@ -119,8 +120,8 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     text = render_json(declaration.shown(declaration.answer(values), values))
     if len(text) > MAX_ANSWER_BYTES:
         raise UsageError(
-            f"the answer has {len(text) / 1e6:.1f} MB, more than the {MAX_ANSWER_BYTES >> 20} MiB of a "
-            "call; ask for less: fewer configs or backends, or one run"
+            f"the result has {len(text) / 1000000.0:.1f} MB, more than the limit of "
+            f"{MAX_ANSWER_BYTES >> 20} MiB; request fewer configs or backends, or one run"
         )
     return text
 

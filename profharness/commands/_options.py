@@ -198,7 +198,7 @@ class Parameter:
             raise UsageError(f"{self.name} is empty")
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
-            raise UsageError(f"{self.name} {value!r} is not one of {known}")
+            raise UsageError(f"unknown {self.name} {value!r}; choose from {known}")
         if (kind := self.range) is not None:
             # convert numbers of numpy and pandas to Python numbers
             number = value.item() if hasattr(value, "item") else value
@@ -261,6 +261,6 @@ def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
     def check(value: Any) -> None:
         for name in split_names(value):
             if name not in names:
-                raise UsageError(f"{flag} {name!r}: not one of {', '.join(names)}")
+                raise UsageError(f"unknown {flag} {name!r}; choose from {', '.join(names)}")
 
     return check

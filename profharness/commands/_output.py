@@ -84,13 +84,13 @@ def check_suffix(output: Path) -> None:
     """Raise UsageError if no output format has the suffix of the file."""
     if output.suffix.lower() not in SUFFIX_FORMATS:
         suffixes = " ".join(SUFFIX_FORMATS)
-        raise UsageError(f"-o {output}: no format has this suffix; use --format, or {suffixes}")
+        raise UsageError(f"-o {output}: no format has this suffix; add --format, or use {suffixes}")
 
 
 FORMAT_OPTION = Option(
     ("--format",),
     type=click.Choice(FORMATS),
-    help="Format of the result.  [default: that of the suffix of -o, else table]",
+    help="Format of the result. [default: by the suffix of -o, else table]",
     click={"is_eager": True},  # parsed before -o, because `check_file` reads it
 )
 OUTPUT_OPTION = Option(
@@ -163,7 +163,7 @@ def drawable(document: Document, chosen: str) -> Document:
         block for block in document.blocks if not isinstance(block, Chart) or block.kind in plain
     )
     if left_out := len(document.blocks) - len(kept):
-        hint(f"{left_out} charts are left out; to draw them: {install_command('report')}")
+        hint(f"{left_out} charts were left out; to draw them: {install_command('report')}")
     return replace(document, blocks=kept)
 
 
@@ -177,7 +177,7 @@ def measured(*show: str) -> Iterator[None]:
         yield
     except (ProfharnessError, OSError):
         again = shlex.join(["profharness", *show, *store_arguments()])
-        hint(f"what was measured is stored; see it with: {again}")
+        hint(f"the measured results are stored; see them with: {again}")
         raise
 
 

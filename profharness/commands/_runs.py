@@ -133,8 +133,7 @@ def _only(text: str, sources: list[Path], store: Path) -> str:
     """Return the id of the only run in a file or folder. Raise UsageError if there are several."""
     if len(sources) > 1:
         raise UsageError(
-            f"{text} contains {len(sources)} runs; name one of them: "
-            f"{join_few(list(map(str, sources)), FEW)}"
+            f"{text} contains {len(sources)} runs; choose one: {join_few(list(map(str, sources)), FEW)}"
         )
     return ensure_stored(sources[0], store).run
 
@@ -190,7 +189,8 @@ def ingest_progress(source: Path) -> Iterator[Progress | None]:
     """
     if source.suffix == SUFFIX:
         hint(
-            f"{printable_path(source)}: nsys exports it, for {export_limit_s(source):.0f} s at most"
+            f"{printable_path(source)}: exporting with nsys, for at most "
+            f"{export_limit_s(source):.0f} s"
         )
     if not is_command_line() or not sys.stderr.isatty():
         hint(f"reading {printable_path(source)}")

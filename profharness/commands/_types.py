@@ -172,7 +172,9 @@ def config_list(configs: ConfigLike) -> list[Config]:
     expanded: list[list[Config]] = []
     for item in items:
         if not isinstance(item, str | Config):
-            raise UsageError(f"{item!r} is no config; write text as in '2,8,512,64', or a Config")
+            raise UsageError(
+                f"{item!r} is not a config; write text such as '2,8,512,64', or a Config"
+            )
         expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))
 
@@ -183,12 +185,12 @@ def read_config_file(path: Path) -> list[Config]:
         # Windows editors put a byte order mark before the first config
         text = read_input(path, limit=CONFIGS_BYTES).decode("utf-8-sig")
     except OSError as error:
-        raise UsageError(f"--configs {path}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"--configs {path}: cannot read the file: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"--configs {path}: cannot be read: {error}") from None
+        raise UsageError(f"--configs {path}: cannot read the file: {error}") from None
     configs = parse_config_lines(text.splitlines(), str(path))
     if not configs:
-        raise UsageError(f"--configs {path}: no config in it")
+        raise UsageError(f"--configs {path}: the file has no config")
     return configs
 
 
@@ -197,7 +199,7 @@ def tool_configs(text: str) -> list[Config]:
     configs = parse_config_lines(text.splitlines(), "config")
     if len(configs) > MAX_TOOL_CONFIGS:
         raise UsageError(
-            f"{len(configs):,} configs; at most {MAX_TOOL_CONFIGS:,} a call, ask in parts"
+            f"{len(configs):,} configs are too many for one call; pass at most {MAX_TOOL_CONFIGS:,}"
         )
     return configs
 
@@ -207,7 +209,7 @@ def require_profilers(names: Names) -> None:
     for name in split_names(names):
         if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
             known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
-            raise UsageError(f"no launches of a profiler {name!r}; known are {known}")
+            raise UsageError(f"unknown profiler {name!r}; choose from {known}")
 
 
 def tool_backends(text: str) -> tuple[str, ...]:
@@ -221,7 +223,7 @@ def tool_backends(text: str) -> tuple[str, ...]:
     names = split_names(text)
     for name in names:
         if is_source_name(name):
-            raise UsageError(f"backend {name!r}: a tool accepts no file or module as a backend")
+            raise UsageError(f"backend {name!r}: a tool accepts no files or modules as backends")
     return names
 
 
@@ -233,7 +235,7 @@ class FiniteRange(click.FloatRange):
     ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
 
@@ -266,7 +268,7 @@ Store = Annotated[
     Option(
         ("--store",),
         type=click.Path(dir_okay=False, path_type=Path),
-        help="The SQLite file with everything that was captured or ingested.",
+        help="The SQLite file with all captured and ingested runs.",
         click={
             "default": DEFAULT_STORE,
             "envvar": STORE_VARIABLE,
@@ -278,7 +280,7 @@ Store = Annotated[
 Configs = Annotated[ConfigLike, config_option()]
 ConfigArguments = Annotated[ConfigLike, replace(config_option(), as_arguments=True)]
 """The type of the configs of a command whose positional arguments are configs."""
-OneConfig = Annotated[ConfigLike, config_option(" Only one: a script contains one cell.")]
+OneConfig = Annotated[ConfigLike, config_option(" Only one, because a script contains one cell.")]
 BACKENDS_OPTION = Option(
     ("--backend",),
     multiple=True,
@@ -293,13 +295,14 @@ BACKENDS_OPTION = Option(
 )
 Backends = Annotated[Names | None, BACKENDS_OPTION]
 RUN_TOOL = (
-    "A stored run: an id, a unique prefix, the name of an ingested file, latest, latest~1. Default: the \
-latest that has an answer."
+    "A stored run: an id, a unique prefix, the name of an ingested file, latest, "
+    "latest~1. Default: the latest that has the requested data."
 )
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
-RUN_WORDS = """\
-RUN is a trace file, a run folder, the name of an ingested file, an id of `runs` or the beginning of
-one, latest or latest~1. A file that the store does not have yet is ingested first."""
+RUN_WORDS = (
+    "RUN is a trace file, a run folder, the name of an ingested file, a run id or its "
+    "beginning, latest or latest~1. A file that is not stored yet is ingested first."
+)
 ONE_RUN = Option(
     metavar="[RUN]",
     complete=complete_runs,

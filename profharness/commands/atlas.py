@@ -105,7 +105,7 @@ def show(entries: list[Entry]) -> Document:
             record[name] = {atlas.tables[name][code]: count for code, count in codes.items()}
         records.append({name: record[name] for name in FIELDS})
     table = Table.of(COLUMNS, records)
-    note = Note("none; `profharness atlas add FILE` takes one")
+    note = Note("none; add one with `profharness atlas add FILE`")
     return Document(SCHEMA, "Atlases", (table if records else note,), FIELDS, tuple(records))
 
 
@@ -129,7 +129,7 @@ def add_atlases(
       profharness atlas add --store profharness.db --run latest
     """
     if not files and store is None:
-        raise UsageError("atlas add needs a file of an atlas, or --store STORE")
+        raise UsageError("atlas add requires an atlas file, or --store STORE")
     if run is not None and store is None:
         raise UsageError("--run requires --store; add --store STORE")
     made = [read_any(Path(path)) for path in files]
@@ -153,7 +153,7 @@ def merge_atlases(*files: AtlasFiles, output: OutputFile = None, force: Force = 
       profharness atlas merge monday.npz tuesday.jsonl -o both.npz
     """
     if len(files) < 2 or output is None:
-        raise UsageError("atlas merge needs two files or more, and -o FILE for the result")
+        raise UsageError("atlas merge requires at least two files, and -o FILE for the result")
     path = Path(output)
     _check_suffix(path)
     merged = merge([read_any(Path(path)) for path in files])
@@ -180,7 +180,7 @@ def export_atlas(
       profharness atlas export shards -o mine.npz
     """
     if output is None:
-        raise UsageError("atlas export needs -o FILE, ending in .npz or .jsonl")
+        raise UsageError("atlas export requires -o FILE, ending in .npz or .jsonl")
     path = Path(output)
     _check_suffix(path, ".jsonl")
     entries = find_entries(known_atlases(atlas), name)
@@ -196,7 +196,9 @@ def export_atlas(
 
 def _check_suffix(output: Path, *others: str) -> None:
     if output.suffix not in (SUFFIX, *others):
-        raise UsageError(f"-o {output}: name it {' or '.join(f'*{s}' for s in (SUFFIX, *others))}")
+        raise UsageError(
+            f"-o {output}: the name must end in {' or '.join(f'*{s}' for s in (SUFFIX, *others))}"
+        )
 
 
 DECLARATION = CommandGroup(

@@ -49,14 +49,14 @@ def show(states: list[BackendState]) -> Document:
         Column("backend", "backend"),
         Column("runs", "runs here", importance="answer"),
         Column("device", "device", importance="detail"),
-        Column("summary", "what it is", wrap=True),
+        Column("summary", "what kind of implementation it is", wrap=True),
     )
     rows = tuple(
         (state.backend, "yes" if state.runs else "no", state.device, state.summary)
         for state in states
     )
     notes = tuple(
-        Note((state.reason or "no reason given").splitlines()[0], state.backend)
+        Note((state.reason or "no reason recorded").splitlines()[0], state.backend)
         for state in states
         if not state.runs
     )

@@ -105,8 +105,10 @@ Metrics = Annotated[
         complete=complete_names(lambda: PRESETS),
         multiple=True,
         metavar="NAME",
-        help="Metrics that ncu collects besides the default ones: the presets tensor, memory, cache and "
-        "stalls, or ncu's own names. Repeatable, or separated by commas.",
+        help=(
+            "Metrics for ncu to collect besides the default ones: the presets tensor, memory, "
+            "cache and stalls, or ncu's own names. Repeatable, or separated by commas."
+        ),
     ),
 ]
 Sections = Annotated[
@@ -115,8 +117,10 @@ Sections = Annotated[
         ("--section",),
         multiple=True,
         metavar="NAME",
-        help="A section that ncu collects, as listed by `ncu --list-sections`. Each needs more passes. "
-        "Repeatable.",
+        help=(
+            "A section for ncu to collect, as listed by `ncu --list-sections`. Each needs more "
+            "passes. Repeatable."
+        ),
     ),
 ]
 RunNote = Annotated[str | None, Option(("--note",), help="A remark to store with the run.")]
@@ -264,13 +268,13 @@ def check_options(
     if resume is not None:
         if configs or backends or python:
             raise UsageError(
-                "--resume goes on with the run's own cells; leave --config, --configs, --backend and "
-                "--python out"
+                "--resume runs the remaining cells of the run; it cannot be combined with --config, "
+                "--configs, --backend and --python"
             )
         return
     if is_command_line() and (metrics or sections) and not {*COUNTERS} & {*split_names(profilers)}:
         names = ", ".join(COUNTERS)
-        raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
+        raise UsageError(f"--metrics and --section require --profiler {names}")
 
 
 @document(capture)
@@ -296,7 +300,7 @@ def show(captured: CapturedRuns) -> None:
 
 def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
     """Print and return the everyday configs, before anything runs."""
-    hint("no config is named, so the everyday set runs; name others, as in --config 2,8,512,64")
+    hint("no config was given, so the everyday set runs; name your own with --config 2,8,512,64")
     for use, config in everyday.items():
         hint(f"  {use:15}  {config}")
     return list(everyday.values())
@@ -314,7 +318,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
     echo(f"{run.run}: {capture_answer(run.cells)} in {captured.folder}")
     for cell in run.cells:
         if cell.status in FAILED:
-            why = cell.message or f"not run; go on with: {again}"
+            why = cell.message or f"not run; resume with: {again}"
             hint(f"{cell.status}: {cell.config} {cell.backend}: {why}")
     for result in captured.ingested:
         for warning in result.warnings:
@@ -327,8 +331,8 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
         f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
         for problem in failed
     ]
-    kept = f"what the others saw is kept in {captured.folder}"
-    return ["not every profiler did its work; " + kept, *lines] if lines else []
+    kept = f"the data of the other profilers is in {captured.folder}"
+    return ["some profilers failed; " + kept, *lines] if lines else []
 
 
 def capture_answer(cells: Sequence[Cell]) -> str:

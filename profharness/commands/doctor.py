@@ -155,11 +155,11 @@ def doctor_answer(checks: Sequence[Check]) -> tuple[str, ...]:
     of: dict[str, list[str]] = {}
     for check in checks:
         of.setdefault(check.state, []).append(check.name)
-    sentences = ["Everything that a capture needs works."]
+    sentences = ["Everything that captures need works."]
     if missing := of.get("missing"):
-        sentences = [f"A capture needs {join_and(missing)}: see the remedies below."]
+        sentences = [f"Captures need {join_and(missing)}; see the remedies below."]
     if partial := of.get("warning"):
-        sentences.append(f"Works only in part: {join_and(partial)}.")
+        sentences.append(f"Partly working: {join_and(partial)}.")
     if absent := of.get("absent"):
         sentences.append(f"Optional and not found: {join_and(absent)}.")
     return tuple(sentences)
@@ -181,15 +181,18 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
     driver = None if isinstance(environment, str) else environment.get("driver")
     sqlite = Check("SQLite", "ok", sqlite3.sqlite_version)
     if sqlite3.sqlite_version_info < SQLITE_MIN:
-        remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
+        remedy = "STRICT tables require SQLite >= 3.37; use a newer Python"
         sqlite = Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
     scanner = Check("trace scanner", "ok", "compiled")
     if Scanner is None:
         scanner = Check(
             "trace scanner",
             "absent",
-            "not compiled, or from an older source: large traces are read slower",
-            "install a C compiler, then profharness again: pip install --force-reinstall --no-deps",
+            "not compiled, or compiled from an older source: reading large traces takes longer",
+            (
+                "install a C compiler, then reinstall profharness: pip install --force-reinstall "
+                "--no-deps"
+            ),
         )
     return [
         Check("Python", "ok", f"{platform.python_version()} ({sys.implementation.name})"),
@@ -211,9 +214,13 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
 
 
 COMPARED = {
-    "profharness": "install one version on all hosts; lanes of another are left out",
-    "torch": "a run has one environment: lanes with another torch than the first are left out",
-    "driver": "a run has one environment: lanes with another driver than the first are left out",
+    "profharness": "install one version on all hosts; lanes with another version are left out",
+    "torch": (
+        "a run has one environment: lanes with another torch than the first lane's are left out"
+    ),
+    "driver": (
+        "a run has one environment: lanes with another driver than the first lane's are left out"
+    ),
     "python": "",  # a lane may have any Python that profharness supports
 }
 """Maps each property that is compared between lanes to the remedy for a difference."""
@@ -226,8 +233,8 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
     with the versions on this host.
     """
     if not lanes:
-        remedy = "start one worker a GPU; docs/scale.md has the command"
-        return [Check("lanes", "missing", "no worker is there", remedy)]
+        remedy = "start one worker per GPU; docs/scale.md has the command"
+        return [Check("lanes", "missing", "no worker is connected", remedy)]
     checks = []
     for lane in lanes:
         known = [f"{key} {lane[key]}" for key in COMPARED if lane.get(key) is not None]
@@ -235,7 +242,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
         state, remedy = "ok", ""
         if lane["problems"]:
             detail = "; ".join(filter(None, [detail, *lane["problems"]]))
-            state, remedy = "warning", "it gets no groups until that is mended"
+            state, remedy = "warning", "it gets no groups until this is fixed"
         checks.append(Check(str(lane["lane"]), state, detail, remedy))
     here = {"profharness": version, "python": platform.python_version()}
     for key, remedy in COMPARED.items():
@@ -249,7 +256,9 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
     gpus = {lane["lane"]: lane["gpu_key"] for lane in lanes if lane.get("gpu_key")}
     for _, sharing in sorted(_names_by_value(gpus).items()):
         if len(sharing) > 1:
-            remedy = "they wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
+            remedy = (
+                "the workers wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
+            )
             text = f"{', '.join(sharing)} have the same one"
             checks.append(Check("lanes: GPU", "warning", text, remedy))
     return checks
@@ -280,15 +289,17 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
         return []
     if not on_gpu(environment):
         if driver := driver_version():
-            detail = "an NVIDIA driver is here but torch uses the CPU"
-            remedy = "install a CUDA build of torch, or see why torch.cuda.is_available() is False"
+            detail = "an NVIDIA driver is installed, but torch uses the CPU"
+            remedy = (
+                "install a CUDA build of torch, or find out why torch.cuda.is_available() is False"
+            )
             return [Check("driver", "ok", driver), Check("CUDA", "warning", detail, remedy)]
-        detail = "no NVIDIA GPU: captures run on the CPU, where ATen ops stand for kernels"
+        detail = "no NVIDIA GPU: captures run on the CPU, with ATen ops in place of kernels"
         return [Check("CUDA", "absent", detail)]
     gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
     cudnn = Check("cuDNN", "ok", f"{environment.get('cudnn')} (as loaded)")
     if not environment.get("cudnn"):
-        remedy = "the cudnn backend needs it; reinstall torch with its CUDA packages"
+        remedy = "the cudnn backend requires it; reinstall torch with its CUDA packages"
         cudnn = Check("cuDNN", "warning", "not loaded", remedy)
     return [
         Check("CUDA", "ok", f"{environment['torch_cuda']} (as torch was built)"),
@@ -329,13 +340,13 @@ def check_store(path: Path) -> Check:
         with open_store(path) as store:
             detail = f"{path}: {len(store.runs())} runs"
     except NotFoundError:
-        detail = f"{path}: not there yet; capture or ingest makes it"
+        detail = f"{path}: does not exist yet; capture or ingest creates it"
     except ProfharnessError as error:
-        return Check("store", "missing", str(error), "name another file with --store")
+        return Check("store", "missing", str(error), "choose another file with --store")
     hindrance = _write_hindrance(path)
     if hindrance is None:
         return Check("store", "ok", detail)
-    remedy = "what is stored can be read; to capture or ingest, name another file with --store"
+    remedy = "the store can be read; to capture or ingest, choose another file with --store"
     return Check("store", "warning", f"{detail}; {hindrance}", remedy)
 
 
@@ -346,9 +357,9 @@ def _write_hindrance(path: Path) -> str | None:
     except OSError as error:
         return f"{folder}: {error.strerror}"
     if state.f_flag & os.ST_RDONLY:
-        return "its file system may only be read"
+        return "its file system is read-only"
     if not _may(folder, os.W_OK | os.X_OK) or (path.exists() and not _may(path, os.W_OK)):
-        return "it or its folder may not be written to"
+        return "it or its folder is not writable"
     free = state.f_bavail * state.f_frsize
     return None if free >= ROOM_BYTES else f"only {free:,} bytes are free there"
 
@@ -406,13 +417,17 @@ def check_importer(nsys: Tool) -> Check:
         with open_input(nsys.path) as file:
             is_script = file.read(2) == b"#!"
         if is_script:
-            return Check(name, "absent", f"{nsys.path} is a script; its importer is not beside it")
+            return Check(
+                name,
+                "absent",
+                f"{nsys.path} is a script, and its importer is not in the same folder",
+            )
         folder = nsys.path.resolve().parent.parent / "host-linux-x64"
         remedy = (
-            f"without it nsys leaves no report: link the folder that has {IMPORTER} to {folder} "
-            "(Debian has it in /usr/lib/nsight-systems/host-linux-x64)"
+            f"without it nsys writes no report: link the folder that has {IMPORTER} to {folder} "
+            "(on Debian: /usr/lib/nsight-systems/host-linux-x64)"
         )
-        return Check(name, "warning", f"{IMPORTER} is not where nsys looks", remedy)
+        return Check(name, "warning", f"{IMPORTER} is not where nsys expects it", remedy)
     missing = missing_libraries(importer)
     if missing:
         detail = f"{importer} lacks {', '.join(missing)}"
@@ -433,8 +448,10 @@ def packages_remedy(libraries: list[str]) -> str:
     """Return a remedy text that explains how to install the libraries."""
     packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
     others = [name for name in libraries if name not in LIBRARY_PACKAGES]
-    parts = [f"install {' '.join(packages)} (names of Debian and Ubuntu)"] if packages else []
-    parts += [f"install what has {', '.join(others)}"] if others else []
+    parts = (
+        [f"install {' '.join(packages)} (package names of Debian and Ubuntu)"] if packages else []
+    )
+    parts += [f"install the packages that have {', '.join(others)}"] if others else []
     return "; ".join(parts)
 
 
@@ -447,8 +464,8 @@ def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
     branch = version_key(driver)[:1]
     if needed is None or not branch or branch[0] >= needed:
         return []
-    detail = f"ncu {ncu} came out with driver {needed}, this is {driver}"
-    remedy = "if ncu ends with LibraryNotLoaded: update the driver, or use an older Nsight Compute"
+    detail = f"ncu {ncu} was released for driver {needed}; this driver is {driver}"
+    remedy = "if ncu fails with LibraryNotLoaded: update the driver, or use an older Nsight Compute"
     return [Check("ncu driver", "warning", detail, remedy)]
 
 
@@ -490,13 +507,13 @@ def check_counters(parameters: str | None, *, privileged: bool = False) -> Check
     if parameters is None:
         return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
     if "RmProfilingAdminOnly: 0" in parameters:
-        return Check("counters", "ok", "every user may read hardware counters")
-    detail = "only an administrator may read hardware counters"
+        return Check("counters", "ok", "every user can read hardware counters")
+    detail = "only an administrator can read hardware counters"
     if privileged:
-        return Check("counters", "ok", f"{detail}: you may")
+        return Check("counters", "ok", f"{detail}: you can")
     remedy = (
-        "run ncu as root or with CAP_SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
-        "(ERR_NVGPUCTRPERM is the error that ncu gives otherwise)"
+        "run ncu as root or with CAP_SYS_ADMIN, or load the driver with "
+        "NVreg_RestrictProfilingToAdminUsers=0 (otherwise ncu fails with ERR_NVGPUCTRPERM)"
     )
     return Check("counters", "warning", detail, remedy)
 
@@ -505,10 +522,10 @@ def check_tmpdir(folder: Path) -> Check:
     """Check that nsys and ncu can use TMPDIR for raw files and ncu's lock file."""
     if not folder.is_dir() or not _may(folder, os.W_OK | os.X_OK):
         remedy = "set TMPDIR to a folder that exists and is writable"
-        return Check("TMPDIR", "warning", f"{folder}: not a folder that can be written to", remedy)
+        return Check("TMPDIR", "warning", f"{folder} is not a writable folder", remedy)
     lock = folder / LOCK_FILE
     if lock.exists() and not _may(lock, os.W_OK):
-        remedy = "set TMPDIR to a folder of your own when you call ncu by hand; captures do so"
+        remedy = "when you run ncu yourself, set TMPDIR to a folder of your own; captures do this"
         return Check("TMPDIR", "warning", f"{lock} belongs to another user", remedy)
     return Check("TMPDIR", "ok", str(folder))
 
@@ -517,7 +534,7 @@ def check_injection(path: str | None) -> list[Check]:
     """Return a warning if CUDA_INJECTION64_PATH injects another tool into CUDA programs."""
     if not path:
         return []
-    remedy = "unset it: nsys and ncu cannot work beside another injected tool"
+    remedy = "unset it: nsys and ncu cannot work together with another injected tool"
     return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
 
 
@@ -535,8 +552,11 @@ def check_dcgm(names: Iterable[str]) -> list[Check]:
     running = sorted(set(names) & set(DCGM_PROCESSES))
     if not running:
         return []
-    remedy = "if ncu finds the counters busy: `dcgmi profile --pause`, and `--resume` afterwards"
-    detail = f"{', '.join(running)} runs and may hold the counters"
+    remedy = (
+        "if ncu reports that the counters are busy: `dcgmi profile --pause`, and `--resume` "
+        "afterwards"
+    )
+    detail = f"{', '.join(running)} is running and may use the counters"
     return [Check("DCGM", "warning", detail, remedy)]
 
 
@@ -548,7 +568,8 @@ def check_sandbox(version: str | None) -> list[Check]:
     if not version or not re.search(GVISOR, version, re.IGNORECASE):
         return []
     remedy = (
-        "nsys and ncu need a virtual machine or bare metal; `--profiler torch` works without them"
+        "nsys and ncu require a virtual machine or bare metal; `--profiler torch` works "
+        "without them"
     )
     return [Check("sandbox", "warning", "this is a gVisor container", remedy)]
 

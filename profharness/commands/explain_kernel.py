@@ -108,10 +108,12 @@ def show(descriptions: list[Description]) -> Document:
             and kernel.family in ATTENTION_FAMILIES
             and kernel.stages is None
         ):
-            text = "stages, warp roles: neither the name nor a published source says"
+            text = "stages, warp roles: unknown from the name and from published sources"
             blocks.append(Note(text, "open"))
         if description.untold:
-            text = f"the name does not say {join_few(description.untold, len(description.untold))}"
+            text = (
+                f"the name does not contain {join_few(description.untold, len(description.untold))}"
+            )
             blocks.append(Note(text, "open"))
     records = tuple(map(_record, descriptions))
     title, told = "Kernel names in words", kernel_name_answer(descriptions)

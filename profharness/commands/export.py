@@ -56,7 +56,7 @@ RECENT_CALLS = 1 << 12
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
 # maximum number of launches in one event of an op, so that WINDOW suffices to sort the events
 LONGEST_OP = WINDOW // 8
-NO_THREAD = "a thread that was not recorded"
+NO_THREAD = "an unrecorded thread"
 
 
 _ARGS = {
@@ -144,7 +144,9 @@ def export(
         if profiler is None:
             if profilers[1:]:
                 others = "|".join(sorted(profilers[1:]))
-                hint(f"this is what {profilers[0]} saw; --profiler {others}|all for more")
+                hint(
+                    f"wrote only the launches of {profilers[0]}; for more use --profiler {others}|all"
+                )
             profilers = profilers[:1]
         if path is None:
             with quiet_stdout() as stream:
@@ -191,7 +193,7 @@ def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -
     if profiler in (None, EVERY_PROFILER):
         return sorted(found, key=(*TRACE_PROFILERS, *found).index)
     if profiler not in found:
-        there = f"there are those of {', '.join(found)}"
+        there = f"it has those of {', '.join(found)}"
         raise NotFoundError(
             f"run {store.run_name(run)} has no launches of profiler {profiler!r}; {there}"
         )

@@ -91,7 +91,7 @@ def ingest(
 
     results = ingested(path, paths, scheduler)
     if strict and any(result.warnings for result in results):
-        raise ProfharnessError("strict: a source gave warnings")
+        raise ProfharnessError("strict: some sources caused warnings")
     return results
 
 
@@ -130,9 +130,9 @@ def _ingest_each(
         hint(_shown_by(store, list(dict.fromkeys(result.run for result in taken))))
     # Raise only now, so that the other sources are ingested.
     if failed:
-        raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
+        raise ProfharnessError(f"{failed} of {done + failed} sources could not be ingested")
     if strict and warned:
-        raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
+        raise ProfharnessError(f"--strict: {warned} of {done} sources caused the warnings above")
     return taken
 
 
@@ -173,7 +173,8 @@ def _in_parallel(
     except KeyboardInterrupt:
         progress.clear()
         hint(
-            f"{done:,} of {len(paths):,} sources are done; the same command goes on with the others"
+            f"{done:,} of {len(paths):,} sources are done; run the same command again for the "
+            "others"
         )
         raise
 

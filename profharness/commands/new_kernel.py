@@ -47,23 +47,24 @@ def new_kernel(
       profharness new-kernel mine --triton
     """
     if triton and cuda:
-        raise UsageError("--triton and --cuda are two kinds of kernel; choose one")
+        raise UsageError("choose one of --triton and --cuda")
     kind = "triton" if triton else "cuda" if cuda else "torch"
     if not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
         raise UsageError(
-            f"{name!r} cannot be the name of a Python file; take letters, digits and _, no keyword"
+            f"{name!r} cannot be the name of a Python file; use letters, digits and _, and not a "
+            "keyword"
         )
     if name in sys.builtin_module_names or importlib.util.find_spec(name) is not None:
-        raise UsageError(f"{name!r} is a module already; take another name")
+        raise UsageError(f"a module {name!r} exists already; choose another name")
     if name in BACKENDS or name in (ALL, FOLDER, *implementation_names()):
-        raise UsageError(f"{name!r} is a backend already; take another name")
+        raise UsageError(f"a backend {name!r} exists already; choose another name")
     folder = Path(out)
     kernel = folder / f"{name}.py"
     test = folder.parent / "tests" / f"test_{name}.py"
     # check both files before writing, so that an error leaves neither of them
     for path in (kernel, test):
         if path.exists():
-            raise UsageError(f"{path} is there already; take another name or another --out")
+            raise UsageError(f"{path} exists already; choose another name or another --out")
     texts = {kernel: kernel_text(name, kind)}
     texts[test] = check_text(name, kind, f"../{folder.resolve().name}/{name}.py")
     for path, text in texts.items():

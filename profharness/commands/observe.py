@@ -168,7 +168,7 @@ def observe_program(
         places = find_places(gpu, None, driver, atlas)
     if program[0].startswith("-"):
         raise UsageError(
-            f"{program[0]} is no program; write: profharness observe -- python train.py"
+            f"{program[0]} is not a program; write: profharness observe -- python train.py"
         )
     options = ObserveOptions(
         profiler=profiler, steps=steps, warmup=warmup, rank=rank, out=Path(out), note=note

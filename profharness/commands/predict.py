@@ -94,8 +94,8 @@ REGRETS = (
 UNKNOWN = "unknown"
 MARK = "*"  # marks a time that the atlas measured
 WINDOW = (
-    "SDPA gets the window as a bool mask, so these are times of masked calls. flex_attention skips what the "
-    "window hides; the atlas has no times of it."
+    "SDPA gets the window as a bool mask, so these are times of masked calls. "
+    "flex_attention skips the hidden blocks, but the atlas has no times of it."
 )
 
 

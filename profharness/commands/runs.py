@@ -13,7 +13,7 @@ from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint
 from profharness.commands._types import Names, PositiveNumber, Store, store_path
-from profharness.errors import counted
+from profharness.errors import counted, join_and
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Block, Document, Heading, Note, Table, record
 from profharness.rows import RunRow
@@ -42,6 +42,13 @@ RUN_COLUMNS = (
     COST,
     *pick(RunRow, "device", "torch", "profilers", "cells", "failed_cells", "launches"),
 )
+KIND_WORDS = {
+    "bench": "benchmark",
+    "explain": "measured explanation",
+    "observe": "observed program",
+    "verify": "verification",
+}
+"""Maps the kind of a run to a noun."""
 UNFINISHED_COLUMNS = ("run", "kind", "created", "status", "done", "cells")
 NS_PER_HOUR = 3600 * 10**9
 Deleted = Annotated[
@@ -118,7 +125,10 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
         rows = opened.runs()
     unfinished = _unfinished({row.run for row in rows}, path)
     if not rows and not unfinished and not names:
-        hint(f"{path} holds no runs; `profharness capture` or `profharness ingest FILE` makes one")
+        hint(
+            f"{path} has no runs; create one with `profharness capture` or `profharness ingest "
+            "FILE`"
+        )
     return RunsFound(rows, unfinished)
 
 
@@ -165,8 +175,12 @@ def runs_answer(rows: Sequence[RunRow], unfinished: int = 0) -> tuple[str, ...]:
     sentences = ["No runs are stored."]
     if rows:
         kinds = Counter(row.kind for row in rows)
-        parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
-        sentences = [f"{counted(len(rows), 'run')} stored ({parts}); the newest is {rows[0].name}."]
+        parts = join_and(
+            [counted(count, KIND_WORDS.get(kind, kind)) for kind, count in kinds.most_common()]
+        )
+        stored = f"{counted(len(rows), 'run')} stored" if len(kinds) > 1 else f"{parts} stored"
+        of = f" ({parts})" if len(kinds) > 1 else ""
+        sentences = [f"{stored}{of}. The newest is {rows[0].name}."]
     if unfinished:
         sentences.append(f"{counted(unfinished, 'run')} unfinished.")
     return tuple(sentences)

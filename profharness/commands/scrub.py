@@ -93,7 +93,7 @@ def check_options(
 ) -> None:
     """Raise UsageError if --check is combined with -o or --force."""
     if check and (path is not None or force):
-        raise UsageError("--check only reads; it goes without -o and --force")
+        raise UsageError("--check cannot be combined with -o and --force")
 
 
 @document(scrub_run)

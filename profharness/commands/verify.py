@@ -114,7 +114,7 @@ def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[N
                 yield Note(f"{case}, {row.what}: {row.message}", backend, "error")
     if len(cases) > len(shown):
         more = ", ".join(case for case, _ in cases[len(shown) :])
-        yield Note(f"wrong in these cases too (--full says how): {more}", backend, "error")
+        yield Note(f"also wrong in these cases (--full shows how): {more}", backend, "error")
 
 
 def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
@@ -211,7 +211,7 @@ def verify(
 
     chosen = config_list(configs)
     if not chosen:
-        raise UsageError("verify needs a config, such as 2,8,512,64, or --configs FILE")
+        raise UsageError("verify requires a config, such as 2,8,512,64, or --configs FILE")
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
     options = CaptureOptions(
         out=Path(out),

@@ -38,7 +38,7 @@ def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
     assert "SDPBackend.MATH" in found.losses[0].code
     assert bench_answer(found)[0] == (
         "auto loses more than 10 % on 2 of 4 configs; the worst is b1-h1-s128-d64-fp16: 2.91 times as "
-        "long (369 µs on efficient, 127 µs on math). Use sdpa_kernel([SDPBackend.MATH]); the code is below."
+        "long (369 µs on efficient, 127 µs on math). Use sdpa_kernel([SDPBackend.MATH]); see the code below."
     )
     winners = {each.config: (each.backend, each.ties) for each in found.winners}
     assert winners["b1-h1-s512-d64-fp16"] == ("cudnn", ())

@@ -235,7 +235,7 @@ def test_speed_up_against_a_backend_on_each_config(tmp_path: Path) -> None:
     (flash,) = [text for text in found.conclusions if ", flash is" in text]
     assert flash.endswith("flash is the same backend on 1")
     document = bench_document(found)
-    assert "speed-up against auto" in " ".join(RENDERERS["table"](document).split())
+    assert "speed-up relative to auto" in " ".join(RENDERERS["table"](document).split())
     assert "sequences/s" in RENDERERS["table"](document)
 
 
@@ -427,8 +427,8 @@ def test_each_gpu_is_a_column_and_other_fastest_backends_are_reported(tmp_path: 
     assert by_backend["math"][-3:] == ["900.00", "-", "-"]
     label = "b32-h8-s128-d64-fp16"
     assert document.answer[-1] == (
-        "The fastest backend on H200 is another one than on H100 for 1 of 1 configs: "
-        f"{label} (cudnn, there flash)."
+        "The fastest backend on H200 differs from that on H100 for 1 of 1 configs: "
+        f"{label} (cudnn → flash)."
     )
     assert len(document.records) == 5
     assert [each["device"] for each in document.extra["classes"]] == ["H100", "H200"]

@@ -146,13 +146,11 @@ def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
         "Medians of 90 to 150 cold calls (caches flushed before each) on NVIDIA H200 with PyTorch 2.11.0.",
     ]  # fmt: skip
     shown = invoke("bench", "--store", store, "--run", "latest").stdout
-    assert "cold is one call with caches flushed before it, as between the layers" in " ".join(
-        shown.split()
-    )
+    assert "cold is one call with flushed caches, as between the layers" in " ".join(shown.split())
     few = ("--backend", "auto,math,efficient", "--config", "1,1,16,8192,fp32")
     assert answer("bench", "--store", store, "--run", "latest", *few)[0] == (
         "auto takes 9.18 times as long: 356 µs on efficient, 38.8 µs on math. Use "
-        "sdpa_kernel([SDPBackend.MATH]); the code is below."
+        "sdpa_kernel([SDPBackend.MATH]); see the code below."
     )
 
 

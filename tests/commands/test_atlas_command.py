@@ -180,11 +180,11 @@ def test_a_store_becomes_an_atlas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("add",), "needs a file of an atlas, or --store"),
+        (("add",), "requires an atlas file, or --store"),
         (("add", ".", "--run", "latest"), "add --store"),
-        (("merge", "-o", "x.npz"), "two files or more"),
-        (("export", "H200"), "needs -o FILE"),
-        (("export", "H200", "-o", "x.txt"), "name it *.npz or *.jsonl"),
+        (("merge", "-o", "x.npz"), "at least two files"),
+        (("export", "H200"), "requires -o FILE"),
+        (("export", "H200", "-o", "x.txt"), "must end in *.npz or *.jsonl"),
         (("export", "B200", "-o", "x.npz"), f"choose from {NAME}"),
     ],
 )

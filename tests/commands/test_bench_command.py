@@ -174,8 +174,10 @@ def test_what_was_measured_is_named_when_it_cannot_be_written(tmp_path: Path) ->
     )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "what was measured is stored" in line]
-    again = shlex.split(line.partition("see it with: profharness bench ")[2])
+    (line,) = [
+        line for line in done.stderr.splitlines() if "the measured results are stored" in line
+    ]
+    again = shlex.split(line.partition("see them with: profharness bench ")[2])
     assert again[-2:] == ["--store", "s.db"]
     shown = bench(tmp_path, *again)
     assert shown.returncode == 0 and "mine.py" in shown.stdout

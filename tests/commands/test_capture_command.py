@@ -25,15 +25,15 @@ def capture(folder: Path, *arguments: str) -> Result:
     [
         (
             ("--resume", "x", "--config", "1,1,16,16"),
-            "leave --config, --configs, --backend and --python out",
+            "cannot be combined with --config, --configs, --backend and --python",
         ),
         (
             ("--resume", "x", "--backend", "math"),
-            "leave --config, --configs, --backend and --python out",
+            "cannot be combined with --config, --configs, --backend and --python",
         ),
         (("--resume", "x"), "no run folder 'x'"),
-        (("--config", "1,1,16,16", "--metrics", "m"), "add --profiler ncu"),
-        (("--config", "1,1,16,16", "--section", "S", "--profiler", "nsys"), "add --profiler ncu"),
+        (("--config", "1,1,16,16", "--metrics", "m"), "require --profiler ncu"),
+        (("--config", "1,1,16,16", "--section", "S", "--profiler", "nsys"), "require --profiler ncu"),
     ],
 )
 def test_what_does_not_go_together_starts_nothing(
@@ -57,7 +57,7 @@ def test_without_a_config_it_runs_the_everyday_set(tmp_path: Path) -> None:
 def told(done: Result) -> list[str]:
     """The lines of the everyday set."""
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("no config is named") and "--config" in lines[0]
+    assert lines[0].startswith("no config was given") and "--config" in lines[0]
     return [line for line in lines if line.startswith("  ")]
 
 

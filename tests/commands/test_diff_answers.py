@@ -48,7 +48,7 @@ def diff(store: Path, *words: str) -> Any:
         ),
         (
             ("llama_prefill", "unet"),
-            "llama_prefill.json.gz and unet.json.gz have no attention layer of equal size in common. "
+            "llama_prefill.json.gz and unet.json.gz have no attention layers of equal size in common. "
             f"{UNTOLD}",
         ),
         (
@@ -74,7 +74,7 @@ def test_the_kernels_of_a_program_need_full(store: Path) -> None:
     sides = "llama_prefill", "llama_eager"
     short, full = diff(store, *sides).stdout, diff(store, *sides, "--full").stdout
     assert len(short.splitlines()) < 15 and "softmax_warp_forward" not in short
-    assert "--full compares the kernels of the whole trace too" in short
+    assert "--full also compares the kernels of the whole trace" in short
     assert "softmax_warp_forward" in full and "--full" not in full
 
 

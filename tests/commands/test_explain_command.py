@@ -140,7 +140,7 @@ def test_bisect_finds_the_exact_values() -> None:
         (129, 135, "flash"),
         (136, 136, "cudnn"),
     ]
-    assert "all 17 values were asked" in plain(told(*args))
+    assert "all 17 values were queried" in plain(told(*args))
 
 
 def test_a_release_before_2_5_is_refused() -> None:
@@ -230,7 +230,7 @@ def test_nothing_answered_is_an_error_with_the_rules_still_told() -> None:
     result = explain("--config", HUGE, "--device", "cpu")
     assert isinstance(result.exception, CaptureError), result.output
     label = "b60000-h60000-s60000-d60000-fp32"
-    assert f"no config was answered: {label}" in str(result.exception)
+    assert f"PyTorch answered no config: {label}" in str(result.exception)
     assert "--timeout SECONDS" in str(result.exception)
     assert "math" in plain(result.stdout)
     edges = ("--config", "60000,60000,{60000,60001},60000,fp32", "--bisect", "seq")
@@ -279,10 +279,10 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
         (("--torch", "2.8", "--gpu", "H100", "--cuda", "x"), "invalid CUDA version"),
         (("--torch", "2.8", "--gpu", "cpu", "--cudnn", "9.1"), "do not apply to a CPU"),
         (("--bisect", "dtype"), "is a word"),
-        (("--bisect", "sequence"), "is no property"),
+        (("--bisect", "sequence"), "is not a property"),
         (("--bisect", "seq", "--torch", "2.8..2.10", "--gpu", "H100"), "one release"),
-        (("--bisect", "seq", "--full"), "leave --measure and --full out"),
-        (("--measure", "--torch", "2.8", "--gpu", "H100"), "choose one"),
+        (("--bisect", "seq", "--full"), "it cannot be combined with --measure and --full"),
+        (("--measure", "--torch", "2.8", "--gpu", "H100"), "use one of them"),
         (("--device", "cpu", "--gpu", "H100"), "use --gpu cpu"),
         (("--backend", "warp"), "PyTorch's own backends"),
         (("--backend", "naive"), "PyTorch's own backends"),
@@ -296,7 +296,7 @@ def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:
 
 
 def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
-    assert "needs a config" in str(explain().exception)
+    assert "requires a config" in str(explain().exception)
     from profharness.environment import gpu_name
 
     if gpu_name() is None:
@@ -384,7 +384,7 @@ def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -
     names = ", ".join(f"{release}.0" for release in releases.split(","))
     assert said.count("are unknown") == (2 if "," in releases and "{" in config else 1)
     assert f"The dispatch rules of PyTorch {names} are unknown; known: 2.5.0" in said
-    assert "is unknown: the rules do not cover" in said
+    assert "is unknown, because the rules do not cover" in said
     assert "is the same" not in said and "could run is unknown" not in said
 
 

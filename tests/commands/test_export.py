@@ -141,7 +141,7 @@ def test_a_thread_that_nobody_recorded_is_none() -> None:
     unknown = outer(0, 9000)._replace(tid=-1)
     events = written(Section([launch(1, 1000, tid=None, api=None)], [unknown]))["traceEvents"]
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert "ranges of a thread that was not recorded" in names
+    assert "ranges of an unrecorded thread" in names
     assert all(event["tid"] >= 0 for event in events)
 
 

@@ -74,7 +74,7 @@ def profilers_of(found: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize(
     ("options", "profiler", "hint"),
     [
-        ((), "torch", "this is what torch saw; --profiler nsys|all for more\n"),
+        ((), "torch", "wrote only the launches of torch; for more use --profiler nsys|all\n"),
         (("--profiler", "nsys"), "nsys", ""),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_source_that_cannot_be_read_costs_only_itself(open_folder: Path) -> No
     assert "good.json.gz: new, run trace-" in done.stdout
     assert "error: secret.json: cannot be read: Permission denied" in done.stderr
     assert "error: locked/run.json: cannot be read: Permission denied" in done.stderr
-    assert "3 of 4 sources could not be taken in" in done.stderr
+    assert "3 of 4 sources could not be ingested" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -92,7 +92,7 @@ def test_a_folder_with_something_locked_gives_the_rest(open_folder: Path) -> Non
     assert "in/deep/good.json.gz: new, run trace-" in done.stdout
     assert "error: in/secret.json: cannot be read: Permission denied" in done.stderr
     assert "error: in/locked/run.json: cannot be read: Permission denied" in done.stderr
-    assert "2 of 3 sources could not be taken in" in done.stderr
+    assert "2 of 3 sources could not be ingested" in done.stderr
 
 
 def test_a_report_without_its_tool_costs_only_itself(open_folder: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_report_without_its_tool_costs_only_itself(open_folder: Path) -> None:
     done = ingest(open_folder, "a.nsys-rep", "good.json.gz")
     assert done.returncode == 1, done.stderr
     assert "good.json.gz: new, run trace-" in done.stdout
-    assert "1 of 2 sources could not be taken in" in done.stderr
+    assert "1 of 2 sources could not be ingested" in done.stderr
 
 
 def test_a_file_that_cannot_be_read_makes_no_store(open_folder: Path) -> None:
@@ -130,7 +130,7 @@ def test_strict_fails_for_warnings_and_tells_what_was_taken_in(open_folder: Path
         assert done.returncode == 1
         assert f"run: {state}, run 20261121-151544-59c7" in done.stdout
         assert f"warning: run: not ingested: run/{name}" in done.stderr
-        assert "--strict: 1 of 2 sources gave warnings" in done.stderr
+        assert "--strict: 1 of 2 sources caused the warnings above" in done.stderr
         (open_folder / "s.db").unlink()
 
 

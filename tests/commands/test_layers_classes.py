@@ -148,8 +148,8 @@ def test_gates_apply_to_each_run(store: dict[str, str]) -> None:
     ("words", "message"),
     [
         (("whisper", "configs"), "leave it out"),
-        (("whisper", "slower", "--step", "0"), "are about one run"),
-        (("whisper", "slower", "--gpu", "H200"), "are about one run"),
+        (("whisper", "slower", "--step", "0"), "apply to one run"),
+        (("whisper", "slower", "--gpu", "H200"), "apply to one run"),
         (("whisper", "--gpu", "H200,H200"), "the same GPU"),
         (("whisper", "--gpu", "H200,NVIDIA H200"), "H200 and NVIDIA H200 are the same GPU"),
         (("whisper", "--gpu", "H200,,H100"), "a GPU name is empty"),
@@ -200,6 +200,9 @@ def test_diff_of_two_gpus_has_ratios_but_no_verdict_on_times(store: dict[str, st
     assert "They may differ in more" in CliRunner().invoke(cli, ["diff", *runs]).stdout
 
 
+FILES = ("slower.json", "whisper.json.gz", "slowest.json")
+
+
 def report(store: dict[str, str], *names: str) -> Any:
     runs = [store[name] for name in names]
     return CliRunner().invoke(cli, ["report", *runs, "--store", store["store"]], env=WIDE)
@@ -209,8 +212,9 @@ def test_a_report_on_programs_has_the_columns(store: dict[str, str], tmp_path: P
     done = report(store, "slower", "whisper", "slowest")
     asked = ask(store, "slower", "whisper", "slowest").stdout
     assert asked[asked.index("Runs compared") :].strip() in done.stdout
-    for name in ("slower", "whisper", "slowest"):
-        assert f"Attention of run {store[name]}" in done.stdout
+    headings = [line for line in done.stdout.splitlines() if line.startswith(FILES)]
+    assert [line.split()[0] for line in headings][-3:] == [*FILES]
+    assert done.stdout.count("\nLayers\n") == 3
     page = tmp_path / "report.html"
     runs = store["slower"], store["whisper"], "--store", store["store"]
     assert CliRunner().invoke(cli, ["report", *runs, "-o", str(page)]).exit_code == 0
@@ -225,7 +229,7 @@ def test_a_report_with_one_program_has_its_map_alone(store: dict[str, str]) -> N
     for names in (("whisper",), ("whisper", "configs")):
         done = report(store, *names)
         assert done.exit_code == 0 and "Runs compared" not in done.stdout
-        assert done.stdout.count("Attention of run") == 1
+        assert done.stdout.count("\nLayers\n") == 1
     runs = store["whisper"], "--store", store["store"], "--format", "json"
     told = json.loads(CliRunner().invoke(cli, ["report", *runs]).stdout)
     assert told["layers"] == answer(store, "whisper")["rows"]
@@ -266,9 +270,12 @@ def test_benches_of_one_program_have_a_column_each(benches: dict[str, str]) -> N
         *("cudnn", "45.00", "cudnn", "36.00", "1.25x"),
         *("cudnn", "45.00", "flash", "30.00"),
     ]
-    summed = f"0.270 ms on {H100}, 0.216 ms on {H200} (1.25x), of 3 of 3 rows"
-    assert f"attention of a step in these benches: {summed}" in table
-    assert f"on {H200} the fastest correct backends save 0.036 ms of the kernels of a step" in table
+    summed = f"0.270 ms on {H100}, 0.216 ms on {H200} (1.25x), for 3 of 3 rows"
+    assert f"attention of a step in these benchmarks: {summed}" in table
+    assert (
+        f"on {H200} the fastest correct backends save 0.036 ms of the kernel time of a step"
+        in table
+    )
     assert f"on {H100} the fastest" not in table
     told = answer(benches, "whisper", "--bench", "both")
     assert {"classes", "layers"}.isdisjoint(told)
@@ -309,7 +316,7 @@ def test_each_of_several_programs_has_the_bench_of_its_gpu(
     assert [row["best"] for row in told["rows"]] == ["cudnn"] * 3 + ["flash"] * 3
     assert len(told["classes"]) == 2 and len(told["layers"]) == len(told["benched"]) == 3
     text = ask(benches, "slower", "whisper", "--bench", "b200").stdout
-    assert f"no bench of {H100} is named" in text and f"{H100}: no bench" in text
+    assert f"no benchmark on {H100} was named" in text and f"{H100}: no benchmark" in text
     page = tmp_path / "benches.html"
     done = ask(benches, "slower", "whisper", "--bench", "both", "-o", str(page))
     assert done.exit_code == 0 and f"{H200} best µs" in page.read_text()
@@ -320,7 +327,7 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
         ask(benches, "whisper", "--bench", f"{benches['both']},{benches['b40s']}").stdout.split()
     )
     assert f"kernel times on {H100} and cold times on {L40S} cannot be compared" in text
-    assert f"the bench of {L40S} differs in more than the GPU: torch 2.11.0 → 2.12.0" in text
+    assert f"the benchmark of {L40S} differs in more than the GPU: torch 2.11.0 → 2.12.0" in text
     assert f"run {benches['b40s']} has no correct auto of b2-h8-s32" in text
     assert "so PyTorch's choice there is unknown" in text
     told = answer(benches, "whisper", "--bench", f"{benches['b200']},{benches['b40s']}")
@@ -335,16 +342,16 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
     ("words", "message"),
     [
         (("whisper", "slower", "--bench", "b40s"), "where none of these programs ran"),
-        (("whisper", "--bench", "both", "--bench", "configs"), "name one a class"),
+        (("whisper", "--bench", "both", "--bench", "configs"), "name one run per class of GPU"),
         (("whisper", "--bench", "both", "--bench", "whisper"), "has no timed cells"),
         (("whisper", "--bench", "b200", "--bench", "latest~99"), "latest~99"),
         (("llama", "--bench", "both"), "--savings --configs` prints"),
         (("eager", "--bench", "both"), "no config replays these calls"),
-        (("whisper", "--bench", "both", "--gpu", "H100,H200"), "and one bench"),
-        (("whisper", "--bench", "both", "--step", "0"), "and one bench"),
-        (("whisper", "--bench", "both", "--backend", "flash"), "and one bench"),
+        (("whisper", "--bench", "both", "--gpu", "H100,H200"), "apply to one run"),
+        (("whisper", "--bench", "both", "--step", "0"), "apply to one run"),
+        (("whisper", "--bench", "both", "--backend", "flash"), "apply to one run"),
         (("whisper", "slower", "--savings"), "--savings without --bench"),
-        (("whisper", "--bench", "b200", "--gpu", "H100"), "without --gpu: --bench RUN,RUN"),
+        (("whisper", "--bench", "b200", "--gpu", "H100"), "use --bench RUN,RUN without --gpu"),
     ],
 )
 def test_layers_refuses_benches_of_other_layers_or_gpus(
@@ -579,9 +586,9 @@ def test_regret_needs_times_of_the_backend_that_ran(folder: Path) -> None:
     for arguments, error in (
         (["--bench", other], "contains no times of what ran"),
         (["--bench", elsewhere], "was timed on NVIDIA H200"),
-        (["--bench", run, "--max-time", "1s"], "--max-time is for measuring"),
-        (["--backend", "flash"], "add --savings"),
-        (["--configs", "--bench", run], "leave one out"),
+        (["--bench", run, "--max-time", "1s"], "--max-time limits measurements"),
+        (["--backend", "flash"], "requires --savings"),
+        (["--configs", "--bench", run], "use one of them"),
     ):
         failed = invoke("layers", layers.run, *arguments, "--store", store).exception
         assert isinstance(failed, ProfharnessError) and error in str(failed)

@@ -75,22 +75,22 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a path as a run": ("layers", {"run": "/etc/passwd"}, "error: no run '/etc/passwd' in "),
     "a path as a side": ("diff", {"baseline": "../a", "candidate": "math"}, "no run '../a' in"),
     "a config that no run has": ("kernels", {"config": "3,3,3,3"}, "error: "),
-    "a file as a backend": ("kernels", {"backend": "{folder}/mine.py:attention"}, "a tool accepts no file or module"),
+    "a file as a backend": ("kernels", {"backend": "{folder}/mine.py:attention"}, "a tool accepts no files or modules"),
     "a file to predict": ("predict", {"config": CONFIG, "backend": "flash,mine.py", **RULES}, "'mine.py': a tool"),
     "a module to explain": ("explain", {"config": CONFIG, "backend": "os.path:join", **RULES}, "'os.path:join'"),
-    "a module of kernels": ("kernels", {"backend": "os.path:join"}, "a tool accepts no file or module"),
+    "a module of kernels": ("kernels", {"backend": "os.path:join"}, "a tool accepts no files or modules"),
     "a path as a config": ("explain", {"config": "/etc/passwd", **RULES}, "config '/etc/passwd'"),
     "another store": ("runs", {"store": "/tmp/other.db"}, "unknown field `store`; its arguments: none"),
     "a lacking argument": ("explain", {"config": CONFIG}, "missing required field `gpu`"),
     "a wrong type": ("layers", {"step": "first"}, "Expected `int | null`, got `str`"),
     "an unknown GPU": ("explain", {"config": CONFIG, "gpu": "ZX81"}, "ZX81"),
-    "an unknown profiler": ("kernels", {"profiler": "perf"}, "no launches of a profiler 'perf'"),
-    "steps of all": ("kernels", {"profiler": "all", "steps": True}, "sums up what one"),
+    "an unknown profiler": ("kernels", {"profiler": "perf"}, "unknown profiler 'perf'"),
+    "steps of all": ("kernels", {"profiler": "all", "steps": True}, "uses one profiler"),
     "no config": ("explain", {"config": " ", **RULES}, "explain: config is empty"),
     "a step below 0": ("layers", {"step": -1}, "Expected `int` >= 0"),
     "a threshold of 0": ("diff", {"baseline": "a", "candidate": "b", "threshold": 0}, "Expected `float` > 0"),
-    "too many configs": ("explain", {"config": "1,1,{1:2000:+1},64", **RULES}, "2,000 configs; at most"),
-    "an unknown tool": ("capture", {}, "no tool 'capture'; there are runs, kernels, layers"),
+    "too many configs": ("explain", {"config": "1,1,{1:2000:+1},64", **RULES}, "2,000 configs are too many"),
+    "an unknown tool": ("capture", {}, "unknown tool 'capture'; choose from runs, kernels, layers"),
 }  # fmt: skip
 
 
@@ -256,7 +256,5 @@ def test_an_answer_that_is_too_large_names_a_remedy(
     from profharness.commands import _mcp
 
     monkeypatch.setattr(_mcp, "MAX_ANSWER_BYTES", 1000)
-    with pytest.raises(
-        UsageError, match=r"the answer has 0\.\d MB, .*; ask for less: fewer configs"
-    ):
+    with pytest.raises(UsageError, match=r"the result has 0\.\d MB, .*; request fewer configs"):
         _mcp.answer("kernels", {}, served.store)

@@ -223,7 +223,7 @@ def test_a_report_is_made_on_request(served: str) -> None:
 )
 def test_wrong_run_is_not_found(served: str, store: Path, run: str) -> None:
     status, text = get(served, f"/-/report/{run}")
-    assert status == 404 and text.startswith(f"no run '{run}' is stored")
+    assert status == 404 and text.startswith(f"run '{run}' is not stored")
     assert str(store.parent) not in text
 
 
@@ -392,7 +392,7 @@ def test_query_that_takes_much_memory_is_refused(served: str) -> None:
         return answers[-1][0] != 504  # on a busy machine, its time ends before its memory
 
     until(refused)
-    assert answers[-1] == (400, "this takes too much memory; ask for less")
+    assert answers[-1] == (400, "this request needs too much memory; request less data")
 
 
 @pytest.mark.parametrize(

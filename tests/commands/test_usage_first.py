@@ -13,22 +13,22 @@ from profharness.errors import ProfharnessError, UsageError
 
 CONFIG = ("--config", "2,8,512,64")
 WRONG: dict[tuple[str, ...], str] = {
-    ("layers", "--driver", "580"): "add --gpu NAME",
-    ("layers", "a", "b", "--step", "0"): "are about one run",
-    ("layers", "--bench", "a,b", "--gpu", "H200"): "are about one run",
+    ("layers", "--driver", "580"): "require --gpu NAME",
+    ("layers", "a", "b", "--step", "0"): "apply to one run",
+    ("layers", "--bench", "a,b", "--gpu", "H200"): "apply to one run",
     ("layers", "--gpu", "H200", "--savings"): "are about what ran",
-    ("layers", "--configs", "--bench", "a"): "leave one out",
+    ("layers", "--configs", "--bench", "a"): "use one of them",
     ("layers", "--configs", "-o", "calls.json"): "--configs > calls.txt",
     ("layers", "--configs", "--format", "json"): "--configs > calls.txt",
     ("layers", "--bench", "a", "--max-time", "1s"): "measures nothing",
-    ("layers", "--backend", "flash"): "add --savings",
+    ("layers", "--backend", "flash"): "requires --savings",
     ("layers", "--savings", "--max-time", "soon"): "'soon'",
     ("layers", "--fail-on", "unheard"): "'unheard'",
-    ("scrub", "nosuch", "--check", "-o", "copy"): "without -o and --force",
-    ("scrub", "nosuch", "--check", "--force"): "without -o and --force",
+    ("scrub", "nosuch", "--check", "-o", "copy"): "cannot be combined with -o and --force",
+    ("scrub", "nosuch", "--check", "--force"): "cannot be combined with -o and --force",
     ("explain", *CONFIG, "--gpu", "ZX81", "--device", "cpu"): "--device applies only",
     ("explain", *CONFIG, "--gpu", "ZX81", "--measure"): "--measure runs on this machine",
-    ("explain", *CONFIG, "--gpu", "ZX81", "--bisect", "head_dim", "--full"): "choices only",
+    ("explain", *CONFIG, "--gpu", "ZX81", "--bisect", "head_dim", "--full"): "only finds choices",
     ("explain", *CONFIG, "--gpu", "ZX81", "--bisect", "dtype"): "'dtype'",
 }
 
@@ -53,11 +53,11 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         profharness.explain(CONFIG[1], gpu="H200", device="cpu")
     assert str(raised.value) == str(error)
     assert len(profharness.explain(CONFIG[1], gpu="H200", torch="2.11", device="auto")) == 1
-    with pytest.raises(UsageError, match="add --gpu NAME"):
+    with pytest.raises(UsageError, match="require --gpu NAME"):
         profharness.layers(driver="580", store=store)
-    with pytest.raises(UsageError, match="are about one run"):
+    with pytest.raises(UsageError, match="apply to one run"):
         profharness.layers("a", "b", step=0, store=store)
-    with pytest.raises(UsageError, match="without -o and --force"):
+    with pytest.raises(UsageError, match="cannot be combined with -o and --force"):
         profharness.scrub_run("nosuch", check=True, force=True, store=store)
     with pytest.raises(ProfharnessError, match="there is no store"):
         profharness.layers("a", "b", store=store)

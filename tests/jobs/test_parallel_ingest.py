@@ -89,7 +89,7 @@ def test_store_equals_sequential_ingest_and_damaged_file_fails_alone(
     names = [f"rank{rank}.json" for rank in range(RANKS)]
     assert [line.partition(":")[0] for line in output.splitlines()] == [f"ranks/{n}" for n in names]
     assert f"error: ranks/{DAMAGED}, byte" in errors
-    assert f"1 of {RANKS + 1} sources could not be taken in" in errors
+    assert f"1 of {RANKS + 1} sources could not be ingested" in errors
     assert f"compare the {RANKS} ranks with: profharness ranks trace-" in errors
     mine, direct = contents(store), contents(folder / "direct.db")
     for rows in (mine, direct):  # the paths of the sources differ
@@ -120,7 +120,7 @@ def test_killed_ingest_leaves_complete_sources_and_no_process(
     until(lambda: not any(map(alive, workers)))
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert f"of {RANKS + 1} sources are done; the same command goes on" in errors
+        assert f"of {RANKS + 1} sources are done; run the same command again" in errors
     else:
         assert process.returncode == -number and len(contents(store)["runs"]) >= 1
     for _ in ingest_sources(store, find_sources(folder / "ranks"), readers_of("local:1")):

@@ -99,7 +99,7 @@ def test_an_answer_mentions_each_other_backend() -> None:
     unknown = answer(backends=(BackendAnswer("flash", None),))
     assert explain_answer(unknown)[1] == "whether flash could run is unknown."
     assert explain_answer(answer("math", ("cudnn", "flash", "efficient")))[1].endswith(
-        "; nor can efficient."
+        "; neither can efficient."
     )
 
 
@@ -304,13 +304,13 @@ def test_only_heads_divisible_by_kv_heads_are_evaluated() -> None:
 
 
 def test_what_cannot_be_bisected_is_an_error() -> None:
-    for name, text in (("dtype", "is a word"), ("sequence", "is no property")):
+    for name, text in (("dtype", "is a word"), ("sequence", "is not a property")):
         with pytest.raises(UsageError, match=text):
             numeric_name(name)
     names = {"seq_len": "seq", "num_kv_heads": "kv_heads", "seq_len_q": "seq_q"}
     assert {text: numeric_name(text) for text in names} == names
     unlike = [parse_config("1,2,64,64,seq_q=1")]
-    with pytest.raises(UsageError, match="unlike lengths"):
+    with pytest.raises(UsageError, match="different lengths"):
         bisect_all(unlike, "seq", lambda configs: ["flash"] * len(configs))
 
 

@@ -102,7 +102,7 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
         *("Latency", "Selection map", "Top kernels", "Cells", "All latencies", "Disagreements"),
-        *("Steps of math", "All kernels", "Against the atlas", "Device", "Environment"),
+        *("Steps of math", "All kernels", "Compared with the atlas", "Device", "Environment"),
         "What the words mean",
     ]
     folded = [each for each in document.blocks if isinstance(each, Heading) and each.folded]

@@ -90,7 +90,7 @@ def check_target(ctx: click.Context, option: click.Parameter, output: Path | Non
         return check_file(ctx, option, output)
     for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
         if (output / name).exists() and not (ctx.params["force"] or ctx.resilient_parsing):
-            raise UsageError(f"{output / name}: already exists; --force overwrites it")
+            raise UsageError(f"{output / name} already exists; --force overwrites it")
     return output
 
 
@@ -101,7 +101,10 @@ Dtypes = Annotated[
         complete=complete_names(lambda: CONFIG_DTYPES),
         multiple=True,
         metavar="NAME",
-        help="The dtype of configs that name none: fp16, bf16 or fp32. Repeatable, or separated by commas.",
+        help=(
+            "The dtype of configs without one: fp16, bf16 or fp32. Repeatable, or separated by "
+            "commas."
+        ),
     ),
 ]
 Measurements = Annotated[
@@ -165,7 +168,7 @@ Verified = Annotated[
 BenchSeed = Annotated[
     int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of inputs and order.")
 ]
-Timeout = Annotated[float, timeout_option("Time limit of one step of a cell, in seconds.")]
+Timeout = Annotated[float, timeout_option("Time limit for one step of a cell, in seconds.")]
 Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]
 Raw = Annotated[bool, Option(("--raw",), help="Include the samples in JSON and CSV.")]
 Overwrite = Annotated[bool, replace(FORCE_OPTION, help="Overwrite the output files if they exist.")]
@@ -302,7 +305,7 @@ def _write_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be made: {error.strerror}") from None
+        raise UsageError(f"cannot create {folder}: {error.strerror}") from None
     texts = {name: RENDERERS[kind](drawable(document, kind)) for kind, name in FOLDER_FILES.items()}
     texts[ENVIRONMENT_FILE] = json.dumps(environment, indent=1, sort_keys=True) + "\n"
     for name, text in texts.items():

@@ -19,17 +19,17 @@ from profharness.stats import NOTABLE_LOSS
 CALLS = {
     COLD: "cold calls (caches flushed before each)",
     GRAPH: "CUDA-graph replays (caches warm, no launch cost)",
-    KERNEL: "profiled calls (their kernels alone, caches warm)",
+    KERNEL: "profiled calls (kernel time only, caches warm)",
     EAGER: "eager calls (launch cost included)",
     EVENT: "cold calls (timed by an older version)",
     WALL: "calls (wall clock)",
 }
 """What the samples of each measurement are, for a sentence."""
 TRUST = {
-    EAGER: "eager is what a program without CUDA graphs takes: it includes the cost of launches",
-    GRAPH: "graph is a replayed CUDA graph: caches warm, no launch cost",
-    COLD: "cold is one call with caches flushed before it, as between the layers of a model",
-    KERNEL: "kernel is the kernels alone, caches warm: use it to compare kernels",
+    EAGER: "eager is the time in a program without CUDA graphs, with the cost of launches",
+    GRAPH: "graph is a CUDA-graph replay: caches warm, no launch cost",
+    COLD: "cold is one call with flushed caches, as between the layers of a model",
+    KERNEL: "kernel is the kernel time only, caches warm; compare kernels by it",
 }
 """What each measurement is good for."""
 
@@ -94,7 +94,7 @@ def _instead(backend: str) -> str:
     setting = sdpa_setting(backend)
     if setting is None:
         return f"Call {backend} itself instead."
-    return f"Use {setting_code(setting)}; the code is below."
+    return f"Use {setting_code(setting)}; see the code below."
 
 
 def _of_winners(answer: BenchResult) -> str:
@@ -153,12 +153,12 @@ def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
     wrong = Counter(row.backend for row in figures if row.verified is False)
     if wrong:
         parts = (f"{backend_text(name)} on {counted(n, 'config')}" for name, n in wrong.items())
-        yield f"Results are WRONG and not ranked: {', '.join(parts)}."
+        yield f"Wrong results, which are not ranked: {', '.join(parts)}."
     busy = sum((row.half or 0) > UNKNOWN for row in figures)
     if busy:
         yield (
-            f"The machine was busy: {counted(busy, 'time')} of {len(figures)} cannot be used. Repeat "
-            "when nothing else runs."
+            f"The machine was busy: {counted(busy, 'time')} of {len(figures)} cannot be used. "
+            "Repeat the benchmark when nothing else runs."
         )
 
 

@@ -65,7 +65,7 @@ def _axis_blocks(answer: BenchResult) -> Iterator[Block]:
     """Yield sentences about each sweep over an axis, and about each pair of dtypes."""
     if not answer.sweeps and not answer.dtypes:
         return
-    yield Heading("Along each axis", "configs that differ in it alone")
+    yield Heading("Along each axis", "configs that differ only in it")
     for axis in AXES:
         own = [sweep for sweep in answer.sweeps if sweep.axis == axis.key]
         for sweep in own[:SHOWN_SWEEPS]:
@@ -130,10 +130,10 @@ MEANS = {
     COLD: "one call on the GPU, L2 flushed, host time excluded",
     GRAPH: "CUDA-graph replay, L2 warm",
     KERNEL: "kernels of a profiled call, L2 warm",
-    EAGER: "calls one after the other as a program makes them, L2 warm",
+    EAGER: "calls in a row, as in a program, L2 warm",
     HOST: "CPU time of an eager call; if it is close to eager, the GPU waits for the CPU",
-    EVENT: "an older run's cold call: L2 flushed, a part of the launch path included",
-    WALL: "wall clock of the CPU",
+    EVENT: "cold call of an older run: L2 flushed, part of the launch path included",
+    WALL: "wall-clock time of the CPU",
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
@@ -259,28 +259,30 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
 def _legend(answer: BenchResult) -> Iterator[Note]:
     """Yield notes on the columns, and on what each measurement is good for."""
     means = MEANS.get(answer.ranking, answer.ranking)
-    yield Note(f"median of {answer.ranking} ({means}); ±% is half its 95 % interval", "µs")
+    yield Note(f"median of {answer.ranking} ({means}); ±% is half its 95 % interval", "median")
     measured = {str(row.measurement) for row in answer.rows}
     if text := trust_note([*measured]):
         yield Note(text, "which to trust")
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)
-    ceiling = "no peaks of this device are known, so there is no efficiency"
+    ceiling = "the peaks of this device are unknown, so there is no efficiency"
     if peaks := answer.peaks:
         ceiling = (
-            f"% of peak is the share of the {peaks.source} peak of {peaks.device} that limits first"
+            f"% of peak is relative to the {peaks.source} peak of {peaks.device} that limits first"
         )
         against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
         ceiling += f" ({'; '.join(against)})" if against else ""
-    yield Note(f"FLOPs by the convention {answer.convention}, compulsory bytes; {ceiling}", "rates")
+    yield Note(
+        f"FLOPs are counted as {answer.convention}, bytes are compulsory; {ceiling}", "rates"
+    )
     if baselines := dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline):
-        yield Note(f"against {'; '.join(baselines)}", "speed-up")
+        yield Note(f"relative to {'; '.join(baselines)}", "speed-up")
 
 
 def _sample_counts(answer: BenchResult) -> str:
     counts = [row.samples for row in answer.figures()]
     least, most = min(counts, default=0), max(counts, default=0)
-    text = f"{least if least == most else f'{least} to {most}'} samples a figure"
+    text = f"{(least if least == most else f'{least} to {most}')} samples per figure"
     return text if counts else ""
 
 
@@ -360,9 +362,7 @@ def _doubts(answer: BenchResult) -> Iterator[Note]:
     figures = answer.figures()
     wide = sum(row.is_wide(answer.precision) for row in figures)
     if wide:
-        text = (
-            f"their interval is wider than ±{answer.precision:.1%}; take more samples to narrow it"
-        )
+        text = f"the interval is wider than ±{answer.precision:.1%}; take more samples to narrow it"
         yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")
     for number, (text, cells) in enumerate(_doubtful(answer).items(), start=1):
         where = " ".join(cells[0]) if len(cells) == 1 else f"{len(cells)} figures"
@@ -414,7 +414,7 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     losses = [loss for loss in answer.losses if not loss.same_backend]
     if not losses:
         return
-    yield Heading("Regret", "auto against the fastest correct other backend")
+    yield Heading("Regret", "cost of auto compared with the fastest correct other backend")
     yield Table.of(LOSS_COLUMNS, losses)
     labels_of: dict[str, list[str]] = {}
     for loss in losses:
@@ -521,13 +521,13 @@ def rate_blocks(
         rates = [rate for dtype in dtypes if (rate := flop_peak(peaks, dtype, tf32=tf32))]
         roofs = [(f"{name}, {peaks.source}", peaks, rate) for name, rate in rates]
         caption = (
-            f"Compulsory bytes, FLOPs by the convention exact; the roofs are the {peaks.source} "
-            f"peaks of {peaks.device}. What sits in L2 can be above the slope."
+            f"Compulsory bytes; FLOPs are counted as exact. The roofs are the {peaks.source} "
+            f"peaks of {peaks.device}. Data that is in the L2 can exceed the slope."
         )
         blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
     if wrong:
         named = ", ".join(f"{backend} on {label}" for label, backend in sorted(wrong))
-        blocks.append(Note(f"left out of every comparison of rates: {named}", "wrong", "error"))
+        blocks.append(Note(f"excluded from all comparisons of rates: {named}", "wrong", "error"))
     return blocks
 
 
@@ -624,11 +624,11 @@ def other_winners(answers: Sequence[BenchResult]) -> list[str]:
             and best[0][config].backend not in (*each[config].ties, *each[config].open)
         ]
         examples = ", ".join(
-            f"{config} ({best[0][config].backend}, there {each[config].backend})"
+            f"{config} ({best[0][config].backend} → {each[config].backend})"
             for config in apart[:SHOWN]
         )
         texts.append(
-            f"the fastest backend on {_device(answer)} is another one than on {_device(answers[0])} "
-            f"for {len(apart)} of {len(both)} configs{f': {examples}' if examples else ''}"
+            f"the fastest backend on {_device(answer)} differs from that on {_device(answers[0])} "
+            f"for {len(apart)} of {len(both)} configs{(f': {examples}' if examples else '')}"
         )
     return texts

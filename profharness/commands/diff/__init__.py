@@ -119,7 +119,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full)
     if hidden and diff.rows:
-        blocks.append(Note(f"--full compares the kernels of the whole trace too: {counts}."))
+        blocks.append(Note(f"--full also compares the kernels of the whole trace: {counts}."))
     if any(row.composite for row in diff.rows) and not hidden:
         blocks.append(Note(COMPOSITE))
     if changed_first and same and not hidden:
@@ -141,7 +141,7 @@ def cost_text(cost: Cost) -> str:
     """Format a cost as its verdict and the values of both sides, such as `more: 8 → 9 a call`."""
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
-    kind, unit = ("kib", " KiB at the peak") if cost.what == MEMORY else ("count", " a call")
+    kind, unit = ("kib", " KiB of peak memory") if cost.what == MEMORY else ("count", " a call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
     ratio = "" if cost.ratio is None else f", {cost.ratio:.2f}x"
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
@@ -244,11 +244,11 @@ Candidate = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="Compared with the baseline; the same forms.",
+        tool="The run or backend to compare with the baseline, in the same forms.",
         tool_examples=("latest", "math"),
     ),
 ]
-THRESHOLD_HELP = "The smallest relative change of a time that counts."
+THRESHOLD_HELP = "The smallest relative change of a time that counts as a difference."
 Threshold = Annotated[float | None, threshold_option(THRESHOLD_HELP, THRESHOLD_HELP)]
 FailOn = Annotated[
     tuple[str, ...],
@@ -258,9 +258,12 @@ FailOn = Annotated[
         multiple=True,
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
-        help="Exit 3 if a row has this verdict: slower, changed, removed, …; if the candidate uses more "
-        "memory or launches, or refuses what the baseline runs: memory, launches, refused; for programs, "
-        "if another backend computes a layer: backend-changed. Repeatable, or separated by commas.",
+        help=(
+            "Exit 3 if a row has this verdict: slower, changed, removed, …; if the candidate "
+            "uses more memory or launches, or refuses what the baseline runs: memory, launches, "
+            "refused; for programs, if a layer runs on another backend: backend-changed. "
+            "Repeatable, or separated by commas."
+        ),
     ),
 ]
 Full = Annotated[
@@ -287,7 +290,7 @@ def to_frame(comparison: Comparison) -> pd.DataFrame:
 @command(
     "diff",
     frame=to_frame,
-    tool="Use it to find what changed, or which backend is faster on what was measured.",
+    tool="Use it to find what changed, or which backend is faster on the measured configs.",
 )
 def diff(
     baseline: Baseline,

@@ -44,7 +44,7 @@ def _layers(diff: Diff) -> Iterator[str]:
     both = [row for row in diff.layers if row.baseline and row.candidate]
     timed = [row for row in both if row.ratio is not None]
     if not both:
-        yield f"{before} and {after} have no attention layer of equal size in common."
+        yield f"{before} and {after} have no attention layers of equal size in common."
         return
     if timed:
         times = [sum(_step_ns(row, side) for row in timed) for side in (0, 1)]
@@ -60,7 +60,7 @@ def _layers(diff: Diff) -> Iterator[str]:
         else:
             lead = f"{after} is {_comparison(times[1] / times[0])} than {before} in {what} {whole}"
     else:
-        lead = f"No times of {before} and {after} can be compared"
+        lead = f"The times of {before} and {after} cannot be compared"
     yield f"{lead}{''.join(_backend_changes(both))}."
     gone = sum(row.candidate is None for row in diff.layers)
     new = sum(row.baseline is None for row in diff.layers)

@@ -85,8 +85,8 @@ OF_TIMES = ("same", "faster", "slower")
 OF_KERNELS = ("changed", "added", "removed", "unknown")
 # Maps a cost to the reason why it may be missing although both sides have the same cells.
 MISSING_COSTS = {
-    LAUNCHES: "no config has launches that one profiler saw on both sides",
-    MEMORY: "no config has a peak of memory on both sides; cells that ran on a CPU have none",
+    LAUNCHES: "no config has launches that the same profiler recorded on both sides",
+    MEMORY: "no config has a peak memory on both sides; cells that ran on a CPU have none",
 }
 
 
@@ -298,7 +298,7 @@ def _find_sides(
             except NotFoundError as error:
                 known = ", ".join(stored) or "none"
                 raise NotFoundError(
-                    f"{error}; nor is it one of the stored backends ({known})"
+                    f"{error}; it is not a stored backend either ({known})"
                 ) from None
             sides.append(_side(store, found, None, configs))
     return sides[0], sides[1]
@@ -316,7 +316,7 @@ def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need:
             raise
         runs = [store.find_run(Selection(None, configs, [name]), need) for name in names]
         pairs = [f"{run}:{name}" for run, name in zip(runs, names, strict=True)]
-        raise NotFoundError(f"{error}; there are {' and '.join(pairs)} to name instead") from None
+        raise NotFoundError(f"{error}; compare {' with '.join(pairs)} instead") from None
 
 
 def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]) -> Side:
@@ -395,9 +395,12 @@ def _contents(side: Side) -> str:
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = dict.fromkeys([cell.config for cell in cells] or [str(row.range) for row in rows])
     if not labels and side.program and not side.program.calls:
-        return f"{side.name or side.label} has counted calls and no recorded step, so no kernels and no times"
+        return (
+            f"{side.name or side.label} has only counted calls and no recorded step, so no "
+            "kernels and no times"
+        )
     if not labels:
-        return f"{side.name or side.label} has no cells and no kernels of what was asked for"
+        return f"{side.name or side.label} has no matching cells or kernels"
     lacks = [] if rows else ["kernels"]
     lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
     without = f", without {' and '.join(lacks)}" if lacks else ""
@@ -490,7 +493,7 @@ def _one_sided_rows(base: _Cell | None, cand: _Cell | None) -> Iterator[DiffRow]
         backend_candidate=cand.backend if cand else None,
         role="call",
         verdict="removed" if base else "added",
-        reasons=(f"the {other} has no such config",),
+        reasons=(f"the {other} does not have this config",),
     )
     if here.cell:
         yield row
@@ -517,7 +520,7 @@ def _paired_rows(
     profilers = _common_profilers(base, cand)
     kernels = base.of(profilers[0]), cand.of(profilers[1])
     if all(profilers) and profilers[0] != profilers[1]:
-        text = f"times come from different profilers ({profilers[0]}, {profilers[1]})"
+        text = f"the times come from different profilers ({profilers[0]}, {profilers[1]})"
         yield from _role_rows(call, cells, kernels, (*doubts, text), threshold)
     else:
         yield from _role_rows(call, cells, kernels, doubts, threshold)
@@ -563,7 +566,10 @@ def _role_rows(
         if unseen is not None:
             verdict, reasons = "unknown", (unseen,)
         if role in composite:
-            text = "a fused kernel against the kernels of math: each side's whole direction"
+            text = (
+                "a fused kernel is compared with the kernels of math, over each side's whole "
+                "direction"
+            )
             reasons = (text, *reasons)
         yield replace(
             call,
@@ -602,7 +608,7 @@ def _why_unknown(side: _Cell, kernels: Kernels, name: str) -> str | None:
         return None
     if side.cell.status == "ok":
         return f"no profiler recorded the kernels of the {name}"
-    return f"the {name} has no kernels, for its cell ended as {side.cell.status}"
+    return f"the {name} has no kernels, because its cell ended as {side.cell.status}"
 
 
 def _calls(rows: Kernels) -> int:
@@ -662,7 +668,9 @@ def _status_or_call(
     shared = (name for name in CALL_MEASUREMENTS if all(side.get(name) for side in samples))
     basis = next(shared, None)
     if basis is None:
-        return replace(row, reasons=(*doubts, "no unprofiled measurement that both sides have"))
+        return replace(
+            row, reasons=(*doubts, "no unprofiled measurement is available on both sides")
+        )
     timed = _timed_row(row, basis, *samples, doubts, threshold)
     # Add the warnings about clocks and parallel lanes that apply to one side only.
     texts = [(*clock_doubts(cell.clocks), *host_doubts(cell, basis)) for cell in cells]
@@ -815,7 +823,10 @@ def _speed(
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
     change = f"{(ratio - 1) * 100:+.1f} %"
     if min(launches) < MIN_LAUNCHES:
-        return "unknown", f"too few launches ({basis}, {change}; {MIN_LAUNCHES} are needed)"
+        return (
+            "unknown",
+            f"too few launches ({basis}, {change}; at least {MIN_LAUNCHES} are needed)",
+        )
     if not stats.beyond(ratio, threshold):
         return "same", f"{basis}: {change}, within the {threshold * 100:g} % threshold"
     if abs(new - old) <= RESOLUTION_NS * max(len(baseline), len(candidate)):
@@ -827,6 +838,8 @@ def _speed(
     if any(low <= other <= high for (low, high), other in zip(ranges, (new, old), strict=True)):
         return "unknown", f"{basis}: {change}, but the ranges of single launches overlap"
     if allowance is not None and max(ratio, 1 / ratio) <= allowance:
-        apart_by = f"like processes differ by up to {(allowance - 1) * 100:.1f} %"
+        apart_by = f"equal processes differ by up to {(allowance - 1) * 100:.1f} %"
         return "unknown", f"{basis}: {change}, but {apart_by}"
-    return ("slower" if ratio > 1 else "faster"), f"{basis}: {change}, beyond either side's range"
+    return (
+        "slower" if ratio > 1 else "faster"
+    ), f"{basis}: {change}, outside the range of either side"

@@ -226,10 +226,10 @@ def require_answer(answers: Sequence[Explanation]) -> None:
     """Raise CaptureError if PyTorch could not answer for any of the configs."""
     if not answers or any(answer.error is None for answer in answers):
         return
-    more = f" (and of {len(answers) - 1} more)" if len(answers) > 1 else ""
+    more = f" (and {len(answers) - 1} more)" if len(answers) > 1 else ""
     raise CaptureError(
-        f"no config was answered: {answers[0].config}{more}: {answers[0].error}; --timeout SECONDS "
-        "gives PyTorch more time, --torch and --gpu ask the rules instead"
+        f"PyTorch answered no config: {answers[0].config}{more}: {answers[0].error}; give it "
+        "more time with --timeout SECONDS, or use the dispatch rules with --torch and --gpu"
     )
 
 
@@ -339,15 +339,15 @@ def _caveats(environment: Mapping[str, Any], sides: Sequence[BackendAnswer]) -> 
     impl = environment.get("flash_attention_impl")
     if impl:
         sentences.append(
-            f"{impl} is activated: flash runs its kernels instead of FA2's, and a call that it does not support "
-            "raises instead of taking another backend."
+            f"{impl} is activated: flash runs its kernels instead of FA2's, and a call that it "
+            "does not support raises instead of falling back to another backend."
         )
     for side in sides:
         if None not in (side.eligible, side.can_use) and side.eligible != side.can_use:
             says = "yes" if side.can_use else "no"
             sentences.append(
-                f"PyTorch answers twice and differently: can_use_{side.backend}_attention says {says}, a call that "
-                f"may take {side.backend} alone would{' ' if side.eligible else ' not '}run."
+                f"PyTorch gives two different answers: can_use_{side.backend}_attention says {says}, "
+                f"but a call that may only use {side.backend} would{(' ' if side.eligible else ' not ')}run."
             )
     return sentences
 
@@ -361,8 +361,10 @@ Backend = Annotated[
         complete=complete_backends,
         help="Limit the advice to these backends, or explain the choice of a set (flash+math) or an order "
         "(cudnn-then-flash, or 'cudnn>flash' in quotes) instead of auto. Repeatable, or separated by commas.",
-        tool="A set or an order that the call may take, in place of auto; or single backends to limit the "
-        "advice to; no file or module.",
+        tool=(
+            "A set or an order that the call may use, in place of auto; or single backends to "
+            "limit the advice to; no file or module."
+        ),
         tool_value=tool_backends,
         tool_examples=("flash+math", "cudnn-then-flash", "flash"),
     ),
@@ -424,7 +426,7 @@ Bisect = Annotated[
         metavar="PROPERTY",
         check=numeric_name,
         help="Find the values of this property, such as head_dim, at which the choice changes.",
-        tool="Find the values of this property at which the choice flips.",
+        tool="Find the values of this property at which the choice changes.",
         tool_examples=("head_dim", "seq_len"),
     ),
 ]
@@ -502,7 +504,7 @@ class Question:
 def _to_frame(question: Question) -> pd.DataFrame:
     if question.backends:
         raise UsageError(
-            f"explain asks about auto, a set or an order of backends, not {question.backends[0]!r}"
+            f"explain accepts auto, a set or an order of backends, not {question.backends[0]!r}"
         )
     answers = with_store(question.explain(), question.store)
     made = frame(list(map(flat_record, answers)))
@@ -513,9 +515,11 @@ def _to_frame(question: Question) -> pd.DataFrame:
 @command(
     "explain",
     frame=_to_frame,
-    tool="Use it for any config, stored or not. The dispatch rules of the release answer, without a GPU. "
-    "Several configs give a map of choices, several releases show where the choice changes, and bisect "
-    "finds the value at which it flips.",
+    tool=(
+        "Use it for any config, stored or not. The dispatch rules of the release answer, "
+        "without a GPU. Several configs give a map of choices, several releases show where "
+        "the choice changes, and bisect finds the value at which it changes."
+    ),
     tool_required=("gpu",),
 )
 def explain(
@@ -558,7 +562,7 @@ def explain(
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
     if not chosen_configs:
-        raise UsageError("explain needs a config, such as 2,8,512,64,bf16, or --configs FILE")
+        raise UsageError("explain requires a config, such as 2,8,512,64,bf16, or --configs FILE")
     platforms = named_platforms(torch or _default_release(gpu), gpu, cudnn, cuda, cudnn_compiled)
     path = store_path(store)
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
@@ -599,10 +603,12 @@ def check_options(
         )
     if measure and elsewhere:
         raise UsageError(
-            "--measure runs on this machine, --torch and --gpu mean another; choose one"
+            "--measure runs on this machine, but --torch and --gpu mean another; use one of them"
         )
     if bisect is not None and (measure or full):
-        raise UsageError("--bisect asks for choices only; leave --measure and --full out")
+        raise UsageError(
+            "--bisect only finds choices; it cannot be combined with --measure and --full"
+        )
 
 
 @document(explain)
@@ -676,7 +682,7 @@ def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
 def _bisected(question: Question, name: str) -> Document:
     platforms = question.platforms
     if len(platforms) > 1:
-        raise UsageError("--bisect takes one release; give --torch a single one")
+        raise UsageError("--bisect accepts only one release; give --torch a single one")
     asked = "" if question.asked == AUTO else f", {question.asked}"
     where = f"{platforms[0].text}, by rule{asked}" if platforms else "live"
 

@@ -40,7 +40,12 @@ def explain_answer(answer: Explanation) -> tuple[str, ...]:
     torch, device = platform_text(answer.environment)
     subject = torch if answer.asked == AUTO else f"With {answer.asked}, {torch}"
     if answer.choice is None and unread([answer]) is not None:
-        return (f"What {torch} runs on {device} is unknown: the rules do not cover this release.",)
+        return (
+            (
+                f"What {torch} runs on {device} is unknown, because the rules do not cover this "
+                "release."
+            ),
+        )
     sentences = [_choice(answer, subject, device), *_others(answer), *_change(answer)]
     if answer.prediction is not None:
         sentences.append(str(answer.prediction["statement"]))
@@ -55,7 +60,9 @@ def _choice(answer: Explanation, subject: str, device: str) -> str:
         verb = "is predicted to raise" if predicted else "raises"
         if taking := [side.backend for side in answer.backends if side.eligible]:
             alone = join_and([backend_text(name) for name in taking])
-            return f"{subject} {verb} on {device}: it settles on math, although {alone} alone could run."
+            return (
+                f"{subject} {verb} on {device}: it chooses math, although only {alone} could run."
+            )
         which = "backend" if answer.asked == AUTO else "backend among them"
         return f"{subject} {verb} on {device}: no {which} takes this config."
     verb = "is predicted to run" if predicted else "runs"
@@ -81,10 +88,10 @@ def _others(answer: Explanation) -> Iterator[str]:
     refused = [side for side in considered if side.eligible is False]
     refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
     for side in refused[:SHOWN_REASONS]:
-        reason = side.reasons[0].message.rstrip(".") if side.reasons else "no reason is known"
+        reason = side.reasons[0].message.rstrip(".") if side.reasons else "the reason is unknown"
         parts.append(f"{backend_text(side.backend)} cannot: {reason}")
     if more := [backend_text(side.backend) for side in refused[SHOWN_REASONS:]]:
-        parts.append(f"nor can {join_and(more)}")
+        parts.append(f"neither can {join_and(more)}")
     if unknown := [backend_text(side.backend) for side in considered if side.eligible is None]:
         parts.append(f"whether {join_and(unknown)} could run is unknown")
     if forbidden := [backend_text(name) for name in SDPA_BACKENDS if name not in allowed]:
@@ -108,7 +115,7 @@ def _change(answer: Explanation) -> Iterator[str]:
 def matrix_answer(matrices: Sequence[Sequence[MatrixRow]]) -> tuple[str, ...]:
     """Return a sentence on the releases at which the predicted choice changes."""
     if all(chosen(row.explanation) == "unknown" for matrix in matrices for row in matrix):
-        return ("What these releases run is unknown: the rules do not cover them.",)
+        return ("What these releases run is unknown, because the rules do not cover them.",)
     if len(matrices) > 1:
         changing = sum(any(row.flips for row in matrix) for matrix in matrices)
         if not changing:
@@ -131,7 +138,12 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
     """Return a sentence on how often each backend is chosen."""
     torch, device = platform_text(answers[0].environment)
     if unread(answers) is not None:
-        return (f"What {torch} runs on {device} is unknown: the rules do not cover this release.",)
+        return (
+            (
+                f"What {torch} runs on {device} is unknown, because the rules do not cover this "
+                "release."
+            ),
+        )
     subject = torch if answers[0].asked == AUTO else f"With {answers[0].asked}, {torch}"
     verb = "is predicted to run" if answers[0].source == "rules" else "runs"
     counts = Counter(map(chosen, answers))

@@ -67,9 +67,9 @@ def numeric_name(text: str) -> str:
     """
     name = ALIASES.get(text, text)
     if name not in NUMERIC:
-        fault = "is a word, not a number" if name in FIELDS else "is no property"
+        fault = "is a word, not a number" if name in FIELDS else "is not a property"
         names = " ".join(NUMERIC)
-        raise UsageError(f"--bisect {text!r} {fault}; numeric properties are seq_len {names}")
+        raise UsageError(f"--bisect {text!r} {fault}; choose a numeric property: seq_len {names}")
     return name
 
 
@@ -268,7 +268,7 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
     for config in configs:
         if name == "seq" and config.seq_len_q != config.seq_len_kv:
             raise UsageError(
-                f"--bisect seq: {config.label} has unlike lengths; bisect seq_q or seq_kv"
+                f"--bisect seq: {config.label} has different lengths; bisect seq_q or seq_kv"
             )
         groups.setdefault(_without(config, name, configs), []).append(config)
     bisections = []
@@ -291,7 +291,9 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
     """
     domain = _domain(base, name, ends)
     if not domain:
-        raise UsageError(f"--bisect {name}: no value from {ends[0]} to {ends[1]} fits {base.label}")
+        raise UsageError(
+            f"--bisect {name}: no value from {ends[0]} to {ends[1]} is valid for {base.label}"
+        )
     choices: dict[int, str] = {}  # by index into the domain
 
     def ask(indices: Iterable[int]) -> None:
@@ -364,7 +366,7 @@ def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:
 def _set(base: Config, name: str, value: int) -> Config:
     config = put(base, name, value)
     if config is None:
-        raise UsageError(f"--bisect {name}: {value} does not fit {base.label}")
+        raise UsageError(f"--bisect {name}: {value} is not valid for {base.label}")
     return config
 
 

@@ -134,9 +134,7 @@ def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
         parts.append(f"{lead} still picks {backend_text(advice.choice)}")
     if advice.gain is not None:
         factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
-        parts.append(
-            f"Measured {factor:.2f}x {word} (the call alone, without preparing its inputs)"
-        )
+        parts.append(f"Measured {factor:.2f}x {word} (the call only, without preparing its inputs)")
     # flex_attention runs its own kernels, not those of the backend.
     lead = "instead of" if advice.steps == ("flex",) else "for"
     yield Note(f"{'. '.join(parts)}.", f"{lead} {backend}")
@@ -296,14 +294,16 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
         varied = {"config": bisection.config, "property": bisection.name}
         count, flips = len(bisection.asked), len(bisection.flips)
         text = (
-            f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"
+            f"{flips} flip{('s' if flips != 1 else '')}, exact: the values on both sides were "
+            "queried"
         )
         if count == bisection.possible:
-            text += f"; all {count:,} values were asked"
+            text += f"; all {count:,} values were queried"
         else:
             text += (
-                f"; asked {count:,} of {bisection.possible:,} values; between two asked values with the "
-                "same choice it is taken to stay the same (--format json lists what was asked)"
+                f"; {count:,} of {bisection.possible:,} values were queried; between two queried "
+                "values with the same choice, the choice is assumed to be the same (--format json "
+                "lists the queried values)"
             )
         blocks += [
             Heading(f"{bisection.config}, {bisection.name} varies", where),

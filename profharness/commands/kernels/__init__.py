@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GPU_ALONE = (
-    "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave RUN, --profiler and "
-    "--breakdown out"
+    "--torch, --driver and --atlas require --gpu NAME, which predicts; it cannot be "
+    "combined with RUN, --profiler and --breakdown"
 )
 NAMES = """
 Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides columns.
@@ -87,7 +87,7 @@ Profilers = Annotated[
         check=require_profilers,
         help="Show only the launches that this profiler recorded; all compares the profilers. Repeatable.  "
         "[default: the first of torch, nsys and ncu that the run has]",
-        tool=f"{', '.join(TRACE_PROFILERS)}, or all: every one side by side.",
+        tool=f"{', '.join(TRACE_PROFILERS)}, or all to compare them.",
         click={"type": click.Choice([*TRACE_PROFILERS, EVERY_PROFILER])},
     ),
 ]
@@ -169,9 +169,12 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
     "kernels",
     frame=_to_frame,
     epilog=NAMES,
-    tool="Use it for the kernels that ran on a stored config. `cells`, beside the rows, lists refusals with "
-    "their reasons. Nothing is captured: a config that no run has is an error; call explain for it. "
-    "With gpu, an atlas of that GPU answers, as for predict, and no store is read.",
+    tool=(
+        "Use it for the kernels that ran on a stored config. The key `cells` lists refusals "
+        "with their reasons. Nothing is captured: a config that no run has is an error; call "
+        "explain for it. With gpu, an atlas of that GPU answers, as for predict, and no "
+        "store is read."
+    ),
 )
 def kernels(
     configs: Configs = None,
@@ -223,7 +226,7 @@ def kernels(
         return KernelsFound(rows, cells)
     watched = TRACE_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:
-        raise UsageError("--breakdown sums up what one profiler saw; name one with --profiler")
+        raise UsageError("--breakdown uses one profiler; choose it with --profiler")
     path, selection = store_path(store), select(run_text(run), chosen, names, watched)
     rows, cells = find_rows(path, selection, by_op=steps)
     if named:
@@ -233,7 +236,8 @@ def kernels(
     # sorted, because the order of a set differs between processes
     if others := sorted({row.profiler for row in rows} - {row.profiler for row in kept}):
         hint_after(
-            f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side"
+            f"{', '.join(others)} recorded these kernels too; compare the profilers with "
+            "--profiler all"
         )
     return KernelsFound(kept, cells, path)
 
@@ -275,7 +279,7 @@ def check(found: KernelsFound, *, expect: Expected = (), run: OneRun = None) -> 
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
     names = ",".join(expected)
     if failed := unmet_expectations(expected, found.rows, judged, found.names()):
-        raise GateError(f"--expect {names} is not met: " + "\n  ".join(failed))
+        raise GateError(f"--expect {names} failed: " + "\n  ".join(failed))
     return f"--expect {names}"
 
 

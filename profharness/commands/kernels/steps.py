@@ -80,7 +80,7 @@ class Step:
         str, column("step", importance="key", meaning="what its kernels compute together")
     ]
     launches_per_call: Annotated[
-        float | None, column("launches", "count", meaning="launches in a call")
+        float | None, column("launches", "count", meaning="launches per call")
     ]
     mean_ns: Annotated[
         float | None,
@@ -95,7 +95,7 @@ class Step:
             "us",
             importance="answer",
             scale="launch",
-            meaning="time of its launches in a call",
+            meaning="time of its launches per call",
         ),
     ]
     share: Annotated[
@@ -104,8 +104,10 @@ class Step:
             "share%",
             "percent",
             importance="answer",
-            meaning="share of the eager call; without one of an older run's event sample, the CPU's "
-            "clock or the kernels",
+            meaning=(
+                "share of the eager call; if there is none, of an older run's event sample, of the "
+                "CPU's wall clock or of the kernels"
+            ),
         ),
     ]
     """None for the cold refill, because an eager call does not contain it."""
@@ -115,7 +117,7 @@ class Step:
     kernels: Annotated[
         tuple[str, ...], column("kernels", "names", shrink=True, meaning="its kernels")
     ]
-    profiler: Annotated[str | None, column(meaning="what recorded the launches")]
+    profiler: Annotated[str | None, column(meaning="the profiler that recorded the launches")]
     grid: Triple | None = None
     block: Triple | None = None
     shared_bytes: int | None = None
@@ -129,7 +131,9 @@ class CallFigures:
     backend: Annotated[str, column("backend", meaning="the backend of the cell")]
     kernels_ns: Annotated[
         float | None,
-        column("kernel µs", "us", importance="answer", scale="call", meaning="sum of its kernels"),
+        column(
+            "kernel µs", "us", importance="answer", scale="call", meaning="sum of the kernel times"
+        ),
     ]
     """None on a CPU, because the sum of its ops is not a latency."""
     graph_ns: Annotated[
@@ -139,7 +143,7 @@ class CallFigures:
     host_ns: Annotated[
         float | None,
         column(
-            "host µs", "us", importance="detail", scale="call", meaning="host time of an eager call"
+            "host µs", "us", importance="detail", scale="call", meaning="CPU time of an eager call"
         ),
     ]
     cold_ns: Annotated[
@@ -153,11 +157,13 @@ class CallFigures:
     ]
     wall_ns: Annotated[
         float | None,
-        column("wall µs", "us", importance="normal", scale="call", meaning="wall clock of the CPU"),
+        column(
+            "wall µs", "us", importance="normal", scale="call", meaning="wall-clock time of the CPU"
+        ),
     ]
     speedup: Annotated[
         float | None,
-        column("speed-up", "ratio", importance="answer", meaning="against the slowest"),
+        column("speed-up", "ratio", importance="answer", meaning="relative to the slowest backend"),
     ]
     peak_memory_bytes: Annotated[
         int | None, column("peak MiB", "mib", meaning="peak memory without the inputs")
@@ -179,7 +185,12 @@ class CallFigures:
     ]
     """None if there is no score matrix, or if copies of the inputs are larger than the matrix."""
     growth: Annotated[
-        str | None, column("grows with", importance="detail", meaning="what the memory grows with")
+        str | None,
+        column(
+            "grows with",
+            importance="detail",
+            meaning="growth of the memory with the sequence length",
+        ),
     ]
     """Derived from the shapes. `S` is the length of queries and keys. If the lengths differ, `S_q` is
     the length of queries and `S_kv` the length of keys.
@@ -360,7 +371,7 @@ def steps_document(
                 values = asdict(step) | place | of_call
                 records.append({name: values[name] for name in FIELDS})
     if not cells:
-        blocks.append(Note("steps need the cells of a captured run; a foreign trace has none"))
+        blocks.append(Note("a breakdown requires the cells of a captured run; this trace has none"))
     if figures_of:
         blocks += _explanations(cells, [*figures_of.values()])
     answer = (*kernels_answer(rows, cells), *_of_call(figures_of))

@@ -156,13 +156,13 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
     """Return a note on what the times of kernels contain, and which ones to use for a program."""
     if any(row.kernel_kind == "op" for row in rows):
         return "An op's own time, without the ops that it calls. For the time of a call use bench."
-    caches = "cold caches, since ncu runs each kernel alone"
+    caches = "cold caches, because ncu runs each kernel on its own"
     if any(row.profiler != NCU for row in rows):
         caches = "a warm L2"
     return (
-        f"Kernel time only, with {caches}; launches and gaps are excluded. For the time of a call "
-        "in a program use bench: eager with the cost of launches, graph without it, cold with "
-        "flushed caches."
+        f"Kernel time only, with {caches}; launches and gaps are excluded. For the time of a "
+        "call in a program use bench: eager with the cost of launches, graph without it, "
+        "cold with flushed caches."
     )
 
 
@@ -208,7 +208,7 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
     if cell.status != "ok":
         notes.append(status_note(cell.status, _reason(cell), cell.backend))
     elif not rows:
-        text = cell.message or "no kernels recorded by the profilers asked for"
+        text = cell.message or "the requested profilers recorded no kernels"
         notes.append(Note(text, cell.backend, "warning"))
     warnings = [*disagreements(cell, rows), *cell.warnings]
     if (backend := replaced_by(cell, rows)) is not None:
@@ -290,7 +290,7 @@ def _with_disagreements(kernel: JoinedKernel, profilers: Iterable[str]) -> Joine
     for name in TRACE_PROFILERS:
         unseen = name == NCU and kernel.first.kernel_kind in UNSEEN_BY_NCU
         if name in profilers and name not in kernel.rows and not unseen:
-            points.append(Disagreement("missing", f"{name} did not see it"))
+            points.append(Disagreement("missing", f"{name} did not record it"))
     for name, code, what in _AGREED:
         values = kernel.values(name)
         if len(set(values.values())) > 1:
@@ -431,8 +431,9 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
     absent = set(TRACE_PROFILERS) - {row.profiler for row in rows}
     if absent and rows:
         text = (
-            f"{join_and([name for name in TRACE_PROFILERS if name in absent])} recorded nothing here; "
-            f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` records with all three"
+            f"{join_and([name for name in TRACE_PROFILERS if name in absent])} recorded nothing "
+            "here; record with all three: `profharness capture --profiler "
+            f"{','.join(TRACE_PROFILERS)}`"
         )
         notes.append(Note(text))
     ratios = [
@@ -445,8 +446,9 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
     ]
     if ratios:
         text = (
-            f"Use the times of torch or nsys and the counters of ncu: ncu runs each kernel alone with "
-            f"cold caches, which takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
+            "Use the times of torch or nsys and the counters of ncu: ncu runs each kernel on its "
+            f"own with cold caches, which takes {min(ratios):.2f} to {max(ratios):.2f} times as "
+            "long."
         )
         notes.append(Note(text))
     return notes

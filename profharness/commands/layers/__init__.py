@@ -261,7 +261,9 @@ def layers(
             return LayersFound(path, (find_layers(opened, names[0], step=step, torch=torch),))
         unique = list(dict.fromkeys(names))
         if len(unique) < 2:
-            raise UsageError(f"{' and '.join(map(str, run))} are one run, {names[0]}; name it once")
+            raise UsageError(
+                f"{' and '.join(map(str, run))} are the same run, {names[0]}; name it once"
+            )
         classes = find_layers_by_gpu(opened, unique, torch=torch)
     return LayersFound(path, tuple(each.layers for each in classes.classes), classes)
 
@@ -291,25 +293,30 @@ def check_options(
         of_one = (step is not None, gpu, backend, max_time, only_configs, regret and not named)
         if any(of_one):
             raise UsageError(
-                "--step, --gpu, --configs, --savings without --bench, --backend and --max-time are about "
-                "one run, and one bench; name one"
+                "--step, --gpu, --configs, --savings without --bench, --backend and --max-time apply "
+                "to one run; name only one"
             )
         return
     if gpu is not None:
         require_forecast_alone(fail_on, expect, named, only_configs, regret)
         return
     if only_configs and named:
-        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
+        raise UsageError(
+            "--configs prints configs to bench, and --bench reads the results; use one of them"
+        )
     if only_configs and (output or format):
         raise UsageError(
-            "--configs prints lines to stdout: `--configs > calls.txt`, no -o, no --format"
+            "--configs prints lines to stdout, as in `--configs > calls.txt`; it cannot be "
+            "combined with -o and --format"
         )
     if named and max_time is not None:
-        raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
+        raise UsageError(
+            "--max-time limits measurements, but --bench measures nothing; use one of them"
+        )
     if not regret and not named:
         for option, value in (("--backend", backend), ("--max-time", max_time)):
             if value:
-                raise UsageError(f"{option} says what --savings times; add --savings")
+                raise UsageError(f"{option} requires --savings")
 
 
 @document(layers)
@@ -410,15 +417,15 @@ def find_places(
 def require_gpu(gpu: str | None, *options: object) -> None:
     """Raise UsageError if --gpu is missing and any of the options that require it is set."""
     if gpu is None and any(options):
-        raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
+        raise UsageError("--driver and --atlas require --gpu NAME")
 
 
 def require_forecast_alone(*others: object) -> None:
     if any(others):
         raise UsageError(
-            "--configs, --savings, --bench, --fail-on and --expect are about what ran, --gpu about what "
-            "would run elsewhere; leave one out (benches of several GPUs stand beside each other without "
-            "--gpu: --bench RUN,RUN)"
+            "--gpu predicts; it cannot be combined with --configs, --savings, --bench, --fail-on "
+            "and --expect, which are about what ran. For a column per benchmark, use --bench "
+            "RUN,RUN without --gpu"
         )
 
 

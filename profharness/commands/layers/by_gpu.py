@@ -103,8 +103,8 @@ def find_layers_by_gpu(
     if captures := [run for run in runs if store.cells(run)]:
         remedy = "leave it out"
         if len(captures) == len(runs):
-            remedy = f"compare such runs with profharness report {' '.join(runs)}"
-        raise UsageError(f"run {captures[0]} is of configs, and layers are a program's; {remedy}")
+            remedy = f"compare such runs with: profharness report {' '.join(runs)}"
+        raise UsageError(f"run {captures[0]} has configs, but layers shows programs; {remedy}")
     return compare_maps(store, [find_layers(store, run, torch=torch) for run in runs])
 
 
@@ -155,7 +155,8 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> l
     for one, other in combinations(benches, 2):
         if _device(one) == _device(other):
             raise UsageError(
-                f"--bench: runs {one.run} and {other.run} were both timed on {_device(one)}; name one a class"
+                f"--bench: runs {one.run} and {other.run} were both timed on {_device(one)}; name one "
+                "run per class of GPU"
             )
     classes = programs.classes
     matched: list[tuple[int, GpuLayers | None, BenchResult | None]]
@@ -166,8 +167,8 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> l
         for bench in benches:
             if all(bench.gpu != each.layers.gpu for each in classes):
                 raise UsageError(
-                    f"run {bench.run} was timed on {_device(bench)}, where none of these programs ran; "
-                    "name one program alone, and benches of any GPUs stand beside each other"
+                    f"run {bench.run} was timed on {_device(bench)}, where none of these programs ran; to "
+                    "show benchmarks of any GPUs, name only one program"
                 )
         by_gpu = {bench.gpu: bench for bench in benches}
         matched = [(at, each, by_gpu.get(each.layers.gpu)) for at, each in enumerate(classes)]
@@ -207,7 +208,7 @@ def _bench_class(
     sides = [row.sides[at] for row in programs.rows]
     if bench is None:
         assert program is not None
-        doubt = f"no bench of {program.device} is named, so none of its times is told"
+        doubt = f"no benchmark on {program.device} was named, so its times are missing"
         calls = (BenchedCall(),) * len(sides)
         return GpuBench(program.name, program.device, None, program.layers, calls, doubts=(doubt,))
     times = BenchTimes(bench)
@@ -216,20 +217,20 @@ def _bench_class(
         unknown = "; ".join(dict.fromkeys(call.doubt for call in calls if call.doubt))
         run, remedy = programs.classes[at].layers.name, ""
         if any(call.calls for call in calls):
-            remedy = f": bench what `profharness layers {run} --savings --configs` prints"
+            remedy = f"; benchmark the configs that `profharness layers {run} --savings --configs` prints"
         raise NotFoundError(
-            f"run {bench.run} has no time of a layer of run {run} ({unknown}){remedy}"
+            f"run {bench.run} has no time of any layer of run {run} ({unknown}){remedy}"
         )
     doubts, layers = bench_doubts(bench), program.layers if program else None
     if layers is not None:
         if changes := _software_changes(store.environment(layers.run), bench.environment):
             doubts.append(
-                f"run {bench.run} has other versions than the program: {', '.join(changes)}"
+                f"run {bench.run} and the program have different versions: {', '.join(changes)}"
             )
         try:
             layers = regret_map(layers, bench)
         except NotFoundError as error:
-            doubts.append(f"what the best backends save is not told: {error}")
+            doubts.append(f"the savings of the best backends are unknown: {error}")
     return GpuBench(
         name=program.name if program else _device(bench),
         device=_device(bench),
@@ -469,7 +470,7 @@ def _bench_blocks(
     timed = [
         f"{each.name}: {each.measurement} times of run {each.bench.run}"
         if each.bench
-        else f"{each.name}: no bench"
+        else f"{each.name}: no benchmark"
         for each in benches
     ]
     yield Heading("Benches compared", f"µs of one call; {', '.join(timed)}")
@@ -502,7 +503,7 @@ def _bench_blocks(
     for each in benches:
         if each.changes:
             changes = ", ".join(each.changes)
-            yield Note(f"the bench of {each.name} differs in more than the GPU: {changes}")
+            yield Note(f"the benchmark of {each.name} differs in more than the GPU: {changes}")
         for doubt in each.doubts:
             yield Note(doubt, each.name, "warning")
     for row, calls in layers:
@@ -531,9 +532,9 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
             continue
         here, there = map(sum, zip(*shared, strict=True))
         yield (
-            f"attention of {whole} in these benches: {here / 1e6:,.3f} ms on {first.name}, "
-            f"{there / 1e6:,.3f} ms on {other.name} ({here / there:.2f}x), of {len(shared)} of "
-            f"{len(rows)} rows"
+            f"attention of {whole} in these benchmarks: {here / 1000000.0:,.3f} ms on "
+            f"{first.name}, {there / 1000000.0:,.3f} ms on {other.name} ({here / there:.2f}x), "
+            f"for {len(shared)} of {len(rows)} rows"
         )
     for each in benches:
         saved = sum(
@@ -543,6 +544,6 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
         )
         if saved > 0:
             yield (
-                f"on {each.name} the fastest correct backends save {saved / 1e6:,.3f} ms of the "
-                f"kernels of {whole}"
+                f"on {each.name} the fastest correct backends save {saved / 1000000.0:,.3f} ms of the "
+                f"kernel time of {whole}"
             )

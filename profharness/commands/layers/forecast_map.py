@@ -24,17 +24,17 @@ from profharness.traces.kernel_names import parse_kernel_name
 OF_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 SOURCES = ("measured", "model", "floor")  # sources of times, from the most to the least certain
 WHY_NOT = {
-    "eager": "eager attention calls no backend",
-    "flex": "flex_attention calls no backend of scaled_dot_product_attention",
+    "eager": "eager attention uses no backend",
+    "flex": "flex_attention uses no backend of scaled_dot_product_attention",
     "custom": "a package's own attention",
-    "fast_path": "nn.TransformerEncoder's fast path has an op of its own",
-    "replay": "its shapes are not told",
+    "fast_path": "the fast path of nn.TransformerEncoder has its own op",
+    "replay": "its shapes are unknown",
 }
 CHOICES = {
-    "none": "no backend takes it there: PyTorch raises",
-    "unknown": "the rules do not know what PyTorch takes there",
+    "none": "no backend accepts it there: PyTorch raises",
+    "unknown": "the rules do not know what PyTorch chooses there",
 }
-NO_CONFIG = "no config says the call"
+NO_CONFIG = "no config describes the call"
 
 Points = Sequence[tuple[str, float]]
 # (config, allowed backends). The allowed backends are a string that `sdpa_setting` accepts, such as

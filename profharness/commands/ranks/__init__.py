@@ -48,7 +48,7 @@ ANY = "any"
 _WIDTH = max(map(len, CODES))
 
 Threshold = Annotated[
-    float, threshold_option("The relative excess of kernel time at which a GPU counts as slow.")
+    float, threshold_option("The relative excess of kernel time above which a GPU counts as slow.")
 ]
 FailOn = Annotated[
     tuple[str, ...],

@@ -14,13 +14,15 @@ OTHER_SOFTWARE, OTHER_GPU = "other-software", "other-gpu"
 WAITS, LATE, MISSING = "waits", "late", "missing-ranks"
 CODES = {
     SLOW_GPU: "its kernels take longer than the same kernels of the others",
-    SLOW_KERNELS: "some of its kernels do, and most do not",
-    OTHER_ATTENTION: "other families of attention kernels than most ranks, in a range",
-    OTHER_KERNELS: "kernels that most ranks do not have, or not as often; or it lacks some",
-    OTHER_SOFTWARE: "another value of an environment's key than most ranks",
-    OTHER_GPU: "another model of GPU than most ranks",
+    SLOW_KERNELS: "some of its kernels take longer, most do not",
+    OTHER_ATTENTION: "in a range, it runs other families of attention kernels than most ranks",
+    OTHER_KERNELS: (
+        "it launches kernels that most ranks do not launch, or other numbers of them, or lacks some"
+    ),
+    OTHER_SOFTWARE: "a value of its environment differs from most ranks",
+    OTHER_GPU: "its GPU is another model than on most ranks",
     WAITS: "its GPU is idle for longer than those of the others",
-    LATE: "it spends the least time in collectives: the others wait for it there",
+    LATE: "it spends the least time in collectives, because the others wait for it there",
     MISSING: "ranks of the job that are not stored",
 }
 """Maps the code of each kind of finding to its description."""

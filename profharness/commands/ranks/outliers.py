@@ -161,7 +161,7 @@ def compare_ranks(
     table = _launched(ranks, rank_launches(store, ranks))
     if (table.count.sum(axis=1) > 0).sum() < 2:
         raise NotFoundError(
-            f"{store.path}: {len(ranks)} ranks, and no two with kernels on a GPU to compare"
+            f"{store.path}: {len(ranks)} ranks, of which no two have kernels on a GPU to compare"
         )
     families = _attention_families(table)
     rows = [_figures(rank, row, table, families[row]) for row, rank in enumerate(ranks)]
@@ -465,4 +465,4 @@ def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[
         )
     alone = sorted({str(row.device) for row in rows if row.ratio is None})
     if alone:
-        yield f"No other rank runs the same kernels as {', '.join(alone)}, so its pace is unknown."
+        yield f"No other rank runs the same kernels as {', '.join(alone)}, so its speed is unknown."

@@ -94,7 +94,7 @@ class Latency:
     """A summary of the samples of one measurement in a cell."""
 
     measurement: Annotated[
-        str, column("measured by", importance="key", meaning="what was timed, such as `cold`")
+        str, column("measured by", importance="key", meaning="the measurement, such as `cold`")
     ]
     samples: Annotated[int, column("n", "count", importance="detail", meaning="number of samples")]
     median_ns: Annotated[
@@ -326,9 +326,12 @@ def _run_blocks(
     if compared := against(cells, [row for row in kernels if row.profiler == best], environment):
         inside = [row.inside for row in compared if row.inside is not None]
         text = (
-            f"{sum(inside)} of {len(inside)} times that the model tells lie in its 90 % interval."
+            f"{sum(inside)} of {len(inside)} measured times are within the model's 90 % interval."
         )
-        details += [Heading("Against the atlas", "what cells of such a machine took"), Note(text)]
+        details += [
+            Heading("Compared with the atlas", "times of cells on such a machine"),
+            Note(text),
+        ]
         details.append(Table.of(pick(AtlasComparison), compared))
         extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in compared)
     machine = run_machine(store, run, cells=cells)
@@ -489,7 +492,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     axes = ("lengths", "rest", "backend", "sequence length")
     return [
         Heading("Selection map"),
-        Chart("map", "What auto took", tuple(rows), *axes),
+        Chart("map", "What auto ran", tuple(rows), *axes),
         Table.of(columns, rows),
     ]
 
@@ -504,7 +507,7 @@ def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) ->
         for cell in cells
         for text in disagreements(cell, [row for row in rows if row.cell == cell.cell])
     ]
-    none = Note("none: all witnesses name the same backend")
+    none = Note("none: all sources name the same backend")
     return [Heading("Disagreements"), *(notes or [none])] if cells else []
 
 
@@ -550,7 +553,7 @@ def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[li
         refused = [cell for cell in own if cell.status == "refused"]
         codes = dict.fromkeys(reason.code for cell in refused for reason in cell.refusals)
         if refused:
-            why = ", ".join(codes) or "no reason told"
+            why = ", ".join(codes) or "no reason recorded"
             refusals.append(f"{backend} {len(refused)} of {len(own)} ({why})")
     if refusals:
         sentences.append(f"Refused: {'; '.join(refusals)}.")
@@ -691,7 +694,7 @@ def report(
         suffix = Path(path).suffix.lower()
         if format is None and suffix not in SUFFIX_FORMATS:
             known = ", ".join(FORMATS)
-            raise UsageError(f"no format {suffix[1:]!r} of a report; known are {known}")
+            raise UsageError(f"unknown report format {suffix[1:]!r}; choose from {known}")
         check_output(Path(path), force=force)
     with open_store(store_path(store)) as opened:
         made = report_document(opened, [*map(str, runs)] or ["latest"], bench=bench)

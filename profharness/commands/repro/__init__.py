@@ -73,7 +73,10 @@ ScriptDevice = Annotated[
     Option(
         ("--device",),
         type=click.Choice(DEVICES),
-        help="The device of the script. auto means that of the run, or without RUN a GPU if there is one.",
+        help=(
+            "The device of the script. auto means the device of the run, or without RUN a GPU if "
+            "there is one."
+        ),
     ),
 ]
 Seed = Annotated[
@@ -122,10 +125,12 @@ def repro(
     if run is None:
         if len(chosen) != 1:
             amount = f"{len(chosen)} configs" if chosen else "no config"
-            raise UsageError(f"a script is of one cell, and this names {amount}; give one --config")
+            raise UsageError(
+                f"a script contains one cell, but {amount} were given; give one --config"
+            )
         if len(names) > 1:
             named = ",".join(names)
-            raise UsageError(f"a script is of one cell; give one --backend, not {named}")
+            raise UsageError(f"a script contains one cell; give one --backend, not {named}")
         text = repro_script(chosen[0], names[0] if names else "auto", device, seed or 0)
     else:
         text = _stored_script(
@@ -156,12 +161,12 @@ def _stored_script(path: Path, selection: Selection, device: str, seed: int | No
         )
         if not cells:
             raise NotFoundError(
-                f"run {run} has no such cell; see all with: {shell_command('kernels', run, store=path)}"
+                f"run {run} does not have this cell; see all cells with: {shell_command('kernels', run, store=path)}"
             )
         if len(cells) > 1:
             named = [f"{cell.config} {cell.backend}" for cell in cells]
             raise UsageError(
-                f"{len(named)} cells of run {run} are meant; name one with --config and --backend: "
+                f"{len(named)} cells of run {run} match; choose one with --config and --backend: "
                 f"{join_few(named, SHOWN)}"
             )
         (cell,) = cells
@@ -191,7 +196,7 @@ def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterator[str]:
         yield f"Variables: {' '.join(texts)}"
     code = (environment.get("backend_code") or {}).get(cell.backend)
     if code and fingerprint(find_backend(cell.backend)) != code:
-        yield f"The code of {cell.backend} has changed since: it was {code}"
+        yield f"The code of {cell.backend} has changed since; it was {code}"
 
 
 def repro_script(
@@ -264,8 +269,8 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
         _, text = _source(plain.source, config)
         return "torch and triton", refused + text + COMPILED
     raise UsageError(
-        f"--backend {name}: repro writes PyTorch's own backends, flex and implementations in files; "
-        "a call of this package has no script yet"
+        f"--backend {name}: repro supports PyTorch's own backends, flex and implementations "
+        "in files; it has no script for a call of this package"
     )
 
 
@@ -295,7 +300,7 @@ def _source(source: str, config: Config) -> tuple[str, str]:
         try:
             texts[os.path.relpath(path, root)] = parts[path].decode()
         except UnicodeDecodeError:
-            raise UsageError(f"{path.name} is not UTF-8 text; repro cannot write it down") from None
+            raise UsageError(f"{path.name} is not UTF-8 text, so repro cannot include it") from None
     needs = "profharness[kernels]" if any(map(_OWN_IMPORT.search, texts.values())) else "torch"
     written = "".join(f"    {name!r}: {_literal(text)},\n" for name, text in texts.items())
     main = os.path.relpath(file.resolve(), root)

@@ -38,8 +38,8 @@ POLICY = (
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-BUSY = "too many requests at a time; try again later"
-ENDED = "the process that answered this request crashed or ran out of memory; ask for less"
+BUSY = "too many concurrent requests; try again later"
+ENDED = "the process for this request crashed or ran out of memory; request less data"
 FOREIGN = "a page of another site made this request; open the address yourself"
 
 
@@ -222,10 +222,10 @@ async def _forward(
             await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             now = clock()
             if now - moved > queue.limit_s + GRACE_S:
-                text = f"this took more than {queue.limit_s:.0f} s and was ended; ask for less"
+                text = f"this request took more than {queue.limit_s:.0f} s and was stopped; request less data"
                 failure = 504, text
             elif queue.waiting and now - begun > queue.fair_s:
-                text = f"this took more than {queue.fair_s:.0f} s while others waited; try again"
+                text = f"this request took more than {queue.fair_s:.0f} s while others waited; try again"
                 failure = 503, text
         ended = tasks[0].done() and isinstance(tasks[0].exception(), asyncio.IncompleteReadError)
         if ended and failure is None:

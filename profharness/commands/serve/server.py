@@ -64,7 +64,7 @@ REGRET = f"/{DATABASE}/regret"  # this query is as slow as a report, so it has t
 QUERIES: dict[str, tuple[str, str, str]] = {
     "stored_runs": (
         "Runs",
-        "Which runs are stored, the newest first, with the rank of a job that each is of.",
+        "The stored runs, newest first, with the rank of each in its job.",
         """SELECT run, kind, created, device, torch, rank, world_size,
             (SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells,
             (SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches
@@ -72,8 +72,11 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "busy_devices": (
         "How busy each GPU was",
-        "Of each traced program: the span from the first launch to the last, the part of it in which "
-        "the GPU was busy, in which collectives ran, and in which nothing but collectives did.",
+        (
+            "For each traced program: the span from the first launch to the last, and the parts "
+            "of it in which the GPU was busy, in which collectives ran, and in which only "
+            "collectives ran."
+        ),
         """SELECT run, rank, device_index, span_ms, busy, collectives, exposed FROM (
             SELECT r.run, r.rank, d.device AS device_index,
                 (end_ns - start_ns) / 1e6 AS span_ms,
@@ -94,20 +97,20 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "cells_by_status": (
         "Cells by status",
-        "How many cells of each run and backend ended in which status.",
+        "The number of cells per run, backend and status.",
         """SELECT run, backend, status, count(*) AS cells FROM cell_summary
         GROUP BY run, backend, status ORDER BY run DESC, backend, status""",
     ),
     "refusals_by_reason": (
         "Refusals by reason",
-        "Why backends could not take a config, the most frequent reason first.",
+        "The reasons why backends refused a config, the most frequent first.",
         """SELECT f.code, c.backend, count(DISTINCT c.id) AS cells, min(f.message) AS example
         FROM refusals f JOIN cells c ON c.id = f.cell_id
         GROUP BY f.code, c.backend ORDER BY cells DESC, f.code""",
     ),
     "metrics_of_a_kernel": (
         "Metrics of a kernel",
-        "Hardware counters of the kernels whose name holds a text.",
+        "Hardware counters of the kernels whose name contains a text.",
         """SELECT run, config, backend, kernel_short, metric, avg(value) AS mean, unit,
             count(*) AS launches
         FROM kernel_metrics WHERE kernel LIKE '%' || :kernel || '%'
@@ -127,9 +130,11 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "regret": (
         "Regret",
-        "What the choice of `auto` cost against the fastest correct backend of each config, as "
-        "`bench` tells it (0.5: half as much again). run: an id, or `all`; without one the newest "
-        "run that has an answer.",
+        (
+            "What the choice of `auto` cost relative to the fastest correct backend of each "
+            "config, as in `bench` (0.5: 50 % longer). run: an id, or `all`; by default the "
+            "newest run that has times."
+        ),
         """SELECT json_extract(value, '$.run') AS run, json_extract(value, '$.config') AS config,
             json_extract(value, '$.measurement') AS measurement,
             json_extract(value, '$.choice') AS choice, json_extract(value, '$.best') AS best,
@@ -198,8 +203,8 @@ def serve(path: Path, host: str, port: int) -> None:
     """
     if host not in LOOPBACK:
         hint(
-            f"warning: --host {host}: whoever reaches this machine can read the whole store without a "
-            "password, host names and paths in it included; nobody can write"
+            f"warning: --host {host}: anyone who can reach this machine can read the whole store "
+            "without a password, including host names and paths; nobody can write to it"
         )
     app = application(path, host)
     with _listen(host, port) as listener:
@@ -260,8 +265,8 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(64)
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"--host {host} --port {port}: cannot listen there: {error}; "
-                "take another --port, or --port 0 for any free one"
+                f"--host {host} --port {port}: cannot listen there: {error}; choose another --port, "
+                "or --port 0 for any free one"
             ) from None
         yield listener
 
@@ -425,7 +430,7 @@ class Site:
                 try:
                     store.resolve(run)
                 except NotFoundError:
-                    text = f"no run {run!r} is stored; /{DATABASE}/stored_runs lists those that are"
+                    text = f"run {run!r} is not stored; /{DATABASE}/stored_runs lists all runs"
                     return Response.text(text, status=404)
             document = report_document(store, runs)
         try:
@@ -460,14 +465,16 @@ class Site:
     async def _failed(self, error: Exception) -> Any:
         """Return the response for an unexpected error. The cause is printed only on the terminal."""
         if isinstance(error, MemoryError):
-            return Response.text("this takes too much memory; ask for less", status=400)
+            return Response.text(
+                "this request needs too much memory; request less data", status=400
+            )
         cause = str(error)
         if not isinstance(error, ProfharnessError):
             code = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
             cause = f"{error!r} in {code.co_filename}:{code.co_name}"
         await self._send({"type": "error", "text": cause[:MAX_ERROR]})
         status = 404 if isinstance(error, NotFoundError) else 500
-        text = "this cannot be answered; the terminal in which profharness serve runs tells why"
+        text = "cannot answer this request; the reason is in the terminal of profharness serve"
         return Response.text(text, status=status)
 
 
