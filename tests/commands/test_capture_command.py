@@ -33,7 +33,10 @@ def capture(folder: Path, *arguments: str) -> Result:
         ),
         (("--resume", "x"), "no run folder 'x'"),
         (("--config", "1,1,16,16", "--metrics", "m"), "require --profiler ncu"),
-        (("--config", "1,1,16,16", "--section", "S", "--profiler", "nsys"), "require --profiler ncu"),
+        (
+            ("--config", "1,1,16,16", "--section", "S", "--profiler", "nsys"),
+            "require --profiler ncu",
+        ),
     ],
 )
 def test_what_does_not_go_together_starts_nothing(
