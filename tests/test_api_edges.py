@@ -52,8 +52,8 @@ def attention(q: Any, k: Any, v: Any) -> Any:
         ({"timeout_s": 0}, "timeout_s=0 is not a number from 0.1"),
         ({"timeout_s": float("inf")}, "timeout_s=inf "),
         ({"timeout_s": float("nan")}, "timeout_s=nan "),
-        ({"backends": [attention]}, "is no name; .* file.py:function"),
-        ({"backends": attention}, "is no name"),
+        ({"backends": [attention]}, "is not a name; .* file.py:function"),
+        ({"backends": attention}, "is not a name"),
         ({"configs": 5}, "5 is not a config"),
         ({"configs": ["1,1,8,8", None]}, "None is not a config"),
         ({"configs": []}, "configs is empty"),
@@ -156,7 +156,7 @@ def test_a_step_of_numpy_is_a_number(tmp_path: Path) -> None:
         ({"device": "tpu"}, "'tpu'"),
         ({"convention": "loose"}, "'loose'"),
         ({"measurements": "hours"}, "'hours'"),
-        ({"dtypes": [16]}, "16 is no name"),
+        ({"dtypes": [16]}, "16 is not a name"),
     ],
 )
 def test_an_invalid_bench_measures_nothing(

@@ -115,7 +115,7 @@ def test_bench_prints_how_it_was_measured(tmp_path: Path) -> None:
     text = RENDERERS["md"](bench_document(found))
     line = next(line for line in text.splitlines() if line.startswith("- **measured**"))
     assert found.created and found.created in line
-    assert f"{len(steady(50_000))} samples a figure, warm-up calls 3, seed 0" in line
+    assert f"{len(steady(50_000))} samples per figure, warm-up calls 3, seed 0" in line
 
 
 def test_within_the_threshold_auto_is_as_fast(tmp_path: Path) -> None:
