@@ -9,15 +9,16 @@ import pytest
 from profharness import environment
 
 
-def test_the_system_has_its_release_and_no_name_of_a_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release = tmp_path / "os-release"
-    release.write_text('PRETTY_NAME="Ubuntu 24.04.3 LTS"\nNAME="Ubuntu"\nVERSION_ID="24.04"\n')
-    monkeypatch.setattr(environment, "OS_RELEASE", str(release))
+def test_the_system_has_its_release_and_no_name_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = {"PRETTY_NAME": "Ubuntu 24.04.3 LTS", "NAME": "Ubuntu", "VERSION_ID": "24.04"}
+    monkeypatch.setattr("platform.freedesktop_os_release", lambda: release)
     monkeypatch.setattr("platform.release", lambda: "6.8.0-1057-acme")
     assert environment.operating_system() == {"os": "Ubuntu 24.04", "os_kernel": "6.8.0"}
-    release.unlink()
+
+    def missing() -> dict[str, str]:
+        raise OSError
+
+    monkeypatch.setattr("platform.freedesktop_os_release", missing)
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr("platform.release", lambda: "unknown")
     assert environment.operating_system() == {"os": "Linux"}
