@@ -220,7 +220,7 @@ def emit(
     detail = f": {document.about}" if document.about else ""
     if chosen == "md" and output is not None:
         charts = _write_markdown(document, output, images, force=force)
-        hint(f"wrote {output}" + (f" and {charts} charts beside it" if charts else "") + detail)
+        hint(f"wrote {output}" + (f" and {charts} charts next to it" if charts else "") + detail)
         return
     if chosen == "table":
         # loads rich, which only this format needs

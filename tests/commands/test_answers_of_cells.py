@@ -169,8 +169,8 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
         "PyTorch 2.13 is predicted to run cuDNN on an H100, its first choice.",
         "efficient and math could also run; flash cannot: Flash Attention does not support non-null "
         "attn_mask.",
-        "To run flash: say is_causal=True instead of attn_mask, which holds only if the mask is lower "
-        "triangular (code below).",
+        "To run flash: pass is_causal=True instead of attn_mask, if the mask is lower triangular; then "
+        "select flash with sdpa_kernel, because auto would choose cudnn (code below).",
     ]  # fmt: skip
     for kind in ("table", "md", "html"):
         shown = " ".join(invoke(*words, *none, "--format", kind).stdout.split())

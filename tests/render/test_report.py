@@ -199,7 +199,7 @@ def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> 
     assert told[0].startswith("4 configs on 6 backends") and "24 cells: 20 ok, 4 refused" in told[0]
     assert "NVIDIA H200, torch 2.11" in told[0]
     assert "cudnn 1 of 4 (head_dim_multiple)" in told[1]
-    assert told[2] == "auto took cudnn on 3 configs, flash on 1 config."
+    assert told[2] == "auto ran cudnn on 3 configs, flash on 1 config."
     assert "nothing to change" in told[3]
     assert [item["sentences"] for item in document.extra["summary"]] == [told]
     # charts come before all tables
@@ -210,7 +210,7 @@ def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> 
     assert "1 of 3" in report(swept).answer[0]
     assert "math on 1 config" in told[2]
     assert any("was slower than the fastest other backend on 1 of 3" in text for text in told)
-    assert "To change: select flash on 1 config" in told[-2] and "1 problem" in told[-1]
+    assert "Select flash on 1 config" in told[-2] and "1 problem" in told[-1]
     assert any(isinstance(block, Code) for block in report(swept).blocks)
 
 

@@ -142,7 +142,7 @@ def _peak_notes(known: Sequence[Peaks]) -> Iterator[Note]:
             f"Peaks of {peaks.device}, {peaks.source}: {memory}TFLOP/s: {rates} ({peaks.origin})"
         )
     if not known:
-        text = "The peaks of this device are unknown, so the shares of the peaks are too"
+        text = "The peaks of this device are unknown, and so are the shares of the peaks"
         yield Note(f"{text}. Measure them on that device with --peaks measure.")
 
 

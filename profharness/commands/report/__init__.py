@@ -542,7 +542,7 @@ def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[li
     statuses = Counter(cell.status for cell in cells)
     sentences = [
         f"{_count(len({cell.config for cell in cells}), 'config')} on "
-        f"{_count(len(backends), 'backend')} ({', '.join(backends)}) make "
+        f"{_count(len(backends), 'backend')} ({', '.join(backends)}), in "
         f"{_count(len(cells), 'cell')}: "
         f"{', '.join(f'{count} {status}' for status, count in statuses.most_common())}; "
         f"{device_name(environment) or 'an unknown device'}, "
@@ -586,17 +586,17 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
 
     ran = [backend_that_ran(cell) for cell in cells if cell.status == "ok"]
     if ran:
-        yield f"auto took {named(Counter(name or 'an unknown backend' for name in ran))}."
+        yield f"auto ran {named(Counter(name or 'an unknown backend' for name in ran))}."
     if not losses:
         return
     real = [loss for loss in losses if loss.real]
     unknown = sum(loss.open for loss in losses)
-    doubt = f"; on {_count(unknown, 'config')} the two are not told apart" if unknown else ""
+    doubt = f"; on {_count(unknown, 'config')} the difference is not significant" if unknown else ""
     compared = _count(len(losses), "config")
     if not real:
         yield (
-            f"On none of {compared} was another backend shown to be faster than auto by "
-            f"{THRESHOLD:.0%}{doubt}: nothing to change."
+            f"No other backend is significantly faster than auto, by {THRESHOLD:.0%} or more, on any "
+            f"of {compared}{doubt}. There is nothing to change."
         )
         return
     worst = real[0]
@@ -606,8 +606,8 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
         f"{worst.best_ns / 1e3:,.2f}){doubt}."
     )
     yield (
-        f"To change: select {named(Counter(loss.best for loss in real))}; the code below does it "
-        "where auto cost most."
+        f"Select {named(Counter(loss.best for loss in real))}; the code below does so for the config "
+        "on which auto loses most."
     )
 
 
