@@ -233,6 +233,9 @@ class Run:
     periods: tuple[Period, ...] = ()
 
 
+LONGEST = timedelta(days=36525)  # more nanoseconds may not fit into an integer of the store
+
+
 @dataclass(frozen=True)
 class RunTimes:
     """When a run ended, and how long it took. None means that it is unknown."""
@@ -247,6 +250,8 @@ def run_times(run: Run) -> RunTimes:
     spans = []
     try:
         for each in run.periods:
+            if (each.seconds or 0) < 0:
+                return RunTimes()
             began = datetime.fromisoformat(each.began)
             seconds = None if each.seconds is None else timedelta(seconds=each.seconds)
             spans.append((began, None if seconds is None else began + seconds))
@@ -254,16 +259,16 @@ def run_times(run: Run) -> RunTimes:
         ends = [end for _, end in spans if end is not None]
         if not spans or spans[-1][1] is None:
             return RunTimes()
+        whole = sum((end - began for began, end in spans if end is not None), timedelta())
         ended = max(ends).astimezone(UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError, TypeError):  # a record that was changed
         return RunTimes()
-    if len(ends) < len(spans):
+    if len(ends) < len(spans) or whole > LONGEST:
         return RunTimes(ended)
     covered, until = timedelta(), spans[0][0]
     for (began, _), end in zip(spans, ends, strict=True):
         covered += max(end - max(began, until), timedelta())
         until = max(until, end)
-    whole = sum((end - began for (began, _), end in zip(spans, ends, strict=True)), timedelta())
     return RunTimes(ended, _nanoseconds(covered), _nanoseconds(whole))
 
 
@@ -623,7 +628,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else tuple(given)
     names = tuple(name.strip() for text in texts for name in text.split(","))
     if not all(map(class_word, names)):
-        raise UsageError(f"--run-on {','.join(texts)!r}: a GPU name is empty; write H100,H200")
+        raise UsageError(f"{','.join(texts)!r}: a GPU name is empty; write H100,H200")
     return names
 
 
@@ -632,7 +637,7 @@ def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
     first: dict[str, str] = {}
     for name, word in zip(names, meant, strict=True):
         if word in first:
-            raise UsageError(f"--gpu: {first[word]} and {name} are the same GPU; name it once")
+            raise UsageError(f"{first[word]} and {name} are the same GPU; name it once")
         first[word] = name
 
 

@@ -454,12 +454,14 @@ def _set_span(connection: sqlite3.Connection, run_id: int) -> None:
     A trace of ncu has no such time, because ncu repeats each kernel.
     """
     connection.execute(
+        "WITH own AS (SELECT id FROM traces WHERE run_id = :run) "
         "UPDATE runs SET (duration_ns, lanes_ns) = (SELECT max(last) - min(first), "
         "max(last) - min(first) FROM ("
-        "SELECT trace_id, start_ns AS first, end_ns AS last FROM device_times "
-        "UNION ALL SELECT trace_id, start_ns, start_ns + duration_ns FROM ranges "
-        "UNION ALL SELECT trace_id, start_ns, start_ns + duration_ns FROM steps) "
-        "WHERE trace_id IN (SELECT id FROM traces WHERE run_id = :run)) WHERE id = :run",
+        # each table by its index, because a store may have many other traces
+        "SELECT start_ns AS first, end_ns AS last FROM device_times WHERE trace_id IN own "
+        "UNION ALL SELECT start_ns, start_ns + duration_ns FROM ranges WHERE trace_id IN own "
+        "UNION ALL SELECT start_ns, start_ns + duration_ns FROM steps WHERE trace_id IN own)) "
+        "WHERE id = :run",
         {"run": run_id},
     )
 

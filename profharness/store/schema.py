@@ -144,9 +144,9 @@ def require_writable(path: Path) -> None:
     refuse_network(path)
     if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
         raise StoreError(f"{path}: no permission to write this store; {OTHER}")
-    # SQLite writes its log beside the store
-    if not os.access(path.parent, os.W_OK, effective_ids=True):
-        folder = path.parent.resolve()
+    # SQLite writes its log beside the store, not beside a link to it
+    folder = path.resolve().parent
+    if not os.access(folder, os.W_OK, effective_ids=True):
         raise StoreError(f"{path}: no permission to write in the folder {folder}; {OTHER}")
 
 

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -89,7 +90,7 @@ def find_steps(
     numbered = _spans(row for row in ranges if row.name.startswith(PROFILER_STEP))
     if numbered:  # they may end in another order, since NVTX ranges are a stack
         return _tiled(numbered, max(end for *_, end in numbered))
-    moments = np.array(calls, np.int64) + base
+    moments = np.sort(np.array(calls, np.int64)) + base
     own = _user_ranges(ranges, _in_modules(ranges, modules, threads, base), moments, work, base)
     if spans := _spans(own or _engine_ranges(ranges)):
         return _tiled(spans, last + base)
@@ -172,10 +173,9 @@ def _pattern(name: str) -> str | None:
 
 
 def _enclosed(moments: Ints, starts: Ints, ends: Ints) -> bool:
-    """Return whether spans, which do not overlap, enclose almost all of the moments."""
-    at = np.searchsorted(starts, moments, side="right") - 1
-    within = np.count_nonzero((at >= 0) & (moments < ends[at]))
-    return bool(len(moments)) and bool(within >= ENCLOSED * len(moments))
+    """Return whether spans, which do not overlap, enclose almost all of the sorted moments."""
+    within = np.searchsorted(moments, ends) - np.searchsorted(moments, starts)
+    return bool(len(moments)) and bool(within.sum() >= ENCLOSED * len(moments))
 
 
 def _engine_ranges(ranges: Sequence[Range]) -> list[Range]:
@@ -230,14 +230,16 @@ def _by_optimizer(ranges: Sequence[Range], ends: Sequence[int]) -> tuple[Program
     """
     steps = []
     borders = [min((row.start_ns for row in ranges), default=0), *ends]
+    own = _spans(row for row in ranges if not FRAMEWORK.match(row.name))
+    begun = 0
+    around: list[tuple[int, int]] = []  # a heap of the durations and indices of the ranges
     for begin, end in pairwise(borders):
-        around = (
-            row
-            for row in ranges
-            if row.start_ns < end <= row.start_ns + row.duration_ns
-            and not FRAMEWORK.match(row.name)
-        )
-        innermost = min(around, key=lambda row: row.duration_ns, default=None)
-        name = innermost.name if innermost else UNNAMED
+        while begun < len(own) and own[begun][1] < end:
+            _, first, last = own[begun]
+            heappush(around, (last - first, begun))
+            begun += 1
+        while around and own[around[0][1]][2] < end:
+            heappop(around)
+        name = own[around[0][1]][0] if around else UNNAMED
         steps.append(ProgramStep(name, begin, end - begin))
     return tuple(steps)

@@ -61,3 +61,12 @@ def test_a_store_without_write_permission_is_still_read(folder: Path) -> None:
     error = invoke("layers", ASKED[1]).exception
     told = "profharness.db: no permission to write this store; choose another store with --store"
     assert isinstance(error, StoreError) and str(error) == told
+
+
+def test_a_link_to_a_store_may_be_in_a_folder_without_write_permission(folder: Path) -> None:
+    made = folder / "made"
+    made.mkdir()
+    (folder / "profharness.db").rename(made / "store.db")
+    (folder / "profharness.db").symlink_to(made / "store.db")
+    folder.chmod(0o555)
+    assert invoke("ingest", ASKED[1]).exit_code == 0

@@ -119,6 +119,9 @@ def test_an_interrupted_observation_is_listed_until_it_ends(tmp_path: Path) -> N
         ((Period(NOON, 60), Period(QUARTER)), RunTimes()),
         ((Period("yesterday", 60),), RunTimes()),
         ((Period(NOON, 1e300),), RunTimes()),
+        ((Period(NOON, 1e10),), RunTimes("2415-11-22T05:46:40+00:00")),  # 2^63 ns are 292 years
+        ((Period(NOON, 1e11),) * 999, RunTimes()),  # more than a timedelta can have
+        ((Period(NOON, -1),), RunTimes()),
         ((Period(NOON, float("nan")),), RunTimes()),
         ((Period("2099-01-01T12:00:00", 1), Period(NOON, 1)), RunTimes()),
     ],

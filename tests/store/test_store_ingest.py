@@ -25,6 +25,7 @@ from profharness.recording.profilers.ncu import check_file
 from profharness.rows import Refusal
 from profharness.run import BenchPlan, Cell, Problem, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
+from profharness.store.ingest import _set_span
 from profharness.store.insert import insert_trace
 from profharness.store.schema import connect, transaction
 from profharness.store.sources import find_sources
@@ -645,3 +646,20 @@ def test_impossible_times_are_refused(tmp_path: Path, run_folder: Folder) -> Non
             transaction(connection),
         ):
             insert_trace(connection, 1, trace, batches, None)
+
+
+def test_the_span_of_a_trace_is_found_without_the_ranges_of_other_traces(tmp_path: Path) -> None:
+    """SQLite must search the ranges by the trace, because a store may have many traces."""
+    ingest_path(
+        tmp_path / "store.db",
+        Path(__file__).resolve().parents[2] / "traces" / "models" / "vit.json.gz",
+    )
+    with closing(connect(tmp_path / "store.db", write=True)) as connection:
+        (run,) = connection.execute("SELECT id FROM runs").fetchone()
+        statements: list[str] = []
+        connection.set_trace_callback(statements.append)
+        _set_span(connection, run)
+        connection.set_trace_callback(None)
+        plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statements[0]}")]
+    assert any(step.startswith("SEARCH ranges USING INDEX ranges_trace") for step in plan)
+    assert not any(step in ("SCAN ranges", "SCAN steps", "SCAN device_times") for step in plan)

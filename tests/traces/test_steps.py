@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from step_traces import Event, annotation, attention, engine, iterations, module, work, written
 
 from profharness.rows import StepRow
 from profharness.store import ingest_path, open_store
 from profharness.store.steps import step_rows
+from profharness.trace import Range
+from profharness.traces import steps
 from profharness.traces.chrome import parse_chrome
+from profharness.traces.steps import find_steps
 
 MODELS = Path(__file__).resolve().parents[2] / "traces" / "models"
 
@@ -85,6 +91,45 @@ def test_modules_that_follow_each_other_are_one_step(tmp_path: Path) -> None:
     ]
     names = [(name, start) for name, start, _ in steps_of(tmp_path, events)]
     assert names == [("Block_0", 0), ("Block_0", 500)]
+
+
+def test_optimizers_name_steps_by_the_innermost_range_around_their_end() -> None:
+    ranges = [Range("job", 0, 1000, 1, 1), Range("epoch", 1, 899, 1, 1)]
+    ranges += [Range(f"phase {at}", at, 80, 1, 1) for at in (100, 300)]
+    ranges += [Range("Optimizer.step#SGD.step", at, 10, 1, 1) for at in (150, 350, 500, 950)]
+    found = find_steps(
+        ranges, [], [], lambda: np.array([], np.int64), threads=[(1, 1)], base=0, last=1000
+    )
+    assert [step.name for step in found] == ["phase 100", "phase 300", "epoch", "job"]
+    assert [step.start_ns for step in found] == [0, 160, 360, 510]
+
+
+def test_the_steps_of_many_ranges_do_not_take_quadratic_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Count the names that are matched, and the moments that are looked up in groups of ranges."""
+    matched, looked_up, searchsorted = [], [], np.searchsorted
+
+    class Framework:
+        def match(self, name: str) -> bool:
+            matched.append(name)
+            return name.startswith("Optimizer")
+
+    def counted(a: Any, v: Any, side: Any = "left") -> Any:
+        looked_up.append(np.size(v))
+        return searchsorted(a, v, side=side)
+
+    monkeypatch.setattr(steps, "FRAMEWORK", Framework())
+    monkeypatch.setattr(np, "searchsorted", counted)
+    words = ["".join(pair) for pair in product("abcdefgh", repeat=2)]
+    pairs = [Range(word, 10 * at, 5, 1, 1) for word in words for at in range(2)]
+    nested = [Range(word * 4, at, 20_000 - at, 1, 1) for at, word in enumerate(words)]
+    ends = [Range("Optimizer.step#A.step", 100 * at, 50, 1, 1) for at in range(1, 101)]
+    ranges, work = [*pairs, *nested, *ends], np.arange(10_000)
+    found = find_steps(ranges, [], [], lambda: work, threads=[(1, 1)], base=0, last=20_000)
+    assert len(found) == len(ends)
+    assert len(matched) <= 2 * len(ranges)
+    assert sum(looked_up) <= 4 * len(ranges)
 
 
 @pytest.mark.parametrize(
