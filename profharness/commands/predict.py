@@ -171,13 +171,21 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
     known = [row for row in autos if row.regret is not None]
     lossy = _lossy(autos)
     much = share_text(NOTABLE_LOSS)
+    unsure = sum((row.regret or 0) > NOTABLE_LOSS for row in known) - len(lossy)
     if lossy:
         worst = lossy[0]
         regret = worst.regret or 0
-        longer = share_text(regret) if regret < 1 else f"{1 + regret:,.3g} times the time"
+        longer = f"{1 + regret:,.3g} times the time of"
+        if regret < 1:
+            longer = f"{share_text(regret)} longer than"
+        may = f", and may on {unsure:,} more" if unsure else ""
         sentences.append(
-            f"auto loses more than {much} on {len(lossy):,} of {len(known):,}; the worst is "
-            f"{worst.config}: {longer} of {backend_text(str(worst.best))}."
+            f"auto loses more than {much} on {len(lossy):,} of {len(known):,}{may}; the worst is "
+            f"{worst.config}: {longer} {backend_text(str(worst.best))}."
+        )
+    elif unsure:
+        sentences.append(
+            f"auto may lose more than {much} on {unsure:,} of {len(known):,}, but the intervals overlap."
         )
     elif known:
         everywhere = "" if len(known) == len(autos) else f" where times are known ({len(known):,})"

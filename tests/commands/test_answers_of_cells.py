@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.atlas.predictions import Predicted
+from profharness.atlas.predictions import Predicted, find_place, known_atlases, predict_all
+from profharness.attention.config import parse_config
 from profharness.cli import find_command
 from profharness.columns import columns_of, pick
 from profharness.commands._output import time_left
+from profharness.commands.kernels.answer import Call, _without_auto
+from profharness.commands.predict import predict_answer
 from profharness.errors import GateError
 from profharness.measurements.measurements import BenchRow
 from profharness.program.layer_map import LayerRow
@@ -207,9 +211,41 @@ def test_predict_answers_for_one_and_for_several_configs() -> None:
         "auto loses more than 10 % on 2 of 4; the worst is b1-h8-sq9-skv16384-d64-fp16: 6.41 times the "
         "time of flash.",
     ]  # fmt: skip
+    (_, loss) = answer("predict", "--config", "1,4,{512,1024},64,fp32", *of)
+    assert loss == (
+        "auto loses more than 10 % on 1 of 2, and may on 1 more; the worst is b1-h4-s512-d64-fp32: 58 % "
+        "longer than math."
+    )
     shown = invoke(*several).stdout
     assert "cudnn (measured) " in shown and "cudnn (predicted)" in shown
     assert "Predicted kernel time in µs  * is measured" in shown and " 140*" in shown
+
+
+def test_predict_does_not_rule_out_losses_that_are_not_certain() -> None:
+    """Bug: `auto is within 10 % of the fastest everywhere`, with a loss of 20 % that may be real."""
+    place, _ = find_place(known_atlases(), "H200", "2.11")
+    configs = [parse_config(text) for text in ("2,8,512,64,bf16", "2,8,1024,64,bf16")]
+    exact = predict_all(place, configs)
+    doubtful = (replace(exact[0][0], regret=0.2, certain=False), *exact[0][1:])
+    assert predict_answer([doubtful, exact[1]], place)[1] == (
+        "auto may lose more than 10 % on 1 of 2, but the intervals overlap."
+    )
+    certain = (replace(exact[1][0], regret=0.2, certain=True), *exact[1][1:])
+    assert predict_answer([doubtful, certain], place)[1] == (
+        "auto loses more than 10 % on 1 of 2, and may on 1 more; the worst is b2-h8-s1024-d64-bf16: 20 % "
+        "longer than cuDNN."
+    )
+
+
+def test_kernels_without_times_are_not_ranked() -> None:
+    """Bug: `flash is the fastest: 0 µs a call`, and predicted kernels that `were not recorded`."""
+    calls = [
+        Call(name, name, "1 kernel", None, on_cpu=False, predicted=False)
+        for name in ("flash", "math")
+    ]
+    assert _without_auto(calls) == "flash launches 1 kernel; math launches 1 kernel."
+    words = ("--config", "2,8,512,64,bf16", "--backend", "math,efficient", "--gpu", "H100")
+    assert answer("kernels", *words) == ["Their kernels are unknown."]
 
 
 def test_only_the_largest_losses_are_red_in_maps() -> None:

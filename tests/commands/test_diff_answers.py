@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
+from profharness.commands.diff.answer import _most, _range
+from profharness.commands.diff.compare import MEMORY, Cost
 from profharness.store import ingest_path
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -68,6 +70,26 @@ def test_the_answer_of_a_diff(store: Path, sides: tuple[str, str], answer: str) 
     done = diff(store, *sides)
     assert done.exit_code == 0, done.output
     assert " ".join(done.stdout.split()).startswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (1.2, 1.997, "1.2 to 2.0 times"),
+        (1.05, 1.05, "5 %"),
+        (1.03, 1.5, "3 to 50 %"),
+        (1000, 13_000, "1,000.0 to 13,000.0 times"),
+    ],
+)
+def test_factors_have_no_exponent(low: float, high: float, text: str) -> None:
+    """Bug: `slower in all 2 configs (20 to 1e+02 %)`."""
+    assert _range(low, high) == text
+
+
+def test_a_small_increase_of_memory_is_a_percentage() -> None:
+    """Bug: `uses more memory in 1 config (up to 1.0 times)`."""
+    costs = [Cost("c", "flash", "math", MEMORY, 100, 103, "more", 1.03)]
+    assert _most(costs) == " (up to 3 % more)"
 
 
 def test_the_kernels_of_a_program_need_full(store: Path) -> None:

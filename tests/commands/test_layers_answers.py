@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,23 @@ def test_the_answer_of_a_model(store: Path, name: str, sentences: list[str]) -> 
     # every format shows the answer first
     text = " ".join(ask(store, layers.run).stdout.split())
     assert text.startswith(" ".join(sentences))
+
+
+def test_layers_are_counted_once(store: Path) -> None:
+    """Bugs: `all 6 layers` of a model with 3, of which checkpointing recomputes each, and `all 3 layers
+    fall back to math` where only their decode calls do.
+    """
+    assert "; all 3 layers run on cuDNN" in layers_answer(the_map(store, "llama_checkpoint"))[0]
+    layers = the_map(store, "llama_prefill")
+    (prefill,) = layers.rows
+    decode = replace(prefill, ran="math", phase="decode", forward_ns=2e5, calls=6.0)
+    both = layers_answer(replace(layers, rows=(prefill, decode)))[0]
+    assert both.endswith("; 6 of 9 calls fall back to math (12 % of the GPU time).")
+    alone = replace(decode, names=decode.names[:1], calls=1 / 3)
+    assert "; it falls back to math (" in layers_answer(replace(layers, rows=(alone,)))[0]
+    without = replace(alone, names=())
+    both = layers_answer(replace(layers, rows=(replace(prefill, names=()), without)))[0]
+    assert "; 0.33 of 3.33 calls fall back to math (" in both
 
 
 def test_training_has_forward_and_backward(store: Path) -> None:

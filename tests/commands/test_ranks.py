@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,27 @@ def test_the_answer_names_the_slow_rank_and_not_the_spread_of_the_others(
         "Unlike most ranks, rank 3 ran other attention kernels, rank 1 launched other kernels and "
         "rank 6, rank 7 ran other software."
     )
+
+
+def test_the_answer_about_slow_ranks_counts_them_and_what_is_slow(jobs: Path) -> None:
+    """Bugs: `1 other ranks are slow too`, and a rank with a slow kernel that `takes -2 % longer`."""
+    even = compared(jobs, "even")
+
+    def asked(ratios: Sequence[float], code: str, count: int) -> tuple[str, ...]:
+        rows = [
+            replace(row, ratio=ratio, findings=(code,) if at < count else ())
+            for at, (row, ratio) in enumerate(zip(even.rows, ratios, strict=False))
+        ]
+        return ranks_answer(replace(even, rows=tuple(rows), findings=()))
+
+    assert asked((1.1, 1.09, 1, 1), "slow-gpu", 2)[0] == (
+        "Rank 0 is slow: its kernels take 10 % longer than on the others, 1 other rank is slow too; all 2 "
+        "other ranks agree within 0 %."
+    )
+    assert asked((0.98, 1, 1), "slow-kernels", 1)[0].startswith(
+        "Rank 0 is slow: some of its kernels take longer than on the others, all together 0 %;"
+    )
+    assert asked((1,), "slow-gpu", 0) == ("The times of these ranks cannot be compared.",)
 
 
 def test_shares_are_parts_of_the_span_and_ranks_that_wait_are_told(jobs: Path) -> None:

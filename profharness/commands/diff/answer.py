@@ -8,7 +8,7 @@ from itertools import groupby
 
 from profharness.attention.config import backend_text
 from profharness.commands.diff.compare import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
-from profharness.errors import join_and
+from profharness.errors import counted, join_and
 from profharness.program.matching import LayerDiff, LayerSide
 from profharness.render.document import time_text
 
@@ -35,7 +35,7 @@ def _names(diff: Diff) -> tuple[str, str]:
 
 def _comparison(ratio: float) -> str:
     factor = max(ratio, 1 / ratio)
-    amount = f"{factor:.1f} times" if factor >= 2 else f"{100 * (factor - 1):.3g} %"
+    amount = _range(factor, factor, digits=3)
     return f"{amount} {'slower' if ratio > 1 else 'faster'}"
 
 
@@ -52,7 +52,7 @@ def _layers(diff: Diff) -> Iterator[str]:
         whole = f"({time_text(times[0])} → {time_text(times[1])} per step)"
         both_ways = any(row.basis != "forward" for row in timed)
         what = "attention" if both_ways else "the forward of attention"
-        if speeds == {"same"}:
+        if speeds == {"same"} or times[0] == times[1] > 0:
             lead = f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before} {whole}"
         elif not times[0] or not times[1] or speeds == {"unknown"}:
             reason = next((row.reasons[-1] for row in timed if row.reasons), "")
@@ -112,18 +112,17 @@ def _cells(diff: Diff) -> Iterator[str]:
         ]
         if found:
             of = f" that {before} runs" if what == REFUSED else ""
-            worse.append(f"{text} {_counted(len(found), noun)}{of}{_most(found)}")
+            worse.append(f"{text} {counted(len(found), noun)}{of}{_most(found)}")
     if worse:
         yield f"{after[0].upper()}{after[1:]} {join_and(worse)}."
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
 def _most(costs: Sequence[Cost]) -> str:
     ratios = [cost.ratio for cost in costs if cost.ratio]
-    return f" (up to {max(ratios):.1f} times)" if ratios else ""
+    if not ratios:
+        return ""
+    most = max(ratios)
+    return f" (up to {_range(most, most)}{' more' if most < 2 else ''})"
 
 
 def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
@@ -146,7 +145,11 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         if len(rows) == 1:
             return f"{after} is {_comparison(found[0].ratio or 1)} than {before}."
         count = (
-            f"all {len(rows):,}" if len(found) == len(rows) else f"{len(found):,} of {len(rows):,}"
+            f"{len(found):,} of {len(rows):,}"
+            if len(found) < len(rows)
+            else "both"
+            if len(rows) == 2
+            else f"all {len(rows):,}"
         )
         parts.append(f"{verdict} in {count} {noun}s ({amount})")
     others = Counter(row.verdict for row in rows if row.verdict not in ("slower", "faster"))
@@ -157,18 +160,21 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         "added": "without a baseline in {}",
         "removed": "without a candidate in {}",
     }
-    parts += [words[name].format(_counted(count, noun)) for name, count in others.items()]
+    parts += [words[name].format(counted(count, noun)) for name, count in others.items()]
     text = f"Compared with {before}, {after} is {join_and(parts)}."
     if len(parts) == 1 and set(others) == {"same"}:
-        return f"{after[0].upper()}{after[1:]} takes as long as {before} in {_counted(len(rows), noun)}."
+        return f"{after[0].upper()}{after[1:]} takes as long as {before} in {counted(len(rows), noun)}."
     return text
 
 
-def _range(low: float, high: float) -> str:
-    if high < 2:
-        low_text, high_text, unit = f"{100 * (low - 1):.2g}", f"{100 * (high - 1):.2g}", " %"
+def _range(low: float, high: float, digits: int = 2) -> str:
+    """Return factors as text: `20 to 90 %` above 1, or `1.2 to 3.0 times`."""
+    percents = [f"{100 * (factor - 1):.{digits}g}" for factor in (low, high)]
+    # A greater percentage would have an exponent.
+    if high < 2 and float(percents[1]) < 100:
+        (low_text, high_text), unit = percents, " %"
     else:
-        low_text, high_text, unit = f"{low:.1f}", f"{high:.1f}", " times"
+        low_text, high_text, unit = f"{low:,.1f}", f"{high:,.1f}", " times"
     return f"{low_text}{unit}" if low_text == high_text else f"{low_text} to {high_text}{unit}"
 
 

@@ -89,6 +89,8 @@ def _without_kernels(cells: Sequence[CellRow]) -> Iterator[str]:
     takes = "is predicted to take" if any(cell.message for cell in ran) else "takes"
     if known:
         yield f"auto {takes} {split_text(Counter(map(str, known)))}; its kernels are unknown."
+    elif any(cell.message for cell in ran):
+        yield "Their kernels are unknown."
     elif ran:
         yield "No kernels were recorded."
 
@@ -122,6 +124,8 @@ def _named(call: Call) -> str:
 
 def _without_auto(timed: Sequence[Call]) -> str:
     first, *others = timed
+    if first.ns is None:
+        return f"{'; '.join(map(_named, timed))}."
     if not others:
         return f"{_named(first)}."
     last = others[-1]

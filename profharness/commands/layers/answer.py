@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from profharness.attention.config import SDPA_BACKENDS, backend_text
-from profharness.errors import join_and
+from profharness.errors import counted, join_and
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow
-from profharness.render.document import share_text, time_text
+from profharness.render.document import FORMATS, share_text, time_text
 from profharness.rows import WHOLE_TRACE
 
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
@@ -47,12 +47,10 @@ def _layer_count(rows: Sequence[LayerRow]) -> tuple[float, str]:
     the layers cannot be told apart, as in compiled code or in a trace without modules.
     """
     if rows and all(row.names and row.mode != "compile" for row in rows):
-        return len({name for row in rows for name in row.names}), "layer"
+        # The path of a recomputed layer lacks its beginning.
+        first = [row for row in rows if row.direction != "recompute"] or rows
+        return len({name for row in first for name in row.names}), "layer"
     return _calls(rows), "call"
-
-
-def _number(count: float, noun: str) -> str:
-    return f"{count:,.10g} {noun}{'s' * (count != 1)}"
 
 
 def _cost(layers: LayerMap, subject: str = "Attention") -> str:
@@ -87,14 +85,20 @@ def _what_ran(layers: LayerMap) -> str:
     clauses = []
     for holds, several, one in slow:
         if matching := [row for row in rows if holds(row)]:
-            count = _layer_count(matching)[0] if noun == "layer" else _calls(matching)
+            count, of, kind = _layer_count(matching)[0], whole, noun
+            names = {name for row in matching for name in row.names}
+            others = (row for row in rows if row not in matching)
+            if noun == "call" or not all(names.isdisjoint(row.names) for row in others):
+                # Other calls of these layers are different, such as those of another phase.
+                count, of, kind = _calls(matching), _calls(rows), "call"
             spent = sum(row.kernel_ns for row in matching)
             cost = (
                 f" ({share_text(spent / layers.gpu_ns)} of the GPU time)" if layers.gpu_ns else ""
             )
-            what = several if whole != 1 and count != 1 else one
-            some = f"{count:,.10g} of {_number(whole, noun)}"
-            some = f"all {_number(whole, noun)}" if count == whole > 1 else some
+            what = several if of != 1 and count != 1 else one
+            some = f"{FORMATS['count'](count)} of {counted(of, kind)}"
+            if count == of:
+                some = f"all {counted(of, kind)}" if of != 1 else "it"
             clauses.append(f"{some} {what}{cost}")
     if clauses:
         return ", ".join(clauses)
@@ -103,7 +107,7 @@ def _what_ran(layers: LayerMap) -> str:
     math = "" if any("math" in name for name in ran) else ", none on math"
     if whole == 1:
         return f"it runs on {names}"
-    return f"all {_number(whole, noun)} run on {names}{math}"
+    return f"all {counted(whole, noun)} run on {names}{math}"
 
 
 def _backend(name: str | None) -> str:
@@ -164,7 +168,7 @@ def _counted(layers: LayerMap) -> tuple[str, ...]:
         name = f"on {_backend(row.ran)}" if row.ran != "none" else "with an error"
         ran[name] += row.program_calls or 0
     made = (
-        f"The program made {_number(calls, 'attention call')}"
+        f"The program made {counted(calls, 'attention call')}"
         if calls
         else "The program calls attention"
     )

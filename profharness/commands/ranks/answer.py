@@ -11,7 +11,7 @@ from profharness.commands.ranks.comparison import (
     RankComparison,
     RankFigures,
 )
-from profharness.errors import join_and, join_few
+from profharness.errors import counted, join_and, join_few
 from profharness.render.document import share_text
 
 LABELS_SHOWN = 8
@@ -37,11 +37,15 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
     even = [row for row in answer.rows if row not in slow]
     if slow:
         row = max(slow, key=lambda row: row.ratio or 0)
-        excess = share_text((row.ratio or 1) - 1)
+        excess = max((row.ratio or 1) - 1, 0)
         label = f"{row.label[0].upper()}{row.label[1:]}"
         rest = f"; {_agreement(even, 'other ')}" if len(even) > 1 else ""
-        also = f", {len(slow) - 1} other ranks are slow too" if len(slow) > 1 else ""
-        yield f"{label} is slow: its kernels take {excess} longer than on the others{also}{rest}."
+        count = len(slow) - 1
+        also = f", {counted(count, 'other rank is', 'other ranks are')} slow too" if count else ""
+        longer = f"its kernels take {share_text(excess)} longer than on the others"
+        if SLOW_GPU not in row.findings:
+            longer = f"some of its kernels take longer than on the others, all together {share_text(excess)}"
+        yield f"{label} is slow: {longer}{also}{rest}."
     elif agreement := _agreement(answer.rows):
         yield f"{agreement[0].upper()}{agreement[1:]}; no rank is slow."
     else:
@@ -57,7 +61,7 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
     ]
     if clauses:
         yield f"Unlike most ranks, {join_and(clauses)}."
-    elif not slow and not any(each.code == MISSING for each in answer.findings):
+    elif len(even) > 1 and not slow and all(each.code != MISSING for each in answer.findings):
         yield "All ran the same kernels and software."
 
 
