@@ -379,3 +379,12 @@ def test_trace_without_machine_has_no_environment() -> None:
 
 def test_report_on_both_captured_runs_is_small(captured: Path) -> None:
     assert len(RENDERERS["html"](report(captured, "latest~1", "latest"))) < 2_000_000
+
+
+def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
+    """Bug: the section on the step was empty without its bar."""
+    trace = Path(__file__).parents[2] / "traces" / "models" / "llama_train.json.gz"
+    ingest_path(tmp_path / "s.db", trace)
+    text = RENDERERS["md"](report(tmp_path / "s.db"))
+    for line in ("| attention: cudnn | 0.440 | 1.3 |", "| idle | 25.476 | 77.4 |"):
+        assert line in text

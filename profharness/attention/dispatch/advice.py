@@ -453,6 +453,9 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
 
 
 MAX_ADVICE = 3
+THEN_SELECT = (
+    "then select "  # begins the last sentence of a change after which PyTorch needs sdpa_kernel
+)
 MAX_CHANGES = 6
 FLEX_BIAS = """\
 import torch
@@ -593,7 +596,7 @@ def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, as
     sentences = list(state.sentences)
     if named != asked:  # PyTorch selects another backend even after the change
         sentences.append(
-            f"then select {backend} with sdpa_kernel, because {asked} would choose {choice}"
+            f"{THEN_SELECT}{backend} with sdpa_kernel, because {asked} would choose {choice}"
         )
     return Advice(
         change="; ".join(sentences),

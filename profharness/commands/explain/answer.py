@@ -106,7 +106,7 @@ def _change(answer: Explanation) -> Iterator[str]:
     for side in answer.backends:
         if side.eligible is False and side.backend in FUSED_BACKENDS and side.advice:
             advice = side.advice[0]
-            change = advice.change.partition("; then name")[0].rstrip(".")
+            change = advice.change.rstrip(".")
             code = " (code below)" if advice.code else ""
             yield f"To run {backend_text(side.backend)}: {change}{code}."
             return

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from profharness.attention.config import AUTO, backend_text
-from profharness.attention.dispatch.advice import Advice, BackendAnswer
+from profharness.attention.dispatch.advice import THEN_SELECT, Advice, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     ALLOW_SET,
     COMPILED,
@@ -122,7 +122,7 @@ def _nothing_known(answer: Explanation) -> bool:
 
 def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
     # The sentence below says that sdpa_kernel is needed.
-    change = advice.change.partition("; then name")[0].rstrip(".")
+    change = advice.change.partition(f"; {THEN_SELECT}")[0].rstrip(".")
     parts = [f"{change[0].upper()}{change[1:]}"]
     if advice.verified is not None:
         name = backend_text(backend)

@@ -86,9 +86,9 @@ def _what_ran(layers: LayerMap) -> str:
     for holds, several, one in slow:
         if matching := [row for row in rows if holds(row)]:
             count, of, kind = _layer_count(matching)[0], whole, noun
-            names = {name for row in matching for name in row.names}
+            of_these = {name for row in matching for name in row.names}
             others = (row for row in rows if row not in matching)
-            if noun == "call" or not all(names.isdisjoint(row.names) for row in others):
+            if noun == "call" or not all(of_these.isdisjoint(row.names) for row in others):
                 # Other calls of these layers are different, such as those of another phase.
                 count, of, kind = _calls(matching), _calls(rows), "call"
             spent = sum(row.kernel_ns for row in matching)

@@ -54,6 +54,11 @@ MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
 MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
 OBSERVED = "profharness-attention:"  # ranges that the observer opens around attention calls
 RANGES, CPU = "range", "CPU"
+PARTS = (
+    Column("kind", "kind"),
+    Column("ns", "µs/step", "us"),
+    Column("share", "share%", "percent"),
+)
 LISTED = (
     Column("start_ns", "start µs", "us"),
     Column("duration_ns", "µs", "us"),
@@ -153,6 +158,12 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
     )
     yield Heading("The step", f"{time_text(times.step_ns)}, {name}")
     yield Chart("stack", "", rows, "ms", "step", "kind", "ms", label="label")
+    yield Heading("The step as a table", level=3, folded=True)
+    parts = [
+        {"kind": _series(kind, backend), "ns": ns, "share": ns / times.step_ns}
+        for (kind, backend), ns in _ordered(times)
+    ]
+    yield Table.of(PARTS, parts)
 
 
 def _layer_bars(
