@@ -21,6 +21,7 @@ from profharness.errors import (
     NotFoundError,
     TraceFormatError,
     UsageError,
+    counted,
 )
 from profharness.jobs import fleet
 from profharness.jobs.background_ingest import open_background_ingest
@@ -351,8 +352,9 @@ def verify_into_store(
 
 def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
     """Capture configs that are not in the store, and return a selection of the new run."""
-    count, named = len(selection.configs), ", ".join(selection.backends) or "the usual backends"
-    listener.say(f"{store} has no kernels of them yet: capturing {count} config(s) on {named}")
+    configs = counted(len(selection.configs), "config")
+    named = ", ".join(selection.backends) or "the usual backends"
+    listener.say(f"{store} has no kernels of the config yet; capturing {configs} on {named}")
     options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
     with listener.progress() as progress:
         captured = capture_into_store(

@@ -141,7 +141,7 @@ def cost_text(cost: Cost) -> str:
     """Format a cost as its verdict and the values of both sides, such as `more: 8 → 9 a call`."""
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
-    kind, unit = ("kib", " KiB of peak memory") if cost.what == MEMORY else ("count", " a call")
+    kind, unit = ("kib", " KiB") if cost.what == MEMORY else ("count", " a call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
     ratio = "" if cost.ratio is None else f", {cost.ratio:.2f}x"
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
