@@ -27,8 +27,8 @@ def test_launches_of_steps_are_those_of_the_calls(name: str, tmp_path: Path) -> 
     with open_store(tmp_path / "store.db") as store:
         calls, steps = store.calls(), store.steps()
         found = Counter[tuple[int, int, str | None, str]]()
-        for step in steps:
-            for launch in store.step_launches(step):
+        for step, launches in zip(steps, store.step_launches(steps), strict=True):
+            for launch in launches:
                 if launch.call is not None:
                     key = step.trace, launch.call, launch.direction, launch.kernel_short
                     found[key] += launch.duration_ns
@@ -48,6 +48,24 @@ def test_launches_of_steps_are_those_of_the_calls(name: str, tmp_path: Path) -> 
     assert totals == sorted(totals, reverse=True)
     assert sum(row.share for row in times.kernels) == pytest.approx(1)
     assert any(kind == ATTENTION for kind, _ in times.parts) == bool(found)
+
+
+def test_the_launches_of_a_trace_are_read_once_for_all_its_steps(tmp_path: Path) -> None:
+    """Each query reads all launches of the trace, because they have no index by time."""
+    ingest_path(tmp_path / "store.db", MODELS / "llama_graph_train.json.gz")
+    with open_store(tmp_path / "store.db") as store:
+        steps, statements = store.steps(), list[str]()
+        assert len(steps) > 1
+        store.connection.set_trace_callback(statements.append)
+        launches, gaps = list(store.step_launches(steps)), store.gaps(steps)
+        store.connection.set_trace_callback(None)
+    assert sum(" launches l " in statement for statement in statements) == 2
+    for step, own in zip(steps, launches, strict=True):
+        end = step.start_ns + step.duration_ns
+        assert own and all(step.start_ns <= each.start_ns < end for each in own)
+    assert gaps and all(
+        any(0 <= gap.start_ns - step.start_ns < step.duration_ns for step in steps) for gap in gaps
+    )
 
 
 def launch(start: int, length: int, family: str, stream: int = 7) -> StepLaunch:

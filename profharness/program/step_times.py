@@ -104,8 +104,8 @@ def program_times(store: Store, run: str, calls: Sequence[CallRow]) -> ProgramTi
     parts: Counter[tuple[str, str | None]] = Counter()
     kernels: dict[tuple[str, str, str | None], list[float]] = {}
     places: dict[tuple[str, str, str | None], dict[str, None]] = {}
-    for step in steps:
-        launches = _busiest(store.step_launches(step))
+    for step, started in zip(steps, store.step_launches(steps), strict=True):
+        launches = _busiest(started)
         if not launches:
             continue
         used.append(step)
@@ -129,7 +129,8 @@ def program_times(store: Store, run: str, calls: Sequence[CallRow]) -> ProgramTi
         return None
     if not shown:  # the median step has no kernels
         middle = used[(len(used) - 1) // 2]
-        shown = tuple(_busiest(store.step_launches(middle)))
+        (started,) = store.step_launches([middle])
+        shown = tuple(_busiest(started))
     assert middle is not None
     count, whole = len(used), sum(total for _, total in kernels.values())
     rows = [

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from functools import cache
+from heapq import nlargest
 from itertools import chain, groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,14 +73,10 @@ _CELL_FIELDS = tuple(field.name for field in fields(CellRow))
 _KERNEL_FIELDS = tuple(field.name for field in fields(KernelRow))
 # The launches of a trace in a period of time. `busy_until` is the latest end of the earlier
 # launches on the same device in this period.
-_ENDS = """
-    SELECT l.id, l.device, l.start_ns, l.duration_ns, l.launch_ns, l.kernel_id, l.op_path_id,
-        max(l.start_ns + l.duration_ns) OVER (
-            PARTITION BY l.trace_id, l.device ORDER BY l.start_ns, l.id
-            ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS busy_until
-    FROM launches l JOIN traces t ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
-    WHERE t.id = ? AND l.duration_ns IS NOT NULL AND l.device >= 0
-        AND l.start_ns >= ? AND l.start_ns < ?"""
+# the launches l on the GPUs of a trace, with their kernels k and op paths o
+_ON_GPUS = """traces t JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
+    JOIN kernels k ON k.id = l.kernel_id LEFT JOIN op_paths o ON o.id = l.op_path_id
+    WHERE t.id = ? AND l.duration_ns IS NOT NULL AND l.device >= 0"""
 
 
 class Store(RunFinder):
@@ -516,53 +513,62 @@ class Store(RunFinder):
             rows += step_rows(trace, steps, launches)
         return rows
 
-    def step_launches(self, step: StepRow) -> list[StepLaunch]:
-        """Return the launches on GPUs that started in a step, sorted by start.
+    def step_launches(self, steps: Sequence[StepRow]) -> Iterator[list[StepLaunch]]:
+        """Yield for each step the launches on GPUs that started in it, sorted by start.
 
         The store has the first launch and the number of launches of each kernel of an attention
         call. The launches of the kernel that follow the first belong to the same call.
         """
-        window = (step.trace, step.start_ns, step.start_ns + step.duration_ns)
-        launches: dict[tuple[int, int], list[tuple[int, StepLaunch]]] = {}
-        for place, (kernel, config, *values) in enumerate(
-            self.connection.execute(
-                "SELECT l.kernel_id, l.launch_config_id, l.device, l.stream, l.start_ns, "
+        for trace, group in groupby(steps, key=attrgetter("trace")):
+            own = list(group)
+            launches = self._in_steps(
+                "SELECT l.start_ns, l.kernel_id, l.launch_config_id, l.device, l.stream, l.start_ns, "
                 "l.duration_ns, k.short, k.family, k.kind, o.path, NULL, NULL "
-                "FROM traces t JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id "
-                "JOIN kernels k ON k.id = l.kernel_id LEFT JOIN op_paths o ON o.id = l.op_path_id "
-                "WHERE t.id = ? AND l.start_ns >= ? AND l.start_ns < ? AND l.device >= 0 "
-                "AND l.duration_ns IS NOT NULL ORDER BY l.start_ns, l.id",
-                window,
+                f"FROM {_ON_GPUS} AND l.start_ns >= ? AND l.start_ns < ? ORDER BY l.start_ns, l.id",
+                trace,
+                own,
             )
-        ):
-            launches.setdefault((kernel, config), []).append((place, StepLaunch._make(values)))
-        for kernel, config, number, first, call, direction in self.connection.execute(
-            "SELECT k.kernel_id, k.launch_config_id, k.launches, k.first_ns, c.ordinal, k.direction "
-            "FROM calls c JOIN call_kernels k ON k.call_id = c.id "
-            "WHERE c.trace_id = ? AND k.first_ns >= ? AND k.first_ns < ?",
-            window,
-        ):
-            own = launches.get((kernel, config), [])
-            begin = bisect_left(own, first, key=lambda each: each[1].start_ns)
-            for at in range(begin, min(begin + number, len(own))):
-                place, launch = own[at]
-                own[at] = place, launch._replace(call=call, direction=direction)
-        ordered = sorted(chain.from_iterable(launches.values()), key=itemgetter(0))
-        return [launch for _, launch in ordered]
+            calls = self._in_steps(
+                "SELECT k.first_ns, k.kernel_id, k.launch_config_id, k.launches, c.ordinal, "
+                "k.direction FROM calls c JOIN call_kernels k ON k.call_id = c.id "
+                "WHERE c.trace_id = ? AND k.first_ns >= ? AND k.first_ns < ? ORDER BY k.first_ns",
+                trace,
+                own,
+            )
+            yield from map(_with_calls, launches, calls)
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
         """Return the longest periods within the steps in which a device was idle."""
         gaps: list[GapRow] = []
-        for step in steps:
-            rows = self.connection.execute(
-                "SELECT e.device, e.busy_until, e.start_ns - e.busy_until AS idle, k.short, o.path, "
-                f"e.launch_ns FROM ({_ENDS}) e JOIN kernels k ON k.id = e.kernel_id "
-                "LEFT JOIN op_paths o ON o.id = e.op_path_id WHERE idle > 0 "
-                f"ORDER BY idle DESC LIMIT {GAPS}",
-                (step.trace, step.start_ns, step.start_ns + step.duration_ns),
+        for trace, group in groupby(steps, key=attrgetter("trace")):
+            launches = self._in_steps(
+                "SELECT l.start_ns, l.duration_ns, l.device, k.short, o.path, l.launch_ns "
+                f"FROM {_ON_GPUS} AND l.start_ns >= ? AND l.start_ns < ? ORDER BY l.start_ns, l.id",
+                trace,
+                list(group),
             )
-            gaps += map(GapRow._make, rows)
-        return sorted(gaps, key=lambda gap: -gap.duration_ns)[:GAPS]
+            found = chain.from_iterable(map(_idle, launches))
+            gaps += nlargest(GAPS, found, key=attrgetter("duration_ns"))
+        return nlargest(GAPS, gaps, key=attrgetter("duration_ns"))
+
+    def _in_steps(
+        self, query: str, trace: int, steps: Sequence[StepRow]
+    ) -> Iterator[list[tuple[Any, ...]]]:
+        """Yield for each step of a trace the rows of a query whose first column is in the step.
+
+        The query is sorted by that column, and runs once, because the table has no index on it.
+        The steps are sorted and do not overlap.
+        """
+        last = steps[-1].start_ns + steps[-1].duration_ns
+        rows = self.connection.execute(query, (trace, steps[0].start_ns, last))
+        row = rows.fetchone()
+        for step in steps:
+            found, end = [], step.start_ns + step.duration_ns
+            while row is not None and row[0] < end:
+                if row[0] >= step.start_ns:
+                    found.append(row)
+                row = rows.fetchone()
+            yield found
 
     def launches(
         self, run: str | None = None, *, profiler: str | None = None, cell: str | None = None
@@ -595,6 +601,33 @@ class Store(RunFinder):
             (self.resolve(run),),
         )
         return list(map(RangeRow._make, rows))
+
+
+def _with_calls(
+    rows: Iterable[tuple[Any, ...]], calls: Iterable[tuple[Any, ...]]
+) -> list[StepLaunch]:
+    """Return the launches of a step, each with the attention call that it belongs to."""
+    launches: list[StepLaunch] = []
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, (_, kernel, config, *values) in enumerate(rows):
+        launches.append(StepLaunch._make(values))
+        places.setdefault((kernel, config), []).append(place)
+    for first, kernel, config, number, call, direction in calls:
+        own = places.get((kernel, config), [])
+        begin = bisect_left(own, first, key=lambda place: launches[place].start_ns)
+        for place in own[begin : begin + number]:
+            launches[place] = launches[place]._replace(call=call, direction=direction)
+    return launches
+
+
+def _idle(launches: Iterable[tuple[Any, ...]]) -> Iterator[GapRow]:
+    """Yield the periods between the launches of a step in which a device was idle."""
+    busy_until: dict[int, int] = {}
+    for start, duration, device, kernel, path, launched in launches:
+        until = busy_until.get(device, start)
+        if start > until:
+            yield GapRow(device, until, start - until, kernel, path, launched)
+        busy_until[device] = max(until, start + duration)
 
 
 def open_store(path: Path, *, write: bool = False) -> Store:
