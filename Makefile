@@ -23,10 +23,10 @@ $(VENV)/.test-installed: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	rm -rf $(DEMO) && mkdir -p $(DEMO)
-	$(BIN)/profharness capture --config 2,8,512,64 --out $(DEMO)/runs --store $(STORE)
+	$(BIN)/profharness capture 2,8,512,64 --out $(DEMO)/runs --store $(STORE)
 	$(BIN)/profharness kernels --store $(STORE)
 	$(BIN)/profharness ingest traces --store $(STORE)
-	$(BIN)/profharness kernels --config 2,8,512,64,fp16 --store $(STORE)
+	$(BIN)/profharness kernels 2,8,512,64,fp16 --store $(STORE)
 	$(BIN)/profharness diff flash cudnn --config 2,8,512,64,fp16 --store $(STORE)
 	$(BIN)/profharness layers traces/models/llama_eager.json.gz --store $(STORE)
 

@@ -119,7 +119,7 @@ def cli() -> None:
     Examples:
       profharness layers trace.json.gz
       profharness capture 2,8,512,64
-      profharness kernels --config 2,8,512,64
+      profharness kernels 2,8,512,64
       profharness diff flash math
     """
 
@@ -158,7 +158,7 @@ def _run() -> int:
         error.show(shown)
         _say(shown.getvalue().rstrip())
         if _TORN_CONFIG.search(error.message):
-            _say("hint: quote a config with braces: --config '2,8,{512,1024},64'")
+            _say("hint: quote a config with braces: '2,8,{512,1024},64'")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")

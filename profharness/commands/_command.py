@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from profharness.commands._output import (
     measured,
     on_terminal,
 )
+from profharness.commands._runs import separate
 from profharness.commands._types import store_path
 from profharness.errors import Interrupted
 from profharness.render.document import Document
@@ -89,6 +91,25 @@ class Declaration:
         if self.usage is not None:
             self.usage(**_accepted(self.usage, values))
 
+    def with_separate_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments, with each config and each run in the parameter where it belongs.
+
+        The values are as Click or a Python caller gives them: one text or several.
+        """
+        arranged = {**given}
+        for each in self.parameters:
+            if not (to := each.option.configs):
+                continue
+            runs, configs = _texts(given.get(each.name)), _texts(given.get(to))
+            if runs is None or configs is None:
+                continue  # such as Config objects
+            apart: tuple[list[Any], ...] = separate(runs, configs, store_path(given.get("store")))
+            for name, before, after in zip((each.name, to), (runs, configs), apart, strict=True):
+                if before != after:
+                    several = isinstance(given.get(name), tuple) or len(after) > 1
+                    arranged[name] = tuple(after) if several else next(iter(after), None)
+        return arranged
+
     def with_runs(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values after the `find` functions of the parameters were applied to them."""
         path = store_path(values.get("store"))
@@ -138,6 +159,7 @@ class Declaration:
 
     def _callback(self, **given: Any) -> None:
         parameters = (*self.parameters, *self.shown_parameters)
+        given = self.with_separate_arguments(given)
         values = {each.name: each.value(given) for each in parameters}
         with on_terminal():
             self.check_values(given | values)
@@ -189,6 +211,7 @@ def command(
         @functools.wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
             bound = inspect.signature(function).bind(*arguments, **named)
+            bound.arguments = declaration.with_separate_arguments(bound.arguments)
             declaration.check_values(bound.arguments)
             bound.arguments = declaration.with_runs(bound.arguments)
             return frame(function(*bound.args, **bound.kwargs))
@@ -265,6 +288,12 @@ class CommandGroup:
 def as_is(answer: A) -> A:
     """Return the answer unchanged. This is the `frame` of commands that do not return a DataFrame."""
     return answer
+
+
+def _texts(value: Any) -> list[Any] | None:
+    """Return a text, a path or several of them as a list. Return None for values of other types."""
+    values = [] if value is None else [*value] if isinstance(value, list | tuple) else [value]
+    return values if all(isinstance(each, str | os.PathLike) for each in values) else None
 
 
 def _accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

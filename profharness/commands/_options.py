@@ -48,6 +48,9 @@ class Option:
     A positional argument has them if it was an option before, such as `--run`."""
     as_arguments: bool = False
     """Whether the values of a repeatable option may also be given as positional arguments."""
+    configs: str = ""
+    """For a run: the name of the parameter that gets the configs among the arguments. A run that was
+    given to that parameter becomes the value of this one."""
     tool: str = ""
     """Description of the parameter in the MCP tool. If empty, the tool has no such parameter."""
     tool_name: str = ""

@@ -59,6 +59,38 @@ def find_several(refs: Iterable[Reference], store: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def separate(
+    runs: Iterable[Reference], configs: Iterable[str], store: Path
+) -> tuple[list[Reference], list[str]]:
+    """Return the runs and the configs among texts that may be in the wrong place.
+
+    A text given as a run counts as a config if it looks like one and is no file. A text given as a
+    config counts as a run only if it is one.
+    """
+    texts = [*runs]
+    as_configs = [os.fspath(each) for each in texts if _is_config(os.fspath(each))]
+    known = [each for each in configs if not _is_config(each) and _is_run(each, store)]
+    return (
+        [*(each for each in texts if os.fspath(each) not in as_configs), *known],
+        [*as_configs, *(each for each in configs if each not in known)],
+    )
+
+
+def _is_config(text: str) -> bool:
+    return _CONFIG.match(text) is not None and not Path(text).exists()
+
+
+def _is_run(text: str, store: Path) -> bool:
+    """Return whether a text selects a stored run, a file or a folder."""
+    if text in (LATEST, ALL_RUNS) or _is_path(text, store):
+        return True
+    if not store.is_file():
+        return False
+    with open_store(store) as opened, contextlib.suppress(NotFoundError):
+        return bool(opened.resolve(text))
+    return False
+
+
 def run_text(ref: Reference | None) -> str | None:
     """Return a reference that was resolved as text."""
     return None if ref is None else os.fspath(ref)
@@ -108,7 +140,12 @@ def _is_path(text: str, store: Path) -> bool:
 def _require_run(text: str, store: Path) -> None:
     """Raise UsageError for a config, and NotFoundError for a missing file that is not stored."""
     if _CONFIG.match(text):
-        raise UsageError(f"{text!r} is a config, not a run; write --config {shlex.quote(text)}")
+        quoted = shlex.quote(text)
+        raise UsageError(
+            f"{text!r} is a config, but this command needs a run; see the kernels of the config "
+            f"with: profharness kernels {quoted}; or why PyTorch chooses its backend with: "
+            f"profharness explain {quoted}"
+        )
     if os.sep not in text and not Path(text).suffix:
         return
     missing = f"{text}: no such file or folder"

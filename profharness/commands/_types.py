@@ -145,6 +145,14 @@ def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> li
     return [CompletionItem(incomplete, type="file"), *matching]
 
 
+def complete_configs_and_runs(
+    ctx: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete an argument that is a config or a run."""
+    configs = map(CompletionItem, complete_configs(ctx, option, incomplete))
+    return [*complete_runs(ctx, option, incomplete), *configs]
+
+
 def complete_sides(
     ctx: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -323,6 +331,16 @@ SEVERAL_RUNS = Option(
 SIDE_OPTION = Option(complete=complete_sides, find=find_side)
 OneRun = Annotated[PathLike | None, ONE_RUN]
 """A run that a command shows. None means the latest run that has the data of the command."""
+RunOrConfigs = Annotated[
+    PathLike | None,
+    replace(
+        ONE_RUN,
+        metavar="[CONFIG|RUN]...",
+        complete=complete_configs_and_runs,
+        configs="configs",
+    ),
+]
+"""As `OneRun`, of a command whose arguments may also be configs."""
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the parameter `*runs` of a command that shows several runs."""
 DEFAULT_RELEASE = (

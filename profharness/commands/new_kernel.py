@@ -80,7 +80,7 @@ def new_kernel(
     backend = name if folder == Path("kernels") else kernel.as_posix()
     echo(f"wrote {kernel} and {test}; next:")
     echo(f"  pytest {test}")
-    echo(f"  profharness capture --config 2,8,512,64 --backend {backend},math")
+    echo(f"  profharness capture 2,8,512,64 --backend {backend},math")
     echo("  profharness diff math " + backend)
 
 

@@ -113,10 +113,48 @@ def test_printed_commands_use_the_id_if_the_name_is_another_file(folder: Path) -
     assert "see it with: profharness layers trace.json.gz\n" in told
 
 
-@pytest.mark.parametrize("command", ["kernels", "layers", "report", "ranks", "diff math"])
-def test_a_config_in_the_place_of_a_run_names_the_option(folder: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["kernels", "analyze", "repro"])
+def test_a_config_may_be_an_argument_like_a_run(folder: Path, command: str) -> None:
+    invoke(folder, "ingest", "run")
+    for run in ((), ("latest",), ("run",)):
+        backend = ("--backend", "flash")
+        expected = invoke(folder, command, *run, "--config", "2,8,512,64", *backend)
+        assert expected.exit_code == 0, expected.stderr
+        assert invoke(folder, command, *run, "2,8,512,64", *backend).stdout == expected.stdout
+        assert invoke(folder, command, "2,8,512,64", *run, *backend).stdout == expected.stdout
+
+
+def test_bench_shows_the_times_of_a_config_given_as_an_argument(folder: Path) -> None:
+    expected = invoke(folder, "bench", "run", "--config", "2,8,512,64").stdout
+    assert expected and invoke(folder, "bench", "2,8,512,64", "run").stdout == expected
+
+
+def test_a_file_with_the_name_of_a_config_is_a_run(folder: Path) -> None:
+    (folder / "trace.json.gz").rename(folder / "2,8,512,64")
+    assert "llama" not in invoke(folder, "kernels", "2,8,512,64").stderr
+    assert stored(folder) == ["2,8,512,64"]
+
+
+def test_python_takes_a_run_in_the_place_of_a_config(folder: Path) -> None:
+    store = folder / "profharness.db"
+    path = str(folder / "run")
+    expected = profharness.kernels(run=path, store=store)
+    (name,) = stored(folder)
+    for given in (path, name, "latest"):
+        assert profharness.kernels(given, store=store).equals(expected)
+    chosen = profharness.kernels("2,8,512,64", store=store)
+    assert 0 < len(chosen) < len(expected)
+    assert profharness.kernels(run="2,8,512,64", store=store).equals(chosen)
+    with pytest.raises(UsageError, match="'nonsense'"):
+        profharness.kernels("nonsense", store=store)
+
+
+@pytest.mark.parametrize("command", ["layers", "report", "ranks", "diff math"])
+def test_a_config_in_the_place_of_a_run_names_other_commands(folder: Path, command: str) -> None:
     error = invoke(folder, *command.split(), "2,8,512,64").exception
-    assert isinstance(error, UsageError) and "write --config 2,8,512,64" in str(error)
+    assert isinstance(error, UsageError)
+    assert "profharness kernels 2,8,512,64" in str(error)
+    assert "profharness explain 2,8,512,64" in str(error)
     assert not (folder / "profharness.db").exists()
 
 

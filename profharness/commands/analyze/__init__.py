@@ -11,7 +11,7 @@ from profharness.commands._runs import run_text
 from profharness.commands._types import (
     Backends,
     Configs,
-    OneRun,
+    RunOrConfigs,
     Store,
     config_list,
     store_path,
@@ -59,15 +59,15 @@ def analyze(
     configs: Configs = None,
     backends: Backends = None,
     *,
-    run: OneRun = None,
+    run: RunOrConfigs = None,
     peaks: Peaks = None,
     store: Store = None,
 ) -> list[CellAnalysis]:
     """Find the bottleneck of each backend, with evidence.
 
-    RUN is a trace file, a run folder or a stored run; the default is the latest. Without --config,
-    analyze every config of the run. With --config and no RUN, use the latest run that has them; if
-    there is none, capture them first. Counters of ncu are used if a run has them.
+    RUN is a trace file, a run folder or a stored run; the default is the latest. Without CONFIG,
+    analyze every config of the run. With CONFIG and no RUN, use the latest run that has the configs;
+    if there is none, capture them first. Counters of ncu are used if a run has them.
 
     For a program's trace, analyze each group of equal attention calls whose config is known, on the
     time of their kernels, including backward if it was traced.
@@ -80,8 +80,8 @@ def analyze(
 
     \b
     Examples:
-      profharness analyze --config 2,8,512,64
-      profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
+      profharness analyze 2,8,512,64
+      profharness analyze '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
       profharness analyze trace.json.gz
 
     In Python nothing is captured or measured unless `peaks` is "measure". The result has one row per

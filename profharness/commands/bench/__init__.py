@@ -33,10 +33,10 @@ from profharness.commands._types import (
     GpuClasses,
     Insecure,
     Names,
-    OneRun,
     OutFolder,
     PathLike,
     Processes,
+    RunOrConfigs,
     Scheduler,
     ShowProgress,
     Store,
@@ -213,7 +213,7 @@ def bench(
     seed: BenchSeed = BenchOptions.seed,
     timeout_s: Timeout = Protocol.timeout_s,
     device: Device = Protocol.device,
-    run: OneRun = None,
+    run: RunOrConfigs = None,
     out: OutFolder = RUNS_FOLDER,
     store: Store = None,
     progress: ShowProgress = None,
@@ -231,11 +231,11 @@ def bench(
 
     \b
     Examples:
-      profharness bench --config 8,4,128,2048 --backend all,naive --explain
-      profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
-      profharness bench --config '1,8,{256:4096:*2},64' --backend all --baseline auto
-      profharness bench --config 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
-      profharness bench --config 8,4,128,64 --dtype fp16,bf16 --samples 500 -o out/
+      profharness bench 8,4,128,2048 --backend all,naive --explain
+      profharness bench '32,8,{128:2048:*2},64' --baseline 32,8,512,64
+      profharness bench '1,8,{256:4096:*2},64' --backend all --baseline auto
+      profharness bench 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
+      profharness bench 8,4,128,64 --dtype fp16,bf16 --samples 500 -o out/
 
     In Python the result has one row per cell and measurement, times in ns. The whole answer is in
     `attrs["answer"]`. Raise CaptureError if no worker starts.
@@ -275,7 +275,7 @@ def show(
     *,
     explain: Explained = False,
     raw: Raw = False,
-    run: OneRun = None,
+    run: RunOrConfigs = None,
     store: Store = None,
     format: Format = None,
     output: Target = None,

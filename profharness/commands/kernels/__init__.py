@@ -28,9 +28,9 @@ from profharness.commands._types import (
     Driver,
     Format,
     Names,
-    OneRun,
     OutputFile,
     Release,
+    RunOrConfigs,
     Store,
     complete_gpus,
     complete_names,
@@ -181,7 +181,7 @@ def kernels(
     *,
     backends: Backends = None,
     profilers: Profilers = None,
-    run: OneRun = None,
+    run: RunOrConfigs = None,
     gpu: GpuName = None,
     torch: Release = None,
     driver: Driver = None,
@@ -192,8 +192,8 @@ def kernels(
     """Show which kernels each backend launched.
 
     RUN is a trace file, a run folder or a stored run; the default is the latest, and `all` means every
-    stored run. Without --config, show every config of the run. With --config and no RUN, use the latest
-    run that has them; if there is none, capture them first.
+    stored run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use the latest run
+    that has the configs; if there is none, capture them first.
 
     Columns: smem KiB is shared memory and smem% its share of an SM's; launches is the number of launches per call; µs
     is the median of one launch; µs/call is the mean time of all its launches in a call (in a
@@ -206,9 +206,9 @@ def kernels(
     \b
     Examples:
       profharness kernels trace.json.gz
-      profharness kernels --config 2,8,512,64 --backend auto,math --format csv
-      profharness kernels --config 2,8,512,64 --profiler all
-      profharness kernels --config 2,8,512,64,bf16 --gpu H200
+      profharness kernels 2,8,512,64 --backend auto,math --format csv
+      profharness kernels 2,8,512,64 --profiler all
+      profharness kernels 2,8,512,64,bf16 --gpu H200
 
     In Python nothing is captured. The result has one row per kernel and launch configuration of each
     cell. Raise NotFoundError if no stored run has the configs.
@@ -269,7 +269,7 @@ def show(
 
 
 @gate(kernels)
-def check(found: KernelsFound, *, expect: Expected = (), run: OneRun = None) -> str | None:
+def check(found: KernelsFound, *, expect: Expected = (), run: RunOrConfigs = None) -> str | None:
     """Raise GateError unless every cell ran one of the expected backends or families."""
     expected = split_names(expect)
     if not expected:

@@ -38,8 +38,8 @@ from profharness.commands._types import (
     Backends,
     Force,
     OneConfig,
-    OneRun,
     OutputFile,
+    RunOrConfigs,
     Store,
     config_list,
     store_path,
@@ -94,7 +94,7 @@ def repro(
     configs: OneConfig = None,
     backend: Backends = None,
     *,
-    run: OneRun = None,
+    run: RunOrConfigs = None,
     device: ScriptDevice = "auto",
     seed: Seed = None,
     output: OutputFile = None,
@@ -108,14 +108,14 @@ def repro(
     time of a call. If PyTorch refuses the call, the script prints PyTorch's message and exits 1. The
     source of an implementation is included in the script.
 
-    Without RUN, --config and --backend (default: auto) define the call; nothing is measured and no
+    Without RUN, CONFIG and --backend (default: auto) define the call; nothing is measured and no
     store is read. With RUN, they select a cell of that run, and the script has the seed, the device and
     the results of the cell.
 
     \b
     Examples:
-      profharness repro --config 2,8,512,64,bf16,causal --backend cudnn -o repro.py
-      profharness repro latest --config 2,8,512,64 --backend flash -o repro.py
+      profharness repro 2,8,512,64,bf16,causal --backend cudnn -o repro.py
+      profharness repro latest 2,8,512,64 --backend flash -o repro.py
 
     In Python the result is the script's text.
     """
@@ -126,7 +126,7 @@ def repro(
         if len(chosen) != 1:
             amount = f"{len(chosen)} configs" if chosen else "no config"
             raise UsageError(
-                f"a script contains one cell, but {amount} were given; give one --config"
+                f"a script contains one cell, but {amount} were given; give one CONFIG"
             )
         if len(names) > 1:
             named = ",".join(names)
@@ -166,7 +166,7 @@ def _stored_script(path: Path, selection: Selection, device: str, seed: int | No
         if len(cells) > 1:
             named = [f"{cell.config} {cell.backend}" for cell in cells]
             raise UsageError(
-                f"{len(named)} cells of run {run} match; choose one with --config and --backend: "
+                f"{len(named)} cells of run {run} match; choose one with CONFIG and --backend: "
                 f"{join_few(named, SHOWN)}"
             )
         (cell,) = cells
