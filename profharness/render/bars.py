@@ -10,7 +10,7 @@ from profharness.errors import one_line
 from profharness.render.colors import IDLE, ink_on, series_colors
 from profharness.render.document import Chart
 
-LETTERED = 0.07  # minimum share of a single bar that has room for a text
+LETTERED = 0.03  # minimum share of a single bar that has a text; a page hides texts without room
 
 
 def draw_bars(chart: Chart) -> str:
@@ -53,7 +53,7 @@ def _single(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> str
     for row in rows:
         name, share = row["series"], row["x"] / whole
         color, text = colors[name], f"{name}: {row['label']}"
-        inside = f"{100 * share:.0f} %" if share >= LETTERED else ""
+        inside = f"<b>{100 * share:.0f} %</b>" if share >= LETTERED else ""
         parts.append(
             f'<i class="{_class(name)}" title="{_text(text)}" style="width:{100 * share:.3f}%;'
             f'background-color:{color};color:{ink_on(color)}">{inside}</i>'

@@ -172,7 +172,10 @@ class Note:
     label: str = ""
     """The subject, such as a backend."""
     level: str = "note"
-    """`note`, `warning` or `error`."""
+    """`note`, `warning`, `error` or `hint`.
+
+    A hint names an option of the command line, so pages and Markdown omit it.
+    """
 
 
 def status_note(status: str, reason: str | None, label: str) -> Note:

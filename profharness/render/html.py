@@ -36,6 +36,7 @@ from profharness.render.timeline import draw_timeline
 FILTER_FROM = 16  # minimum number of rows of a table that has a filter
 DEEPEST = 3  # deepest heading level in the table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
+LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
@@ -61,6 +62,8 @@ def render_html(document: Document) -> str:
             case Table():
                 last = next(reversed(headings.values()), None)
                 parts.append(_table(block, f"t{counts[Table]}", last.text if last else "table"))
+            case Note(level="hint"):
+                pass
             case Note():
                 level = block.level if block.level in ("warning", "error") else "note"
                 word = "" if level == "note" else f"{level}: "
@@ -223,7 +226,7 @@ def _table(table: Table, ident: str, name: str) -> str:
 
 def _th(title: str, attributes: str) -> str:
     """Return the attributes of a heading, which wraps anywhere if a word in it is long."""
-    if max(map(len, title.split()), default=0) <= LONG_TEXT:
+    if max(map(len, title.split()), default=0) < LONG_TITLE:
         return attributes
     return attributes.replace('class="', 'class="w ') or ' class="w"'
 

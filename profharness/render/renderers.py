@@ -139,7 +139,7 @@ def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
         parts.append(escape_markdown(" ".join(document.answer)))
     for block in document.blocks:
         text = _markdown_block(block, left)
-        if isinstance(block, Note) and parts[-1].startswith("- "):
+        if text and isinstance(block, Note) and parts[-1].startswith("- "):
             parts[-1] += "\n" + text
         elif text:
             parts.append(text)
@@ -151,6 +151,8 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
         case Heading(text, detail, level):
             aside = f" ({escape_markdown(detail)})" if detail else ""
             return f"{'#' * level} {escape_markdown(text)}{aside}"
+        case Note(level="hint"):
+            return ""
         case Note(text, label):
             lead = f"**{escape_markdown(label)}**: " if label else ""
             return f"- {lead}{escape_markdown(text)}"

@@ -251,3 +251,33 @@ def test_a_printout_is_light_and_unfolded(page: Any) -> None:
     assert shown == 0
     assert background == "rgb(255, 255, 255)"
     assert page.execute_script("return document.querySelectorAll('details.fold[open]').length") == 0
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_labels_of_a_bar_fit_their_segments(
+    new_browser: Any, program_pages: dict[str, Path], width: int
+) -> None:
+    """Bug: on a phone, the labels of neighbours read `8 %10 %`."""
+    browser = new_browser(width)
+    for name in ("training", "two"):
+        browser.get(program_pages[name].as_uri())
+        shown = browser.execute_script(
+            "return [...document.querySelectorAll('.bar b')].filter((b) => b.getClientRects().length)"
+            ".map((b) => [b.getBoundingClientRect().width, b.parentElement.clientWidth])"
+        )
+        assert shown and all(text < room for text, room in shown), shown
+
+
+def test_a_phone_shows_the_times_of_kernels_and_low_headers(
+    new_browser: Any, program_pages: dict[str, Path]
+) -> None:
+    browser = new_browser(390, 844)
+    browser.get(program_pages["training"].as_uri())
+    heads = browser.execute_script(
+        "return [...document.querySelectorAll('main > .scroll > table thead')].map((head) =>"
+        "[head.offsetHeight, ...[...head.querySelectorAll('th')].map("
+        "(th) => [th.innerText.trim(), th.getBoundingClientRect().right])])"
+    )
+    (kernels,) = (dict(titles) for _, *titles in heads if titles[0][0] == "kernel")
+    assert max(kernels["µs/step"], kernels["share%"]) <= 390
+    assert max(height for height, *_ in heads) < 50

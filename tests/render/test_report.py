@@ -106,7 +106,8 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
         "What the words mean",
     ]
     folded = [each for each in document.blocks if isinstance(each, Heading) and each.folded]
-    assert folded[0].text == "Cells" and len(folded) == 9
+    assert [each.text for each in folded[:2]] == ["The selection map as a table", "Cells"]
+    assert len(folded) == 10
     assert {chart.kind for chart in charts(document).values()} == {
         "map",
         "dots",
@@ -114,6 +115,33 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
         "stack",
     }
     assert "b2-h8-s512-d64-fp16" in headings(document, 3)
+
+
+def test_the_charts_name_the_measurement_of_the_answer(captured: Path) -> None:
+    """Bug: `Medians of 30 cold calls` above charts titled `(graph)`."""
+    document = report(captured)
+    assert any("cold calls" in sentence for sentence in document.answer)
+    titles = [title for title in charts(document) if title.startswith(("Latency by", "Roofline"))]
+    assert titles and all("(cold calls)" in title for title in titles)
+
+
+def test_pages_and_markdown_have_no_hints_of_the_command_line() -> None:
+    blocks = Heading("Kernels"), Note("--full shows more", level="hint"), Note("plain")
+    document = Document("profharness.test/1", "Test", blocks, (), ())
+    assert "--full shows more" in RENDERERS["table"](document)
+    for name in ("html", "md"):
+        text = RENDERERS[name](document)
+        assert "--full shows more" not in text and "plain" in text
+
+
+def test_two_programs_on_one_gpu_are_compared_once(tmp_path: Path) -> None:
+    """Bug: the section `Runs compared` repeated `What changed`."""
+    models = Path(__file__).parents[2] / "traces" / "models"
+    for name in ("llama_eager", "llama_prefill"):
+        ingest_path(tmp_path / "s.db", models / f"{name}.json.gz")
+    document = report(tmp_path / "s.db", "latest~1", "latest")
+    assert "What changed" in headings(document) and "Runs compared" not in headings(document)
+    assert document.extra["layer_classes"]["layers"]
 
 
 def test_two_runs_have_one_part_each_and_a_diff(captured: Path) -> None:

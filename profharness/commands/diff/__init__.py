@@ -119,7 +119,8 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full)
     if hidden and diff.rows:
-        blocks.append(Note(f"--full also compares the kernels of the whole trace: {counts}."))
+        text = f"--full also compares the kernels of the whole trace: {counts}."
+        blocks.append(Note(text, level="hint"))
     if any(row.composite for row in diff.rows) and not hidden:
         blocks.append(Note(COMPOSITE))
     if changed_first and same and not hidden:

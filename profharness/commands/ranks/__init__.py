@@ -123,7 +123,8 @@ def show(answer: RankComparison, *, full: Full = False) -> Document:
         label = f"{finding.code}: {labels}" if labels else finding.code
         blocks.append(Note(finding.sentence, label, "warning"))
     if left_out := len(lines) - len(shown):
-        blocks.append(Note(f"--full shows {left_out:,} more ranks, which have no finding."))
+        text = f"--full shows {left_out:,} more ranks, which have no finding."
+        blocks.append(Note(text, level="hint"))
     blocks += [Note(text, "", "warning") for text in answer.caveats]
     names = ("world_size", "hosts", "spread", "threshold", "caveats")
     findings = [record(finding) for finding in answer.findings]

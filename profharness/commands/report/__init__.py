@@ -26,7 +26,7 @@ from profharness.commands._types import (
 )
 from profharness.commands._types import Store as StorePath
 from profharness.commands.analyze.figures import run_machine
-from profharness.commands.bench.answer import bench_answer
+from profharness.commands.bench.answer import CALLS, bench_answer
 from profharness.commands.bench.tables import (
     MEANS,
     bench_document,
@@ -197,7 +197,9 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     blocks += compared_steps({names[run]: each.times for run, each in parts.items()})
     blocks += diff_blocks(diff) if diff else []
     if len(maps) > 1:
-        blocks += layers_by_gpu_blocks(programs)
+        # On one class of GPU, the diff of two runs has these figures.
+        if diff is None or len({each.device for each in programs.classes}) > 1:
+            blocks += layers_by_gpu_blocks(programs)
         extra["layer_classes"] = layers_by_gpu_record(programs)
     if classes := _classes(store, runs):
         blocks += gpu_blocks(classes)
@@ -267,12 +269,13 @@ def _run_blocks(
 ) -> tuple[list[Block], list[str]]:
     """Return the blocks of a run, of which the details are folded, and sentences that sum it up."""
     environment, wrong = store.environment(run), store.wrong(run)
-    name, medians = _charted_medians(cells)
+    timed = any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS)
+    evaluated = evaluate_bench(store, run) if timed else None
     sentences, code = _summarize_run(store, run, cells)
     extra["summary"].append({"run": run, "sentences": sentences})
     summary: list[str] = []  # sentences for the details
-    if medians:
-        summary, sentences = sentences, [*bench_answer(evaluate_bench(store, run))]
+    if evaluated:
+        summary, sentences = sentences, [*bench_answer(evaluated)]
     problems = store.problems(run)
     blocks: list[Block] = [Heading("Problems")] if problems else []
     for each in problems:
@@ -293,10 +296,17 @@ def _run_blocks(
             extra.setdefault("programs", []).append(parts.record)
     blocks += [Heading("What to change"), Code(code)] if code else []
     tf32 = bool(environment.get("tf32"))
-    drawn = [
-        *latency_charts(medians, name),
-        *rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong),
-    ]
+    drawn: list[Block] = []
+    if evaluated:
+        # The titles of the charts name the calls as the sentence about the measurement does.
+        measured = CALLS.get(evaluated.ranking, evaluated.ranking).partition(" (")[0]
+        medians = [
+            (row.config, row.backend, row.median_ns)
+            for row in evaluated.figures()
+            if row.median_ns is not None
+        ]
+        drawn += latency_charts(medians, measured)
+        drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
     blocks += [Heading("Latency"), *drawn] if drawn else []
     if bench is None:
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
@@ -451,20 +461,6 @@ def _latency_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
         yield Table.of(LATENCY_COLUMNS, rows)
 
 
-def _charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
-    """Return the measurement that most cells have, and (config, backend, median in ns) for each
-    cell that has it.
-    """
-    name = max(
-        CALL_MEASUREMENTS, key=lambda name: sum(bool(cell.samples.get(name)) for cell in cells)
-    )
-    return name, [
-        (cell.config, cell.backend, stats.summarize(cell.samples[name]).median)
-        for cell in cells
-        if cell.samples.get(name)
-    ]
-
-
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """Return a chart and a table of the backend that `auto` selected for each config.
 
@@ -493,6 +489,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     return [
         Heading("Selection map"),
         Chart("map", "What auto ran", tuple(rows), *axes),
+        Heading("The selection map as a table", level=3, folded=True),
         Table.of(columns, rows),
     ]
 

@@ -59,6 +59,7 @@ PARTS = (
     Column("ns", "µs/step", "us"),
     Column("share", "share%", "percent"),
 )
+TOP_KERNELS = pick(KernelTime, "kernel_short", "total_ns", "share", "launches", "kind", "layer")
 LISTED = (
     Column("start_ns", "start µs", "us"),
     Column("duration_ns", "µs", "us"),
@@ -216,7 +217,7 @@ def _kernel_blocks(times: ProgramTimes) -> Iterator[Block]:
     whole = len(times.kernels)
     detail = f"the {len(shown)} longest of {whole}" if whole > len(shown) else ""
     yield Heading("Top kernels", detail)
-    yield Table.of(pick(KernelTime), shown)
+    yield Table.of(TOP_KERNELS, shown)
 
 
 def _timeline_blocks(
