@@ -33,7 +33,7 @@ from profharness.commands.layers import (
     require_forecast_alone,
     require_gpu,
 )
-from profharness.commands.layers.answer import layers_answer
+from profharness.commands.layers.answer import layers_answer, told_change
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
@@ -268,7 +268,7 @@ def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str
     with contextlib.suppress(ProfharnessError), open_store(store) as opened:
         layers = find_layers(opened, run)
         if layers.steps:
-            lines += layers_answer(layers)
+            lines += layers_answer(layers, told_change(layers))
     idle = [item for item in calls if item.mask == NO_MASK_EFFECT]
     if idle:
         where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))

@@ -183,14 +183,15 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
         saves_backward_ns=saves - forward if trained and forward is not None else None,
         timed_calls=sum(row.calls or 0 for row in timed),
         untimed_calls=sum(row.calls or 0 for row in rows if row.saves_ns is None),
-        launch_bound=_launch_bound(layers),
+        launch_bound=is_launch_bound(layers),
         conclusions=(),
     )
     lines = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
     return replace(layers, rows=tuple(rows), regret=replace(regret, conclusions=lines))
 
 
-def _launch_bound(layers: LayerMap) -> bool:
+def is_launch_bound(layers: LayerMap) -> bool:
+    """Return whether the GPU is idle for so long that faster kernels may not shorten the step."""
     return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
@@ -261,7 +262,7 @@ def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
 
 
 def _saves(layers: LayerMap) -> str:
-    return "saves at most" if _launch_bound(layers) else "saves"
+    return "saves at most" if is_launch_bound(layers) else "saves"
 
 
 def _saved_text(figures: LayerRow | Regret) -> str:

@@ -10,9 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
-from profharness.commands.layers.answer import layers_answer
+from profharness.commands.layers import savings
+from profharness.commands.layers.answer import layers_answer, told_change
+from profharness.commands.report.program import advice_blocks
 from profharness.errors import GateError
 from profharness.program.layer_map import LayerMap, find_layers
+from profharness.render.document import Note
 from profharness.store import ingest_path, open_store
 
 MODELS = Path(__file__).parents[2] / "traces" / "models"
@@ -39,9 +42,11 @@ def ask(store: Path, *words: str) -> Any:
         (
             "llama_eager",
             [
-                "Eager attention takes 58 % of the GPU time (2.36 ms of 4.08 ms): use "
-                "scaled_dot_product_attention.",
-                "The GPU is idle for 58 % of the traced step: launch overhead is a limit too.",
+                "Eager attention in LlamaAttention_{0-2} takes 58 % of the GPU time (2.36 ms of 4.08 "
+                "ms): use scaled_dot_product_attention (in transformers: attn_implementation='sdpa'), "
+                "predicted to save at most 2.23 ms of GPU time per step.",
+                "The GPU is idle for 58 % of the traced step: launch overhead is a limit too, so the "
+                "step itself may not get shorter.",
             ],
         ),
         (
@@ -90,7 +95,7 @@ def ask(store: Path, *words: str) -> Any:
 )
 def test_the_answer_of_a_model(store: Path, name: str, sentences: list[str]) -> None:
     layers = the_map(store, name)
-    assert list(layers_answer(layers)) == sentences
+    assert list(layers_answer(layers, told_change(layers))) == sentences
     # every format shows the answer first
     text = " ".join(ask(store, layers.run).stdout.split())
     assert text.startswith(" ".join(sentences))
@@ -116,6 +121,28 @@ def test_layers_are_counted_once(store: Path) -> None:
 def test_training_has_forward_and_backward(store: Path) -> None:
     first, *_ = layers_answer(the_map(store, "llama_train"))
     assert "forward 103 µs, backward 337 µs); all 3 layers run on cuDNN, none on math." in first
+
+
+def test_a_busy_gpu_saves_what_is_predicted(store: Path) -> None:
+    """Bug: the report marked no saving as an upper bound, and `layers` predicted none."""
+    idle = the_map(store, "llama_eager")
+    (step,) = idle.steps
+    busy = replace(idle, steps=(step._replace(duration_ns=step.busy_ns),))
+    for layers, saving in ((idle, "save at most 2.23 ms"), (busy, "save 2.23 ms")):
+        assert f"predicted to {saving} of GPU" in layers_answer(layers, told_change(layers))[0]
+        _, note = advice_blocks(layers)
+        assert isinstance(note, Note)
+        assert f"Predicted to {saving} of GPU time per step, 55 % of it." in note.text
+
+
+def test_nothing_is_predicted_without_advice(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(savings, "known_atlases", lambda _: pytest.fail("an atlas was read"))
+    assert told_change(the_map(store, "llama_prefill")) is None
+
+
+def test_several_programs_keep_their_advice(store: Path) -> None:
+    runs = [the_map(store, name).run for name in ("llama_prefill", "llama_eager")]
+    assert ask(store, *runs).stdout.count("in transformers: attn_implementation='sdpa'") == 1
 
 
 def test_equal_notes_of_several_layers_are_one(store: Path) -> None:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from profharness.attention.config import SDPA_BACKENDS, backend_text
-from profharness.errors import counted, join_and
+from profharness.commands.layers.savings import Change, main_change, saving_text
+from profharness.errors import counted, join_and, join_few
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow
 from profharness.render.document import FORMATS, share_text, time_text
@@ -14,32 +15,60 @@ from profharness.rows import WHOLE_TRACE
 
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 IDLE = 0.1  # a smaller idle share is not worth a sentence
+LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
 USE_SDPA = "use scaled_dot_product_attention"
 
 
-def layers_answer(layers: LayerMap) -> tuple[str, ...]:
-    """Return the answer of `layers` about one program, as one to three sentences."""
+def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, ...]:
+    """Return the answer of `layers` about one program, as one to three sentences.
+
+    `change` is the advice that the answer contains.
+    """
     if layers.forecasts:
         return tuple(map(_forecast_sentence, layers.forecasts))
     if not layers.steps:
-        return _counted(layers)
-    first = f"{_cost(layers)}; {_what_ran(layers)}."
+        return _counted(layers, change)
     if layers.attention_ns and all(map(is_unfused, layers.rows)):
-        first = f"{_cost(layers, 'Eager attention')}: {_remedy(layers.rows[0]) or USE_SDPA}."
-        return (first, *_saving(layers), *_idle(layers))
-    return (first, *(_saving(layers) or _change(layers)), *_idle(layers))
+        subject = f"Eager attention{_where(change)}"
+        advice = _advised(change, layers) if change else USE_SDPA
+        first = f"{_cost(layers, subject)}: {advice}."
+        return (first, *_saving(layers), *_idle(layers, change))
+    first = f"{_cost(layers)}; {_what_ran(layers)}."
+    return (first, *(_saving(layers) or _change(layers, change)), *_idle(layers, change))
+
+
+def told_change(layers: LayerMap) -> Change | None:
+    """Return the advice that belongs into the answer, if there is any."""
+    if layers.forecasts or (layers.regret and not all(map(is_unfused, layers.rows))):
+        return None
+    return main_change(layers)
 
 
 def what_to_change(row: LayerRow) -> Iterator[str]:
     """Yield the advice of a row as sentences."""
     for text in row.advice:
-        backend, colon, change = text.partition(": ")
-        named = (
-            f"to run on {backend_text(backend)}: {change}"
-            if colon and backend in SDPA_BACKENDS
-            else text
-        )
+        named = _named(text)
         yield named[0].upper() + named[1:]
+
+
+def _named(text: str) -> str:
+    """Return an advice with the names of backends as in sentences."""
+    backend, colon, change = text.partition(": ")
+    if colon and backend in SDPA_BACKENDS:
+        return f"to run on {backend_text(backend)}: {change}"
+    return text
+
+
+def _where(change: Change | None) -> str:
+    """Return the layers of a change as ` in LlamaAttention_{0-2}`, or "" if they have no names."""
+    rows = change.rows if change else ()
+    names = dict.fromkeys((row.module or "").rpartition(".")[2] for row in rows)
+    return f" in {join_few(list(names), LAYERS_NAMED)}" if rows and all(names) else ""
+
+
+def _advised(change: Change, layers: LayerMap) -> str:
+    saves = f", {saving_text(change.saves_ns, layers)}" if change.saves_ns else ""
+    return f"{_named(change.text)}{saves}"
 
 
 def _layer_count(rows: Sequence[LayerRow]) -> tuple[float, str]:
@@ -118,17 +147,14 @@ def _calls(rows: Sequence[LayerRow]) -> float:
     return sum(row.program_calls or row.calls or 0 for row in rows)
 
 
-def _remedy(row: LayerRow) -> str | None:
-    text = next(iter(row.advice), None)
-    return text and text.partition(" (")[0]
-
-
-def _change(layers: LayerMap) -> Iterator[str]:
-    """Yield what to change in the costliest row that math or eager attention computes."""
-    for row in layers.rows:
-        if (falls_back(row) or is_unfused(row)) and (text := next(what_to_change(row), None)):
-            yield f"{text}."
-            return
+def _change(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
+    """Return what to change in the costliest rows that math or eager attention computes."""
+    if change is None:
+        return ()
+    text = _advised(change, layers)
+    if where := _where(change):
+        return (f"{where[1].upper()}{where[2:]}, {text}.",)
+    return (f"{text[0].upper()}{text[1:]}.",)
 
 
 def _saving(layers: LayerMap) -> tuple[str, ...]:
@@ -142,7 +168,7 @@ def _saving(layers: LayerMap) -> tuple[str, ...]:
     )
 
 
-def _idle(layers: LayerMap) -> Iterator[str]:
+def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     step, busy = layers.step_ns, layers.busy_ns
     if not busy or busy > (1 - IDLE) * step:
         return
@@ -158,10 +184,11 @@ def _idle(layers: LayerMap) -> Iterator[str]:
     elif 2 * layers.attention_ns < layers.gpu_ns:
         yield f"{text}: launch overhead, not attention, is the limit."
     else:
-        yield f"{text}: launch overhead is a limit too."
+        so = ", so the step itself may not get shorter" if change and change.saves_ns else ""
+        yield f"{text}: launch overhead is a limit too{so}."
 
 
-def _counted(layers: LayerMap) -> tuple[str, ...]:
+def _counted(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
     calls = sum(row.program_calls or 0 for row in layers.rows)
     ran: Counter[str] = Counter()
     for row in layers.rows:
@@ -177,7 +204,7 @@ def _counted(layers: LayerMap) -> tuple[str, ...]:
         f"{count:,} {name}" if len(ran) > 1 else f"all {name}" for name, count in ran.most_common()
     )
     texts = [f"{made}{where}, {backends}." if calls else f"{made}, how often is unknown."]
-    return (*texts, *_change(layers), "No step was recorded, so no times are known.")
+    return (*texts, *_change(layers, change), "No step was recorded, so no times are known.")
 
 
 def _forecast_sentence(forecast: Forecast) -> str:

@@ -286,9 +286,12 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
     The JSON contains the rows of all runs, and the additional keys `classes` and `layers`. All other
     keys are those of the first run.
     """
-    documents = [layers_document(each.layers, full=full) for each in answer.classes]
+    several = len(answer.classes) > 1
+    documents = [
+        layers_document(each.layers, full=full, of_several=several) for each in answer.classes
+    ]
     first = documents[0]
-    if len(documents) < 2:
+    if not several:
         return first
     return replace(
         first,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from profharness.columns import Column, pick
-from profharness.commands.layers.answer import layers_answer, what_to_change
+from profharness.commands.layers.answer import layers_answer, told_change, what_to_change
 from profharness.errors import join_few
 from profharness.program.layer_map import (
     NO_MASK,
@@ -59,8 +60,8 @@ PREDICTED = (
 FORECAST = (*GPU_LAYER, *PREDICTED)
 
 
-def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
-    """Return the document of `layers`.
+def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = False) -> Document:
+    """Return the document of `layers`. It has no answer of its own if it is one of several.
 
     Predictions for several GPUs add a table with one column per GPU, and the JSON key `classes`.
     """
@@ -74,7 +75,8 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     if layers.regret:
         timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
         blocks += [Heading("Regret", timed, 3), *map(Note, layers.regret.conclusions)]
-    blocks += _notes(layers.rows, full)
+    change = None if of_several else told_change(layers)
+    blocks += _notes(layers.rows, full, change.text if change else None)
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of their first launch", 3)]
@@ -98,7 +100,7 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
         for rows in predictions or [(LayerForecast(),) * len(layers.rows)]
         for row, prediction in zip(layers.rows, rows, strict=True)
     )
-    answer = layers_answer(layers)
+    answer = () if of_several else layers_answer(layers, change)
     return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra, answer=answer)
 
 
@@ -223,10 +225,16 @@ def _summary(layers: LayerMap) -> str:
     return f"{name}, {time_text(layers.step_ns)}{each}{busy}"
 
 
-def _notes(rows: Sequence[LayerRow], full: bool) -> Iterator[Note]:
-    """Yield what to change, then why the backends ran. Equal notes of several rows become one."""
+def _notes(rows: Sequence[LayerRow], full: bool, told: str | None) -> Iterator[Note]:
+    """Yield what to change, then why the backends ran. Equal notes of several rows become one.
+
+    `told` is the advice that the answer contains.
+    """
+    advised = [
+        replace(row, advice=tuple(text for text in row.advice if text != told)) for row in rows
+    ]
     for label, text, level in (
-        *_merged(rows, full, what_to_change),
+        *_merged(advised, full, what_to_change),
         *_merged(rows, full, lambda row: () if row.kind == "replay" else row.reasons),
     ):
         yield Note(text, label, level)

@@ -290,7 +290,7 @@ def _run_blocks(
             tables = [block for block in document.blocks if isinstance(block, Table)]
             blocks += [Heading("Layers"), *parts.layers, *tables[:1], *_layer_notes(layers)]
         blocks += parts.kernels
-        blocks += advice_blocks(store, layers) if layers else []
+        blocks += advice_blocks(layers) if layers else []
         blocks += parts.timeline
         if parts.record:
             extra.setdefault("programs", []).append(parts.record)

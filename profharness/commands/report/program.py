@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from profharness.atlas.predictions import Place, find_place, known_atlases, place_estimates
-from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
-from profharness.attention.dispatch.machine import from_config
-from profharness.attention.dispatch.predict import predict
+from profharness.atlas.predictions import Place
 from profharness.columns import Column, pick
 from profharness.commands.layers.answer import what_to_change
-from profharness.errors import ProfharnessError
+from profharness.commands.layers.savings import own_place, saved_ns, saving_text
 from profharness.program.layer_map import (
     LayerMap,
     LayerRow,
     actual_backend,
     module_name,
     short_module,
-    suggestions,
 )
 from profharness.program.step_times import (
     ATTENTION,
@@ -332,9 +328,9 @@ def _range_lanes(ranges: Sequence[RangeRow], times: ProgramTimes) -> list[Lane]:
     ]
 
 
-def advice_blocks(store: Store, layers: LayerMap) -> list[Block]:
+def advice_blocks(layers: LayerMap) -> list[Block]:
     """Return the advice on a program's layers, with what each change would save per step."""
-    place = _own_place(store, layers)
+    place = own_place(layers)
     notes = [
         Note(f"{sentence}. {_saving(row, text, layers, place)}".rstrip(), label)
         for row in layers.rows
@@ -349,61 +345,10 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
     spent, whole = row.kernel_ns, layers.step_ns
     if not spent or row.saves_ns is not None:  # advice of a bench has its own figures
         return ""
-    least = _predicted_ns(row, text, layers, place)
-    if least is not None and least < spent:
-        saved = spent - least
-        share = f", {share_text(saved / layers.busy_ns)} of the GPU time" if layers.busy_ns else ""
-        return f"Predicted to save {time_text(saved)} per step{share}."
+    saved = saved_ns(row, text, layers, place)
+    if saved is not None:
+        share = f", {share_text(saved / layers.busy_ns)} of it" if layers.busy_ns else ""
+        predicted = saving_text(saved, layers)
+        return f"{predicted[0].upper()}{predicted[1:]}{share}."
     share = f", {share_text(spent / whole)} of the step" if whole else ""
     return f"These calls take {time_text(spent)} per step{share}, which is the most that a change can save."
-
-
-def _predicted_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> float | None:
-    """Return the predicted time of a row's calls after a change on the same GPU, or None.
-
-    The prediction is for the forward pass, and only for rows without a backward pass.
-    """
-    if place is None or place.atlas is None or row.config is None or row.backward_ns:
-        return None
-    config = parse_config(row.config)
-    backends: Sequence[str] = [name for name in SDPA_BACKENDS if name != "math"]
-    if row.ran == "math":
-        found = (
-            [
-                (backend, change.config)
-                for backend, _, change in suggestions(config, layers.platform)
-                if change and change.config and f"{backend}: {change.change}" == text
-            ]
-            if layers.platform
-            else []
-        )
-        if not found:
-            return None
-        backends, config = [found[0][0]], parse_config(str(found[0][1]))
-    elif row.kind != "eager":
-        return None
-    plain = _as_measured(config)
-    eligible = predict(from_config(plain), place.rules).backends
-    timed = [
-        estimate.kernel_us
-        for name, estimate in zip(backends, place_estimates(place, [plain], backends), strict=True)
-        if eligible[name].eligible and estimate.kernel_us is not None
-    ]
-    return min(timed) * 1e3 * (row.calls or 0) if timed else None
-
-
-def _as_measured(config: Config) -> Config:
-    return replace(config.contiguous(), mask_strides=None, scale=None, bwd=False)
-
-
-def _own_place(store: Store, layers: LayerMap) -> Place | None:
-    """Return the GPU of a program with its atlas, or None if there is no atlas for it."""
-    environment: Mapping[str, Any] = store.environment(layers.run)
-    torch = str(environment.get("torch") or "").partition("+")[0]
-    release = ".".join(torch.split(".")[:2])
-    if not layers.gpu or not any(row.advice for row in layers.rows):
-        return None
-    try:
-        return find_place(known_atlases(None), layers.gpu, release or None)[0]
-    except ProfharnessError:
-        return None

@@ -1,0 +1,95 @@
+"""Predict what the advice on a program's layers would save per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from profharness.atlas.predictions import Place, find_place, known_atlases, place_estimates
+from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
+from profharness.attention.dispatch.machine import from_config
+from profharness.attention.dispatch.predict import predict
+from profharness.errors import ProfharnessError
+from profharness.program.gates import falls_back, is_unfused
+from profharness.program.layer_map import LayerMap, LayerRow, suggestions
+from profharness.program.regret import is_launch_bound
+from profharness.render.document import time_text
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An advice, the rows that it applies to, and the time that it is predicted to save."""
+
+    text: str
+    rows: tuple[LayerRow, ...]
+    saves_ns: float | None
+
+
+def main_change(layers: LayerMap) -> Change | None:
+    """Return the first advice on the costliest row that math or eager attention computes."""
+    slow = [row for row in layers.rows if falls_back(row) or is_unfused(row)]
+    text = next((row.advice[0] for row in slow if row.advice), None)
+    if text is None:
+        return None
+    rows = tuple(row for row in slow if text in row.advice)
+    place = own_place(layers)
+    saved = [saved_ns(row, text, layers, place) for row in rows]
+    known = [ns for ns in saved if ns is not None]
+    return Change(text, rows, sum(known) if len(known) == len(rows) else None)
+
+
+def saving_text(ns: float, layers: LayerMap) -> str:
+    """Return a clause such as `predicted to save at most 2.23 ms of GPU time per step`."""
+    most = "at most " if is_launch_bound(layers) else ""
+    return f"predicted to save {most}{time_text(ns)} of GPU time per step"
+
+
+def own_place(layers: LayerMap) -> Place | None:
+    """Return the GPU of a program with its atlas. None without an atlas, or without advice."""
+    if not layers.gpu or not any(row.advice for row in layers.rows):
+        return None
+    torch = layers.platform.environment["torch"] if layers.platform else None
+    release = ".".join(str(torch).split(".")[:2]) if torch else None
+    try:
+        return find_place(known_atlases(None), layers.gpu, release)[0]
+    except ProfharnessError:
+        return None
+
+
+def saved_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> float | None:
+    """Return the time per step that an advice on a row saves, as predicted, or None if unknown.
+
+    Advice of a benchmark has its own figures. The prediction is for the forward pass, and only for
+    rows without a backward pass.
+    """
+    if place is None or place.atlas is None or row.config is None:
+        return None
+    if row.backward_ns or row.saves_ns is not None or not row.calls:
+        return None
+    config = parse_config(row.config)
+    backends: Sequence[str] = [name for name in SDPA_BACKENDS if name != "math"]
+    if row.ran == "math":
+        changes = suggestions(config, layers.platform) if layers.platform else []
+        found = [
+            (backend, change.config)
+            for backend, _, change in changes
+            if change and change.config and f"{backend}: {change.change}" == text
+        ]
+        if not found:
+            return None
+        backends, config = [found[0][0]], parse_config(str(found[0][1]))
+    elif row.kind != "eager":
+        return None
+    plain = _as_measured(config)
+    eligible = predict(from_config(plain), place.rules).backends
+    timed = [
+        estimate.kernel_us
+        for name, estimate in zip(backends, place_estimates(place, [plain], backends), strict=True)
+        if eligible[name].eligible and estimate.kernel_us is not None
+    ]
+    least = min(timed) * 1e3 * row.calls if timed else row.kernel_ns
+    return row.kernel_ns - least if least < row.kernel_ns else None
+
+
+def _as_measured(config: Config) -> Config:
+    return replace(config.contiguous(), mask_strides=None, scale=None, bwd=False)
