@@ -69,7 +69,11 @@ def test_eager_attention_has_advice(store: Path) -> None:
     assert "eager" in text and "scaled_dot_product_attention" in text
     message = run("layers", "--configs", "--store", store, code=1)
     assert message == ""
-    assert "Eager attention takes" in text and "times of CPU ops" in text and "GPU busy" not in text
+    assert (
+        "Eager attention in Attention_{0-1} takes" in text
+        and "times of CPU ops" in text
+        and "GPU busy" not in text
+    )
 
 
 def test_capture_accepts_the_printed_configs(store: Path, tmp_path: Path) -> None:
