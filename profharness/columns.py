@@ -22,7 +22,8 @@ Importance = Literal["key", "answer", "normal", "detail"]
 """What a narrow terminal does with a column.
 
 `key` identifies a row and `answer` is what one reads the table for: both are always visible. If the
-others do not fit, `detail` is hidden first and then `normal`, from the right.
+others do not fit, `detail` is hidden first and then `normal`, from the right. Columns of details with
+a greater `spare` are hidden before those with a smaller one.
 """
 
 
@@ -36,6 +37,7 @@ class Column:
     right: bool = False  # whether to align right; always true for numeric formats
     # None: `key` if the column is the table's first or has `repeat=False`, else `normal`
     importance: Importance | None = None
+    spare: int = 0  # order in which details are hidden: the greatest first
     shrink: bool = False  # whether the values may be cut in a narrow terminal
     wrap: bool = False  # whether long values continue on further lines in a narrow terminal
     scale: str = ""  # columns of times with the same scale share their unit, µs or ms

@@ -281,6 +281,7 @@ class KernelRow:
             "block",
             "triple",
             importance="detail",
+            spare=2,
             meaning="threads per block, in three dimensions",
         ),
     ]
@@ -295,12 +296,11 @@ class KernelRow:
             "smem KiB",
             "kib",
             importance="detail",
+            spare=1,
             meaning="shared memory per block, static and dynamic",
         ),
     ]
-    launches: Annotated[
-        int, column("n", "count", importance="detail", meaning="launches in all profiled calls")
-    ]
+    launches: Annotated[int, column("launches", "count", meaning="launches in all profiled calls")]
     launches_per_call: Annotated[
         float | None, column("launches", "count", meaning="launches of a kernel in one call")
     ]
@@ -359,6 +359,7 @@ class KernelRow:
             "smem%",
             "percent",
             importance="detail",
+            spare=3,
             meaning="share of an SM's shared memory that one block uses",
         ),
     ] = None

@@ -69,7 +69,7 @@ class LayerRow:
         str, column(meaning="`sdpa`, `inner`, `fast_path`, `flex`, `custom`, `eager` or `replay`")
     ]
     config: Annotated[
-        Text, column("config", shrink=True, meaning="label of the call of median length")
+        Text, column("config", importance="key", meaning="label of the call of median length")
     ]
     lengths: Annotated[
         tuple[int, int] | None, column(meaning="the smallest and the largest seq_kv")
@@ -77,7 +77,10 @@ class LayerRow:
     calls: Annotated[
         Number, column("calls/step", "count", importance="detail", meaning="calls per step")
     ]
-    phase: Annotated[Text, column("phase", meaning="`prefill`, `decode`, `cross` or `train`")]
+    phase: Annotated[
+        Text,
+        column("phase", importance="detail", meaning="`prefill`, `decode`, `cross` or `train`"),
+    ]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
     mode: Annotated[
         str,

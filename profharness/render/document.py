@@ -344,6 +344,44 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
+def without_empty_columns(document: Document) -> Document:
+    """Remove columns without values, unless they identify a row or are what one reads a table for.
+
+    A column remains if another table with the same columns has a value in it.
+    """
+    filled: dict[tuple[Column, ...], set[int]] = {}
+    for block in document.blocks:
+        if isinstance(block, Table):
+            shown = filled.setdefault(block.columns, set())
+            for row in block.rows:
+                shown.update(at for at, value in enumerate(row) if value not in NO_VALUES)
+    kept = {
+        columns: [
+            at
+            for at, column in enumerate(columns)
+            if not shown or at in shown or not at or column.importance in ("key", "answer")
+        ]
+        for columns, shown in filled.items()
+    }
+    return replace(
+        document,
+        blocks=tuple(
+            Table(
+                tuple(block.columns[at] for at in kept[block.columns]),
+                tuple(tuple(row[at] for at in kept[block.columns]) for row in block.rows),
+            )
+            if isinstance(block, Table)
+            else block
+            for block in document.blocks
+        ),
+    )
+
+
+def for_reading(document: Document) -> Document:
+    """Return the document as people read it: without empty columns, and with units that fit."""
+    return with_time_units(without_empty_columns(document))
+
+
 def with_time_units(document: Document) -> Document:
     """Return the document with ms instead of µs in columns that contain a value of 1 ms or more.
 

@@ -17,14 +17,15 @@ from profharness.errors import one_line
 
 GAP = 2
 INDENT = 2  # indentation of the lines of a row after its first
-READABLE = 24  # width to which texts are shortened before columns are hidden
+COMFORTABLE = 40  # width of texts from which columns of details are shown
+READABLE = 24  # width to which texts are shortened before other columns are hidden
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 LONGEST_WORD = 40  # words of wrapped texts are cut into lines from this width on
 NARROWEST = 20  # a terminal is taken to have at least this width
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
 OPTIONAL = ("normal", "detail")  # columns that may be hidden, in the order in which they are kept
 _WORD_END = re.compile(r"[^\W_]*$")
-_STRIDES = re.compile(r"(-[a-z]+_strides=[0-9x]+)+")
+_STRIDES = re.compile(r"(-(?:[a-z]+_strides=[0-9x]+|layout=[a-z_]+))+")
 _DOTTED = re.compile(r"[\w{}\[\],-]+(\.[\w{}\[\],-]+)+")
 
 Texts = Sequence[str]
@@ -76,8 +77,9 @@ def fit_columns(
 ) -> Layout:
     """Return a layout of formatted rows in which no line is longer than `width`.
 
-    In this order, texts are shortened, columns are hidden by importance, and rows are folded into
-    several lines. If `full` is set, rows are folded at once.
+    In this order, long texts are shortened, details are hidden, texts are shortened further, other
+    columns are hidden by importance, and rows are folded into several lines. A wider table shows
+    the details of a narrower one and more. If `full` is set, rows are folded at once.
     """
     width = max(width, NARROWEST)
     natural = natural_layout(columns, rows)
@@ -124,18 +126,38 @@ def _choice(
     kinds = [_importance(column, place) for place, column in enumerate(columns)]
     required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
 
+    def shrink(floor: int) -> tuple[_Shrunk, ...]:
+        each_column = zip(columns, texts, titles, most, strict=True)
+        return tuple(
+            _shrunk(column, own, floor, title, whole) for column, own, title, whole in each_column
+        )
+
+    roomy = [each.width for each in shrink(COMFORTABLE)]
+    details = sorted(
+        (place for place, kind in enumerate(kinds) if kind == "detail"),
+        key=lambda place: columns[place].spare,
+    )
+
     def with_optional(stacked: tuple[int, ...], shrunk: tuple[_Shrunk, ...]) -> _Choice | None:
         """Add the optional columns that fit, or return None if the required ones do not."""
         kept = list(required)
-        least = [each.width for each in shrunk]
         room = width - (INDENT if stacked else 0)
-        if _line_width(least, [place for place in kept if place not in stacked]) > room:
+
+        def fits(least: Sequence[int], places: Sequence[int]) -> bool:
+            return _line_width(least, [at for at in places if at not in stacked]) <= room
+
+        least = [each.width for each in shrunk]
+        if not fits(least, kept):
             return None
-        for kind in OPTIONAL:
-            for place in (place for place, own in enumerate(kinds) if own == kind):
-                figures = [other for other in (*kept, place) if other not in stacked]
-                if _line_width(least, figures) <= room:
-                    kept.append(place)
+        normal = [place for place, kind in enumerate(kinds) if kind == "normal"]
+        for place in normal:
+            if fits(least, (*kept, place)):
+                kept.append(place)
+        # Stop at the first detail that does not fit, so that each width hides them in one order.
+        for place in details:
+            if not fits(roomy, (*kept, place)):
+                break
+            kept.append(place)
         return _Choice(tuple(sorted(kept)), stacked, shrunk)
 
     def hidden(choice: _Choice) -> int:
@@ -144,10 +166,7 @@ def _choice(
         )
 
     for floor in (READABLE, MIN_SHRUNK):
-        shrunk = tuple(
-            _shrunk(column, own, floor, title, whole)
-            for column, own, title, whole in zip(columns, texts, titles, most, strict=True)
-        )
+        shrunk = shrink(floor)
         choices = [with_optional(stacked, shrunk) for stacked in ((), *_groups(columns, rows))]
         if found := [choice for choice in choices if choice is not None]:
             # Groups get a line of their own only if this shows more columns.
@@ -234,7 +253,7 @@ def _line_width(widths: Sequence[int], places: Collection[int]) -> int:
 
 
 def without_strides(text: str) -> str:
-    """Replace the strides of a config's label by `strides…`."""
+    """Replace the strides and the layout in a config's label by `strides…`."""
     return _STRIDES.sub("-strides…", text)
 
 
@@ -303,12 +322,17 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 
 
 def _shortened(text: str, width: int) -> str:
-    """Cut the end of a text, or the beginning of a dotted name, whose last part says most."""
+    """Cut the end of a text, the beginning of a dotted name, or a kernel's template arguments."""
     if _DOTTED.fullmatch(text):
         parts = text.split(".")
         for start in range(1, len(parts)):
             if cell_len(tail := ".".join(parts[start:])) < width:
                 return f"…{tail}"
+    start, last = text.find("<") + 1, text.rfind(",") + 1
+    if start and text.endswith(">"):
+        tail = text[max(start, last) :].lstrip()
+        if start + cell_len(tail) < width:
+            return f"{fitting(text, width - 1 - cell_len(tail))}…{tail}"
     return f"{fitting(text, width - 1)}…"
 
 
@@ -321,9 +345,10 @@ def _common_prefix(group: Sequence[str]) -> str:
 
 def _from_difference(text: str, shared: str, width: int) -> str:
     """Shorten a text to the common prefix of its group, an ellipsis, and the part that differs."""
-    head = fitting(shared, width // 3)
     word = len(shared) - len(_WORD_END.search(shared)[0])  # type: ignore[index]
     start = word if len(shared) - word <= width // 4 else len(shared)
+    spare = 0 if _DOTTED.fullmatch(text) else width - 1 - cell_len(text[start:])
+    head = fitting(shared, max(width // 3, spare))
     rest, room = text[start:], width - cell_len(head) - 1
     if cell_len(rest) > room:
         return f"{head}…{fitting(rest, room - 1)}…"

@@ -21,8 +21,8 @@ from profharness.render.document import (
     Note,
     Table,
     Timeline,
+    for_reading,
     formatted_rows,
-    with_time_units,
 )
 
 TRIPLES = ("grid", "block")  # CSV splits these into _x, _y and _z, like the views of the store
@@ -130,7 +130,7 @@ def escape_markdown(text: str) -> str:
 
 def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
     """Render GitHub-flavoured Markdown. `images` are the paths of the charts in order."""
-    document = with_time_units(document)
+    document = for_reading(document)
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
     if document.subtitle:
@@ -181,7 +181,7 @@ def _render_table(document: Document, **options: Any) -> str:
 def _render_html(document: Document) -> str:
     from profharness.render.html import render_html  # imports templates and hashes
 
-    return render_html(with_time_units(document))
+    return render_html(for_reading(document))
 
 
 # Maps each format to the function that renders a Document as text.

@@ -21,8 +21,8 @@ from profharness.render.document import (
     Note,
     Table,
     Timeline,
+    for_reading,
     formatted_rows,
-    with_time_units,
 )
 from profharness.render.fitting import (
     GAP,
@@ -56,7 +56,7 @@ def render_table(
     Tables with the same columns have the same column widths. If `cut` is set, tables fit the width
     as `fit_columns` describes. `full` is the value of the command's option `--full`, if it has one.
     """
-    document = with_time_units(document)
+    document = for_reading(document)
     tables = [block for block in document.blocks if isinstance(block, Table)]
     rows = [formatted_rows(table) for table in tables]
     layouts = _layouts(tables, rows, width if cut else None, full=bool(full))
@@ -202,7 +202,9 @@ def _print_hidden(console: Console, layouts: Layouts, width: int, full: bool | N
     )
     how = "a wider terminal" if full is None else "--full or a wider terminal"
     names = join_few([title for title in titles if title], SHOWN_TITLES)
-    text = f"hidden at {width} columns: {names} ({how} shows them)"
+    text = (
+        f"hidden at {width} columns: {names} ({how} shows {'it' if len(titles) == 1 else 'them'})"
+    )
     console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
 
 

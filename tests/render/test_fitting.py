@@ -20,10 +20,11 @@ from rich.cells import cell_len
 import profharness.commands._command as command_module
 from profharness.attention.cases import VerificationRow
 from profharness.cli import find_command
-from profharness.columns import Column, Importance
+from profharness.columns import Column, Importance, pick
 from profharness.commands import bench, report
 from profharness.commands.verify import verify_document
 from profharness.errors import NotFoundError
+from profharness.program.layer_map import LayerRow
 from profharness.render.document import (
     Code,
     Document,
@@ -33,9 +34,10 @@ from profharness.render.document import (
     formatted_rows,
     with_time_units,
 )
-from profharness.render.fitting import OPTIONAL, Layout, fit_columns
+from profharness.render.fitting import OPTIONAL, Layout, distinct_cuts, fit_columns
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
+from profharness.rows import KernelRow
 from profharness.store import ingest_path
 
 ROOT = Path(__file__).parents[2]
@@ -274,13 +276,80 @@ def test_the_least_important_columns_are_hidden_first() -> None:
     assert hidden == [(), (5,), (3, 5), (3, 4, 5), (2, 3, 4, 5)]
 
 
-def test_names_are_shortened_before_columns_are_hidden() -> None:
-    columns = [Column("k", "kernel", shrink=True), Column("d", "grid", importance="detail")]
-    lines = fitted(columns, ("n" * 60, "1,1,1"))
-    assert lines == [
-        f"kernel{' ' * 29}grid",
-        f"{'n' * 32}…  1,1,1",
+def test_long_names_are_shortened_before_details_are_hidden() -> None:
+    columns = [
+        Column("k", "kernel", shrink=True),
+        Column("d", "grid", importance="detail"),
+        Column("a", "µs", importance="answer"),
     ]
+    row = ("n" * 60, "1,1,1", "7.44")
+    assert fitted(columns, row, width=53)[1] == f"{'n' * 39}…  1,1,1  7.44"
+    # Names of up to COMFORTABLE characters remain whole at the cost of details.
+    assert fitted(columns, row, width=52)[1] == f"{'n' * 45}…  7.44"
+    assert fitted(columns, row, width=30)[1] == f"{'n' * 23}…  7.44"
+
+
+def test_each_width_hides_details_in_one_order() -> None:
+    columns = pick(
+        KernelRow,
+        *("kernel_short", "grid", "block", "shared_bytes", "shared_share"),
+        *("registers_per_thread", "launches", "duration_ns", "total_ns", "share", "occupancy"),
+    )
+    row = ["vectorized_elementwise<8, float16_copy>", "65536,1,1", "128,1,1", "131.0", "57.5"]
+    row += ["168", "1", "7.46", "7.44", "90.6", "100.0"]
+    shown: set[str] = set()
+    for width in range(60, 140):
+        layout = fit_columns(columns, [row], width)
+        kept = {columns[at].title for line in layout.lines for at in line}
+        assert shown <= kept
+        shown = kept
+        assert ("smem%" in kept) <= ("block" in kept) <= ("smem KiB" in kept)
+        if {"block", "smem KiB", "regs", "occ%"} & kept:
+            assert layout.cuts.get(0, {}).get(row[0], row[0]) == row[0]
+    assert len(shown) == len(columns)
+
+
+def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
+    names = ("vectorized_elementwise<8, float16_copy>", "elementwise<128, 2, where, bf16>")
+    assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<8…float16_copy>"}
+    assert distinct_cuts(names, 30)[names[1]] == "elementwise<128, 2, wher…bf16>"
+    others = ("vectorized_elementwise<8, f16_copy>", "vectorized_elementwise<8, f32_copy>")
+    assert [*distinct_cuts(others, 28).values()] == [
+        "vectorized_element…f16_copy>",
+        "vectorized_element…f32_copy>",
+    ]
+
+
+def test_the_label_of_a_config_keeps_its_end() -> None:
+    columns = pick(LayerRow, "module", "config", "phase", "mode", "ran", "forward_ns")
+    label = "b2-h32-kv8-s1024-d64-bf16-mask=bool-causal"
+    row = ("model.layers.{0-2}.LlamaAttention_{0-2}", label, "prefill", "eager", "flash", 7_440)
+    for width in (60, 80, 100, 120):
+        text = "\n".join(fitted(columns, row, width=width))
+        assert label in text
+    long = label.replace("-mask", "-q_strides=1x2x3x4-layout=bshd-mask")
+    assert label.replace("-mask", "-strides…-mask") in "\n".join(
+        fitted(columns, (row[0], long, *row[2:]), width=60)
+    )
+
+
+def test_columns_without_values_are_left_out() -> None:
+    columns = (
+        Column("k", "kernel"),
+        Column("g", "grid"),
+        Column("r", "regs", "count"),
+        Column("a", "µs", "us", importance="answer"),
+    )
+    first = Table(columns, (("mm", None, None, None),))
+    alone = Document("t/1", "t", (first,), ("k", "g"), ({"k": "mm", "g": None},))
+    second = Table(columns, (("bmm", None, 32, 7_440),))
+    both = replace(alone, blocks=(first, second))
+    assert render_table(alone).splitlines()[0].split() == ["kernel", "µs"]
+    assert "grid" not in render_markdown(alone) and ">grid<" not in RENDERERS["html"](alone)
+    assert '"g": null' in RENDERERS["json"](alone) and RENDERERS["csv"](alone).startswith("k,g")
+    # Tables with the same columns still have the same columns.
+    titles = [line.split() for line in render_table(both).splitlines() if "kernel" in line]
+    assert titles == [["kernel", "regs", "µs"]] * 2
 
 
 def test_strides_of_a_config_are_shortened_first() -> None:
@@ -345,11 +414,11 @@ def test_one_line_per_document_names_the_hidden_columns() -> None:
     blocks = (Heading("a"), table, Heading("b"), table, Note("last"))
     document = Document("t/1", "t", blocks, (), ())
     text = render_table(document, width=60, cut=True, full=False)
-    line = "hidden at 60 columns: note (--full or a wider terminal shows them)"
+    line = "hidden at 60 columns: note (--full or a wider terminal shows it)"
     assert " ".join(text.split()).count(line) == 1
     assert text.index("hidden") > text.index("b\n")
     assert "hidden" not in render_table(document, width=60, cut=True, full=True)
-    assert "(a wider terminal shows them)" in " ".join(
+    assert "(a wider terminal shows it)" in " ".join(
         render_table(document, width=60, cut=True).split()
     )
 
@@ -377,9 +446,9 @@ def test_times_are_in_ms_from_1000_us_on() -> None:
     tiny = render_table(times(("attn", 7_440, 7_000, 2_000_000), ("mlp", 1, 1, 30))).splitlines()
     assert tiny[2].split()[-1] == "<0.0001"
     # a title without a unit has that of the time before it, and no time becomes 0.000
-    long = render_table(times(("attn", 2_000_000, 200, None))).splitlines()
+    long = render_table(times(("attn", 2_000_000, 200, 5_000))).splitlines()
     assert long[0].split() == ["layer", "forward", "ms", "low", "total", "µs"]
-    assert long[1].split() == ["attn", "2.0000", "0.0002", "-"]
+    assert long[1].split() == ["attn", "2.0000", "0.0002", "5.00"]
 
 
 def test_columns_with_the_same_scale_have_the_same_unit() -> None:

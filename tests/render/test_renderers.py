@@ -85,7 +85,7 @@ def test_empty_answer_has_all_keys() -> None:
 def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
     text = RENDERERS["table"](kernels_document(*sample()), width=100, cut=True)
     assert max(map(len, text.splitlines())) <= 100
-    for number in ("65535,16,1", "1.2346", "2.5", "48.0"):
+    for number in ("65535,16,1", "1.2346", "2.5"):
         assert number in text
     assert "…" in text
     assert "hidden at 100 columns: regs, occ%" in text
@@ -204,8 +204,8 @@ def test_cut_names_of_real_kernels_stay_apart(width: int) -> None:
 def test_cut_shows_where_names_differ() -> None:
     names = ["elementwise<4, mul>", "elementwise<4, add>", "another_elementwise"]
     assert list(distinct_cuts(names, 12).values()) == [
-        "elem…4, mul>",
-        "elem…4, add>",
+        "element…mul>",
+        "element…add>",
         "another_ele…",
     ]
 

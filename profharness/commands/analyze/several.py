@@ -130,9 +130,7 @@ class ScenarioChoice:
 
     scenario: Annotated[str, column("for", repeat=False, meaning="use of attention")]
     run: str
-    config: Annotated[
-        Config, column("config", importance="key", shrink=True, meaning="attention problem")
-    ]
+    config: Annotated[Config, column("config", importance="key", meaning="attention problem")]
     measurement: Annotated[str, column("of", meaning="the measurement that all backends have")]
     best: Annotated[
         tuple[str, ...],
