@@ -118,7 +118,8 @@ def links(text: str) -> list[str]:
 
 def test_the_front_page_says_what_is_stored_slow_and_changed(tmp_path: Path) -> None:
     models = STORED / "models"
-    for name in ("llama_prefill", "llama_eager", "vit"):
+    # A training step is not a version of an inference step, though they share modules and sizes.
+    for name in ("llama_prefill", "llama_eager", "llama_train", "vit"):
         ingest_path(tmp_path / "s.db", models / f"{name}.json.gz")
     ingest_path(tmp_path / "s.db", TRACES)
     with serving("--store", tmp_path / "s.db") as (_, address):
@@ -129,7 +130,8 @@ def test_the_front_page_says_what_is_stored_slow_and_changed(tmp_path: Path) -> 
         for name in ("llama_prefill", "llama_eager", "vit"):
             assert f">{name}.json.gz</a>" in stored
         assert "Attention takes" in slow and ">llama_eager.json.gz</a>" in slow
-        assert RUN in slow  # with the answer of `kernels`
+        assert slow.index("llama_eager") < slow.index("llama_prefill")  # the slowest first
+        assert RUN not in slow  # auto is within 10 % of the fastest backend
         assert ">llama_prefill.json.gz → llama_eager.json.gz</a>" in changed
         assert "slower" in changed
         for link in {*links(stored), *links(slow), *links(changed)}:
@@ -141,6 +143,28 @@ def test_the_front_page_says_what_is_stored_slow_and_changed(tmp_path: Path) -> 
         ]
         ingest_path(tmp_path / "s.db", models / "whisper.json.gz")
         assert ">whisper.json.gz</a>" in section(get(address, "/")[1], "What is stored")
+
+
+def test_captures_are_slow_where_auto_loses(tmp_path: Path) -> None:
+    for name, factor in (("little", 1.5), ("much", 4), ("nothing", 1)):
+        samples = {"auto": factor, "flash": 1}
+        cells = tuple(
+            Cell(
+                f"c{place}", parse_config("2,8,512,64,fp16"), backend, "ok",
+                choice="math" if backend == "auto" and factor > 1 else "flash",
+                samples={"cold": [round(times * 10_000) + n for n in range(30)]},
+            )
+            for place, (backend, times) in enumerate(samples.items())
+        )  # fmt: skip
+        (tmp_path / name).mkdir()
+        when, environment = "2026-01-01T00:00:00+00:00", {"gpu": "NVIDIA H200", "torch": "2.11"}
+        run = Run(f"20260101-{name}", when, ("events",), Protocol(), cells, environment)
+        write_run(tmp_path / name, run)
+        ingest_path(tmp_path / "s.db", tmp_path / name)
+    with serving("--store", tmp_path / "s.db") as (_, address):
+        slow = section(get(address, "/")[1], "What is slow")
+    assert "auto takes 4 times as long" in slow and "nothing" not in slow
+    assert slow.index("20260101-much") < slow.index("20260101-little")
 
 
 def test_front_page_escapes_names(tmp_path: Path) -> None:

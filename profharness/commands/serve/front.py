@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from itertools import combinations, islice
 from typing import Any
 
 from profharness.columns import pick
+from profharness.commands.bench.answer import bench_answer
 from profharness.commands.diff import diff_document
 from profharness.commands.diff.compare import diff_cells, find_sides
-from profharness.commands.kernels.tables import kernels_document
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import ProfharnessError
+from profharness.measurements.evaluation import evaluate_bench
 from profharness.program.layer_map import find_layers
 from profharness.program.matching import find_program, match_layers
 from profharness.render.document import Table, formatted_rows
 from profharness.rows import RunRow
+from profharness.stats import NOTABLE_LOSS
 from profharness.store import Store
 
 MAX_RUNS = 30
-MAX_ANSWERS = 8
+MAX_ANSWERS = 8  # number of the newest programs, and of the newest captures, that are examined
+MAX_SLOW = 3
 REPORT = "/-/report/"
 RUN_COLUMNS = pick(
     RunRow, "kind", "created", "device", "torch", "cells", "failed_cells", "launches"
@@ -57,6 +61,15 @@ def front_page(
     return text, page.used
 
 
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """The answer about a run, and the time or the loss by which runs are ranked."""
+
+    amount: float = 0.0
+    answer: tuple[str, ...] = ()
+    modules: frozenset[str] = frozenset()
+
+
 class _Page:
     """The parts of the page for one state of the store."""
 
@@ -78,14 +91,20 @@ class _Page:
         return table + (more if len(runs) > MAX_RUNS else "")
 
     def slow(self, runs: Sequence[RunRow]) -> str:
-        """Return the answer of `layers` for the newest programs, and of `kernels` for captures."""
-        found = ((row, self._answer(row.run)) for row in runs)
-        answers = (
-            _report(row.name, row.run) + f": {escape(' '.join(answer))}"
-            for row, answer in found
-            if answer
+        """Return the programs with the longest attention, and the captures in which `auto` loses
+        most.
+        """
+        programs = ((row, self._answered(self._layers, row.run)) for row in self._programs(runs))
+        captures = (row for row in runs if row.cells)
+        losses = (
+            (row, self._answered(self._losses, row.run)) for row in islice(captures, MAX_ANSWERS)
         )
-        return _list(islice(answers, MAX_ANSWERS)) or "<p>No run has attention kernels.</p>"
+        parts = [
+            ("Programs, by the time of attention per step", _ranked(programs)),
+            ("Captures, by what <code>auto</code> loses", _ranked(losses)),
+        ]
+        found = "".join(f"<p>{title}:</p>{_list(lines)}" for title, lines in parts if lines)
+        return found or "<p>No program has attention kernels, and auto is not slow anywhere.</p>"
 
     def changed(self, runs: Sequence[RunRow]) -> str:
         """Return what changed from the run before to the newest run, for programs and for configs."""
@@ -99,39 +118,45 @@ class _Page:
                 lines.append(f'<a href="{address}">{title}</a>: {escape(" ".join(sentences))}')
         return _list(lines) or "<p>No two runs of the same program or configs are stored.</p>"
 
-    def _answer(self, run: str) -> tuple[str, ...]:
+    def _programs(self, runs: Sequence[RunRow]) -> Iterator[RunRow]:
+        """Yield the newest runs that recorded attention calls of a program."""
+        found = (row for row in runs if self.store.has(row.run, "attention calls"))
+        return islice(found, MAX_ANSWERS)
+
+    def _answered(self, find: Callable[[str], _Slow], run: str) -> _Slow:
         with contextlib.suppress(ProfharnessError):  # another process may have deleted the run
-            if self.store.has(run, "attention calls"):
-                return self._layers(run)[0]
-            if self.store.has(run, "kernels"):
-                found: tuple[str, ...]
-                found = self._result(("kernels", run), partial(self._find_kernels, run))
-                return found
-        return ()
+            return find(run)
+        return _Slow()
 
-    def _find_kernels(self, run: str) -> tuple[str, ...]:
-        return kernels_document(self.store.kernels(run), self.store.cells(run)).answer
-
-    def _layers(self, run: str) -> tuple[tuple[str, ...], frozenset[str]]:
-        """Return the answer of `layers` for a run, and the names of its modules."""
-        found: tuple[tuple[str, ...], frozenset[str]]
-        found = self._result(("layers", run), partial(self._find_layers, run))
+    def _losses(self, run: str) -> _Slow:
+        """Return the answer of `bench` for a capture, with its largest real loss of `auto`."""
+        found: _Slow = self._result(("losses", run), partial(self._find_losses, run))
         return found
 
-    def _find_layers(self, run: str) -> tuple[tuple[str, ...], frozenset[str]]:
+    def _find_losses(self, run: str) -> _Slow:
+        result = evaluate_bench(self.store, run)
+        worst = max((loss.regret for loss in result.losses if loss.real), default=0.0)
+        return _Slow(worst if worst > NOTABLE_LOSS else 0.0, bench_answer(result)[:1])
+
+    def _layers(self, run: str) -> _Slow:
+        """Return the answer of `layers` for a run, with the time of attention per step."""
+        found: _Slow = self._result(("layers", run), partial(self._find_layers, run))
+        return found
+
+    def _find_layers(self, run: str) -> _Slow:
         layers = find_layers(self.store, run)
         modules = frozenset(row.module for row in layers.rows if row.module)
-        return layers_document(layers).answer, modules
+        return _Slow(layers.attention_ns, layers_document(layers).answer[:1], modules)
 
     def _pairs(self, runs: Sequence[RunRow]) -> Iterator[tuple[str, str]]:
         """Yield the older and the newer run of each comparison.
 
-        These are the two newest programs with a common layer of equal size, and the two newest captures with a
-        common config and backend.
+        These are the two newest versions of one program, and the two newest captures with a common
+        config and backend.
         """
-        programs = (row.run for row in runs if self.store.has(row.run, "attention calls"))
-        for new, old in combinations(islice(programs, MAX_ANSWERS), 2):
-            alike = self._layers(new)[1] & self._layers(old)[1]
+        programs = (row.run for row in self._programs(runs))
+        for new, old in combinations(programs, 2):
+            alike = self._layers(new).modules & self._layers(old).modules
             if alike and self._result(("matched", old, new), partial(self._match, old, new)):
                 yield old, new
                 break
@@ -143,10 +168,17 @@ class _Page:
                 break
 
     def _match(self, *runs: str) -> bool:
-        """Return whether two programs have a common layer of equal size."""
+        """Return whether two programs share most of their layers, and both or neither have a
+        backward.
+        """
         programs = [find_program(self.store, run) for run in runs]
         layers = match_layers([each for each in programs if each])
-        return any(None not in layer.sides for layer in layers)
+        shared = [
+            {side.backward_ns is None for side in layer.sides if side}
+            for layer in layers
+            if None not in layer.sides
+        ]
+        return 2 * len(shared) > len(layers) and all(len(kinds) == 1 for kinds in shared)
 
     def _diff(self, old: str, new: str) -> tuple[str, ...]:
         diff = diff_cells(*find_sides(self.store, old, new))
@@ -171,6 +203,15 @@ BEFORE = """SELECT r.run FROM runs a
 
 def _report(name: str, run: str) -> str:
     return f'<a href="{REPORT}{escape(run)}">{escape(name)}</a>'
+
+
+def _ranked(found: Iterable[tuple[RunRow, _Slow]]) -> list[str]:
+    """Return a line for each of the slowest runs, the slowest first."""
+    slow = sorted((each for each in found if each[1].amount), key=lambda each: -each[1].amount)
+    return [
+        f"{_report(row.name, row.run)}: {escape(' '.join(each.answer))}"
+        for row, each in slow[:MAX_SLOW]
+    ]
 
 
 def _question(address: str, title: str, text: str) -> str:
