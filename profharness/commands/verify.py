@@ -145,8 +145,10 @@ def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
         else:
             continue
         cases.setdefault((row.backend, *key), {}).setdefault(row.case)
+    every = {row.case for row in rows}
     for (backend, word, text), names in cases.items():
-        yield Note(f"{word}{', '.join(names)}: {text}", backend)
+        listed = f"all {len(every)} cases" if len(every) > 1 and names.keys() == every else None
+        yield Note(f"{word}{listed or ', '.join(names)}: {text}", backend)
 
 
 Grad = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 from view_rows import CONFIG, cell, kernel
 
+from profharness.attention.cases import VerificationRow
 from profharness.commands.diff import diff_document
 from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Change, Cost, Diff, DiffRow
 from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
+from profharness.commands.verify import verify_document
 from profharness.program.changes import EnvChange
 from profharness.render.document import Table
 from profharness.render.renderers import RENDERERS
@@ -127,6 +130,54 @@ def test_time_per_call_adds_up_to_the_share(rows: list[KernelRow]) -> None:
         whole = sum(row.call_ns or 0 for row in mine)
         for row in mine:
             assert (row.call_ns or 0) / whole == pytest.approx(row.share, rel=1e-6)
+
+
+def test_the_longest_kernels_of_a_trace_come_first() -> None:
+    rows = [
+        kernel(
+            cell=None,
+            config=None,
+            backend=None,
+            launches_per_call=None,
+            kernel_short=f"k{number}",
+            total_ns=1_000 * number,
+            share=number / 210,
+        )
+        for number in range(1, 21)
+    ]
+    text = render_table(kernels_document(rows))
+    assert "the 15 longest of 20 pairs of kernel and grid" in text
+    assert re.findall(r"^k\d+", text, re.MULTILINE) == [f"k{n}" for n in range(20, 5, -1)]
+    assert "5 more take 15.0 µs (7 %); --full shows them" in text
+    full = kernels_document(rows, full=True)
+    assert sum(len(block.rows) for block in full.blocks if isinstance(block, Table)) == 20
+    assert "more take" not in render_table(full)
+    assert len(kernels_document(rows).records) == 20
+
+
+def test_verify_counts_the_cases_that_a_backend_skipped() -> None:
+    def check(case: str, backend: str) -> VerificationRow:
+        skipped = backend == "cudnn"
+        return VerificationRow(
+            error=None,
+            allowance=None,
+            relative_error=None,
+            relative_allowance=None,
+            run="r",
+            asked="b2-h8-s512-d64-fp16",
+            config="b2-h8-s512-d64-fp16",
+            case=case,
+            backend=backend,
+            what="out",
+            passed=None if skipped else True,
+            message="skipped: no GPU" if skipped else None,
+            status="refused" if skipped else "ok",
+        )
+
+    rows = [check(case, name) for name in ("math", "cudnn") for case in ("plain", "seq_1", "large")]
+    assert "skipped all 3 cases: no GPU" in render_table(verify_document(rows))
+    rows.append(check("odd", "math"))
+    assert "skipped plain, seq_1, large: no GPU" in render_table(verify_document(rows))
 
 
 def test_foreign_trace_has_totals_instead_of_times_per_call() -> None:

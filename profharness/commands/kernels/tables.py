@@ -25,6 +25,7 @@ from profharness.render.document import (
     record,
     share_text,
     status_note,
+    time_text,
 )
 from profharness.rows import (
     ACTIVE_WARPS,
@@ -56,6 +57,8 @@ CELL_FIELDS = (
 )
 MINOR_SHARE = 0.005
 MAX_NOTES = 12
+MOST_KERNELS = 15
+"""The maximum number of kernels of a program's trace that are shown without --full."""
 COMPARED = (
     *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
     *("shared_bytes", "launches", "launches_per_call"),
@@ -116,7 +119,8 @@ def kernels_document(
 ) -> Document:
     """Return the document of `kernels` for one profiler. `names` maps the ids of runs to their names.
 
-    Configs are in the order of the cells, and kernels in the order of their first launch.
+    Configs are in the order of the cells, and their kernels in the order of the first launch. The
+    kernels of a program's trace are sorted by their total time.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
@@ -129,8 +133,14 @@ def kernels_document(
         detail = f"run {(names or {}).get(run, run)}" if several_runs else ""
         if any(row.source in SOURCE_WORDS for row in own):
             detail = f"{run}, from its atlas"
+        if foreign := bool(own) and all(row.cell is None for row in own):
+            detail = ", ".join(filter(None, (detail, _few(own, full=full))))
         blocks.append(Heading(title, detail))
-        if own:
+        if foreign:
+            own.sort(key=lambda row: -(row.total_ns or 0))
+            blocks.append(Table.of(columns, own if full else own[:MOST_KERNELS]))
+            blocks += _rest(own) if not full else []
+        elif own:
             backends = dict.fromkeys([*(c.backend for c in beside), *(r.backend for r in own)])
             place = {backend: number for number, backend in enumerate(backends)}
             own.sort(key=lambda row: (place[row.backend], row.profiler, row.device, row.first_ns))
@@ -169,6 +179,25 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
 def is_minor(row: KernelRow) -> bool:
     """Return whether a row is a CPU op of negligible time, such as a view or an allocation."""
     return row.kernel_kind == "op" and row.share is not None and row.share < MINOR_SHARE
+
+
+def _few(rows: Sequence[KernelRow], *, full: bool) -> str:
+    whole = len(rows)
+    return (
+        f"the {MOST_KERNELS} longest of {whole} pairs of kernel and grid"
+        if whole > MOST_KERNELS and not full
+        else ""
+    )
+
+
+def _rest(rows: Sequence[KernelRow]) -> list[Note]:
+    """Return a note on the kernels of a program's trace that the table omits."""
+    others = rows[MOST_KERNELS:]
+    if not others:
+        return []
+    time = time_text(sum(row.total_ns or 0 for row in others))
+    share = share_text(sum(row.share or 0 for row in others))
+    return [Note(f"{len(others)} more take {time} ({share}); --full shows them")]
 
 
 def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
