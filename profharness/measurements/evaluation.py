@@ -241,9 +241,39 @@ class BenchResult:
         """Return the rows of the ranking measurement, and the rows of cells without samples."""
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
+    def busy(self) -> set[tuple[str, str]]:
+        """Return the cells, as (config, backend), whose ranking figure cannot be used."""
+        return {(row.config, row.backend) for row in self.figures() if row.busy}
+
+    def sound_losses(self) -> list[Loss]:
+        """Return the losses whose two times can be used."""
+        busy = self.busy()
+        return [
+            loss
+            for loss in self.losses
+            if busy.isdisjoint({(loss.config, CHOSEN), (loss.config, loss.best)})
+        ]
+
+    def sound_winners(self) -> list[Winner]:
+        """Return the winners whose time, and that of another backend if there is one, can be used."""
+        return _sound_winners(self.winners, self.figures())
+
     def figures(self) -> list[BenchRow]:
         """Return the ranking rows that have a median. Texts such as `2 of 9 figures` count them."""
         return [row for row in self.ranking_rows() if row.median_ns is not None]
+
+
+def _sound_winners(winners: Sequence[Winner], figures: Sequence[BenchRow]) -> list[Winner]:
+    busy: dict[str, dict[str, bool]] = {}
+    for row in figures:
+        if row.ranked:
+            busy.setdefault(row.config, {})[row.backend] = row.busy
+    return [
+        winner
+        for winner in winners
+        if not (own := busy[winner.config])[winner.backend]
+        and (len(own) == 1 or list(own.values()).count(False) > 1)
+    ]
 
 
 def check_convention(name: str) -> None:
@@ -296,6 +326,8 @@ def evaluate_bench(
         if loss := _loss(alike, ran, samples_of):
             losses.append(loss)
     losses.sort(key=lambda loss: -loss.regret)
+    sound = [row for row in figures if not row.busy]
+    won = _sound_winners(winners, figures)
     return BenchResult(
         run=name,
         rows=tuple(rows),
@@ -307,12 +339,12 @@ def evaluate_bench(
         environment=store.environment(name),
         winners=tuple(winners),
         losses=tuple(losses),
-        conclusions=tuple(_conclude(figures, winners, samples_of, ran, baseline)),
+        conclusions=tuple(_conclude(sound, won, samples_of, ran, baseline)),
         samples=samples,
         created=stored.created,
         protocol=store.protocol(name),
-        sweeps=sweeps(figures, samples_of, ran),
-        dtypes=dtype_pairs(figures, samples_of),
+        sweeps=sweeps(sound, samples_of, ran),
+        dtypes=dtype_pairs(sound, samples_of),
     )
 
 
@@ -457,7 +489,9 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> Iterato
     for row in ranked:
         if row.backend != CHOSEN or row.baseline not in REFERENCES or not row.speedup:
             continue
-        plain = by_cell[row.config, str(row.baseline)]
+        plain = by_cell.get((row.config, str(row.baseline)))
+        if plain is None:  # the machine was too busy to time it
+            continue
         verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
         if verdict == "slower":
             yield f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"

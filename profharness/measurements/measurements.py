@@ -266,6 +266,11 @@ class BenchRow:
         """Whether the row can be ranked. It needs a median, and no check may have failed."""
         return self.status == "ok" and self.verified is not False and self.median_ns is not None
 
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was too busy for this figure, so that nothing may be concluded from it."""
+        return self.samples >= FEW_SAMPLES and (self.half or 0) > UNKNOWN
+
     def is_wide(self, precision: float) -> bool:
         """Return whether `doubts` includes the warning that the interval exceeds `precision`."""
         half = self.half

@@ -5,6 +5,7 @@ precision.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -263,4 +264,51 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
 def test_a_backend_measured_twice_is_not_compared_with_itself(tmp_path: Path) -> None:
     found = answer(tmp_path, regretful()[-2:])  # auto chose flash, and is 20 % slower than it
     assert found.losses[0].regret > 0.19
-    assert bench_answer(found)[0] == "auto takes 60.0 µs on flash, which is the fastest backend."
+    assert bench_answer(found)[0] == (
+        "auto takes 60.0 µs on flash, which is the fastest backend; the same backend by name took "
+        "50.0 µs, so the times vary by 20 %."
+    )
+
+
+BUSY = [10_000, 11_000, 400_000] * 2
+
+
+def test_nothing_is_concluded_from_figures_of_a_busy_machine(tmp_path: Path) -> None:
+    cells = [
+        cell("1,2,128,64,fp16", "auto", {"event": steady(60_000)}),
+        cell("1,2,128,64,fp16", "flash", {"event": BUSY}),
+        cell("1,2,128,64,fp16", "math", {"event": steady(90_000)}),
+        cell("1,2,256,64,fp16", "auto", {"event": steady(60_000)}),
+        cell("1,2,256,64,fp16", "math", {"event": BUSY}),
+    ]
+    found = answer(tmp_path, cells)
+    assert [(row.config, row.backend) for row in found.figures() if row.busy] == [
+        ("b1-h2-s128-d64-fp16", "flash"),
+        ("b1-h2-s256-d64-fp16", "math"),
+    ]
+    text = RENDERERS["table"](bench_document(found, charts=False), width=160)
+    # The baseline of the second config is busy too.
+    assert re.findall(r"[\d.]+x\b", text) == ["1.50x", "1.00x"]
+    said = " ".join((*bench_answer(found), *found.conclusions))
+    assert "flash" not in said and "2 times of 5 cannot be used" in said
+    assert not found.sound_losses() and len(found.losses) == 2
+    assert all(row.speedup for row in found.figures())  # JSON and CSV keep every figure
+    assert [winner.config for winner in found.sound_winners()] == ["b1-h2-s128-d64-fp16"]
+    (tmp_path / "every").mkdir()
+    every = answer(tmp_path / "every", [cell("1,2,128,64,fp16", "math", {"event": BUSY})])
+    assert "fastest" not in " ".join(bench_answer(every))
+
+
+def test_auto_agrees_with_the_table_if_its_backend_was_timed_twice(tmp_path: Path) -> None:
+    cells = [
+        each
+        for config in ("1,1,128,64,fp16", "1,1,256,64,fp16")
+        for each in (
+            cell(config, "auto", {"event": steady(78_000)}, choice="flash"),
+            cell(config, "flash", {"event": steady(66_000)}, choice="flash"),
+        )
+    ]
+    assert bench_answer(answer(tmp_path, cells))[0] == (
+        "auto runs the fastest backend, or one within 10 % of it, on both configs; two measurements of "
+        "the same backend differ by up to 18 %."
+    )

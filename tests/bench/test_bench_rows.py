@@ -270,7 +270,9 @@ def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
     wide = [80_000 + 800 * step for step in range(-10, 11)]
     cells = [cell(STUDY, name, {"event": wide}) for name in ("auto", "flash", "math")]
     text = RENDERERS["table"](bench_document(answer(tmp_path, cells)), width=160)
-    assert text.count("[~]") == 4  # each line, and the note
+    # One sentence instead of a mark in most lines.
+    assert "[~]" not in text
+    assert "the intervals of 3 of 3 figures are wider than ±1.0%" in text
     assert "wider than ±1.0%" in text and "[1]" not in text
 
 
@@ -620,5 +622,4 @@ def test_a_drop_that_samples_do_not_show_is_not_reported(tmp_path: Path) -> None
         cell(f"2,4,{length},64,fp16", "math", {"graph": samples * 2})
         for length, samples in times.items()
     ]
-    (sweep,) = answer(tmp_path, cells).sweeps
-    assert sweep.events == () and "Drops" not in sweep.statement
+    assert not answer(tmp_path, cells).sweeps  # the machine was too busy for both figures

@@ -11,7 +11,7 @@ from profharness.commands._answers import refused_and_failed
 from profharness.device_types import device_name
 from profharness.errors import counted, join_and
 from profharness.measurements.evaluation import BenchResult, Loss
-from profharness.measurements.measurements import UNKNOWN, BenchRow
+from profharness.measurements.measurements import BenchRow
 from profharness.render.document import share_text, time_text
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, KERNEL, WALL
 from profharness.stats import NOTABLE_LOSS
@@ -40,7 +40,10 @@ def bench_answer(answer: BenchResult) -> tuple[str, ...]:
     if not figures:
         several = len({cell.config for cell in answer.cells}) > 1
         return ("No cell was timed.", *refused_and_failed(answer.cells, several=several))
-    verdict = _of_auto(answer.losses) if answer.losses else _of_winners(answer)
+    losses = answer.sound_losses()
+    if all(row.busy for row in figures):
+        return (_measurement(answer), *_problems(figures))
+    verdict = _of_auto(losses) if losses else _of_winners(answer)
     return (verdict, _measurement(answer), *_problems(figures))
 
 
@@ -50,6 +53,12 @@ def _of_auto(losses: Sequence[Loss]) -> str:
     real = [loss for loss in notable if loss.real]
     found = real or [loss for loss in notable if loss.open]
     if not found:
+        noise = max((loss.regret for loss in losses if loss.same_backend), default=0)
+        if total > 1 and noise > NOTABLE_LOSS:
+            return (
+                f"auto runs the fastest backend, or one within {much} of it, on {_all(total)}; two "
+                f"measurements of the same backend differ by up to {share_text(noise)}."
+            )
         if total > 1:
             return f"auto is within {much} of the fastest backend on {_all(total)}."
         return _good_choice(losses[0])
@@ -70,6 +79,11 @@ def _of_auto(losses: Sequence[Loss]) -> str:
 def _good_choice(loss: Loss) -> str:
     """Return a sentence on the only config of a bench, on which `auto` loses little or nothing."""
     lead = f"auto takes {_time(loss.chosen_ns, loss.choice)}"
+    if loss.same_backend and loss.regret > NOTABLE_LOSS:
+        return (
+            f"{lead}, which is the fastest backend; the same backend by name took "
+            f"{time_text(loss.best_ns)}, so the times vary by {share_text(loss.regret)}."
+        )
     if loss.same_backend:
         return f"{lead}, which is the fastest backend."
     if loss.chosen_ns <= loss.best_ns:
@@ -100,19 +114,20 @@ def _instead(backend: str) -> str:
 def _of_winners(answer: BenchResult) -> str:
     """Return a sentence on the fastest backends of a bench in which `auto` lost to none."""
     figures = answer.figures()
-    ranked = [row for row in figures if row.ranked]
+    ranked = [row for row in figures if row.ranked and not row.busy]
     if not answer.winners:
         return "No backend has a correct result, so none is ranked."
+    winners = answer.sound_winners()
+    if not winners:
+        return "The fastest backend is unknown."
     if len({row.backend for row in ranked}) == 1:
         return _of_one_backend(ranked)
-    if len(answer.winners) > 1:
-        first, *others = Counter(winner.backend for winner in answer.winners).most_common()
-        parts = [
-            f"{backend_text(first[0])} is the fastest on {first[1]} of {len(answer.winners)} configs"
-        ]
+    if len(winners) > 1:
+        first, *others = Counter(winner.backend for winner in winners).most_common()
+        parts = [f"{backend_text(first[0])} is the fastest on {first[1]} of {len(winners)} configs"]
         parts += [f"{backend_text(name)} on {count}" for name, count in others]
         return f"{join_and(parts)}."
-    (winner,) = answer.winners
+    (winner,) = winners
     lead = f"{backend_text(winner.backend)} is the fastest: {time_text(winner.median_ns)}"
     if winner.open:
         unclear = join_and([backend_text(name) for name in winner.open])
@@ -154,7 +169,7 @@ def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
     if wrong:
         parts = (f"{backend_text(name)} on {counted(n, 'config')}" for name, n in wrong.items())
         yield f"Wrong results, which are not ranked: {', '.join(parts)}."
-    busy = sum((row.half or 0) > UNKNOWN for row in figures)
+    busy = sum(row.busy for row in figures)
     if busy:
         yield (
             f"The machine was busy: {counted(busy, 'time')} of {len(figures)} cannot be used. "

@@ -140,6 +140,8 @@ SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: ""}
 LOG_LINES = 6
 """The maximum number of lines of compiler output that are shown for a failed cell."""
+RATIOS = ("speedup", "efficiency")
+"""Keys of the columns that are empty in rows that rest on a figure of a busy machine."""
 BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 """Measurements with a column of their own in the main table."""
 COLUMNS = (
@@ -319,6 +321,7 @@ def _main_table(answer: BenchResult) -> Table:
     for number, cells in enumerate(_doubtful(answer).values(), start=1):
         for cell in cells:
             numbers.setdefault(cell, []).append(f"[{number}]")
+    busy, marked = answer.busy(), not _mostly_wide(answer)
     lines: list[tuple[Any, ...]] = []
     for row in answer.ranking_rows():
         cell = row.config, row.backend
@@ -327,14 +330,22 @@ def _main_table(answer: BenchResult) -> Table:
             values = {name: getattr(row, name) for name in ("config", "backend", "status")}
             lines.append((empty | values,))
             continue
-        marks = ["[~]" if row.is_wide(answer.precision) else "", *numbers.get(cell, ())]
+        marks = ["[~]" if marked and row.is_wide(answer.precision) else "", *numbers.get(cell, ())]
         values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
         values["mark"] = " ".join(filter(None, marks))
+        if busy & {cell, (row.config, str(row.baseline)), tuple(str(row.baseline).split(" "))}:
+            values |= dict.fromkeys(RATIOS, "")
         # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
         if len(batches) < 2:
             values["sequences_per_s"] = ""
         lines.append((values, row))
     return Table.of(COLUMNS, lines)
+
+
+def _mostly_wide(answer: BenchResult) -> bool:
+    """Return whether the intervals of most figures are too wide, so that a mark would say little."""
+    figures = answer.figures()
+    return 2 * sum(row.is_wide(answer.precision) for row in figures) > len(figures) > 2
 
 
 def _doubtful(answer: BenchResult) -> dict[str, list[tuple[str, str]]]:
@@ -361,7 +372,13 @@ def _doubtful(answer: BenchResult) -> dict[str, list[tuple[str, str]]]:
 def _doubts(answer: BenchResult) -> Iterator[Note]:
     figures = answer.figures()
     wide = sum(row.is_wide(answer.precision) for row in figures)
-    if wide:
+    if wide and _mostly_wide(answer):
+        text = (
+            f"the intervals of {wide} of {len(figures)} figures are wider than "
+            f"±{answer.precision:.1%}; take more samples to narrow them"
+        )
+        yield Note(text, "precision", "warning")
+    elif wide:
         text = f"the interval is wider than ±{answer.precision:.1%}; take more samples to narrow it"
         yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")
     for number, (text, cells) in enumerate(_doubtful(answer).items(), start=1):
@@ -411,7 +428,7 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     """Yield a table of the configs on which `auto` ran another backend than the fastest one, and code
     that selects the fastest one.
     """
-    losses = [loss for loss in answer.losses if not loss.same_backend]
+    losses = [loss for loss in answer.sound_losses() if not loss.same_backend]
     if not losses:
         return
     yield Heading("Regret", "cost of auto compared with the fastest correct other backend")
