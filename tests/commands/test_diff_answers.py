@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
-from profharness.commands.diff.answer import _most, _range
-from profharness.commands.diff.compare import MEMORY, Cost
-from profharness.store import ingest_path
+from profharness.commands.diff.answer import _most, _range, diff_answer
+from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
+from profharness.store import ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
-UNTOLD = "Cannot compare environments: one trace does not record its PyTorch version."
+UNTOLD = "Cannot compare environments: the traces do not record their PyTorch version."
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +41,14 @@ def diff(store: Path, *words: str) -> Any:
             ("llama_prefill", "llama_eager"),
             "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward of "
             "attention (104 µs → 2.36 ms per step): attention went from cuDNN to eager in 3 calls per "
-            f"step. {UNTOLD}",
+            "step. The step takes 9.68 ms → 9.63 ms: the GPU is idle for most of it. "
+            f"{UNTOLD}",
         ),
         (
             ("llama_prefill", "llama_train"),
             "The forward of attention takes as long in llama_train.json.gz as in "
             "llama_prefill.json.gz (104 µs → 102 µs per step); every layer runs on the same backend "
-            f"in both. {UNTOLD}",
+            f"in both. The step takes 9.68 ms → 32.9 ms: the GPU is idle for most of it. {UNTOLD}",
         ),
         (
             ("llama_prefill", "unet"),
@@ -70,6 +72,14 @@ def test_the_answer_of_a_diff(store: Path, sides: tuple[str, str], answer: str) 
     done = diff(store, *sides)
     assert done.exit_code == 0, done.output
     assert " ".join(done.stdout.split()).startswith(answer)
+
+
+def test_a_single_trace_without_a_version_is_named(store: Path) -> None:
+    with open_store(store) as opened:
+        sides = find_sides(opened, "llama_eager.json.gz", "llama_prefill.json.gz")
+    known = replace(sides[1], environment={"torch": "2.11.0"})
+    last = diff_answer(diff_cells(sides[0], known))[-1]
+    assert last.endswith("llama_eager.json.gz does not record its PyTorch version.")
 
 
 @pytest.mark.parametrize(

@@ -128,14 +128,14 @@ def test_layers_of_one_gpu_alone_have_rows(store: dict[str, str]) -> None:
     there = [tuple(side is not None for side in row["sides"]) for row in told["layers"]]
     assert sorted(there) == [(False, True), *[(True, False)] * 3]
     text = " ".join(ask(store, "whisper", "eager").stdout.split())
-    assert f"{H100} has no such layer of this size" in text
+    assert "has no such layer" not in text
 
 
 def test_runs_without_a_common_layer_are_not_compared(store: dict[str, str]) -> None:
     text = ask(store, "whisper", "eager").output
     asked = f"{H100} has no layer in common with {H200}. Are they runs of one model?"
     assert text.startswith(asked)
-    assert "another backend" not in text
+    assert "another backend" not in text and "Runs compared" not in text
 
 
 def test_gates_apply_to_each_run(store: dict[str, str]) -> None:

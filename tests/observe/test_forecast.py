@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from written_benches import US, bench_run
 from profharness.atlas.data import packaged_atlases, read_atlas
 from profharness.attention.config import parse_config
 from profharness.cli import find_command
-from profharness.store import ingest_path
+from profharness.commands.layers import find_places
+from profharness.commands.layers.forecast_map import forecast_map
+from profharness.errors import NotFoundError
+from profharness.program.layer_map import find_layers
+from profharness.store import Selection, ingest_path, open_store
 
 layers = find_command("layers")
 
@@ -129,13 +134,25 @@ def test_a_gpu_without_an_atlas_has_a_choice_and_a_bound(traced: dict[str, Path]
     assert (row["predicted_backend"], row["predicted_source"]) == ("flash", "floor")
     assert row["predicted_ns"] is None and row["predicted_low_ns"] > 0
     assert answer["predicted"]["machine"] is None and answer["predicted"]["calls"] == 0
-    assert any("no atlas of" in text for text in answer["predicted"]["conclusions"])
+    assert any("no atlas for" in text for text in answer["predicted"]["conclusions"])
 
 
-def test_calls_without_a_backend_are_not_predicted(traced: dict[str, Path]) -> None:
-    done = map_of(traced["llama_eager"], "--gpu", "H200")
-    assert done.exit_code == 1
-    assert "eager attention uses no backend" in str(done.exception)
+def test_eager_attention_is_predicted_as_a_call_of_sdpa(traced: dict[str, Path]) -> None:
+    """Bug: the advised call could not be predicted: `eager attention calls no backend`."""
+    answer = told(map_of(traced["llama_eager"], "--gpu", "H200", "--format", "json"))
+    (row,) = answer["rows"]
+    assert (row["ran"], row["predicted_backend"]) == ("eager", "cudnn")
+    assert row["predicted_total_ns"] == pytest.approx(126_340, rel=1e-3)
+    assert any("as a call of scaled_dot" in text for text in answer["predicted"]["conclusions"])
+
+
+def test_eager_attention_without_shapes_is_not_predicted(traced: dict[str, Path]) -> None:
+    with open_store(traced["llama_eager"]) as opened:
+        layers = find_layers(opened, opened.find_run(Selection(None), "attention calls"))
+    layers = replace(layers, rows=tuple(replace(row, config=None) for row in layers.rows))
+    ((place, _),) = find_places("H200", None)
+    with pytest.raises(NotFoundError, match="record the trace with record_shapes=True"):
+        forecast_map(layers, place)
 
 
 @pytest.mark.parametrize("other", ["--savings", "--configs", "--fail-on=math-fallback"])

@@ -13,6 +13,7 @@ from profharness.program.matching import LayerDiff, LayerSide
 from profharness.render.document import time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
+IDLE = 0.5  # a GPU that is busy for a smaller share of a step is idle for most of it
 WHOLE_CALL = ("call", "status", "kernels")
 """Roles of the rows that compare whole calls."""
 
@@ -20,7 +21,7 @@ WHOLE_CALL = ("call", "status", "kernels")
 def diff_answer(diff: Diff) -> tuple[str, ...]:
     """Return the answer of `diff`, as sentences on times, on other costs and on environments."""
     texts = _layers(diff) if diff.layers else _cells(diff)
-    return (*texts, *_environment(diff))
+    return (*texts, *_steps(diff), *_environment(diff))
 
 
 def _names(diff: Diff) -> tuple[str, str]:
@@ -69,6 +70,18 @@ def _layers(diff: Diff) -> Iterator[str]:
             f"{count} only in {name}" for count, name in ((gone, before), (new, after)) if count
         ]
         yield f"Layers without a partner: {join_and(parts)}."
+
+
+def _steps(diff: Diff) -> Iterator[str]:
+    """Yield how long the whole step takes on both sides, and whether the GPU is mostly idle in it."""
+    shared = any(row.baseline and row.candidate for row in diff.layers)
+    if not shared or len({step.whole_trace for step in diff.steps}) != 1:
+        return
+    before, after = (time_text(step.duration_ns) for step in diff.steps)
+    what = "whole trace" if diff.steps[0].whole_trace else "step"
+    idle = all(0 < step.busy_ns < IDLE * step.duration_ns for step in diff.steps)
+    why = ": the GPU is idle for most of it" if idle else ""
+    yield f"The {what} takes {before} → {after}{why}."
 
 
 def _step_ns(row: LayerDiff, place: int) -> float:
@@ -192,4 +205,6 @@ def _environment(diff: Diff) -> Iterator[str]:
         yield "The environments are the same."
     if not diff.environment_told:
         lead = "They may differ in more" if diff.environment else "Cannot compare environments"
-        yield f"{lead}: one trace does not record its PyTorch version."
+        both = len(diff.environment_unknown) > 1
+        who = "the traces do not record their" if both else "{} does not record its"
+        yield f"{lead}: {who.format(*diff.environment_unknown)} PyTorch version."

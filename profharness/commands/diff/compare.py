@@ -30,7 +30,15 @@ from profharness.program.changes import (
 )
 from profharness.program.matching import LayerDiff, Program, diff_layers, find_program
 from profharness.program.roles import ROLES, by_role, launches_per_call, role_order
-from profharness.rows import CALL_MEASUREMENTS, KERNEL, TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import (
+    CALL_MEASUREMENTS,
+    KERNEL,
+    TRACE_PROFILERS,
+    WHOLE_TRACE,
+    CellRow,
+    KernelRow,
+    StepRow,
+)
 from profharness.store import Need, Selection, Store
 from profharness.traces.kernel_names import parse_kernel_name
 
@@ -181,6 +189,15 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTime:
+    """The average step of a program, and the time in which the GPU is busy in it."""
+
+    duration_ns: float
+    busy_ns: float
+    whole_trace: bool  # whether the trace has no steps, so that all of it counts as one
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
     """The result of a comparison. Its rows follow the order of the configs in the baseline."""
 
@@ -196,6 +213,9 @@ class Diff:
     costs: tuple[Cost, ...] = ()
     baseline_name: str = ""  # `baseline` with the name of the run instead of its id
     candidate_name: str = ""
+    # The sides that did not record their PyTorch version, by name.
+    environment_unknown: tuple[str, ...] = ()
+    steps: tuple[StepTime, ...] = ()  # of both programs; empty unless both recorded steps
 
     @property
     def names(self) -> tuple[str, str]:
@@ -236,10 +256,11 @@ class Diff:
     def to_json(self) -> dict[str, Any]:
         """Return the diff as plain dicts, lists and scalars in the schema `profharness.diff/1`.
 
-        Omit `layers` and `costs` if they are empty, and `environment_told` if it is true.
+        Omit `layers`, `costs` and `steps` if they are empty. Omit `environment_told` if it is true, and
+        then also `environment_unknown`.
         """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
-        for name in ("layers", "costs"):
+        for name in ("layers", "costs", "steps", "environment_unknown"):
             if not plain[name]:
                 del plain[name]
         if self.environment_told:
@@ -429,6 +450,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
         else:
             rows += _one_sided_rows(base.get(key), cand.get(key))
     before, after = baseline.program, candidate.program
+    unknown = [side for side in sides if not side.environment.get("torch")]
     return Diff(
         baseline=baseline.label,
         candidate=candidate.label,
@@ -437,9 +459,19 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
         environment=tuple(environment_changes(baseline.environment, candidate.environment)),
         rows=tuple(rows),
         layers=diff_layers(before, after, threshold) if before and after else (),
-        environment_told=all(side.environment.get("torch") for side in sides),
+        environment_told=not unknown,
         costs=tuple(costs),
+        environment_unknown=tuple(side.name or side.label for side in unknown),
+        steps=tuple(map(_step_time, (before.steps, after.steps)))
+        if before and after and before.steps and after.steps
+        else (),
     )
+
+
+def _step_time(steps: Sequence[StepRow]) -> StepTime:
+    durations, busy = ([each.duration_ns for each in steps], [each.busy_ns for each in steps])
+    whole = any(each.name == WHOLE_TRACE for each in steps)
+    return StepTime(sum(durations) / len(steps), sum(busy) / len(steps), whole)
 
 
 def _cells(side: Side) -> dict[tuple[str, str | None], _Cell]:

@@ -323,7 +323,12 @@ def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
 
 
 def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
-    """Yield a table with columns for each GPU, and notes about the differences between GPUs."""
+    """Yield a table with columns for each GPU, and notes about the differences between GPUs.
+
+    Yield nothing if no layer is common to two runs.
+    """
+    if all(sum(side is not None for side in row.sides) < 2 for row in answer.rows):
+        return
     names = [each.name for each in answer.classes]
     yield Heading("Runs compared", "median kernel time per call")
     rows = []

@@ -24,7 +24,8 @@ from profharness.traces.kernel_names import parse_kernel_name
 OF_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 SOURCES = ("measured", "model", "floor")  # sources of times, from the most to the least certain
 WHY_NOT = {
-    "eager": "eager attention uses no backend",
+    "eager": "eager attention uses no backend, and its shapes are unknown; record the trace with "
+    "record_shapes=True",
     "flex": "flex_attention uses no backend of scaled_dot_product_attention",
     "custom": "a package's own attention",
     "fast_path": "the fast path of nn.TransformerEncoder has its own op",
@@ -54,7 +55,7 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     by_step = any(row.calls is not None for row in layers.rows)
     whys = [_why_not(row, by_step) for row in layers.rows]
     points: list[Points] = [
-        () if why else row.points or row.program_points
+        () if why else row.points or row.program_points or _as_sdpa(row)
         for row, why in zip(layers.rows, whys, strict=True)
     ]
     queries = [
@@ -114,8 +115,17 @@ def _allowed(row: LayerRow) -> str:
     return AUTO if row.asked is None else row.asked.replace(",", "+")
 
 
+def _as_sdpa(row: LayerRow) -> Points:
+    """Return the config of eager attention as a call of scaled_dot_product_attention."""
+    if row.kind != "eager" or row.config is None:
+        return ()
+    return ((row.config, row.calls or row.program_calls or 1),)
+
+
 def _why_not(row: LayerRow, by_step: bool) -> str | None:
     """Return the reason why a row cannot be predicted, or None if it can."""
+    if _as_sdpa(row):
+        return None
     if row.kind not in OF_SDPA:
         return WHY_NOT.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
     if by_step and row.calls is None:
@@ -219,6 +229,11 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
 def _doubts(
     layers: LayerMap, asked: Iterable[ForecastQuery], sampled: Sequence[Config]
 ) -> Iterator[str]:
+    if any(map(_as_sdpa, layers.rows)):
+        yield (
+            "Eager attention is predicted as a call of scaled_dot_product_attention without a mask, "
+            "because its mask is unknown."
+        )
     if [config for config, _ in asked] != sampled:
         yield (
             "The choice of the backend uses the strides of the calls; times assume contiguous tensors."
