@@ -309,7 +309,7 @@ def test_additions_of_a_program_are_no_change() -> None:
         assert with_changes(cell, before) == cell
         signal.signal(signal.SIGUSR2, lambda *_: None)
         warning = (
-            "this backend replaced the handler of SIGUSR2: no other backend ran in its process"
+            "this backend replaced the handler of SIGUSR2; no other backend ran in its process"
         )
         changed = with_changes(cell, before)
         assert (changed.warnings, changed.checks[0].message) == ((warning,), warning)

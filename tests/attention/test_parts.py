@@ -184,14 +184,14 @@ def test_the_log_is_written_if_enabled(
 
 def test_an_unknown_log_level_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_VARIABLE, "loud")
-    with pytest.raises(ValueError, match="take debug, info, warning, error"):
+    with pytest.raises(ValueError, match="choose from debug, info, warning, error"):
         start_log()
     done = subprocess.run(
         [sys.executable, "-m", "profharness", "capture", "--config", "1,1,8,8"],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "PROFHARNESS_LOG=loud: no such level" in done.stderr
+    assert "PROFHARNESS_LOG=loud: unknown level" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

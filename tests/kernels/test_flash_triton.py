@@ -118,7 +118,7 @@ def test_half_runs_on_tensor_cores_and_loads_run_ahead(builds: list[dict[str, An
     ("text", "reason"),
     [
         ("1,2,64,320,fp16", "up to 256"),
-        ("1,2,64,64,fp16,head_dim_v=32", "one head_dim"),
+        ("1,2,64,64,fp16,head_dim_v=32", "the same head_dim"),
         ("1,2,64,64,fp16,dropout=0.5", "dropout"),
         ("1,2,64,64,fp16,mask=bool", "mask"),
     ],

@@ -170,7 +170,7 @@ def test_cases_are_derived_and_each_problem_comes_once() -> None:
     assert [name for name, _ in derive_cases(config, ["none"])] == ["as_given"]
     names = [name for name, _ in derive_cases(config, ["large", "seq_1"])]
     assert names == ["as_given", "seq_1", "large"]
-    with pytest.raises(UsageError, match="no case"):
+    with pytest.raises(UsageError, match="lagre"):
         derive_cases(config, ["lagre"])
 
 
