@@ -131,7 +131,7 @@ TO_FASTEST = Column(
 )
 LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
 TOP_KERNELS = pick(
-    KernelRow, "config", "backend", "kernel_short", "launches_per_call", "call_ns", "share"
+    KernelRow, "kernel_short", "call_ns", "share", "launches_per_call", "config", "backend"
 )
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
