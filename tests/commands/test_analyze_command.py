@@ -67,6 +67,19 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
     assert "resident" in full.stdout
 
 
+def test_a_remedy_follows_its_finding(store: Path) -> None:
+    asked = ("--config", "2,8,1024,64,causal,bwd", "--backend", "flash")
+    text = " ".join(run(analyze, "--store", store, *asked).stdout.split())
+    parts = (
+        "flash Bottleneck: launching",
+        "flash Remedy: Capture the call into a CUDA graph",
+        "flash Copies around the attention kernel",
+        "flash Remedy: Pass inputs in the layout",
+    )
+    places = [text.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places)
+
+
 def test_analyze_json_has_its_schema_and_csv_its_columns(store: Path) -> None:
     result = run(analyze, "--store", store, "--format", "json")
     told = json.loads(result.stdout)

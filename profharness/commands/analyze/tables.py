@@ -376,12 +376,28 @@ def cell_notes(
         yield status_note(analysis.status, analysis.message or "no reason recorded", label)
         return
     cell = (analysis.run, analysis.cell)
+    remedies = [each for each in analysis.remedies if (*cell, each) not in covered]
     for finding in shown_findings(analysis, full=full):
-        if (*cell, finding) not in covered:
-            yield _finding_note(finding, label, full=full)
-    for remedy in analysis.remedies:
-        if (*cell, remedy) not in covered:
+        if (*cell, finding) in covered:
+            continue
+        yield _finding_note(finding, label, full=full)
+        codes = _causes(finding, analysis)
+        for remedy in [each for each in remedies if codes.intersection(each.findings)]:
             yield _remedy_note(remedy, label, "Remedy: ", full=full)
+            remedies.remove(remedy)
+    for remedy in remedies:
+        yield _remedy_note(remedy, label, "Remedy: ", full=full)
+
+
+def _causes(finding: Finding, analysis: CellAnalysis) -> set[str]:
+    """Return the codes of a finding, and of those that a bottleneck sums up."""
+    if finding.code != "bottleneck":
+        return {finding.code}
+    return {
+        each.code
+        for each in analysis.findings
+        if each.evidence == finding.evidence or each.sentence in finding.sentence
+    }
 
 
 def merged_notes(notes: Iterable[Note]) -> list[Note]:
