@@ -135,6 +135,15 @@ def test_a_busy_gpu_saves_what_is_predicted(store: Path) -> None:
         assert f"Predicted to {saving} of GPU time per step, 55 % of it." in note.text
 
 
+def test_a_numbered_layer_has_the_name_before_the_number(store: Path) -> None:
+    layers = the_map(store, "llama_eager")
+    for module, where in (("model.layers.{0-2}", " in layers.{0-2}"), ("{0-2}", ""), (None, "")):
+        rows = tuple(replace(row, module=module) for row in layers.rows)
+        named = replace(layers, rows=rows)
+        first = layers_answer(named, told_change(named))[0]
+        assert first.startswith(f"Eager attention{where} takes")
+
+
 def test_nothing_is_predicted_without_advice(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(savings, "known_atlases", lambda _: pytest.fail("an atlas was read"))
     assert told_change(the_map(store, "llama_prefill")) is None

@@ -62,8 +62,15 @@ def _named(text: str) -> str:
 def _where(change: Change | None) -> str:
     """Return the layers of a change as ` in LlamaAttention_{0-2}`, or "" if they have no names."""
     rows = change.rows if change else ()
-    names = dict.fromkeys((row.module or "").rpartition(".")[2] for row in rows)
-    return f" in {join_few(list(names), LAYERS_NAMED)}" if rows and all(names) else ""
+    names = dict.fromkeys(_last_name(row.module or "") for row in rows)
+    named = all(any(map(str.isalpha, name)) for name in names)
+    return f" in {join_few(list(names), LAYERS_NAMED)}" if rows and named else ""
+
+
+def _last_name(module: str) -> str:
+    """Return the last name of a path. If it is a number, also return the name before it."""
+    parts = module.split(".")
+    return ".".join(parts[-2:] if parts[-1][:1] in ("{", *"0123456789") else parts[-1:])
 
 
 def _advised(change: Change, layers: LayerMap) -> str:
