@@ -182,3 +182,15 @@ def test_jsonl_has_one_record_per_line(names: list[str]) -> None:
     records = tuple({"name": name} for name in names)
     text = RENDERERS["jsonl"](Document("t/1", "t", (), ("name",), records))
     assert [json.loads(line) for line in text.split("\n") if line] == list(records)
+
+
+def test_a_file_in_a_title_does_not_break() -> None:
+    """Bug: the title of a column read `(llama_eager.jso n.gz) ran`."""
+    columns = (
+        Column("a", "NVIDIA H200 (llama_eager.json.gz) ran"),
+        Column("b", "NVIDIA H200 (llama_eager.json.gz) µs", "us"),
+        Column("c", "x" * 60),
+    )
+    html = render_html(Document("t/1", "t", (Table(columns, (("eager", 1, "c"),)),), (), ()))
+    titles = re.findall(r'<th scope="col"([^>]*)>', html)
+    assert titles == ["", ' class="r"', ' class="w"']
