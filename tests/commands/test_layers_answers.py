@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.layers import savings
 from profharness.commands.layers.answer import layers_answer, told_change
 from profharness.commands.report.program import advice_blocks
 from profharness.errors import GateError
-from profharness.program.layer_map import LayerMap, find_layers
+from profharness.program.layer_map import LayerMap, find_layers, suggestions
 from profharness.render.document import Note
 from profharness.store import ingest_path, open_store
 
@@ -26,10 +27,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("answers") / "s.db"
 
 
-def the_map(store: Path, name: str) -> LayerMap:
+def the_map(store: Path, name: str, torch: str | None = None) -> LayerMap:
     (ingested,) = ingest_path(store, MODELS / f"{name}.json.gz")
     with open_store(store) as opened:
-        return find_layers(opened, ingested.run)
+        return find_layers(opened, ingested.run, torch=torch)
 
 
 def ask(store: Path, *words: str) -> Any:
@@ -142,6 +143,25 @@ def test_a_numbered_layer_has_the_name_before_the_number(store: Path) -> None:
         named = replace(layers, rows=rows)
         first = layers_answer(named, told_change(named))[0]
         assert first.startswith(f"Eager attention{where} takes")
+
+
+def test_a_fallback_to_math_has_its_layers_and_the_saving(store: Path) -> None:
+    layers = the_map(store, "llama_prefill", torch="2.11")
+    assert layers.platform is not None
+    config = "b2-h32-s1024-d65-bf16"
+    _, _, change = suggestions(parse_config(config), layers.platform)[0]
+    assert change is not None
+    advice = (f"cudnn: {change.change}",)
+    rows = tuple(
+        replace(row, ran="math", config=config, advice=advice, forward_ns=3e6)
+        for row in layers.rows
+    )
+    layers = replace(layers, rows=rows)
+    _, second, _ = layers_answer(layers, told_change(layers))
+    assert second == (
+        f"In LlamaAttention_{{0-2}}, to run on cuDNN: {change.change}. Predicted to save at most 2.83 "
+        "ms of GPU time per step."
+    )
 
 
 def test_nothing_is_predicted_without_advice(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

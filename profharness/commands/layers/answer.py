@@ -158,10 +158,12 @@ def _change(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
     """Return what to change in the costliest rows that math or eager attention computes."""
     if change is None:
         return ()
-    text = _advised(change, layers)
-    if where := _where(change):
-        return (f"{where[1].upper()}{where[2:]}, {text}.",)
-    return (f"{text[0].upper()}{text[1:]}.",)
+    text, where = _named(change.text), _where(change)
+    text = f"In{where[3:]}, {text}." if where else f"{text[0].upper()}{text[1:]}."
+    if change.saves_ns is None:
+        return (text,)
+    saves = saving_text(change.saves_ns, layers)
+    return (f"{text} {saves[0].upper()}{saves[1:]}.",)
 
 
 def _saving(layers: LayerMap) -> tuple[str, ...]:
