@@ -105,6 +105,18 @@ class _LazyGroup(click.Group):
             return None
         return find_command(cmd_name)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in COMMANDS:
+            return super().resolve_command(ctx, args)
+        import difflib  # needed only for an unknown command
+
+        near = difflib.get_close_matches(args[0], COMMANDS)
+        if near and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}; did you mean {' or '.join(near)}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -154,9 +166,12 @@ def _run() -> int:
         # Flush now, so that an error, such as a full disk, still changes the exit code.
         sys.stdout.flush()
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            near = _near_options(error)
+            error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
         shown = io.StringIO()
         error.show(shown)
-        _say(shown.getvalue().rstrip())
+        _say(re.sub(r"^Error: ", "error: ", shown.getvalue().rstrip(), flags=re.MULTILINE))
         if _TORN_CONFIG.search(error.message):
             _say("hint: quote a config with braces: '2,8,{512,1024},64'")
         return error.exit_code
@@ -167,9 +182,19 @@ def _run() -> int:
         _silence(sys.stdout)  # the reader, such as `head`, has closed the pipe
         return 0
     except ProfharnessError as error:
-        _say(f"error: {error}")
+        _say(f"{error.label}: {error}")
         return error.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _near_options(error: click.NoSuchOption) -> list[str]:
+    """Return the options that `--help` shows and that are spelled like the unknown one."""
+    import difflib  # needed only for this error
+
+    given = error.ctx.command.params if error.ctx else []
+    shown = [each for each in given if isinstance(each, click.Option) and not each.hidden]
+    flags = [flag for each in shown for flag in (*each.opts, *each.secondary_opts)]
+    return difflib.get_close_matches(error.option_name, flags, cutoff=0.7)
 
 
 def _say(text: str) -> None:

@@ -57,6 +57,8 @@ class ProfharnessError(Exception):
     """
 
     exit_code = 1
+    label = "error"
+    """What the command line prints before the message."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # recreate the exception without __init__, whose parameters differ from `args` in subclasses
@@ -73,6 +75,7 @@ class GateError(ProfharnessError):
     """The condition of a gate (`--fail-on`, `--expect`) is not met."""
 
     exit_code = 3
+    label = "gate failed"
 
 
 class CaptureError(ProfharnessError):

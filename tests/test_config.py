@@ -114,7 +114,7 @@ def test_sets_and_ranges_expand_to_their_product() -> None:
 @pytest.mark.parametrize(
     ("text", "token"),
     [
-        ("2,8,512", "3 of 4"),
+        ("2,8,512", "3 of the 4"),
         ("2,8,512,x", "'x'"),
         ("2,8,512,64,fp8", "'fp8'"),
         ("2,8,512,64,mask=tri", "'tri'"),
@@ -150,7 +150,7 @@ def test_sets_and_ranges_expand_to_their_product() -> None:
         ("2,8,128:99999999999999999999:*2,64", "is too large"),
         ("2,8,512,64,scale=sNaN", "'sNaN' is not a number"),
         ("2,8,512,64,dropout=sNaN", "'sNaN' is not a number"),
-        ("", "0 of 4"),
+        ("", "0 of the 4"),
     ],
 )
 def test_bad_input_names_the_token(text: str, token: str) -> None:

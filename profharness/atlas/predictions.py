@@ -32,8 +32,8 @@ from profharness.atlas.data import (
 from profharness.atlas.model import Estimate, estimate, measured_estimate, measured_rows
 from profharness.atlas.shards import read_shards
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, backend_text
+from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.machine import (
-    OLDEST,
     Release,
     default_release,
     from_config,
@@ -43,7 +43,6 @@ from profharness.attention.dispatch.machine import (
     parse_release,
     release_text,
 )
-from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.predict import judge
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA
@@ -250,12 +249,14 @@ def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
     release, installed = default_release(releases), installed_release()
     if installed in (None, release):
         return release, ""
-    newest = f"the newest with an atlas for {gpu}" if releases else "the newest with known rules"
-    text = f"the answer is for PyTorch {release_text(release)}, {newest}"
-    if installed < OLDEST:  # --torch refuses it
-        return release, f"{text}; the installed {release_text(installed)} is not supported"
-    short = release_text(installed).rpartition(".")[0]
-    return release, f"{text}; for the installed {release_text(installed)}, add --torch {short}"
+    newest = (
+        f"the newest release with an atlas for {gpu}"
+        if releases
+        else "the newest release with known rules"
+    )
+    return release, (
+        f"using PyTorch {release_text(release)}, {newest} (installed: {release_text(installed)})"
+    )
 
 
 def _default_gpu(entries: Sequence[Entry]) -> str:

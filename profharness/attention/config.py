@@ -124,16 +124,12 @@ NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
+ALL_OPTIONS = "`profharness capture --help` lists all options of a config"
 MAX_DIGITS = 12
 # Maps other names of the dtypes to the names in the grammar, which error messages suggest.
 DTYPE_ALIASES = {
     alias: name for name in CONFIG_DTYPES for alias in (DTYPES[name].torch, *DTYPES[name].aliases)
 }
-GRAMMAR = (
-    f"batch,heads,seq_len,head_dim, then in any order a dtype ({' '.join(CONFIG_DTYPES)}), "
-    f"{', '.join(FLAGS)}, and key=value for {' '.join(KEYED)}; any number may be a set "
-    "{1,2,4} or a range 128:4096:*2, 64:256:+64"
-)
 
 
 def grammar_lines() -> list[str]:
@@ -395,7 +391,8 @@ def _expand(text: str) -> list[Config]:
     tokens = _split(text)
     if len(tokens) < 4:
         raise UsageError(
-            f"found only {len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}"
+            f"found only {len(tokens)} of the 4 numbers batch,heads,seq_len,head_dim; for example "
+            f"{EXAMPLE}. {ALL_OPTIONS}"
         )
     positions = ("batch", "num_heads", "seq", "head_dim")
     fields: dict[str, list[Any]] = {
@@ -499,8 +496,12 @@ def _unknown(token: str) -> str:
     if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
         return f"cannot read {token!r}; write {hint}"
-    options = (*CONFIG_DTYPES, *FLAGS, *(f"{name}=" for name in KEYED))
-    return f"cannot read {token!r}; the four numbers may be followed by {' '.join(options)}"
+    import difflib  # needed only for this error
+
+    options = (*CONFIG_DTYPES, *FLAGS, *KEYED)
+    near = difflib.get_close_matches(key.lower(), options, n=1)
+    question = "".join(f"; did you mean {name}{'=' * (name in KEYED)}?" for name in near)
+    return f"cannot read {token!r}{question or '.'} {ALL_OPTIONS}"
 
 
 def _elements(value: str) -> list[str]:

@@ -330,7 +330,8 @@ def check_extra(extra: str) -> Check:
     missing, purpose = missing_packages(extra), EXTRAS[extra].purpose
     if not missing:
         return Check(f"extra {extra}", "ok", f"{purpose}: {installed_versions(extra)}")
-    detail = f"{purpose}: no {', no '.join(missing)}"
+    which = "the package" if len(missing) == 1 else "the packages"
+    detail = f"{purpose}: {which} {join_and(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
     return Check(f"extra {extra}", "absent", detail, install_command(extra))
 
 

@@ -226,7 +226,7 @@ def _check(result: ObservedProgram, gates: Gates) -> None:
     except GateError as error:
         if not observed.code:
             raise
-        hint(f"error: {error}\nthe exit code {observed.code} is the program's")
+        hint(f"{error.label}: {error}\nthe exit code {observed.code} is the program's")
 
 
 def _print_summary(result: ObservedProgram) -> None:

@@ -12,7 +12,7 @@ from profharness.commands._command import command, declaration_of, document, gat
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import PathLike, Store, complete_runs, store_path
-from profharness.errors import GateError, UsageError, printable
+from profharness.errors import GateError, UsageError, counted, printable
 
 if TYPE_CHECKING:
     from profharness.scrub import Finding, Scrubbed
@@ -110,7 +110,9 @@ def show(done: Scrubbed | Audit) -> None:
         hint(f"replaced {name} by {instead}")
     for name in done.left_out:
         hint(f"left out {name}")
-    hint(f"wrote {done.output}: {len(done.files)} file(s); the audit found nothing to replace")
+    hint(
+        f"wrote {done.output}: {counted(len(done.files), 'file')}; the audit found nothing to replace"
+    )
 
 
 @gate(scrub_run)
@@ -118,7 +120,7 @@ def require_clean(done: Scrubbed | Audit) -> None:
     """Raise GateError if --check found texts that `scrub` would replace."""
     if isinstance(done, Audit) and done.findings:
         raise GateError(
-            f"{done.source}: {len(done.findings)} thing(s) not known to be harmless; "
+            f"{done.source}: {counted(len(done.findings), 'thing')} not known to be harmless; "
             "`profharness scrub` makes a copy without"
         )
 

@@ -28,7 +28,7 @@ import xxhash
 from profharness.attention.backends import find_backends, fingerprints
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.device_types import CPU, CUDA, DEVICE_TYPES
-from profharness.errors import CaptureError, Interrupted, TraceFormatError, UnwritableError
+from profharness.errors import CaptureError, Interrupted, TraceFormatError, UnwritableError, counted
 from profharness.files import atomic_file
 from profharness.jobs.lane import PART, UNPACKING, Plain, make_part, publish, results_in
 from profharness.logs import duration
@@ -546,13 +546,14 @@ class CampaignScheduler:
             for gpu in classes:
                 count = sum(task.campaign.gpu == gpu for task in self._queue)
                 self._notify_once(
-                    f"warning: no lane has a {gpu}: {count} group(s) are waiting for one", gpu
+                    f"warning: no lane has a {gpu}: {counted(count, 'group is', 'groups are')} waiting for one",
+                    gpu,
                 )
         if not over or not without:
             return
         reasons = "; ".join(f"{name}: {why}" for name, why in self._rejected.items())
         raise CaptureError(
-            f"no lane is left for {len(self._queue)} group(s)"
+            f"no lane is left for {counted(len(self._queue), 'group')}"
             f"{' of ' if classes else ''}{', '.join(classes)}"
             f"{f' ({reasons})' if reasons else ''}; finished groups are kept, resume with: "
             f"profharness capture --resume {self._unfinished()}"

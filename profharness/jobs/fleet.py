@@ -24,7 +24,7 @@ from pathlib import Path
 from profharness import __version__
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.environment import VisibleGpu, missing_packages, visible_gpus
-from profharness.errors import CaptureError, MissingExtraError, UsageError
+from profharness.errors import CaptureError, MissingExtraError, UsageError, counted
 from profharness.jobs.background_ingest import BackgroundIngest
 from profharness.jobs.campaign import (
     Campaign,
@@ -164,7 +164,7 @@ def resume_on_lanes(
     if left and fleet.scheduler is None and is_gpu(device) and not visible_gpus():
         merge(folder)
         raise CaptureError(
-            f"{folder}: {len(left)} group(s) have not run, and this host has no GPU for them; "
+            f"{folder}: {counted(len(left), 'group has', 'groups have')} not run, and this host has no GPU for them; "
             "resume on a host that has one, or ingest the finished groups: profharness ingest "
             f"{folder}"
         )
@@ -242,7 +242,9 @@ def local_lanes(count: int | None, device: str) -> list[Plain]:
             {**described, "lane": f"cpu {index}", "cpus": cpus} for index, cpus in enumerate(cores)
         ]
     if count is not None and count > len(gpus):
-        raise UsageError(f"--scheduler local:{count}: {len(gpus)} GPU(s) are visible here")
+        raise UsageError(
+            f"--scheduler local:{count}: {counted(len(gpus), 'GPU is', 'GPUs are')} visible here"
+        )
     chosen = gpus[:count]
     return [
         {**describe_lane(gpu.uuid), "lane": f"gpu {index}", "uuid": gpu.uuid, "cpus": cpus}

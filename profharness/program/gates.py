@@ -106,7 +106,7 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
     for text, (backends, glob) in gates.expected.items():
         lines += [f"--expect {text}: {line}" for line in _unmet(backends, glob, layers.rows)]
     if lines:
-        raise GateError(f"gates failed for run {layers.name}:\n  " + "\n  ".join(lines))
+        raise GateError(f"{layers.name}:\n  " + "\n  ".join(lines))
 
 
 def passed_gates(layers: LayerMap, gates: Gates) -> str | None:

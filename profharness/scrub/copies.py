@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import msgspec
 
-from profharness.errors import ProfharnessError, TraceFormatError, UsageError
+from profharness.errors import ProfharnessError, TraceFormatError, UsageError, counted
 from profharness.files import is_store, open_input
 from profharness.run import (
     OBSERVE,
@@ -220,7 +220,7 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
             if findings := audit(copy):
                 shown = (f"  {each.where}: {each.kind}: {each.text}" for each in findings[:SHOWN])
                 raise PrivateDataError(
-                    f"{source}: the copy contains {len(findings)} item(s) that are not known to be "
+                    f"{source}: the copy contains {counted(len(findings), 'item')} not known to be "
                     "harmless, so it was deleted; please report this:\n" + "\n".join(shown)
                 )
             if output.is_dir():

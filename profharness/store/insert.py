@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from profharness.errors import counted
 from profharness.rows import axes
 from profharness.store.groups import Grouping
 from profharness.store.tables import (
@@ -499,5 +500,5 @@ def insert_journals(
         "config_id = coalesce(?, config_id), reason = ? WHERE id = ?",
         rows,
     )
-    text = f"{lost} call(s) in the traces could not be matched to a single observed kind of call"
+    text = f"{counted(lost, 'call')} in the traces could not be matched to a single observed kind of call"
     return [*warnings, *([text] if lost else [])]

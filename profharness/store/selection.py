@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from profharness.attention.config import Config
-from profharness.errors import NotFoundError, join_few
+from profharness.errors import NotFoundError, counted, join_few
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS
 from profharness.store.names import StoredRun, match_path, name_runs
@@ -131,8 +131,16 @@ class RunFinder:
             if matching:
                 could = _some([names[run] for run in matching])
                 raise NotFoundError(f"run {ref!r} is ambiguous; it matches {could}")
-        there = _some([names[run] for run in ids])
-        raise NotFoundError(f"no run {ref!r} in {self.path}; choose from {there}")
+        import difflib  # needed only for this error
+
+        spelled = dict.fromkeys([*names.values(), *ids, *[LATEST] * ref.isalpha()])
+        near = difflib.get_close_matches(ref, spelled, n=3, cutoff=0.7)
+        there = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"choose from {_some([*names.values()])}"
+        )
+        raise NotFoundError(f"no run {ref!r} in {self.path}; {there}")
 
     def run_name(self, run: str) -> str:
         """Return the name of a run: the file of a trace, otherwise the id."""
@@ -266,7 +274,7 @@ class RunFinder:
         what = " ".join([*words, *(f"{of} {_some(names)}" for of, names in parts if names)])
         if runs:
             raise NotFoundError(
-                f"{LATEST}~{back}: only {len(runs)} stored run(s) have {what}: "
+                f"{LATEST}~{back}: only {counted(len(runs), 'stored run has', 'stored runs have')} {what}: "
                 f"{_some(list(map(self.run_name, runs)))}"
             )
         same_configs = Selection(None, selection.configs)

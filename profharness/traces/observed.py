@@ -15,7 +15,7 @@ import msgspec
 
 from profharness.attention.config import AUTO
 from profharness.dtypes import OF_TORCH
-from profharness.errors import UsageError
+from profharness.errors import UsageError, counted
 from profharness.run import observed_journals, observed_rows
 from profharness.trace import AttentionCall, TensorArgument
 from profharness.traces.ops import OUTER, replay_config
@@ -152,7 +152,7 @@ def read_journals(folder: Path) -> Journals:
         calls += found
         cut_short += not whole
         if damaged:
-            warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are skipped")
+            warnings.append(f"{path.name}: {counted(damaged, 'line')} cannot be read, skipped")
     if cut_short:
         warnings.append(CUT_SHORT.format(n=cut_short))
     if not calls:

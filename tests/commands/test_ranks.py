@@ -188,3 +188,11 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
         ),
     ):
         compare_ranks(store)
+
+
+def test_traces_of_unrelated_programs_are_not_ranks_of_one_job(tmp_path: Path) -> None:
+    models = Path(__file__).parents[2] / "traces" / "models"
+    with pytest.raises(UsageError, match="do not look like ranks of one job"):
+        profharness.ranks(
+            models / "unet.json.gz", models / "llama_eager.json.gz", store=tmp_path / "s.db"
+        )

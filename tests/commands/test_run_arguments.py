@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ TRACES = Path(__file__).parents[2] / "traces"
 EAGER = TRACES / "models" / "llama_eager.json.gz"
 PREFILL = TRACES / "models" / "llama_prefill.json.gz"
 RUN = TRACES / "h200-torch2.11"
+PROGRAM = (sys.executable, "-m", "profharness")
 
 
 @pytest.fixture
@@ -255,3 +259,22 @@ def test_an_mcp_tool_reads_no_file(folder: Path) -> None:
                 answer(name, arguments, store)
         rows = json.loads(answer("layers", {"run": PREFILL.name}, store))["rows"]
     assert rows and len(json.loads(answer("runs", {}, store))["rows"]) == 1
+
+
+def test_a_mistyped_run_names_the_nearest(folder: Path) -> None:
+    invoke(folder, "ingest", "run", "trace.json.gz")
+    wrong = invoke(folder, "layers", "trase.json.gz")
+    assert "did you mean trace.json.gz?" in str(wrong.exception)
+
+
+def test_a_failed_gate_says_so(folder: Path) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "layers", "trace.json.gz", "--fail-on", "eager-attention"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(TRACES.parent)},
+    )
+    assert done.returncode == 3
+    assert "\ngate failed: trace.json.gz:\n  eager-attention: " in done.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,34 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         profharness.scrub_run("nosuch", check=True, force=True, store=store)
     with pytest.raises(ProfharnessError, match="there is no store"):
         profharness.layers("a", "b", store=store)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("layres",), "error: no command 'layres'; did you mean layers?"),
+        (("layers", "--gup", "H200"), "Did you mean '--gpu'?"),
+        (("layers", "--rn", "x"), "error: No such option '--rn'."),  # --run is hidden
+        (
+            ("explain", "2,8,512,64,casual"),
+            "error: config '2,8,512,64,casual': cannot read 'casual'; did you mean causal? "
+            "`profharness capture --help` lists all options of a config",
+        ),
+        (("explain", "2,8,512,64,widow=3"), "did you mean window=?"),
+        (("explain", "2,8,512,64,qqq"), "cannot read 'qqq'. `profharness"),
+    ],
+)
+def test_mistyped_words_are_corrected(
+    tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "profharness", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert told in line and "--run" not in line and "--out" not in line

@@ -146,7 +146,7 @@ def test_kernels_without_a_record_are_unknown(made: Path, captured: str) -> None
     memory = str(invoke("diff", made, *sides, "--fail-on", "memory").exception)
     assert "nothing to compare for memory: no config has a peak memory on both sides" in memory
     both = str(invoke("diff", made, *sides, "--fail-on", "changed,faster").exception)
-    assert "is met: " in both and "nothing to compare for changed" in both
+    assert "--fail-on " in both and "nothing to compare for changed" in both
 
 
 def test_a_gate_on_runs_with_nothing_in_common_is_not_met(made: Path) -> None:
@@ -168,7 +168,7 @@ def test_two_timed_runs_compare_by_their_times(tmp_path: Path) -> None:
         ingest_path(store, timed_run(tmp_path, name, CONFIG, samples))
     gate = invoke("diff", store, "latest~1", "latest", "--fail-on", "slower")
     assert isinstance(gate.exception, GateError)
-    assert "--fail-on slower is met" in str(gate.exception)
+    assert "--fail-on slower: " in str(gate.exception)
 
 
 def test_a_store_that_cannot_take_the_run_is_told_before_anything_runs(tmp_path: Path) -> None:

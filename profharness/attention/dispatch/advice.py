@@ -617,7 +617,7 @@ def _flex(config: Config, _: str) -> Advice | None:
     if config.window is not None:
         change = (
             "call flex_attention with a BlockMask for the window: its kernels skip the blocks "
-            "outside the window"
+            f"outside the window; or the flash-attn package: {_flash_window(config)}"
         )
         condition, sizes = window_condition(config), f"None, None, {lengths}"
         code = FLEX_BLOCKS.format(before="", seen=condition, sizes=sizes, arguments=arguments)
@@ -636,6 +636,14 @@ def _flex(config: Config, _: str) -> Advice | None:
         change = "keep the mask and call flex_attention, whose kernels add any mask to the scores"
         code = FLEX_BIAS.format(arguments=arguments)
     return Advice(change, code, steps=("flex",))
+
+
+def _flash_window(config: Config) -> str:
+    """Return the call of the package flash-attn that has this window in its own parameter."""
+    left = (config.window or 1) - 1
+    right = 0 if config.causal else left
+    causal = ", causal=True" if config.causal else ""
+    return f"flash_attn_func(q, k, v{causal}, window_size=({left}, {right}))"
 
 
 def _switch(_: Config, backend: str) -> Advice:

@@ -364,7 +364,7 @@ def check(comparison: Comparison, *, fail_on: FailOn = ()) -> str | None:
     ]
     if lines:
         lines += [empty] if empty else []
-        raise GateError(f"{name} is met: " + "\n  ".join(lines))
+        raise GateError(f"{name}: " + "\n  ".join(lines))
     if empty and verdicts:
         raise GateError(f"{name}: {empty}")
     if empty:

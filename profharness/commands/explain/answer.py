@@ -108,7 +108,9 @@ def _change(answer: Explanation) -> Iterator[str]:
             advice = side.advice[0]
             change = advice.change.rstrip(".")
             code = " (code below)" if advice.code else ""
-            yield f"To run {backend_text(side.backend)}: {change}{code}."
+            # other advice leaves SDPA, and does not make the backend run
+            to = "Instead of" if not advice.verified and advice.steps == ("flex",) else "To run"
+            yield f"{to} {backend_text(side.backend)}: {change}{code}."
             return
 
 

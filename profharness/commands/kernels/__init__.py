@@ -279,7 +279,7 @@ def check(found: KernelsFound, *, expect: Expected = (), run: RunOrConfigs = Non
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
     names = ",".join(expected)
     if failed := unmet_expectations(expected, found.rows, judged, found.names()):
-        raise GateError(f"--expect {names} failed: " + "\n  ".join(failed))
+        raise GateError(f"--expect {names}: " + "\n  ".join(failed))
     return f"--expect {names}"
 
 

@@ -162,7 +162,7 @@ def check(answer: RankComparison, *, fail_on: FailOn = ()) -> str | None:
     met = [each for each in answer.findings if each.code in gates or ANY in gates]
     if met:
         lines = [f"{each.code}: {', '.join(each.ranks)}: {each.sentence}" for each in met]
-        raise GateError(f"--fail-on {','.join(gates)} is met: " + "\n  ".join(lines))
+        raise GateError(f"--fail-on {','.join(gates)}: " + "\n  ".join(lines))
     found = "finding" if ANY in gates else " or ".join(gates)
     return f"no {found} among {len(answer.rows):,} ranks" if gates else None
 

@@ -38,7 +38,8 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
     if slow:
         row = max(slow, key=lambda row: row.ratio or 0)
         excess = max((row.ratio or 1) - 1, 0)
-        label = f"{row.label[0].upper()}{row.label[1:]}"
+        # a label without a rank is the name of a file, whose case must not change
+        label = row.label if row.rank is None else f"{row.label[0].upper()}{row.label[1:]}"
         rest = f"; {_agreement(even, 'other ')}" if len(even) > 1 else ""
         count = len(slow) - 1
         also = f", {counted(count, 'other rank is', 'other ranks are')} slow too" if count else ""

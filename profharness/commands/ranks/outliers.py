@@ -26,7 +26,7 @@ from profharness.commands.ranks.comparison import (
     RankFigures,
     RankFinding,
 )
-from profharness.errors import NotFoundError, join_few
+from profharness.errors import NotFoundError, UsageError, counted, join_few
 from profharness.program.changes import environment_changes
 from profharness.rows import RankKernel, RankLaunches, RankRow
 from profharness.stats import THRESHOLD
@@ -163,6 +163,7 @@ def compare_ranks(
         raise NotFoundError(
             f"{store.path}: {len(ranks)} ranks, of which no two have kernels on a GPU to compare"
         )
+    _require_one_job(ranks, table)
     families = _attention_families(table)
     rows = [_figures(rank, row, table, families[row]) for row, rank in enumerate(ranks)]
     findings = [
@@ -192,6 +193,18 @@ def compare_ranks(
         threshold=threshold,
         caveats=tuple(_caveats(rows, ranks)),
     )
+
+
+def _require_one_job(ranks: Sequence[RankRow], table: Launched) -> None:
+    """Raise UsageError if no trace contains its rank and most kernels ran on one rank only."""
+    ran = [table.kernel[np.flatnonzero(counts)] for counts in table.count]
+    _, times = np.unique(np.concatenate([np.unique(each) for each in ran]), return_counts=True)
+    if all(rank.rank is None for rank in ranks) and 2 * (times > 1).sum() < len(times):
+        raise UsageError(
+            "these traces do not look like ranks of one job: none contains its rank, and only "
+            f"{(times > 1).sum()} of {counted(len(times), 'kernel')} ran in more than one of them; "
+            "compare two programs with: profharness diff A B"
+        )
 
 
 def _attention_families(table: Launched) -> list[Families]:
