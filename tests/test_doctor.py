@@ -357,7 +357,7 @@ def test_an_extra_has_its_versions_or_its_remedy(
     first = next(iter(modules))
     monkeypatch.setitem(sys.modules, first, None)
     absent = check_extra(extra)
-    assert absent.state == "absent" and f"no {modules[first]}" in absent.detail
+    assert absent.state == "absent" and f"package {modules[first]} is not" in absent.detail
     assert absent.remedy == f"pip install 'profharness[{extra}]'"
 
 
