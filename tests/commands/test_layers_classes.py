@@ -176,7 +176,8 @@ def test_layers_refuses_a_captured_run(store: dict[str, str]) -> None:
 def test_predictions_and_measured_times_share_a_table(store: dict[str, str]) -> None:
     done = ask(store, "whisper", "--gpu", "H200,B200")
     text = done.stdout[done.stdout.index("GPUs compared") :]
-    for title in (f"{H200} measured", " H200 predicted", "B200 predicted", "speed-up of B200"):
+    # Without an atlas of the B200, the columns of its times are empty.
+    for title in (f"{H200} measured", " H200 predicted", "B200 predicted", "speed-up of H200"):
         assert title in text.splitlines()[1]
     assert "Predicted for several PyTorch releases" in text
     told = answer(store, "whisper", "--gpu", "H200,B200")
