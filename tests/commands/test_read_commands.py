@@ -84,7 +84,7 @@ def test_a_gate_without_evidence_is_not_met(store: Path) -> None:
     assert isinstance(result.exception, GateError)
     assert "neither an op nor a kernel" in str(result.exception)
     nothing = invoke("kernels", "--store", store, "--backend", "math", "--expect", "math")
-    assert "nothing to judge" in str(nothing.exception)
+    assert "nothing to check" in str(nothing.exception)
 
 
 def test_no_store_and_unknown_names_are_told(tmp_path: Path, store: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_file_whose_name_says_no_format_is_refused(
     name: str, store: Path, tmp_path: Path
 ) -> None:
     for output in ("k.xyz", "b.pdf", "bare"):
-        with pytest.raises(UsageError, match=r"use --format, or .*\.json .*\.html"):
+        with pytest.raises(UsageError, match=r"add --format, or use .*\.json .*\.html"):
             command(name).make_context(name, ["--store", str(store), "-o", str(tmp_path / output)])
     result = invoke(name, "--store", store, "-o", tmp_path / "k.xyz", "--format", "json")
     assert result.exit_code == 0
@@ -284,7 +284,7 @@ def test_a_line_of_progress_names_the_case_of_a_check(capsys: pytest.CaptureFixt
 def test_kernels_prints_its_hints_after_the_result(tmp_path: Path, store: Path) -> None:
     three = tmp_path / "three.db"
     ingest_path(three, Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu")
-    other = "ncu, nsys saw these kernels too"
+    other = "ncu, nsys recorded these kernels too"
     without = "efficient: refused: no such dtype"
     for path, text, words in ((three, other, ()), (store, without, ("--format", "csv"))):
         done = invoke("kernels", "--store", path, *words)

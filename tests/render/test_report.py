@@ -222,7 +222,7 @@ def test_sweep_is_drawn_as_lines(swept: Path) -> None:
 def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> None:
     document = report(captured)
     told = document.extra["summary"][0]["sentences"]
-    assert document.answer[0].startswith("auto is within 10 % of the fastest")
+    assert document.answer[0].startswith("auto runs the fastest backend, or one within 10 % of it")
     assert 3 <= len(told) <= 6
     assert told[0].startswith("4 configs on 6 backends") and "24 cells: 20 ok, 4 refused" in told[0]
     assert "NVIDIA H200, torch 2.11" in told[0]
