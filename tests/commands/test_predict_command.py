@@ -241,7 +241,7 @@ def test_atlas_of_another_driver_is_not_mixed(
         ((), "predict needs a config"),
         (("--config", "2,8,512,64", "--gpu", "H300"), "close matches are H200"),
         (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
-        (("--config", "2,8,512,64", "--torch", "new"), "is not a version"),
+        (("--config", "2,8,512,64", "--torch", "new"), "invalid PyTorch release"),
         (("--config", "2,8,512,64", "--backend", "xformers"), "atlases contain only auto, flash"),
         (("--config", "2,8,512"), "config '2,8,512'"),
     ],

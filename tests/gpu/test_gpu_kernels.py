@@ -188,7 +188,7 @@ def test_a_64_bit_argument(source: CudaSource) -> None:
 
 def test_wrong_launches_are_reported_and_keep_the_context_alive(scaled: CudaKernel) -> None:
     out = torch.zeros(4, device="cuda")
-    with pytest.raises(LaunchError, match="takes arguments"):
+    with pytest.raises(LaunchError, match="expects arguments"):
         scaled.launch(1, 32, out, out, 1.0)
     with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_VALUE"):
         scaled.launch(1, 4096, out, out, 1.0, 4)

@@ -104,7 +104,7 @@ def test_each_gpu_is_a_lane_with_its_uuid() -> None:
     assert not any("GPU-" in str(lane["gpu_key"]) for lane in lanes)
     assert [gpu.bus for gpu in visible_gpus()[:2]] == ["0000:0b:00.0", "0000:1b:00.0"]
     assert len(local_lanes(2, "auto")) == 2
-    with pytest.raises(UsageError, match=r"4 GPU\(s\) are visible"):
+    with pytest.raises(UsageError, match=r"4 GPUs are visible"):
         local_lanes(5, "auto")
     assert [lane["lane"] for lane in local_lanes(3, "cpu")] == ["cpu 0", "cpu 1", "cpu 2"]
 

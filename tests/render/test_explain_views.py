@@ -137,7 +137,9 @@ def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> N
 
 
 def test_advice_for_a_backend_that_auto_does_not_take_does_not_promise_it() -> None:
-    change = "leave attn_mask out; then select flash with sdpa_kernel, because auto would choose cudnn"
+    change = (
+        "leave attn_mask out; then select flash with sdpa_kernel, because auto would choose cudnn"
+    )
     advice = Advice(change, CODE, None, True, "cudnn")
     side = BackendAnswer("flash", False, (NO_MASK,), (advice,))
     said = " ".join(render_table(explain_document([answer(backends=(side,))])).split())

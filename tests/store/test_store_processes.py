@@ -124,7 +124,7 @@ def test_store_being_created_is_not_foreign(
         return connection
 
     monkeypatch.setattr(schema, "_raw", watched)
-    with pytest.raises(NotFoundError, match="empty store"):
+    with pytest.raises(NotFoundError, match="the store is empty"):
         schema.connect(store, write=False)
 
 
