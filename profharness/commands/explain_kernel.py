@@ -50,7 +50,7 @@ KernelNames = Annotated[
     Option(
         metavar="NAME...",
         click={"nargs": -1},
-        tool="A kernel's name, or several, one per line.",
+        tool="One or more kernel names, one per line.",
         tool_examples=("flash_fwd_splitkv_kernel<64,64x256,w4>",),
         tool_value=str.splitlines,
     ),

@@ -362,7 +362,7 @@ Release = Annotated[
         help=f"The PyTorch release, 2.11 or 2.11.0.  {DEFAULT_RELEASE}",
     ),
 ]
-Full = Annotated[bool, Option(("--full",), help="Also show each config by itself.")]
+Full = Annotated[bool, Option(("--full",), help="Also show each config separately.")]
 
 
 def _to_frame(found: Asked) -> pd.DataFrame:

@@ -347,7 +347,7 @@ def test_invalid_machine_is_refused(tmp_path: Path, changed: dict[str, object]) 
     ((name, value),) = changed.items()
     text = rf"line 1: {name.removeprefix('torch_')} {value!r}: expected "
     if name == "torch":
-        text = "line 1: PyTorch release 'banana' is not a version"
+        text = "line 1: invalid PyTorch release 'banana'"
     with pytest.raises(UsageError, match=text):
         read_shards(tmp_path)
 

@@ -431,7 +431,7 @@ Bisect = Annotated[
     ),
 ]
 Full = Annotated[
-    bool, Option(("--full",), help="Explain each config by itself, with full messages.")
+    bool, Option(("--full",), help="Explain each config separately, with full messages.")
 ]
 Measure = Annotated[
     bool, Option(("--measure",), help="Capture the advised changes, and report the gain.")

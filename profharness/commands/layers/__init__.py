@@ -231,7 +231,7 @@ def layers(
 
     Works on a trace of any program that PyTorch's profiler recorded. RUN is a trace file or a stored
     run; the default is the latest program. Record with record_shapes=True to get shapes, and with
-    with_stack=True to get modules. A line stands for equal calls of equal layers. Times are of
+    with_stack=True to get modules. Each line groups identical calls of identical layers. Times are of
     kernels, per step. A step is a ProfilerStep; without one, it ends with the optimizer's step;
     without an optimizer, each call of the outermost module starts one.
 

@@ -63,7 +63,7 @@ PROFILERS: dict[str, Profiler] = {
                 "usr/local/cuda*/bin/nsys",
                 "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # includes an importer
             ),
-            remedy=" (Nsight Compute contains an nsys too)",
+            remedy=" (Nsight Compute also includes nsys)",
         ),
         Profiler(
             NCU,
