@@ -232,8 +232,8 @@ def layers(
     Works on a trace of any program that PyTorch's profiler recorded. RUN is a trace file or a stored
     run; the default is the latest program. Record with record_shapes=True to get shapes, and with
     with_stack=True to get modules. Each line groups identical calls of identical layers. Times are of
-    kernels, per step. A step is a ProfilerStep; without one, it ends with the optimizer's step;
-    without an optimizer, each call of the outermost module starts one.
+    kernels, per step. A step is a ProfilerStep; without one, it is the range that the program repeats
+    around its attention, the step of a serving engine, or a call of the outermost module.
 
     \b
     Examples:
