@@ -51,7 +51,7 @@ def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
     )
     assert profharness.kernels(CONFIG, profilers="nsys", store=store).empty
     for bad in ("bogus", "torch,bogus", "events"):
-        with pytest.raises(UsageError, match="known are torch, nsys, ncu, all"):
+        with pytest.raises(UsageError, match="choose from torch, nsys, ncu, all"):
             profharness.kernels(CONFIG, profilers=bad, store=store)
     with pytest.raises(UsageError, match="'bogus'"):
         profharness.launches(profiler="bogus", store=store)
@@ -96,7 +96,7 @@ def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:
     assert same["flops_share"][0] == frame["flops_share"][0]
     every = profharness.analyze(store=path)
     assert len(every) == len(profharness.cells(store=path))
-    with pytest.raises(UsageError, match="is not one of measure, data-sheet"):
+    with pytest.raises(UsageError, match="choose from measure, data-sheet"):
         profharness.analyze(peaks="guess", store=path)
     with pytest.raises(NotFoundError, match="no stored run has"):
         profharness.analyze("9,9,9,9", store=path)

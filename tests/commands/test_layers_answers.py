@@ -176,7 +176,7 @@ def test_several_programs_keep_their_advice(store: Path) -> None:
 
 def test_equal_notes_of_several_layers_are_one(store: Path) -> None:
     run = the_map(store, "llama_eager").run
-    text = ask(store, run).stdout
+    text = " ".join(ask(store, run).stdout.split())
     assert text.count("in transformers: attn_implementation='sdpa'") == 1
     assert "would help" not in text and "is not told" not in text
 

@@ -265,7 +265,7 @@ def test_store_that_is_gone_is_an_error_without_path(store: Path, tmp_path: Path
         path.write_bytes(b"no store" * 1000)
         status, text = get(address, f"/{DATABASE}/runs")
         assert (status, str(tmp_path) in text) == (500, False), text
-        assert f"error: {path}: not an SQLite file" in process.stderr.readline()
+        assert f"error: {path}: is not an SQLite file" in process.stderr.readline()
 
 
 @pytest.mark.parametrize(

@@ -360,11 +360,11 @@ def test_cells_measured_on_shared_cores_have_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("H100,h100", "one class"),
-        ("cpu,CPU", "one class"),
-        (" , ", "no name"),
-        ("", "no name"),
-        (("H100", "H200,"), "no name"),
+        ("H100,h100", "are the same GPU"),
+        ("cpu,CPU", "are the same GPU"),
+        (" , ", "a GPU name is empty"),
+        ("", "a GPU name is empty"),
+        (("H100", "H200,"), "a GPU name is empty"),
     ],
 )
 def test_unnamed_and_duplicate_gpu_classes_are_refused(given: Any, why: str) -> None:

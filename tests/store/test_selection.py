@@ -91,7 +91,7 @@ def test_earlier_run_has_needed_data_too(path: Path) -> None:
         assert store.find_run(Selection("latest~1")).startswith("trace-")
         with pytest.raises(
             NotFoundError,
-            match=f"only 2 stored run.s. have kernels: {CAPTURED}, kineto_h200.json.gz",
+            match=f"only 2 stored runs have kernels: {CAPTURED}, kineto_h200.json.gz",
         ):
             store.find_run(Selection("latest~2"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import backend_text, pytorch_chooses
+from profharness.attention.config import OWN_CHOICE, backend_text, pytorch_chooses
 from profharness.commands.analyze.figures import CellAnalysis, Remedy
 from profharness.program.layer_map import short_module
 from profharness.render.document import time_text
@@ -57,7 +57,7 @@ def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
     backends = {each.backend for each in ran if each.config == cell.config}
     if cell.module is not None:
         subject = f"{short_module(cell.module)} on {name}{took}"
-    elif len(backends - {"auto", "all-disabled"}) > 1:
+    elif len(backends.difference(OWN_CHOICE)) > 1:
         subject = f"{name}, the fastest backend of {cell.config.label}{took},"
     else:
         subject = f"{name} on {cell.config.label}{took}"
