@@ -319,14 +319,8 @@ ONE_RUN = Option(
     tool=RUN_TOOL,
     tool_examples=RUN_TOOL_EXAMPLES,
 )
-SEVERAL_RUNS = Option(
-    metavar="[RUN]...",
-    complete=complete_runs,
-    find=find_several,
-    old_flags=("--run",),
-    tool=RUN_TOOL,
-    tool_examples=RUN_TOOL_EXAMPLES,
-    tool_value=lambda text: (text,),
+SEVERAL_RUNS = replace(
+    ONE_RUN, metavar="[RUN]...", find=find_several, tool_value=lambda text: (text,)
 )
 SIDE_OPTION = Option(complete=complete_sides, find=find_side)
 OneRun = Annotated[PathLike | None, ONE_RUN]

@@ -74,7 +74,7 @@ class ProgramTimes:
     middle: StepRow
     """The step of median duration."""
     launches: tuple[StepLaunch, ...]
-    """The launches of `middle` on one GPU, the one that is busiest."""
+    """The launches of `middle` on the busiest GPU."""
     owners: Mapping[tuple[int, int], LaunchOwner]
     """Maps traces and numbers of calls to what their launches belong to."""
 
@@ -87,7 +87,9 @@ class ProgramTimes:
         return _backend(launch, self.owner(launch))
 
 
-def program_times(store: Store, run: str, calls: Sequence[CallRow]) -> ProgramTimes | None:
+def program_times(
+    store: Store, steps: Sequence[StepRow], calls: Sequence[CallRow]
+) -> ProgramTimes | None:
     """Return the times of a run's steps, or None if no kernel on a GPU was recorded.
 
     `calls` are the attention calls of the run.
@@ -96,7 +98,6 @@ def program_times(store: Store, run: str, calls: Sequence[CallRow]) -> ProgramTi
         (call.trace, call.call): LaunchOwner(module_name(call), actual_backend(call) or UNKNOWN)
         for call in calls
     }
-    steps = store.steps(run)
     ordered = sorted(steps, key=lambda step: step.duration_ns)
     middle = ordered[(len(ordered) - 1) // 2] if ordered else None
     shown: tuple[StepLaunch, ...] = ()

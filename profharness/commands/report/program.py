@@ -83,7 +83,9 @@ def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramPar
     if store.cells(run):
         return ProgramParts()
     calls = store.calls(run)
-    times = program_times(store, run, calls)
+    # reading the steps of a large trace takes seconds, and the layer map has already done it
+    steps = layers.steps if layers and layers.steps else store.steps(run)
+    times = program_times(store, steps, calls)
     if times is None:
         return ProgramParts()
     made = {
@@ -219,12 +221,8 @@ def _kernel_blocks(times: ProgramTimes) -> Iterator[Block]:
 def _timeline_blocks(
     store: Store, run: str, times: ProgramTimes, calls: Sequence[CallRow]
 ) -> Iterator[Block]:
-    step = times.middle
-    lanes = [
-        *_range_lanes(store.ranges(run), times),
-        *_call_lane(times, calls),
-        *_stream_lanes(times),
-    ]
+    step, streams = times.middle, _stream_lanes(times)
+    lanes = [*_range_lanes(store.ranges(run), times), *_call_lane(times, calls), *streams]
     series = dict.fromkeys(span.series for lane in lanes for span in lane.spans)
     marked = tuple(name for name in series if name.startswith(ATTENTION_ON))
     several = (
@@ -236,7 +234,7 @@ def _timeline_blocks(
     yield Timeline(
         f"Timeline of {step.name}", tuple(lanes), max(step.duration_ns, 1), marked, several and f"{several}."
     )  # fmt: skip
-    spans = [(lane.name, span) for lane in _stream_lanes(times) for span in lane.spans]
+    spans = [(lane.name, span) for lane in streams for span in lane.spans]
     listed = sorted(spans, key=lambda each: -each[1].duration_ns)[:MOST_LISTED]
     listed.sort(key=lambda each: each[1].start_ns)
     few = f"the {len(listed)} longest of {len(spans)} kernels" if len(spans) > len(listed) else ""
