@@ -41,7 +41,7 @@ from profharness.commands._types import (
     config_list,
 )
 from profharness.commands.explain.answer import platform_text
-from profharness.commands.explain.maps import Map, draw_maps, value_text
+from profharness.commands.explain.maps import Map, are_sparse, draw_maps, value_text
 from profharness.commands.explain.tables import map_blocks, map_record, map_table
 from profharness.render.document import (
     Block,
@@ -122,8 +122,11 @@ def predict_document(
     if len(answers) > 1:
         maps = _maps(answers, AUTO if AUTO in backends else backends[0])
         blocks += _summary(answers)
-        for axes, cells_of in maps:
-            blocks += _map_blocks(axes, cells_of, place.text)
+        if are_sparse([axes for axes, _ in maps]):
+            blocks += _list_blocks(answers, backends, place.text)
+        else:
+            for axes, cells_of in maps:
+                blocks += _map_blocks(axes, cells_of, place.text)
         if charts:
             for axes, cells_of in maps[:SHOWN_CHARTS]:
                 blocks += _map_charts(axes, cells_of)
@@ -300,6 +303,19 @@ def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
             for line in cells
         ],
     )
+
+
+def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str) -> Iterator[Block]:
+    """Yield a table with the prediction for one backend and the best backend for each config."""
+    backend = AUTO if AUTO in backends else backends[0]
+    rows = [row for answer in answers for row in answer if row.backend == backend]
+    lines = [({"choice": sourced(row.choice or row.status, row.source)}, row) for row in rows]
+    columns = LOSS_COLUMNS
+    if backend != AUTO:
+        columns = tuple(each for each in LOSS_COLUMNS if each.key != "choice")
+    yield Heading(f"Predicted for {backend_text(backend)}", where)
+    yield Table.of(filled_columns(columns, lines), lines)
+    yield Note("--full explains each config.", level="hint")
 
 
 def _time_cell(row: Predicted | None) -> str | None:

@@ -364,6 +364,8 @@ def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Si
             sites, others = left[value], right[value]
             one, other = sites[0], others[0]
             comparable = None not in (one.name, other.name) and one.dotted == other.dotted
+            # Compiled code has the name of the compiled module instead of those of the layers.
+            comparable = comparable and one.calls[0].compiled == other.calls[0].compiled
             if key is None and comparable:
                 continue
             if len(sites) == len(others):

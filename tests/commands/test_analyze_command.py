@@ -58,11 +58,11 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
         "auto, cudnn, all-disabled Bottleneck: too few blocks.",
         "at least 68 SMs are idle. (derived)",
         "auto, cudnn, all-disabled Remedy: Batch more sequences",
-        "QK^T",
     ):
         assert text in " ".join(result.stdout.split())
     full = run(analyze, "--store", store, "--config", "2,8,512,64", "--full")
     assert len(full.stdout) > len(result.stdout)
+    assert "QK^T" in full.stdout and "QK^T" not in result.stdout
     assert "[derived: blocks 64" in " ".join(full.stdout.split())
     assert "resident" in full.stdout
 
@@ -305,7 +305,7 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
     math = {point["level"]: point for point in traffic_points(cells[SQUARE, "math"])}
     assert math["DRAM"]["ratio"] == pytest.approx(25.0, abs=0.1)
     assert math["L2"]["ratio"] > math["DRAM"]["ratio"] > 1
-    document = analyze_document([*cells.values()])
+    document = analyze_document([*cells.values()], full=True)
     notes = [block for block in document.blocks if isinstance(block, Note)]
     (products,) = [note for note in notes if "without the L1" in note.text and "128x8" in note.text]
     assert products.label == "naive" and "nvjet_sm90" in products.text
@@ -364,7 +364,7 @@ def test_one_table_tells_the_device(cells: Cells) -> None:
         (4800, "data sheet"),
         (4200, "measured"),
     ]
-    document = analyze_document([cells[SQUARE, "flash"]])
+    document = analyze_document([cells[SQUARE, "flash"]], full=True)
     heading = [block for block in document.blocks if isinstance(block, Heading)][-1]
     assert (heading.text, heading.detail) == ("Device", "NVIDIA H200")
     (record,) = document.extra["devices"]

@@ -73,10 +73,11 @@ def analyze(
     time of their kernels, including backward if it was traced.
 
     Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
-    configuration); --full shows its figures and their sources. TFLOP/s and GB/s are exact FLOPs and
-    compulsory bytes divided by the time of the measurement in the column `of`. Configs that differ
-    in one number get a sweep table. A finding that several configs share is printed once. A summary
-    names the best backend for training, prefill, decoding and low memory.
+    configuration). TFLOP/s and GB/s are exact FLOPs and compulsory bytes divided by the time of the
+    measurement in the column `of`. Configs that differ in one number get a sweep table. A finding
+    that several configs share is printed once; for many configs, only these are printed. A summary
+    names the best backend for training, prefill, decoding and low memory. --full explains every cell,
+    with the figures and sources of its findings, its phases and counters, and the device.
 
     \b
     Examples:

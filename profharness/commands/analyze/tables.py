@@ -49,6 +49,7 @@ from profharness.render.document import (
 
 MB = 1e6
 _RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
+CONFIG = Column("label", "config", importance="key", repeat=False)
 COLUMNS = (
     *pick(CellAnalysis, "module", "backend", "bottleneck"),
     *pick(Figures, "duration_ns", "basis"),
@@ -85,13 +86,17 @@ TRAFFIC_COLUMNS = (
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),
 )
+EXPLAINED = 4  # maximum number of cells whose findings are told one by one without --full
+SWEPT = 3  # minimum number of values of a sweep that has a table if there are many cells
 COUNTED_SHARE = 0.01  # Kernels with a smaller share of the kernel time are not listed.
 
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
     """Return the document of `analyze`, with one section per config and one table per sweep.
 
-    If `full` is set, the document contains every finding with all of its evidence.
+    Of many configs, only the findings that several of them share are told. If `full` is set, the
+    document contains every finding with all of its evidence, the phases of each cell, and the facts
+    of the devices.
     """
     found: dict[tuple[str, str], Peaks] = {}
     for analysis in analyses:
@@ -101,24 +106,36 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     blocks: list[Block] = []
     several = len({analysis.run for analysis in analyses}) > 1
     common, covered = ([], frozenset()) if full else common_blocks(analyses)
-    for run, config in dict.fromkeys((analysis.run, analysis.config) for analysis in analyses):
+    pairs = dict.fromkeys((analysis.run, analysis.config) for analysis in analyses)
+    if not full:
+        blocks += _cell_table(analyses, with_config=len(pairs) > 1)
+    brief = not full and len(pairs) > 1 and len(analyses) > EXPLAINED
+    for run, config in () if brief else pairs:
         own = [each for each in analyses if (each.run, each.config) == (run, config)]
-        blocks.append(Heading(config.label, f"run {run}" if several else ""))
-        blocks += _figure_tables(own)
+        head = Heading(config.label, f"run {run}" if several else "")
+        blocks += [head, *_cell_table(own), *_phase_table(own)] if full else []
+        blocks += _counter_tables(own)
         notes: list[Note] = []
         for analysis in own:
             module = short_module(analysis.module) if len(own) > 1 else None
             label = f"{module} {analysis.backend}" if module else analysis.backend
             notes += cell_notes(analysis, label, full=full, covered=covered)
-        blocks += merged_notes(notes)
+        merged = list(merged_notes(notes))
+        blocks += [head] if merged and not full and len(pairs) > 1 else []
+        blocks += merged
+    if brief:
+        blocks.append(
+            Note("--full explains each cell, with its phases and counters.", level="hint")
+        )
     blocks += [*common, *advice_blocks(analyses)]
     sweeps = sweep(analyses)
     for name, group in sweeps:
-        blocks += _sweep_blocks(name, group)
+        if not brief or len(group) >= SWEPT:
+            blocks += _sweep_blocks(name, group)
     blocks += [*_changed_problems(analyses), *_sweep_charts(sweeps), *_rooflines(analyses)]
     blocks += _peak_notes(known) if analyses else ()
     devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}
-    for name, facts in devices.items():
+    for name, facts in devices.items() if full else ():
         if facts:
             blocks += [Heading("Device", name), Table.of(pick(DeviceFact), facts)]
     extra = {
@@ -148,14 +165,23 @@ def _peak_notes(known: Sequence[Peaks]) -> Iterator[Note]:
 
 def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
     places = None if analysis.kv_places is None else ", ".join(analysis.kv_places) or "none"
-    shown = {"module": short_module(analysis.module), "places": places}
+    shown = {
+        "label": analysis.config.label,
+        "module": short_module(analysis.module),
+        "places": places,
+    }
     return shown, analysis, analysis.figures, analysis.main
 
 
-def _figure_tables(own: Sequence[CellAnalysis]) -> Iterator[Block]:
-    """Yield tables of the rates, phases, memory traffic and counters of the cells of one config."""
-    if rows := [_row_parts(analysis) for analysis in own if analysis.figures]:
-        yield Table.of(filled_columns(COLUMNS, rows), rows)
+def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> Iterator[Block]:
+    """Yield the table of the bottlenecks and rates of cells, if any cell has figures."""
+    columns = (*((CONFIG,) if with_config else ()), *COLUMNS)
+    if rows := [_row_parts(analysis) for analysis in cells if analysis.figures]:
+        yield Table.of(filled_columns(columns, rows), rows)
+
+
+def _phase_table(own: Sequence[CellAnalysis]) -> Iterator[Block]:
+    """Yield the table of the phases of the cells of one config."""
     # Backends with equal phases share one group of rows in the table.
     ways: dict[tuple[PhaseFigures, ...], list[str]] = {}
     for analysis in own:
@@ -166,6 +192,10 @@ def _figure_tables(own: Sequence[CellAnalysis]) -> Iterator[Block]:
         for phase in phases
     ]:
         yield Table.of(PHASE_COLUMNS, steps)
+
+
+def _counter_tables(own: Sequence[CellAnalysis]) -> Iterator[Block]:
+    """Yield tables of the memory traffic and the counters of the cells of one config."""
     if traffic := [point for analysis in own for point in traffic_points(analysis)]:
         yield Table.of(TRAFFIC_COLUMNS, traffic)
         yield from _past_l1(own)

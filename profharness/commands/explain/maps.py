@@ -174,6 +174,13 @@ def draw_maps(
     return maps
 
 
+def are_sparse(maps: Sequence[Map]) -> bool:
+    """Return whether most combinations are missing, so that a list shows the configs better."""
+    size = sum(len(each.row_values) * len(each.column_values) for each in maps)
+    filled = sum(len(each.cells) for each in maps)
+    return 2 * filled <= size or filled < 2 * len(maps)
+
+
 def _edges(
     along: str,
     values: Sequence[Value],

@@ -17,6 +17,7 @@ from profharness.attention.dispatch.by_rule import (
     SCHEMA,
     Explanation,
     MatrixRow,
+    chosen,
     environment_text,
     explanation_record,
     unread,
@@ -28,7 +29,7 @@ from profharness.commands.explain.answer import (
     map_answer,
     matrix_answer,
 )
-from profharness.commands.explain.maps import Bisection, Map, Stretch, value_text
+from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
 from profharness.errors import join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table
 from profharness.rows import Refusal
@@ -41,6 +42,12 @@ COLUMNS = (
 PREDICTED_COLUMNS = tuple(
     replace(each, title="predicted eligible") if each.key == "eligible" else each
     for each in COLUMNS
+)
+LIST_COLUMNS = (
+    Column("config", "config", importance="key"),
+    Column("choice", "runs", importance="answer"),
+    Column("others", "could also run", importance="detail"),
+    Column("refused", "refused"),
 )
 GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 """Caveats that apply to every config."""
@@ -213,10 +220,14 @@ def map_document(
 ) -> Document:
     """Return the document that shows maps of choices, with one record per explanation.
 
-    If `full` is set, the document also has the explanation of every config.
+    Configs that do not form a grid are shown as a list. If `full` is set, the document also has the
+    explanation of every config.
     """
     predicted = answers[0].source == "rules"
-    blocks = [block for drawn in maps for block in map_blocks(drawn, where, predicted=predicted)]
+    if are_sparse(maps):
+        blocks = list(_list_blocks(answers, where, predicted=predicted))
+    else:
+        blocks = [b for drawn in maps for b in map_blocks(drawn, where, predicted=predicted)]
     if full:
         blocks += [b for each in answers for b in answer_blocks(each, full=True, summary=True)]
     if missing := unread(answers):
@@ -225,6 +236,28 @@ def map_document(
     extra = {"maps": [map_record(drawn) for drawn in maps]}
     title, told = "Backend by shape", map_answer(answers)
     return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra=extra, answer=told)
+
+
+def _list_blocks(answers: Sequence[Explanation], where: str, *, predicted: bool) -> Iterator[Block]:
+    """Yield a table with the choice for each config, and the backends that could and cannot run."""
+    yield Heading("Predicted backends" if predicted else "Backends", where)
+    lines = []
+    for answer in answers:
+        names = {
+            state: [side.backend for side in answer.backends if side.eligible is state]
+            for state in _STATES
+        }
+        choice = chosen(answer)
+        lines.append(
+            {
+                "config": answer.config,
+                "choice": backend_text(choice),
+                "others": ", ".join(backend_text(name) for name in names[True] if name != choice),
+                "refused": ", ".join(map(backend_text, names[False])),
+            }
+        )
+    yield Table.of(LIST_COLUMNS, lines)
+    yield Note("--full explains each config.", level="hint")
 
 
 def map_record(drawn: Map) -> dict[str, Any]:

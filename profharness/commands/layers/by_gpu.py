@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
@@ -30,6 +31,7 @@ from profharness.render.document import (
 )
 from profharness.store import Selection, Store
 
+SUFFIX = re.compile(r"\.(?:pt\.trace\.)?json(?:\.gz)?$|\.(?:sqlite|nsys-rep)$")
 SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # versions in an environment
 
 
@@ -124,9 +126,15 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
         layers.gpu or device_name(environment) or "CPU"
         for layers, environment in zip(maps, environments, strict=True)
     ]
+
+    def name(device: str, run: str) -> str:
+        if len(set(devices)) == 1 < len(devices):
+            return run  # the GPU does not distinguish the runs
+        return device if devices.count(device) == 1 else f"{device} ({run})"
+
     classes = [
         GpuLayers(
-            name=device if devices.count(device) == 1 else f"{device} ({layers.name})",
+            name=name(device, layers.name),
             device=device,
             layers=layers,
             changes=_software_changes(environments[0], environment),
@@ -338,8 +346,8 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         line = {"module": _name(row, full=full), "config": side.config, "calls": side.calls}
         ran = [each.ran if each else None for each in row.sides]
         rows.append(line | figures(list(zip(ran, row.call_ns, strict=True))))
-    columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *figure_columns(names, ["ran"] * len(names)))
-    yield Table.of(columns, rows)
+    titles = figure_columns(_short(names), ["ran"] * len(names))
+    yield Table.of((*GPU_LAYER, *pick(LayerRow, "calls"), *titles), rows)
     yield from map(Note, _step_texts(answer))
     for row, line in zip(ordered, rows, strict=True):
         label = str(line["module"] or line["config"] or "a call")
@@ -347,11 +355,17 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
             if each is None:
                 yield Note(f"{name} has no such layer of this size", label)
             elif reasons:
-                yield Note(f"on {name} {'; '.join(reasons)}", label)
+                yield Note(f"{name}: {'; '.join(reasons)}", label)
         if row.basis == "forward" and any(
             each and each.backward_ns is not None for each in row.sides
         ):
             yield Note("Only the forward is compared, because not all runs have a backward.", label)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Return the names of trace files without their suffixes, if they still differ."""
+    stems = [SUFFIX.sub("", name) for name in names]
+    return stems if len(set(stems)) == len(stems) else list(names)
 
 
 def _name(row: MatchedLayers, *, full: bool) -> str | None:
@@ -380,8 +394,8 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
             texts.append(f"{text} Are they runs of one model?")
         elif before and after:
             text = (
-                f"Attention of a step takes {time_text(before)} on {first.name} and "
-                f"{time_text(after)} on {other.name}: {_faster(other.name, before / after)}"
+                f"Attention of a step takes {time_text(before)} {_where(first)} and "
+                f"{time_text(after)} {_where(other)}: {_faster(other.name, before / after)}"
             )
             gaps = [(_gap(row, at), row) for row in shared]
             gap, row = max(gaps, key=lambda pair: abs(pair[0]))
@@ -390,6 +404,11 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
                 text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
             texts.append(f"{text}.")
     return tuple(texts)
+
+
+def _where(side: GpuLayers) -> str:
+    """Return the name of a run after `in`, or of a GPU after `on`."""
+    return f"{'on' if side.name.startswith(side.device) else 'in'} {side.name}"
 
 
 def _faster(name: str, ratio: float) -> str:
@@ -428,7 +447,8 @@ def _step_texts(answer: LayersByGpu) -> Iterator[str]:
                     f"{len(both)} rows."
                 )
         if other.changes:
-            yield f"{other.name} differs in more than the GPU: {', '.join(other.changes)}."
+            more = "" if other.device == first.device else "more than the GPU: "
+            yield f"{other.name} differs in {more}{', '.join(other.changes)}."
 
 
 def benches_document(

@@ -162,9 +162,10 @@ def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
     columns = []
     for at, (name, verb) in enumerate(zip(names, verbs, strict=True)):
         columns.append(Column(f"ran{at}", f"{name} {verb}".rstrip()))
-        columns.append(Column(f"us{at}", f"{name} µs", "us", scale="call"))
+        columns.append(Column(f"us{at}", f"{name} µs", "us", importance="answer", scale="call"))
     columns += [
-        Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
+        Column(f"times{at}", f"speed-up of {name}", "ratio", importance="answer")
+        for at, name in enumerate(names[1:], 1)
     ]
     return columns
 
