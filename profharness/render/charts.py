@@ -38,11 +38,11 @@ DATA = alt.NamedData(
     name="rows"
 )  # the rows are inserted last, because Altair would copy them dozens of times
 INK = "#0a0b0c"  # placeholder for the text colour of the page
-WIDTH = 1200
+WIDTH, NARROW = 1200, 336  # pixels; a phone has at least 360
 FITTED = alt.AutoSizeParams(type="fit-x", contains="padding")  # WIDTH includes the labels
 LINES_HEIGHT, TEXT_HEIGHT = 340, 15  # heights of a `lines` chart and of a text in it, in pixels
 STEP = 22  # pixels per row of a chart with labels
-MAX_LABEL = 320
+MAX_LABEL, NARROW_LABEL = 320, 130
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 _THEME_STYLE = (
@@ -54,48 +54,59 @@ _NUMBER = re.compile(r"([0-9]{1,18})")
 _CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
 
 
-def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
-    """Convert a chart to an Altair chart."""
+def altair_chart(chart: Chart, *, narrow: bool = False) -> alt.LayerChart | alt.Chart:
+    """Convert a chart to an Altair chart, which fits a phone if `narrow` is set."""
     chart = _printable(chart)
     drawn = DRAWERS[chart.kind](chart)
     fitted = {} if chart.kind == "map" else {"autosize": FITTED}
+    if narrow:
+        room = NARROW if fitted else NARROW - NARROW_LABEL
+        drawn = drawn.properties(width=min(drawn.width, room))
+    side = 2 if narrow else 24
     return drawn.properties(title=chart.title, **fitted).configure(
         background="transparent",
-        padding={"left": 24, "right": 16, "top": 5, "bottom": 5},
+        padding={"left": side, "right": min(side, 16), "top": 5, "bottom": 5},
         font=FONT,
         title={"color": INK, "anchor": "start", "fontSize": 14},
         axis={
             **dict.fromkeys(("labelColor", "titleColor", "tickColor", "domainColor"), INK),
             "gridColor": INK,
             "gridOpacity": 0.12,
-            "labelLimit": MAX_LABEL,
+            "labelLimit": NARROW_LABEL if narrow else MAX_LABEL,
             "labelFontSize": 12,
             "titleFontSize": 12,
         },
-        legend={"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "orient": "top"},
+        legend={
+            "labelColor": INK,
+            "titleColor": INK,
+            "labelFontSize": 12,
+            "orient": "top",
+            "columns": 3 if narrow else alt.Undefined,
+        },
         view={"stroke": None},
     )
 
 
-def chart_spec(chart: Chart) -> dict[str, Any]:
+def chart_spec(chart: Chart, *, narrow: bool = False) -> dict[str, Any]:
     """Convert a chart to a Vega-Lite specification that contains its rows.
 
     The specification is validated only in tests.
     """
     with debug_mode(False):
-        spec: dict[str, Any] = altair_chart(chart).to_dict(validate=False)
+        spec: dict[str, Any] = altair_chart(chart, narrow=narrow).to_dict(validate=False)
     spec.setdefault("datasets", {})[DATA.name] = _rows(_printable(chart))
     return spec
 
 
-def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
+def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False, narrow: bool = False) -> str:
     """Draw a chart as one `<svg>` element with a `<title>` per mark.
 
-    `number` makes the ids of several charts on a page distinct. If `alone` is true, the result is
-    meant for a separate file, and its colours follow the theme of the reader.
+    `number` makes the ids of several charts on a page distinct. If `narrow` is true, the chart fits a
+    phone. If `alone` is true, the result is meant for a separate file, and its colours follow the
+    theme of the reader.
     """
     # No URL is allowed, because a chart needs nothing from the network.
-    svg = str(vl_convert.vegalite_to_svg(chart_spec(chart), allowed_base_urls=[]))
+    svg = str(vl_convert.vegalite_to_svg(chart_spec(chart, narrow=narrow), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
     svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
     if alone:

@@ -140,7 +140,9 @@ def _figure(chart: Chart, number: int) -> str:
             from profharness.render.charts import draw_svg
         except MissingExtraError:
             return ""
-        drawn = f'<div class="scroll" tabindex="0">{draw_svg(chart, number)}</div>'
+        wide, narrow = draw_svg(chart, 2 * number), draw_svg(chart, 2 * number + 1, narrow=True)
+        drawn = f'<div class="scroll wide" tabindex="0">{wide}</div>'
+        drawn += f'<div class="scroll narrow" tabindex="0">{narrow}</div>'
     caption = chart.caption and f"<figcaption>{_text(chart.caption)}</figcaption>"
     return f'<figure class="{chart.kind}">{title}{drawn}{caption}</figure>'
 

@@ -63,7 +63,7 @@ def test_the_policy_stops_a_script_that_somebody_smuggled_in(browser: Any, tmp_p
 
 
 def test_charts_are_drawn(report: Any) -> None:
-    charts = report.find_elements("css selector", "figure svg")
+    charts = report.find_elements("css selector", "figure .wide svg")
     assert len(charts) >= 5
     for chart in charts:
         marks = chart.find_elements("css selector", "path[aria-label]")
@@ -155,6 +155,11 @@ def test_a_phone_scrolls_tables_and_not_the_page(new_browser: Any, report_page: 
     )
     assert any(inner > outer for outer, inner, _ in boxes)
     assert all(outer <= 390 and place == 0 for outer, _, place in boxes)
+    charts = phone.execute_script(
+        "return [...document.querySelectorAll('figure .scroll')].filter((b) => b.clientWidth)"
+        ".map((b) => [b.clientWidth, b.scrollWidth])"
+    )
+    assert charts and all(inner <= outer for outer, inner in charts)
     sizes = phone.execute_script(
         "return [...document.querySelectorAll('td, p')].map((e) => parseFloat(getComputedStyle(e).fontSize))"
     )

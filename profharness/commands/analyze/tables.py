@@ -160,7 +160,8 @@ def _peak_notes(known: Sequence[Peaks]) -> Iterator[Note]:
         )
     if not known:
         text = "The peaks of this device are unknown, and so are the shares of the peaks"
-        yield Note(f"{text}. Measure them on that device with --peaks measure.")
+        yield Note(f"{text}.")
+        yield Note("Measure them on that device with --peaks measure.", level="hint")
 
 
 def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:

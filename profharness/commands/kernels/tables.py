@@ -190,6 +190,9 @@ def _few(rows: Sequence[KernelRow], *, full: bool) -> str:
     )
 
 
+SHOW_ALL = Note("--full shows all kernels.", level="hint")
+
+
 def _rest(rows: Sequence[KernelRow]) -> list[Note]:
     """Return a note on the kernels of a program's trace that the table omits."""
     others = rows[MOST_KERNELS:]
@@ -197,7 +200,7 @@ def _rest(rows: Sequence[KernelRow]) -> list[Note]:
         return []
     time = time_text(sum(row.total_ns or 0 for row in others))
     share = share_text(sum(row.share or 0 for row in others))
-    return [Note(f"{len(others)} more take {time} ({share}); --full shows them")]
+    return [Note(f"{len(others)} more take {time} ({share})"), SHOW_ALL]
 
 
 def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
@@ -211,8 +214,8 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
     ]
     if not parts:
         return []
-    text = f"ops of under {share_text(MINOR_SHARE)} each are hidden: {', '.join(parts)}; --full shows them"
-    return [Note(text)]
+    text = f"ops of under {share_text(MINOR_SHARE)} each are hidden: {', '.join(parts)}"
+    return [Note(text), SHOW_ALL]
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:

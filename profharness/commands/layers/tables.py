@@ -143,7 +143,8 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     yield Table.of((*GPU_LAYER, *figure_columns(names, verbs)), rows)
     if len({forecast.torch for forecast in layers.forecasts}) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
-        yield Note(f"Predicted for several PyTorch releases: {there}. Choose one with --torch.")
+        yield Note(f"Predicted for several PyTorch releases: {there}.")
+        yield Note("Choose a release with --torch.", level="hint")
     for forecast in others:
         pairs = [
             (here.predicted_backend, there.predicted_backend)
