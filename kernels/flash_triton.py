@@ -30,6 +30,10 @@ except ModuleNotFoundError as error:
         raise
     triton = None
 
+NO_TRITON = (
+    "needs Triton 3.4 or newer, which is part of PyTorch's CUDA wheels since 2.8, but not of its CPU "
+    "wheels (pip install triton)"
+)
 _chosen: dict[str, object] = {}
 _forced: dict[str, Any] = {}
 
@@ -37,7 +41,7 @@ _forced: dict[str, Any] = {}
 def supports(config: Config) -> str | None:
     """Return the reason why a config is not supported, or None if it is supported."""
     if triton is None:
-        return "needs triton 3.4 or newer, which comes with torch 2.8 and newer"
+        return NO_TRITON
     if config.mask != "none":
         return f"does not support an attention mask (mask={config.mask}), only causal"
     if config.dropout:
@@ -101,7 +105,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
         raise NotImplementedError(f"no kernel for {q.dtype}, {k.dtype}, {v.dtype}")
     if triton is None:
-        raise NotImplementedError("needs triton 3.4 or newer, which comes with torch 2.8 and newer")
+        raise NotImplementedError(NO_TRITON)
     if tiles.INTERPRETED:
         return
     if q.device.type != "cuda":

@@ -66,7 +66,7 @@ def ingest(
     .json.gz), of Nsight Systems (.nsys-rep, or its export .sqlite) and of Nsight Compute
     (.ncu-rep, or its .csv). A folder means all of these in it and its subfolders.
 
-    A source that is already stored changes nothing. A source that cannot be read leaves the store
+    Ingesting a stored source again changes nothing. A source that cannot be read leaves the store
     unchanged; the others are ingested, and the exit code is 1. If only a trace of a run folder cannot
     be read, the rest is ingested, with a warning. Warnings are stored with the run, and `runs` and
     `kernels` show them.

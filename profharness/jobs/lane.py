@@ -405,7 +405,7 @@ def _extract(data: bytes, folder: Path) -> None:
             content = archive.extractfile(member) if plain else None
             if content is None or name.is_absolute() or hidden or not name.parts or path.exists():
                 raise CaptureError(
-                    f"the archive sent by the lane contains {member.name!r}, which is refused"
+                    f"the archive sent by the lane contains {member.name!r}, which is not allowed"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             with content, path.open("xb") as file:

@@ -430,7 +430,7 @@ def _explanations(
     if any(WALL in cell.samples for cell in cells):
         yield Note("speed-up compares wall-clock times with the slowest backend", "times")
         return
-    parts = [f"{GAPS} are graph minus kernel time"]
+    parts = [f"{GAPS} are the graph time minus the kernel time"]
     if any(EAGER in cell.samples for cell in cells):
         parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
     text = f"speed-up compares kernel times with the slowest backend; {', '.join(parts)}"

@@ -74,7 +74,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += _forecast_blocks(forecast, lines, full)
     if layers.regret:
         timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
-        blocks += [Heading("Regret", timed, 3), *map(Note, layers.regret.conclusions)]
+        blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
     blocks += _notes(layers.rows, full, change.text if change else None)
     blocks += [Note(text, "", "warning") for text in layers.caveats]

@@ -129,7 +129,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
         FROM cell_summary ORDER BY run DESC, config, backend""",
     ),
     "regret": (
-        "Regret",
+        "What auto loses",
         (
             "What the choice of `auto` cost relative to the fastest correct backend of each "
             "config, as in `bench` (0.5: 50 % longer). run: an id, or `all`; by default the "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 FAMILIES = {
     "flash": "FlashAttention, forward: no S x S matrix in memory",
     "flash_splitkv": "FlashAttention, forward, variant that can split the keys, as for few queries",
-    "flash_combine": "FlashAttention: combines the outputs of the parts of the keys",
+    "flash_combine": "FlashAttention: combines the outputs for the parts of the split keys",
     "flash_bwd": "FlashAttention, backward, or a step before or after it",
     "efficient": "memory-efficient attention (CUTLASS), forward",
     "efficient_bwd": "memory-efficient attention (CUTLASS), backward",

@@ -189,7 +189,7 @@ COMMON = (*_ARCH, *_DIRECTIONS, *_PLAIN_TYPES)
 _FLASH_BASE = _words(
     (r"flash", "FlashAttention"),
     (r"splitkv", "the keys may be split over blocks"),
-    (r"combine(?:_kernel)?", "combines the outputs of the parts of the keys"),
+    (r"combine(?:_kernel)?", "combines the outputs for the parts of the split keys"),
     (r"dq_dk_dv", "gradients of queries, keys and values"),
     (r"loop", "a loop over tiles"),
     (r"seqk_parallel", "blocks share the work along the keys"),
@@ -204,7 +204,7 @@ WORDS["fa3"] = _words(
     (r"Fwd", "forward"),
     (r"Bwd", "backward"),
     (r"Sm(?P<sm>\d+)", "code for this architecture"),
-    (r"Combine", "combines the outputs of the parts of the keys"),
+    (r"Combine", "combines the outputs for the parts of the split keys"),
     (r"Preprocess", "sums output times gradient over rows, before the backward"),
     (r"PostprocessConvertdQ", "converts fp32 gradients to the type of the tensors"),
 )
