@@ -582,7 +582,7 @@ def test_active_threads_of_a_warp_have_a_column() -> None:
     assert ncu.ACTIVE_THREADS in ncu.metric_names(["stalls"])
     analysis = counted(**{ncu.ACTIVE_THREADS: 31.331962155491563})
     assert analysis.kernels[0].counters.active_threads == pytest.approx(31.33, abs=0.01)
-    text = render_table(analyze_document([analysis]), width=200)
+    text = render_table(analyze_document([analysis], full=True), width=200)
     assert re.search(r"threads/warp.*\n.*31\.3", text)
 
 
@@ -723,7 +723,8 @@ def test_drops_of_a_sweep_are_told_where_they_are() -> None:
     ((name, group),) = sweep(analyses)
     assert list(drops(name, group)) == [(1024, 2048, pytest.approx(130 / 42))]
     notes = [each.text for each in analyze_document(analyses).blocks if isinstance(each, Note)]
-    assert "TFLOP/s fall by a factor of 3.1 from head_dim 1024 to 2048." in notes
+    fall = "TFLOP/s fall by a factor of 3.1 from head_dim 1024 to 2048 (sweep from"
+    assert f"{fall} b1-h4-s64-d512-fp32)." in notes
     assert not list(changed_problems(analyses))
 
 

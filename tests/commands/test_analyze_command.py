@@ -21,7 +21,7 @@ from profharness.devices import MEASURED, Peaks, l1_bytes
 from profharness.errors import CaptureError, UsageError
 from profharness.program.counters import Counters
 from profharness.recording.profilers.ncu import ACTIVE_THREADS, PRESETS, TENSOR_PIPE_OF_ADA
-from profharness.render.document import Chart, Heading, Note
+from profharness.render.document import Chart, Heading, Note, Table
 from profharness.store import ingest_path, open_store
 
 analyze = find_command("analyze")
@@ -57,7 +57,9 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
         "score traffic",
         "auto, cudnn, all-disabled Bottleneck: too few blocks.",
         "at least 68 SMs are idle. (derived)",
-        "auto, cudnn, all-disabled Remedy: Batch more sequences",
+        "flash, efficient Bottleneck: latency. Neither the fp16 rate (4.9 to 8.5 % of the peak)",
+        "efficient, math Remedy: Use cudnn",
+        "2.31 to 10.93 times faster",
     ):
         assert text in " ".join(result.stdout.split())
     full = run(analyze, "--store", store, "--config", "2,8,512,64", "--full")
@@ -67,8 +69,22 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
     assert "resident" in full.stdout
 
 
+def test_many_cells_have_one_table_and_what_most_of_them_share(store: Path) -> None:
+    analyses = profharness.analyze(peaks="data-sheet", store=store).attrs["analyses"]
+    brief, full = (analyze_document(analyses, full=full) for full in (False, True))
+    assert (brief.records, brief.extra) == (full.records, full.extra)
+    (table,) = [block for block in brief.blocks if isinstance(block, Table)]
+    assert len(table.rows) == sum(each.figures is not None for each in analyses)
+    notes = [block for block in brief.blocks if isinstance(block, Note)]
+    assert "4 of 24 cells did not run: 4 refused" in [note.text for note in notes]
+    labels = [note.label for note in notes]
+    assert (labels.count("finding"), labels.count("remedy")) == (2, 2)
+    headings = [block.text for block in full.blocks if isinstance(block, Heading)]
+    assert {"Best backend for", "Device", "auto over head_dim 64 to 100"} <= {*headings}
+
+
 def test_a_remedy_follows_its_finding(store: Path) -> None:
-    asked = ("--config", "2,8,1024,64,causal,bwd", "--backend", "flash")
+    asked = ("--config", "2,8,1024,64,causal,bwd", "--backend", "flash", "--full")
     text = " ".join(run(analyze, "--store", store, *asked).stdout.split())
     parts = (
         "flash Bottleneck: launching",
@@ -166,9 +182,10 @@ def test_analyze_captures_what_is_not_stored_and_keeps_measured_peaks(
     assert [row["status"] for row in told["rows"]] == ["ok", "ok"]
     assert [peaks["source"] for peaks in told["peaks"]] == ["measured"]
     assert all(row["basis"] in ("wall", "kernel") for row in told["rows"])
-    again = run(analyze, *args)
+    again = run(analyze, *args, "--full")
     assert "over seq_len 32 to 64" in again.stdout
-    assert "(derived)" in again.stdout
+    brief = run(analyze, *args).stdout
+    assert "over seq_len" not in brief and "Device" not in brief
 
 
 def test_a_foreign_trace_is_analyzed_by_its_calls(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def analyze(
 
     Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
     configuration). TFLOP/s and GB/s are exact FLOPs and compulsory bytes divided by the time of the
-    measurement in the column `of`. Configs that differ in one number get a sweep table. A finding
-    that several configs share is printed once; for many configs, only these are printed. A summary
-    names the best backend for training, prefill, decoding and low memory. --full explains every cell,
-    with the figures and sources of its findings, its phases and counters, and the device.
+    measurement in the column `of`. A finding that several cells share is printed once; of many cells,
+    only the most frequent are. --full explains every cell, with the figures and sources of its
+    findings, its phases and counters. It adds the best backend for training, prefill, decoding and
+    low memory, a table of each sweep (configs that differ in one number), and the device.
 
     \b
     Examples:

@@ -286,7 +286,8 @@ class CellAnalysis:
     # size is known.
     kv_places: tuple[str, ...] | None = None
     module: Annotated[
-        str | None, column("module", shrink=True, meaning="the layers of a program")
+        str | None,
+        column("module", importance="key", shrink=True, meaning="the layers of a program"),
     ] = None
     wrong: bool = False  # whether a verification found wrong results of the backend
 

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 
 from profharness.attention.config import Config, pytorch_chooses
 from profharness.columns import column
-from profharness.commands.analyze.figures import CellAnalysis, Evidence, Figures, Finding, Remedy
+from profharness.commands.analyze.figures import CellAnalysis, Figures, Finding, Remedy
 from profharness.errors import counted
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
@@ -46,19 +46,12 @@ def common_findings(
 
     def form(finding: Finding) -> tuple[object, ...]:
         """Return a key that is equal for findings that differ only in their figures."""
-        names = tuple((item.name, item.unit, item.source) for item in finding.evidence)
         sentence = NUMBER.sub("#", finding.sentence)
-        return (finding.code, finding.severity, finding.grade, sentence, names)
+        return (finding.code, finding.severity, finding.grade, sentence)
 
     for members in _common(pairs, form):
-        findings = [finding for _, finding in members]
-        evidence = zip(*(each.evidence for each in findings), strict=True)
-        merged = replace(
-            findings[0],
-            sentence=merged_text([each.sentence for each in findings]),
-            evidence=tuple(map(_merged_evidence, evidence)),
-        )
-        yield merged, members
+        sentence = merged_text([finding.sentence for _, finding in members])
+        yield replace(members[0][1], sentence=sentence), members
 
 
 def common_remedies(
@@ -78,15 +71,6 @@ def _common(
     for group in groups.values():
         if len({analysis.config for analysis, _ in group}) >= SEVERAL:
             yield group
-
-
-def _merged_evidence(items: tuple[Evidence, ...]) -> Evidence:
-    values = [item.value for item in items]
-    numbers = [value for value in values if not isinstance(value, str)]
-    if len(numbers) < len(values):
-        return replace(items[0], value=", ".join(dict.fromkeys(map(str, values))))
-    low, high = min(numbers), max(numbers)
-    return replace(items[0], value=low if low == high else f"{low:,.10g} to {high:,.10g}")
 
 
 def merged_text(texts: Sequence[str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from typing import Any
 
+from profharness.attention.config import Config
 from profharness.columns import Column, pick
 from profharness.commands.analyze.answer import analyze_answer
 from profharness.commands.analyze.figures import (
@@ -22,12 +24,14 @@ from profharness.commands.analyze.figures import (
     kernels_past_l1,
 )
 from profharness.commands.analyze.several import (
+    NUMBER,
     ScenarioChoice,
     changed_problems,
     choices,
     common_findings,
     common_remedies,
     drops,
+    merged_text,
     missing_scenarios,
     sweep,
     where,
@@ -86,54 +90,32 @@ TRAFFIC_COLUMNS = (
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),
 )
-EXPLAINED = 4  # maximum number of cells whose findings are told one by one without --full
-SWEPT = 3  # minimum number of values of a sweep that has a table if there are many cells
+EXPLAINED = 4  # maximum number of cells that have all findings told without --full
+SWEPT = 3  # minimum number of values of a sweep whose drops are told without --full
+MOST_SHARED = 2  # maximum number of findings, and of remedies, of many cells without --full
 COUNTED_SHARE = 0.01  # Kernels with a smaller share of the kernel time are not listed.
 
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
-    """Return the document of `analyze`, with one section per config and one table per sweep.
+    """Return the document of `analyze`: a table of the cells, their findings, and what helps.
 
-    Of many configs, only the findings that several of them share are told. If `full` is set, the
-    document contains every finding with all of its evidence, the phases of each cell, and the facts
-    of the devices.
+    Of many cells, only the findings that most configs share are told. If `full` is set, the document
+    has a section per config with every finding, all of its evidence, phases and counters, and then
+    the best backends, the sweeps, and the facts of the devices.
     """
     found: dict[tuple[str, str], Peaks] = {}
     for analysis in analyses:
         if peaks := analysis.machine.peaks:
             found.setdefault((peaks.device, peaks.source), peaks)
     known = [*found.values()]
-    blocks: list[Block] = []
-    several = len({analysis.run for analysis in analyses}) > 1
-    common, covered = ([], frozenset()) if full else common_blocks(analyses)
-    pairs = dict.fromkeys((analysis.run, analysis.config) for analysis in analyses)
-    if not full:
-        blocks += _cell_table(analyses, with_config=len(pairs) > 1)
-    brief = not full and len(pairs) > 1 and len(analyses) > EXPLAINED
-    for run, config in () if brief else pairs:
-        own = [each for each in analyses if (each.run, each.config) == (run, config)]
-        head = Heading(config.label, f"run {run}" if several else "")
-        blocks += [head, *_cell_table(own), *_phase_table(own)] if full else []
-        blocks += _counter_tables(own)
-        notes: list[Note] = []
-        for analysis in own:
-            module = short_module(analysis.module) if len(own) > 1 else None
-            label = f"{module} {analysis.backend}" if module else analysis.backend
-            notes += cell_notes(analysis, label, full=full, covered=covered)
-        merged = list(merged_notes(notes))
-        blocks += [head] if merged and not full and len(pairs) > 1 else []
-        blocks += merged
-    if brief:
-        blocks.append(
-            Note("--full explains each cell, with its phases and counters.", level="hint")
-        )
-    blocks += [*common, *advice_blocks(analyses)]
+    answer = analyze_answer(analyses)
+    blocks = [*(_full_sections(analyses) if full else _brief_sections(analyses, answer))]
     sweeps = sweep(analyses)
     for name, group in sweeps:
-        if not brief or len(group) >= SWEPT:
-            blocks += _sweep_blocks(name, group)
+        if full or len(group) >= SWEPT:
+            blocks += _sweep_blocks(name, group, full=full)
     blocks += [*_changed_problems(analyses), *_sweep_charts(sweeps), *_rooflines(analyses)]
-    blocks += _peak_notes(known) if analyses else ()
+    blocks += _peak_notes(known, analyses, full=full) if analyses else ()
     devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}
     for name, facts in devices.items() if full else ():
         if facts:
@@ -146,21 +128,101 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         ],
     }
     records = tuple(map(analyze_record, analyses))
-    answer = analyze_answer(analyses)
     return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra, answer=answer)
 
 
-def _peak_notes(known: Sequence[Peaks]) -> Iterator[Note]:
+def _full_sections(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
+    """Yield the tables and notes of each config, and then the best backends."""
+    for heading, own in _by_config(analyses):
+        yield heading
+        yield from (*_cell_table(own), *_phase_table(own), *_counter_tables(own))
+        yield from _notes_of(own, full=True)
+    yield from advice_blocks(analyses)
+
+
+def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> Iterator[Block]:
+    """Yield one table of the cells, what several configs share, and what each config has.
+
+    Of many cells, only what several configs share is told, or of one config the bottleneck and the
+    first remedy of each cell. Remedies that the answer contains are left out.
+    """
+    configs = _by_config(analyses)
+    several = len(configs) > 1
+    many = len(analyses) > EXPLAINED
+    told = " ".join(answer)
+    answered = {
+        (each.run, each.cell, remedy)
+        for each in analyses
+        for remedy in each.remedies
+        if remedy.text.removesuffix(".") in told
+    }
+    common, shared = common_blocks(analyses, answered, MOST_SHARED if many else None)
+    yield from _cell_table(analyses, with_config=several)
+    yield from common
+    for heading, own in () if many and several else configs:
+        notes = _notes_of(own, most=1 if many else None, covered=answered | shared)
+        if several and notes:
+            yield heading
+        yield from notes
+    absent = Counter(each.status for each in analyses if each.status != "ok")
+    if many and several and absent:
+        counts = ", ".join(f"{count} {status}" for status, count in absent.items())
+        yield Note(f"{absent.total()} of {len(analyses)} cells did not run: {counts}")
+    if many:
+        yield Note("--full explains each cell, with its phases and counters.", level="hint")
+
+
+def _by_config(analyses: Sequence[CellAnalysis]) -> list[tuple[Heading, list[CellAnalysis]]]:
+    groups: dict[tuple[str, Config], list[CellAnalysis]] = {}
+    for analysis in analyses:
+        groups.setdefault((analysis.run, analysis.config), []).append(analysis)
+    several = len({run for run, _ in groups}) > 1
+    return [
+        (Heading(config.label, f"run {run}" if several else ""), own)
+        for (run, config), own in groups.items()
+    ]
+
+
+def _notes_of(
+    own: Sequence[CellAnalysis],
+    *,
+    full: bool = False,
+    most: int | None = None,
+    covered: Covered = frozenset(),
+) -> list[Note]:
+    """Return the notes of the cells of one config. Like notes of several cells become one.
+
+    `most` limits the findings, and the remedies, of each cell.
+    """
+    notes: list[Note] = []
+    for analysis in own:
+        module = short_module(analysis.module) if len(own) > 1 else None
+        label = f"{module} {analysis.backend}" if module else analysis.backend
+        notes += cell_notes(analysis, label, full=full, most=most, covered=covered)
+    return merged_notes(notes, full=full)
+
+
+def _peak_notes(
+    known: Sequence[Peaks], analyses: Sequence[CellAnalysis], *, full: bool
+) -> Iterator[Note]:
+    """Yield the peaks with which the rates are compared, or if `full` is set, all known peaks."""
+    compared = {each.figures.rate for each in analyses if each.figures}
     for peaks in known:
-        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks.flops_per_s.items())
-        bandwidth = peaks.bandwidth_bytes_per_s
-        memory = f"{bandwidth / 1e9:,.0f} GB/s; " if bandwidth else ""
-        yield Note(
-            f"Peaks of {peaks.device}, {peaks.source}: {memory}TFLOP/s: {rates} ({peaks.origin})"
+        rates = ", ".join(
+            f"{name} {rate / 1e12:.4g}"
+            for name, rate in peaks.flops_per_s.items()
+            if full or name in compared
         )
+        bandwidth = peaks.bandwidth_bytes_per_s
+        parts = (
+            f"{bandwidth / 1e9:,.0f} GB/s" if bandwidth else "",
+            f"TFLOP/s: {rates}" if rates else "",
+        )
+        origin = f" ({peaks.origin})" if full else ""
+        text = "; ".join(filter(None, parts))
+        yield Note(f"Peaks of {peaks.device}, {peaks.source}: {text}{origin}")
     if not known:
-        text = "The peaks of this device are unknown, and so are the shares of the peaks"
-        yield Note(f"{text}.")
+        yield Note("The peaks of this device are unknown, and so are the shares of the peaks.")
         yield Note("Measure them on that device with --peaks measure.", level="hint")
 
 
@@ -213,15 +275,20 @@ def _swept_title(name: str) -> str:
     return "seq_len" if name == "seq_len_kv" else name
 
 
-def _sweep_blocks(name: str, group: Sequence[CellAnalysis]) -> Iterator[Block]:
+def _sweep_blocks(name: str, group: Sequence[CellAnalysis], *, full: bool) -> Iterator[Block]:
+    """Yield the drops of the rates in a sweep, and if `full` is set, the table of the sweep."""
     first, title = group[0], _swept_title(name)
-    columns = (Column("swept", title, right=True, format="count"), *SWEEP_COLUMNS)
-    rows = [({"swept": getattr(each.config, name)}, *_row_parts(each)) for each in group]
-    start, end = (getattr(analysis.config, name) for analysis in (first, group[-1]))
-    yield Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}")
-    yield Table.of(filled_columns(columns, rows), rows)
+    if full:
+        columns = (Column("swept", title, right=True, format="count"), *SWEEP_COLUMNS)
+        rows = [({"swept": getattr(each.config, name)}, *_row_parts(each)) for each in group]
+        start, end = (getattr(each.config, name) for each in (first, group[-1]))
+        heading = f"{first.backend} over {title} {start} to {end}"
+        yield Heading(heading, f"from {first.config.label}")
+        yield Table.of(filled_columns(columns, rows), rows)
     for before, after, factor in drops(name, group):
-        yield Note(f"TFLOP/s fall by a factor of {factor:.1f} from {title} {before} to {after}.")
+        text = f"TFLOP/s fall by a factor of {factor:.1f} from {title} {before} to {after}"
+        aside = "" if full else f" (sweep from {first.config.label})"
+        yield Note(f"{text}{aside}.", "" if full else first.backend)
 
 
 def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
@@ -232,7 +299,7 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
             (
                 f"head_dim is {', '.join(map(str, scores))}, and batch x heads x queries x keys is "
                 f"{counts}: these configs also differ in how much work can run at once, so head_dim "
-                "alone does not explain a change of TFLOP/s. A set such as --config "
+                "alone does not explain a change of TFLOP/s. A set such as "
                 "'B,H,S,{512,1024}' keeps the rest equal"
             ),
             backend,
@@ -400,15 +467,20 @@ def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
 
 
 def cell_notes(
-    analysis: CellAnalysis, label: str, *, full: bool, covered: Covered = frozenset()
+    analysis: CellAnalysis,
+    label: str,
+    *,
+    full: bool,
+    most: int | None = None,
+    covered: Covered = frozenset(),
 ) -> Iterator[Note]:
-    """Yield notes with the findings and remedies of one cell, without those in `covered`."""
+    """Yield notes with the first findings and remedies of one cell, without those in `covered`."""
     if analysis.status != "ok":
         yield status_note(analysis.status, analysis.message or "no reason recorded", label)
         return
     cell = (analysis.run, analysis.cell)
-    remedies = [each for each in analysis.remedies if (*cell, each) not in covered]
-    for finding in shown_findings(analysis, full=full):
+    remedies = [each for each in analysis.remedies[:most] if (*cell, each) not in covered]
+    for finding in shown_findings(analysis, full=full)[:most]:
         if (*cell, finding) in covered:
             continue
         yield _finding_note(finding, label, full=full)
@@ -431,15 +503,24 @@ def _causes(finding: Finding, analysis: CellAnalysis) -> set[str]:
     }
 
 
-def merged_notes(notes: Iterable[Note]) -> list[Note]:
+def merged_notes(notes: Iterable[Note], *, full: bool) -> list[Note]:
     """Merge notes with equal texts into one that names all their labels.
 
     Backends that run the same kernels, such as `auto` and the one that it chose, have equal notes.
+    Unless `full` is set, texts may differ in their numbers, which become ranges.
     """
-    labels: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[Note]] = {}
     for note in notes:
-        labels.setdefault((note.text, note.level), []).append(note.label)
-    return [Note(text, ", ".join(named), level) for (text, level), named in labels.items()]
+        form = note.text if full else NUMBER.sub("#", note.text)
+        groups.setdefault((form, note.level), []).append(note)
+    return [
+        Note(
+            merged_text([note.text for note in group]),
+            ", ".join(dict.fromkeys(note.label for note in group)),
+            level,
+        )
+        for (_, level), group in groups.items()
+    ]
 
 
 def _finding_note(finding: Finding, label: str, prefix: str = "", *, full: bool = False) -> Note:
@@ -464,23 +545,41 @@ def _remedy_note(
     return Note(f"{prefix}{remedy.text}{gain}{codes}", label)
 
 
-def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covered]:
+def common_blocks(
+    analyses: Sequence[CellAnalysis], answered: Covered, most: int | None = None
+) -> tuple[list[Block], Covered]:
     """Return a section with the findings and remedies that cells of several configs share.
 
-    Also return these findings and remedies, so that the sections on single configs can omit them.
+    Remedies in `answered` are left out. `most` limits the findings, and the remedies, to those of the
+    most cells. Also return all that the cells share, so that the sections on single configs can omit
+    them.
     """
-    covered: set[tuple[str, str, object]] = set()
-    notes = []
     findings = ((each, item) for each in analyses for item in shown_findings(each, full=False))
-    for finding, cells in common_findings(findings):
-        covered |= {(cell.run, cell.cell, each) for cell, each in cells}
-        notes.append(_finding_note(finding, "finding", f"{where(cells)}: "))
-    remedies = ((each, item) for each in analyses for item in each.remedies)
-    for remedy, members in common_remedies(remedies):
-        covered |= {(cell.run, cell.cell, each) for cell, each in members}
-        prefix = f"{where(members)}: "
-        notes.append(_remedy_note(remedy, "remedy", prefix, measured="Up to"))
+    remedies = (
+        (each, item)
+        for each in analyses
+        for item in each.remedies
+        if (each.run, each.cell, item) not in answered
+    )
+    found = sorted(common_findings(findings), key=_cell_count)
+    helpful = sorted(common_remedies(remedies), key=_cell_count)
+    covered: set[tuple[str, str, object]] = {
+        *((cell.run, cell.cell, each) for _, members in found for cell, each in members),
+        *((cell.run, cell.cell, each) for _, members in helpful for cell, each in members),
+    }
+    notes = [
+        _finding_note(finding, "finding", f"{where(cells)}: ") for finding, cells in found[:most]
+    ]
+    notes += [
+        _remedy_note(remedy, "remedy", f"{where(cells)}: ", measured="Up to")
+        for remedy, cells in helpful[:most]
+    ]
     return ([Heading("Shared by several configs"), *notes] if notes else []), covered
+
+
+def _cell_count(shared: tuple[object, Sequence[object]]) -> int:
+    """Return a key that sorts what most cells share to the front."""
+    return -len(shared[1])
 
 
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
@@ -494,4 +593,4 @@ def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
         yield Table.of(ADVICE_COLUMNS, made)
         for scenario, example in missing_scenarios(analyses).items():
             text = f"no such config is stored; capture one with `profharness capture --config {example}`"
-            yield Note(text, scenario)
+            yield Note(text, scenario, "hint")
