@@ -260,7 +260,7 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
         lines = [({"choice": sourced(row.choice, row.source)}, row) for row in lossy]
         yield Table.of(LOSS_COLUMNS, lines[:SHOWN_LOSSES])
         if len(lossy) > SHOWN_LOSSES:
-            yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more (--format json has them all)")
+            yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more; the JSON has them all")
     outside = Counter(row.outside for row in autos if row.outside)
     for reason, count in outside.most_common(SHOWN_OUTSIDE):
         yield Note(f"{count:,} configs: {reason}", "no time", "warning")

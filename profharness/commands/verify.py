@@ -114,7 +114,8 @@ def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[N
                 yield Note(f"{case}, {row.what}: {row.message}", backend, "error")
     if len(cases) > len(shown):
         more = ", ".join(case for case, _ in cases[len(shown) :])
-        yield Note(f"also wrong in these cases (--full shows how): {more}", backend, "error")
+        yield Note(f"also wrong in these cases: {more}", backend, "error")
+        yield Note("--full shows how these cases are wrong.", backend, "hint")
 
 
 def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:

@@ -764,13 +764,13 @@ def _caveats(
         )
     if live and not observed and not any(row.module for row in live):
         texts.append(
-            "The trace has no modules. Record it with with_stack=True; nsys records modules only "
-            "under `profharness observe --profiler nsys`."
+            "The trace has no modules. Record it with with_stack=True; under nsys, only "
+            "`profharness observe` records modules."
         )
     if platform is None and any(row.ran == "math" for row in rows):
         texts.append(
-            "Why math ran depends on the PyTorch release, which the trace does not record; add "
-            "--torch, for example --torch 2.11."
+            "Why math ran depends on the PyTorch release, which the trace does not record; "
+            "name it, for example torch 2.11."
         )
     return texts
 

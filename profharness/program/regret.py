@@ -320,7 +320,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
         if fastest and times.verdict(row.points, str(row.ran), than=fastest) == "unknown":
             texts.append(
                 f"{name}: no significant difference between {row.ran} and {fastest}, which has the "
-                "lower median; measure longer with --max-time"
+                "lower median; measure longer"
             )
         seen = row.kernel_ns
         alone = (row.ran_ns or 0) * row.calls

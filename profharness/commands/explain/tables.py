@@ -310,7 +310,7 @@ def map_blocks(drawn: Map, where: str, *, predicted: bool) -> Iterator[Block]:
             text += f" at {other} {join_few([value_text(each) for each in edge.at], MAX_VALUES)}"
         yield Note(text, "edge")
     if len(drawn.edges) > MAX_EDGES:
-        yield Note(f"{len(drawn.edges) - MAX_EDGES} more (--format json has them all)", "edge")
+        yield Note(f"{len(drawn.edges) - MAX_EDGES} more; the JSON has them all", "edge")
     if not drawn.edges and used != ["unknown"]:
         yield Note("none: the choice is the same everywhere", "edge")
 
@@ -335,7 +335,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
         else:
             text += (
                 f"; {count:,} of {bisection.possible:,} values were queried; between two queried "
-                "values with the same choice, the choice is assumed to be the same (--format json "
+                "values with the same choice, the choice is assumed to be the same (the JSON "
                 "lists the queried values)"
             )
         blocks += [

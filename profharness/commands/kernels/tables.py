@@ -441,7 +441,7 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
     ]
     left = len(notes) - MAX_NOTES
     if left > 0:
-        notes[MAX_NOTES:] = [Note(f"{left} more disagreements (--format json has them all)")]
+        notes[MAX_NOTES:] = [Note(f"{left} more disagreements; the JSON has them all")]
     return notes
 
 
@@ -467,7 +467,7 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
             "here; record with all three: `profharness capture --profiler "
             f"{','.join(TRACE_PROFILERS)}`"
         )
-        notes.append(Note(text))
+        notes.append(Note(text, level="hint"))
     ratios = [
         ncu.duration_ns / warm.duration_ns
         for kernel in joined
