@@ -22,8 +22,8 @@ from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
 from profharness.commands.verify import verify_document
 from profharness.program.changes import EnvChange
-from profharness.render.document import Table
-from profharness.render.renderers import RENDERERS
+from profharness.render.document import Heading, Table
+from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
 from profharness.store import Selection, ingest_path, open_store
@@ -153,6 +153,31 @@ def test_the_longest_kernels_of_a_trace_come_first() -> None:
     assert sum(len(block.rows) for block in full.blocks if isinstance(block, Table)) == 20
     assert "more take" not in render_table(full)
     assert len(kernels_document(rows).records) == 20
+
+
+def test_a_program_is_shown_by_its_longest_ranges() -> None:
+    foreign = {"cell": None, "config": None, "backend": None, "launches_per_call": None}
+    names = ["load", *(f"ProfilerStep#{number}" for number in range(4)), "model", "optimizer"]
+    rows = [
+        kernel(**foreign, range=name, kernel_short=f"k{number}", total_ns=1_000 * (place + number))
+        for place, name in enumerate(names)
+        for number in range(1, 7)
+    ]
+    document = kernels_document(rows)
+    headings = [block for block in document.blocks if isinstance(block, Heading)]
+    assert [each.text for each in headings] == [
+        "range optimizer",
+        "range model",
+        "range ProfilerStep#3",
+    ]
+    assert headings[2].detail.startswith("the longest of 4 such ranges, the 5 longest of 6")
+    tables = [block for block in document.blocks if isinstance(block, Table)]
+    assert [len(table.rows) for table in tables] == [6, 5, 5]
+    text = render_table(document)
+    assert "4 more ranges take 120 µs\n--full shows all kernels." in text
+    assert text.count("--full") == 1 and "--full" not in render_markdown(document)
+    assert len(document.records) == len(rows)
+    assert render_table(kernels_document(rows, full=True)).count("range ") == len(names)
 
 
 def test_verify_counts_the_cases_that_a_backend_skipped() -> None:

@@ -117,8 +117,8 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show full kernel names and ops that take almost no time; with --profiler all, every counter "
-        "of ncu.",
+        help="Show full kernel names, every range of a program's trace, and ops that take almost no time; "
+        "with --profiler all, every counter of ncu.",
     ),
 ]
 Expected = Annotated[

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -57,8 +58,11 @@ CELL_FIELDS = (
 )
 MINOR_SHARE = 0.005
 MAX_NOTES = 12
-MOST_KERNELS = 15
-"""The maximum number of kernels of a program's trace that are shown without --full."""
+MOST_KERNELS, FEW_KERNELS = 15, 5
+"""The maximum number of kernels that are shown without --full: of the longest range of a program's
+trace, and of each further range.
+"""
+MOST_RANGES = 3  # maximum number of ranges of a program's trace that are shown without --full
 COMPARED = (
     *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
     *("shared_bytes", "launches", "launches_per_call"),
@@ -120,12 +124,16 @@ def kernels_document(
     """Return the document of `kernels` for one profiler. `names` maps the ids of runs to their names.
 
     Configs are in the order of the cells, and their kernels in the order of the first launch. The
-    kernels of a program's trace are sorted by their total time.
+    kernels of a program's trace are sorted by their total time. Unless `full` is set, only its longest
+    ranges and their longest kernels are shown.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
     blocks: list[Block] = []
-    for scope in dict.fromkeys([*((c.run, c.config, None) for c in cells), *map(_scope, rows)]):
+    omitted: list[Note] = []
+    most = MOST_KERNELS
+    ranges = dict.fromkeys(map(_scope, rows), 1) if full else _shown_ranges(rows)
+    for scope in dict.fromkeys([*((c.run, c.config, None) for c in cells), *ranges]):
         run, config, range_name = scope
         title = config or (f"range {range_name}" if range_name else "outside of any range")
         own = [row for row in rows if _scope(row) == scope]
@@ -134,12 +142,17 @@ def kernels_document(
         if any(row.source in SOURCE_WORDS for row in own):
             detail = f"{run}, from its atlas"
         if foreign := bool(own) and all(row.cell is None for row in own):
-            detail = ", ".join(filter(None, (detail, _few(own, full=full))))
+            alike = f"the longest of {ranges[scope]} such ranges" if ranges[scope] > 1 else ""
+            few = "" if full else _few(own, most)
+            detail = ", ".join(filter(None, (detail, alike, few)))
         blocks.append(Heading(title, detail))
+        left: list[Note] = []
         if foreign:
             own.sort(key=lambda row: -(row.total_ns or 0))
-            blocks.append(Table.of(columns, own if full else own[:MOST_KERNELS]))
-            blocks += _rest(own) if not full else []
+            blocks.append(Table.of(columns, own if full else own[:most]))
+            left = _rest(own[most:])
+            if config is None:
+                most = FEW_KERNELS
         elif own:
             backends = dict.fromkeys([*(c.backend for c in beside), *(r.backend for r in own)])
             place = {backend: number for number, backend in enumerate(backends)}
@@ -147,13 +160,20 @@ def kernels_document(
             shown = own if full else [row for row in own if not is_minor(row)]
             lines = [({"backend": sourced(row.backend, row.source)}, row) for row in shown]
             blocks.append(Table.of(columns, lines))
-            blocks += _left_out(own) if not full else []
+            left = _left_out(own)
+        if not full:
+            blocks += left
+            omitted += left
         notes = (cell_notes(cell, [row for row in own if row.cell == cell.cell]) for cell in beside)
         blocks += merged_notes(chain.from_iterable(notes))
     if full:
         from profharness.commands.kernels.sources import source_notes  # only --full needs it
 
         blocks += source_notes(rows)
+    others = _other_ranges(rows, ranges)
+    blocks += others
+    if omitted or others:
+        blocks.append(Note("--full shows all kernels.", level="hint"))
     if cells and rows:
         blocks.append(Note(_about_times(rows), "times"))
     extra = {"cells": [cell_record(cell) for cell in cells]}
@@ -181,26 +201,49 @@ def is_minor(row: KernelRow) -> bool:
     return row.kernel_kind == "op" and row.share is not None and row.share < MINOR_SHARE
 
 
-def _few(rows: Sequence[KernelRow], *, full: bool) -> str:
-    whole = len(rows)
-    return (
-        f"the {MOST_KERNELS} longest of {whole} pairs of kernel and grid"
-        if whole > MOST_KERNELS and not full
-        else ""
-    )
+def _shown_ranges(rows: Sequence[KernelRow]) -> dict[_Scope, int]:
+    """Map each config to 1, and then each range to show to the number of ranges like it.
+
+    Of the ranges of a program that differ only in numbers, such as its steps, the longest is shown.
+    """
+    shown: dict[_Scope, int] = {}
+    times: Counter[_Scope] = Counter()
+    for row in rows:
+        if row.config is None:
+            times[_scope(row)] += row.total_ns or 0
+        else:
+            shown[_scope(row)] = 1
+    alike: dict[tuple[str, str], list[_Scope]] = {}
+    for scope, _ in times.most_common():
+        alike.setdefault((scope[0], re.sub(r"\d+", "#", scope[2] or "")), []).append(scope)
+    return shown | {scopes[0]: len(scopes) for scopes in list(alike.values())[:MOST_RANGES]}
 
 
-SHOW_ALL = Note("--full shows all kernels.", level="hint")
+def _few(rows: Sequence[KernelRow], most: int) -> str:
+    return f"the {most} longest of {len(rows)} pairs of kernel and grid" if len(rows) > most else ""
 
 
 def _rest(rows: Sequence[KernelRow]) -> list[Note]:
-    """Return a note on the kernels of a program's trace that the table omits."""
-    others = rows[MOST_KERNELS:]
+    """Return a note on kernels of a program's trace that a table omits."""
+    if not rows:
+        return []
+    time = time_text(sum(row.total_ns or 0 for row in rows))
+    share = share_text(sum(row.share or 0 for row in rows))
+    return [Note(f"{len(rows)} more {_take(len(rows))} {time} ({share})")]
+
+
+def _other_ranges(rows: Sequence[KernelRow], shown: Collection[_Scope]) -> list[Note]:
+    """Return a note on the ranges of a program's trace that have no table."""
+    others = [row for row in rows if _scope(row) not in shown]
     if not others:
         return []
     time = time_text(sum(row.total_ns or 0 for row in others))
-    share = share_text(sum(row.share or 0 for row in others))
-    return [Note(f"{len(others)} more take {time} ({share})"), SHOW_ALL]
+    count = len(set(map(_scope, others)))
+    return [Note(f"{counted(count, 'more range')} {_take(count)} {time}")]
+
+
+def _take(count: int) -> str:
+    return "takes" if count == 1 else "take"
 
 
 def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
@@ -215,7 +258,7 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
     if not parts:
         return []
     text = f"ops of under {share_text(MINOR_SHARE)} each are hidden: {', '.join(parts)}"
-    return [Note(text), SHOW_ALL]
+    return [Note(text)]
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
