@@ -18,6 +18,7 @@ from profharness.device_types import CPU
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.agreement import FAMILY_BACKENDS, backend_of_op
 from profharness.program.observed_calls import ObservedCalls
+from profharness.program.phases import PhaseRow, find_phases
 from profharness.rows import (
     UNTRACED,
     WHOLE_TRACE,
@@ -337,6 +338,7 @@ class LayerMap:
     processes: int = 0  # number of observed processes
     forecasts: tuple[Forecast, ...] = ()  # predictions for other GPUs
     name: str = ""  # the file of a trace, otherwise the id of the run
+    phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
 
     @property
     def busy_ns(self) -> float:
@@ -415,6 +417,7 @@ def find_layers(
     # Rows with the longest times come first. Rows without times are sorted by number of calls.
     rows.sort(key=lambda row: (-row.kernel_ns, row.calls is None, -(row.program_calls or 0)))
     problems = [f"{problem.message}; {problem.remedy}" for problem in store.problems(run)]
+    phases = find_phases(steps, calls, store.peaks(run))
     return LayerMap(
         run=run,
         rows=tuple(rows),
@@ -423,6 +426,7 @@ def find_layers(
         caveats=(
             *_caveats(rows, platform, observed, outside),
             *problems,
+            *dict.fromkeys(doubt for phase in phases for doubt in phase.doubts),
             *store.warnings([run]).get(run, ()),
         ),
         platform=platform,
@@ -432,6 +436,7 @@ def find_layers(
         ),
         processes=observed.processes,
         name=store.run_name(run),
+        phases=phases,
     )
 
 

@@ -14,17 +14,13 @@ import numpy as np
 
 from profharness.trace import ProgramStep, Range
 from profharness.traces.columns import CUDA_API, Flags, Ints, Tables
+from profharness.traces.engine_steps import is_engine_step
 from profharness.traces.intervals import AutogradNodes, Intervals, SpanTree
 from profharness.traces.ops import MODULE, HostSpan
 
 PROFILER_STEP = "ProfilerStep#"
 OPTIMIZER_STEP = "Optimizer.step#"
 UNNAMED = "training step"  # the name of a step that ends with an optimizer and has no other name
-# The annotations that vLLM, SGLang, xDiT and TensorRT-LLM put around a step
-ENGINE = re.compile(
-    r"(?:execute_(?:\d+_)?)?context_\d+\([^)]*\)_generation_\d+\([^)]*\)|execute_new_\d+_cached_\d+"
-    r"|execute_diffusion_\w+|step\[[A-Z_]+(?: [^\]]*)?\]|\[Executor\] _forward_step \d+.*"
-)
 # Ranges that PyTorch, its profiler, a library or an engine opens, and not the user
 FRAMEWORK = re.compile(
     r"Optimizer\.|enumerate\(DataLoader\)|DistributedDataParallel|FullyShardedDataParallel|FSDP|DDP\b"
@@ -167,7 +163,7 @@ def _user_ranges(
 @cache
 def _pattern(name: str) -> str | None:
     """Return the name of a user's range with # for numbers, or None if it cannot be a step's."""
-    if FRAMEWORK.match(name) or ENGINE.fullmatch(name) or PART.search(name):
+    if FRAMEWORK.match(name) or is_engine_step(name) or PART.search(name):
         return None
     return _DIGITS.sub("#", name)
 
@@ -183,7 +179,7 @@ def _engine_ranges(ranges: Sequence[Range]) -> list[Range]:
     steps: list[Range] = []
     for row in sorted(ranges, key=lambda row: (row.start_ns, -row.duration_ns)):
         end = steps[-1].start_ns + steps[-1].duration_ns if steps else row.start_ns
-        if ENGINE.fullmatch(row.name) and row.start_ns >= end:
+        if is_engine_step(row.name) and row.start_ns >= end:
             steps.append(row)
     return steps
 

@@ -18,6 +18,7 @@ from profharness.program.layer_map import (
     LayerRow,
     short_module,
 )
+from profharness.program.phases import PhaseRow, step_title
 from profharness.render.document import (
     Block,
     Document,
@@ -49,6 +50,7 @@ GAPS = (
     Column("op", "launched by", shrink=True),
     Column("late", "asked for, µs into the gap", right=True),
 )
+PHASES = pick(PhaseRow)
 REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 GPU_LAYER = pick(LayerRow, "module", "config")  # first columns of a table with columns for each GPU
@@ -70,6 +72,11 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
+    if layers.phases:
+        blocks += [
+            Heading("Phases of the engine", "", 3),
+            Table.of(PHASES, map(record, layers.phases)),
+        ]
     for forecast in layers.forecasts:
         blocks += _forecast_blocks(forecast, lines, full)
     if layers.regret:
@@ -86,6 +93,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += [Heading("Where the GPU waited", "the largest gaps", 3), _gaps(layers)]
     extra = {
         "steps": [step._asdict() for step in layers.steps],
+        "phases": list(map(record, layers.phases)),
         "gaps": [gap._asdict() for gap in layers.gaps],
         "caveats": list(layers.caveats),
         "regret": record(layers.regret) if layers.regret else None,
@@ -219,7 +227,7 @@ def _summary(layers: LayerMap) -> str:
         processes = f" in {layers.processes} processes" if layers.processes > 1 else ""
         return f"{made:,} calls{processes}" if made else ""
     count = len(layers.steps)
-    name = layers.steps[0].name if count == 1 else f"{count} steps"
+    name = step_title(layers.steps[0].name) if count == 1 else f"{count} steps"
     each = " each" if count > 1 else ""
     if not layers.step_ns:
         return name

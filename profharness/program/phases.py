@@ -1,0 +1,308 @@
+"""The phases of a serving engine: prefill, decode and mixed steps, and the work of their attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Annotated, NamedTuple
+
+from profharness.attention.config import parse_config
+from profharness.columns import column
+from profharness.devices import Peaks, flop_peak
+from profharness.dtypes import DTYPES
+from profharness.errors import counted
+from profharness.rows import CallRow, StepRow
+from profharness.traces.engine_steps import BatchPart, EngineStep, parse_engine_step
+
+Number = float | None
+OVER = 1.02  # a rate above this share of the data sheet's is doubtful
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """The steps of one phase. FLOPs and bytes are those of all attention calls of a step."""
+
+    phase: Annotated[
+        str,
+        column(
+            "phase",
+            importance="key",
+            meaning="`prefill`, `decode`, `mixed`, `verify` (decoding that checks drafted tokens), "
+            "`draft`, `diffusion` or `idle`, from the annotations of the engine",
+        ),
+    ]
+    steps: Annotated[int, column("steps", "count", importance="answer", meaning="number of steps")]
+    requests: Annotated[
+        Number, column("requests", "tenths", meaning="median number of requests of a step")
+    ]
+    new_tokens: Annotated[
+        Number,
+        column("new tokens", "tenths", meaning="median number of tokens that a step computes"),
+    ]
+    step_ns: Annotated[
+        float,
+        column("step µs", "us", importance="answer", scale="step", meaning="median duration"),
+    ]
+    step_p90_ns: Annotated[
+        float,
+        column(
+            "90th pct. µs",
+            "us",
+            importance="detail",
+            scale="step",
+            meaning="90th percentile of the duration",
+        ),
+    ]
+    busy_share: Annotated[
+        Number,
+        column("busy%", "percent", meaning="share of the steps in which a kernel was running"),
+    ]
+    attention_ns: Annotated[
+        float,
+        column(
+            "attention µs",
+            "us",
+            importance="answer",
+            scale="step",
+            meaning="mean time of the attention kernels of a step",
+        ),
+    ]
+    attention_share: Annotated[
+        Number,
+        column("% of busy", "percent", meaning="share of attention in the time of a busy GPU"),
+    ]
+    flops: Annotated[
+        Number,
+        column(meaning="mean FLOPs of the attention of a step, from the lengths in its annotation"),
+    ]
+    bytes: Annotated[
+        Number,
+        column(
+            meaning="mean bytes of a step's attention: Q, K and V are read and the output is "
+            "written once"
+        ),
+    ]
+    flops_per_s: Annotated[
+        Number,
+        column("TFLOP/s", "tera", meaning="FLOPs divided by the time of the attention kernels"),
+    ]
+    bytes_per_s: Annotated[
+        Number,
+        column("GB/s", "giga", meaning="bytes divided by the time of the attention kernels"),
+    ]
+    roofline_share: Annotated[
+        Number,
+        column(
+            "roofline%",
+            "percent",
+            meaning="share of the limit that the data sheet's matrix rate and bandwidth set",
+        ),
+    ]
+    tokens_per_s: Annotated[
+        Number,
+        column(
+            "tokens/s",
+            "figures",
+            meaning="new tokens divided by the duration of the steps; empty if drafted tokens are "
+            "checked, because some of them are rejected",
+        ),
+    ]
+    doubts: Annotated[tuple[str, ...], column(meaning="why a figure is missing or doubtful")] = ()
+
+
+class HeadShape(NamedTuple):
+    """The sizes of an attention call that do not depend on the lengths of the requests."""
+
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    item_bytes: int | None
+    kv_item_bytes: int | None
+
+
+class Work(NamedTuple):
+    """The FLOPs and bytes of attention. The bytes are None if a dtype is unknown."""
+
+    flops: int
+    bytes: int | None
+
+
+def find_phases(
+    steps: Sequence[StepRow], calls: Iterable[CallRow], peaks: Peaks | None
+) -> tuple[PhaseRow, ...]:
+    """Return the phases of a program in the order of their first steps.
+
+    Return no phases if no step has the annotation of an engine. `peaks` are the limits of the GPU,
+    or None if they are unknown.
+    """
+    of_steps: dict[tuple[int, int | None], list[CallRow]] = defaultdict(list)
+    for call in calls:
+        of_steps[call.trace, call.step].append(call)
+    phases: dict[str, list[tuple[StepRow, EngineStep]]] = {}
+    for step in steps:
+        if batch := parse_engine_step(step.name):
+            phases.setdefault(batch.phase, []).append((step, batch))
+    return tuple(_phase(name, group, of_steps, peaks) for name, group in phases.items())
+
+
+def step_title(name: str) -> str:
+    """Return a short title of a step, such as `decode step of 32 requests` for an annotation."""
+    batch = parse_engine_step(name)
+    if batch is None:
+        return name
+    of = f" of {counted(batch.requests, 'request')}" if batch.requests else ""
+    tokens = f" and {counted(batch.new_tokens, 'new token')}" if of and batch.new_tokens else ""
+    return f"{batch.phase} step{of}{tokens}"
+
+
+def _phase(
+    name: str,
+    group: Sequence[tuple[StepRow, EngineStep]],
+    of_steps: Mapping[tuple[int, int | None], Sequence[CallRow]],
+    peaks: Peaks | None,
+) -> PhaseRow:
+    count = len(group)
+    calls = [of_steps.get((step.trace, step.step), ()) for step, _ in group]
+    durations = [step.duration_ns for step, _ in group]
+    busy = sum(step.busy_ns * step.devices for step, _ in group)
+    long = sum(step.duration_ns * step.devices for step, _ in group)
+    attention = sum(kernel.total_ns for each in calls for call in each for kernel in call.kernels)
+    works, doubts = [], set()
+    for (_, batch), each in zip(group, calls, strict=True):
+        work, missing = step_work(batch, each)
+        works.append(work)
+        doubts.update([missing] if missing else [])
+    done = [work for work in works if work]
+    # Steps without a figure would lower a mean, so the phase has no figure either.
+    whole = done if len(done) == count and attention else []
+    flops = sum(work.flops for work in whole) if whole else None
+    sizes = [work.bytes for work in whole]
+    moved = None if not sizes or None in sizes else sum(size or 0 for size in sizes)
+    dtype = _dtype(calls)
+    limit = _floor_ns(flops, moved, dtype, peaks)
+    tokens = [batch.new_tokens for _, batch in group]
+    rows = [each for each in tokens if each is not None]
+    requests = [batch.requests for _, batch in group if batch.requests is not None]
+    whole_tokens = sum(rows) if len(rows) == count and name != "verify" else None
+    if limit and limit > OVER * attention:
+        doubts.add(
+            f"attention in {name} steps would be {limit / attention:.1f} times as fast as the data "
+            "sheet allows, so lengths, shapes or kernels are not those of the annotation"
+        )
+    return PhaseRow(
+        phase=name,
+        steps=count,
+        requests=median(requests) if requests else None,
+        new_tokens=median(rows) if rows else None,
+        step_ns=median(durations),
+        step_p90_ns=quantiles(durations, n=10, method="inclusive")[-1]
+        if count > 1
+        else durations[0],
+        busy_share=busy / long if long else None,
+        attention_ns=attention / count,
+        attention_share=attention / max(busy, attention) if busy else None,
+        flops=None if flops is None else flops / count,
+        bytes=None if moved is None else moved / count,
+        flops_per_s=None if flops is None else 1e9 * flops / attention,
+        bytes_per_s=None if moved is None else 1e9 * moved / attention,
+        roofline_share=limit / attention if limit else None,
+        tokens_per_s=None if whole_tokens is None else 1e9 * whole_tokens / sum(durations),
+        doubts=tuple(sorted(doubts)),
+    )
+
+
+def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None, str | None]:
+    """Return the work of a step's attention calls, and why it is unknown.
+
+    A call computes the requests whose tokens it has: all requests, or only those that are
+    prefilled or decoded. Padded calls compute all requests.
+    """
+    parts = [part for part in (batch.prefill, batch.decode) if part]
+    if not calls:
+        return None, f"no attention kernel was found in some {batch.phase} steps"
+    if not parts or any(part.scores is None or part.keys is None for part in parts):
+        return None, (
+            f"the annotations of {batch.phase} steps have no sums of lengths, so FLOPs and bytes "
+            "are unknown"
+        )
+    flops, moved = 0, 0
+    known = True
+    for call in calls:
+        shape = head_shape(call)
+        if shape is None:
+            unknown = sum(head_shape(each) is None for each in calls)
+            return None, (
+                f"{counted(unknown, 'attention call')} of {len(calls)} in {batch.phase} steps "
+                "have no shapes, so FLOPs and bytes are unknown"
+            )
+        dims = call.dims[0] or (0,)
+        alone = [part for part in parts if len(parts) > 1 and part.queries == dims[0]]
+        for part in alone or parts:
+            work = part_work(part, shape)
+            flops += work.flops
+            known = known and work.bytes is not None
+            moved += work.bytes or 0
+    return Work(flops, moved if known else None), None
+
+
+def part_work(part: BatchPart, shape: HeadShape) -> Work:
+    """Return the work of one attention call on requests whose sums of lengths are known.
+
+    The FLOPs are 2·h·(d_qk + d_v) per score. The call reads Q, and K and V of all tokens of each
+    request, and writes the output. Keys that a window hides are counted, because an annotation does
+    not tell the windows. Raise ValueError if a sum is unknown.
+    """
+    if part.scores is None or part.queries is None or part.keys is None:
+        raise ValueError("the sums of lengths are unknown")
+    dims = shape.qk_dim + shape.v_dim
+    flops = 2 * shape.heads * dims * part.scores
+    if shape.item_bytes is None or shape.kv_item_bytes is None:
+        return Work(flops, None)
+    queries = part.queries * shape.heads * dims * shape.item_bytes
+    return Work(flops, queries + part.keys * shape.kv_heads * dims * shape.kv_item_bytes)
+
+
+def head_shape(call: CallRow) -> HeadShape | None:
+    """Return the numbers of heads and the head dimensions of a call, or None if they are unknown.
+
+    Engines pass Q as [tokens, heads, dim], and K and V as [tokens, heads, dim] or as a paged cache
+    that ends with [heads, dim].
+    """
+    query, key, value = (tensor or {} for tensor in call.tensors[:3])
+    item, kv_item = (_item_bytes(tensor.get("dtype")) for tensor in (query, key))
+    if call.config:
+        config = parse_config(call.config)
+        heads = config.num_heads, config.num_kv_heads
+        return HeadShape(*heads, config.head_dim, config.value_dim, item, kv_item or item)
+    q, k, v = (tuple(tensor.get("dims") or ()) for tensor in (query, key, value))
+    if len(k) < 3 or len(v) < 3 or len(q) not in (2, 3):
+        return None
+    kv_heads, qk_dim, v_dim = k[-2], k[-1], v[-1]
+    if len(q) == 2:  # heads and dim are one axis
+        q = (q[0], q[1] // qk_dim, qk_dim) if qk_dim and q[1] % qk_dim == 0 else (0, 0, 0)
+    if q[2] != qk_dim or not kv_heads or not q[1] or q[1] % kv_heads:
+        return None
+    return HeadShape(q[1], kv_heads, qk_dim, v_dim, item, kv_item)
+
+
+def _item_bytes(dtype: str | None) -> int | None:
+    return DTYPES[dtype].bytes if dtype in DTYPES else None
+
+
+def _dtype(calls: Iterable[Sequence[CallRow]]) -> str | None:
+    names = {(call.tensors[0] or {}).get("dtype") for each in calls for call in each}
+    return names.pop() if len(names) == 1 else None
+
+
+def _floor_ns(
+    flops: int | None, moved: int | None, dtype: str | None, peaks: Peaks | None
+) -> float | None:
+    """Return the least time of the work on a GPU in ns, or None if a limit is unknown."""
+    rate = flop_peak(peaks, dtype) if peaks and dtype else None
+    if peaks is None or rate is None or flops is None or moved is None:
+        return None
+    bandwidth = peaks.bandwidth_bytes_per_s
+    return None if not bandwidth else 1e9 * max(flops / rate[1], moved / bandwidth)
