@@ -9,7 +9,7 @@ import importlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
@@ -67,10 +67,10 @@ EXPECTED = (
 )
 
 
-def load_parser(name: str) -> Callable[[Path], Trace]:
+def load_parser(name: str) -> Callable[..., Trace]:
     """Import and return the parser that is registered as `name`."""
     module, attribute = PARSERS[name].split(":")
-    parser: Callable[[Path], Trace] = getattr(importlib.import_module(module), attribute)
+    parser: Callable[..., Trace] = getattr(importlib.import_module(module), attribute)
     return parser
 
 
@@ -110,16 +110,17 @@ def is_trace(path: Path) -> bool:
     return lower.endswith(tuple(SUFFIXES)) and sniff(path) is not None
 
 
-def open_trace(path: Path) -> Trace:
+def open_trace(path: Path, captures: Sequence[Path] = ()) -> Trace:
     """Parse a trace file, which may be compressed with gzip.
 
+    `captures` are Kineto traces that contain the captures of the CUDA graphs in a Kineto trace.
     Raise TraceFormatError, which names `path`, if no parser can read the file.
     """
     name = sniff(path)
     if name is None:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
     if name == "chrome":  # this parser unpacks the file itself
-        return load_parser(name)(path)
+        return load_parser(name)(path, captures)
     with unpacked(path) as plain:  # the file is not needed after its parser returns
         return load_parser(name)(plain)
 

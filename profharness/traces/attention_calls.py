@@ -301,7 +301,7 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
     outer = next((op for op in reversed(ops) if op.name == OUTER), None)
     inner = next((op for op in ops if INNER.fullmatch(op.name)), None)
     described = outer or inner or ops[0]
-    letters, places = torch_ops.POSITIONS.get(described.name, ("qkv", {}))
+    letters, places = torch_ops.argument_positions(described.name)
     tensors = tuple(tensor_argument(described, letters.find(letter)) for letter in "qkvm")
     flags = {name: flag(described, place) for name, place in places.items()}
     if inner is not None:

@@ -59,7 +59,7 @@ class Attribution:
         *,
         slice_rows: int = SLICE_ROWS,
     ) -> None:
-        self._tables, self._base = tables, base
+        self._tables, self.base = tables, base
         evaluations = AutogradNodes(tables.evaluations)
         self.ranges = Ranges(tables, threads, base, evaluations.intervals, flows)
         self.calls, self.steps = find_calls(
@@ -99,8 +99,8 @@ class Attribution:
                 graph_node=gpu.node,
                 pid=self.ranges.pids[thread],
                 tid=self.ranges.tids[thread],
-                launch_ns=np.where(thread >= 0, launch + self._base, NONE),
-                start_ns=gpu.start + self._base,
+                launch_ns=np.where(thread >= 0, launch + self.base, NONE),
+                start_ns=gpu.start + self.base,
                 duration_ns=gpu.duration,
                 bytes=gpu.bytes,
                 call_span=self.calls.lookup(thread, launch, count),
@@ -439,6 +439,23 @@ class Stacks:
         intervals = Intervals(ops.thread, ops.start, ops.end)
         durations = (ops.end - ops.start)[intervals.rows]
         return OpSlice(intervals, ops.name[intervals.rows], durations, nothing(len(durations)))
+
+    def names(self, ids: Ints) -> Iterator[tuple[str, ...]]:
+        """Yield the names of the ops in each stack, outermost first. Stack -1 has no ops."""
+        texts = list(self._tables.names)
+        known: dict[int, tuple[str, ...]] = {NONE: ()}
+        for number in distinct(ids[ids >= 0]):
+            chain, at = list[int](), number
+            while at >= 0:
+                at, *below = self.paths.rows[at]
+                chain[:0] = below
+            known[number] = tuple(texts[name] for name in chain)
+        yield from map(known.__getitem__, ids.tolist())
+
+    def number(self, names: Iterable[str]) -> int:
+        """Return the id of the stack of these ops, or -1 if there are none."""
+        ids = [self._tables.names[name] for name in names]
+        return self.paths[-1, *ids] if ids else NONE
 
     def folded(self) -> list[str]:
         """Return the stacks in the order of their ids as text such as `outer op;inner op`."""

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,7 +51,7 @@ from profharness.traces.columns import (
     make_device,
     nothing,
 )
-from profharness.traces.graphs import replayed
+from profharness.traces.graphs import GraphCapture, find_captures, replayed
 
 KEPT = (
     "schemaVersion", "trace_id", "record_shapes", "with_stack", "profile_memory", "with_flops",
@@ -85,6 +85,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 def parse_chrome(
     path: Path,
+    captures: Sequence[Path] = (),
     *,
     chunk_rows: int = CHUNK_ROWS,
     slice_rows: int = SLICE_ROWS,
@@ -93,26 +94,46 @@ def parse_chrome(
 
     The launches of the Trace are kernels, memcpys and memsets. If the trace contains none of these,
     the launches are ATen ops, and the duration of an op excludes its child ops. Events that cannot
-    be read are skipped and counted. `chunk_rows` and `slice_rows` affect the memory that the parser
-    uses, but not the result.
+    be read are skipped and counted. `captures` are traces of the same program that contain the
+    captures of its CUDA graphs; they describe the kernels of replays. `chunk_rows` and `slice_rows`
+    affect the memory that the parser uses, but not the result.
 
     Raise TraceFormatError if the file is truncated, damaged or not a Kineto trace.
     """
     path = Path(path)
     with closing(Window(path)) as window:
         layout = probe(window)
+    recorded = {file.name: read_captures(file) for file in captures}
     with ExitStack() as stack:
         collector = Collector(Spool(stack))
         with closing(Window(path)) as window:
             end = FileScanner(window, layout, collector).scan()
         header = read_trailer(path, layout, end)
-        return _assemble(path, collector.tables, header, chunk_rows, slice_rows, stack)
+        return _assemble(path, collector.tables, header, recorded, chunk_rows, slice_rows, stack)
+
+
+def read_captures(path: Path) -> list[GraphCapture]:
+    """Return the captures of CUDA graphs in a Kineto trace.
+
+    Raise TraceFormatError if the file is truncated, damaged or not a Kineto trace.
+    """
+    with closing(Window(path)) as window:
+        layout = probe(window)
+    with ExitStack() as stack, closing(Window(path)) as window:
+        collector = Collector(Spool(stack))
+        # The compiled scanner does not read the names of launched kernels.
+        FileScanner(window, layout, collector, compiled=False).scan()
+        tables = collector.tables
+        threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
+        at = Attribution(tables, _flows(tables.arrows)[0], threads, 0)
+        return find_captures(tables, at, threads)
 
 
 def _assemble(
     path: Path,
     tables: Tables,
     header: dict[str, Any],
+    recorded: Mapping[str, Sequence[GraphCapture]],
     chunk_rows: int,
     slice_rows: int,
     stack: ExitStack,
@@ -125,14 +146,21 @@ def _assemble(
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     flows, lone = _flows(tables.arrows)
     at = Attribution(tables, flows, threads, base, slice_rows=slice_rows)
-    at.calls = replayed(tables, at.calls, at.steps, threads, base)
+    own = find_captures(tables, at, threads)
+    at.calls, ops = replayed(tables, at.calls, at.steps, threads, base, own=own, recorded=recorded)
+    stacks = np.array([at.stacks.number(names) for names in ops.stacks], np.int64)
     counts, hashes = Counter[str](), [nothing(0)]
 
     def gpu_chunks() -> Iterator[Chunk]:
+        first = 0
         for gpu, launched in linked_chunks(tables, counts, chunk_rows):
             counts["unmatched"] += int(np.count_nonzero(launched.thread < 0))
             hashes.append(hashed(gpu))
-            yield gpu, launched, at.stacks.lookup(launched.thread, launched.start)
+            paths = at.stacks.lookup(launched.thread, launched.start)
+            low, high = np.searchsorted(ops.rows, [first, first + len(paths)])
+            paths[ops.rows[low:high] - first] = stacks[ops.row_stacks[low:high]]
+            first += len(paths)
+            yield gpu, launched, paths
 
     if tables.gpu:
         chunks, kernels, configs = gpu_chunks(), list(tables.kernels), list(tables.configs)
@@ -245,9 +273,11 @@ def _number(value: Any) -> int:
 class FileScanner:
     """Scans the events of a file and passes them to a collector."""
 
-    def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
+    def __init__(
+        self, window: Window, layout: Layout, collector: Collector, *, compiled: bool = True
+    ) -> None:
         self._window, self._layout, self._collector = window, layout, collector
-        self._columns = EventColumns.build(collector)
+        self._columns = EventColumns.build(collector) if compiled else None
         # Allocated only once, because new memory costs page faults
         self._segment_bytes = bytearray(SEGMENT if self._columns else 0)
         self._array_end: int | None = None

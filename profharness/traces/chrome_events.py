@@ -105,6 +105,7 @@ class LaunchArgs(msgspec.Struct, gc=False):
     """The `args` of a call of the CUDA runtime or driver API."""
 
     correlation: int = -1
+    kernel: Any = None  # name of the kernel, which ROCm records
 
 
 class OpArgs(msgspec.Struct, gc=False):
@@ -325,6 +326,9 @@ class Collector:
             start=_nanoseconds([e.ts for e in events], keep),
         )
         self._write(rows, keep)
+        self.tables.launched |= {
+            e.args.correlation: e.args.kernel for e in events if isinstance(e.args.kernel, str)
+        }
 
     def _write_ops(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)

@@ -170,6 +170,9 @@ class Tables:
     # An arrow leads from a forward op to its backward op. For each of the two ends of an arrow, the
     # columns contain a key that both ends share, 1 for the start or 0 for the end, thread and time.
     arrows: list[Ints] = field(default_factory=list)
+    # Maps correlation ids to the kernels that API calls launched, if the file tells their names
+    # and was not read by the compiled scanner
+    launched: dict[int, str] = field(default_factory=dict)
     events: int = 0
     skipped: int = 0
     negative: int = 0  # number of events that were skipped because their duration is negative

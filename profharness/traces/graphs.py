@@ -1,31 +1,36 @@
-"""Find the attention calls that CUDA graphs replay.
+"""Find the attention calls and the ops that CUDA graphs replay.
 
 A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the
-trace contains the capture of the graph, the ops that were captured describe the kernels. Otherwise,
-only the names of the kernels are known. A graph that was captured on one stream replays its nodes
-in the order of their capture.
+trace, or another trace of the same program, contains the capture of the graph, the ops that were
+captured describe the kernels. Otherwise, only the names of the kernels are known. A graph that was
+captured on one stream replays its nodes in the order of their capture.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from profharness.errors import join_few
 from profharness.trace import AttentionCall, CallSpan, ProgramStep
 from profharness.traces.attention_calls import AttentionCalls, module_names
+from profharness.traces.attribution import Attribution
 from profharness.traces.columns import (
     CUDA_API,
     GpuRows,
+    Ids,
     Ints,
     LaunchRows,
     Tables,
     distinct,
     nothing,
 )
+from profharness.traces.engine_steps import CAPTURE, parse_engine_step
 from profharness.traces.intervals import SpanTree
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
 from profharness.traces.steps import GRAPH_LAUNCH, step_at
@@ -49,12 +54,28 @@ _BLANK = AttentionCall(
     tensors=(None,) * 4,
     graph=True,
 )
-_Capture = tuple[Ints, Ints]
-"""Two columns that describe the launches in a capture, in order.
 
-The first column contains the index of each launch's kind in KINDS. The second column contains the
-index of the attention call's span that contains the launch, or -1.
-"""
+
+@dataclass(frozen=True, slots=True)
+class GraphCapture:
+    """The launches that the capture of a graph recorded, in order. They become nodes of the graph."""
+
+    kinds: Ints  # index of each launch's kind in KINDS
+    spans: Ints  # index in `calls` of the span that contains each launch, or -1
+    calls: AttentionCalls
+    stacks: tuple[tuple[str, ...], ...]  # the ops around each launch, outermost first
+    modules: tuple[tuple[str, ...], ...]  # the nn.Modules around each launch, outermost first
+    kernels: tuple[str | None, ...]  # name of each kernel, or None if the trace does not tell it
+    batch: int | None  # size of the batch in the name of the range around the capture
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedOps:
+    """The ops that launched the nodes of replayed graphs when the graphs were captured."""
+
+    rows: Ints  # indices of launches in ascending order
+    row_stacks: Ints  # index in `stacks` for each of them
+    stacks: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,7 @@ class _Replay:
     start: int
     rows: Ints  # indices of the activities among all GPU rows
     kernels: Ints  # kernel id of each row
+    names: tuple[str, ...]  # name of each row's kernel
     kinds: Ints  # index of each row's kind in KINDS
     ordered: bool  # whether all rows ran on one stream
 
@@ -75,40 +97,57 @@ def replayed(
     steps: Sequence[ProgramStep],
     threads: Sequence[tuple[int, int]],
     base: int,
-) -> AttentionCalls:
-    """Return the given calls together with the calls that CUDA graphs replay.
+    *,
+    own: Sequence[GraphCapture],
+    recorded: Mapping[str, Sequence[GraphCapture]],
+) -> tuple[AttentionCalls, ReplayedOps]:
+    """Return the given calls together with the calls that CUDA graphs replay, and the replayed ops.
 
-    If the trace contains the capture of a graph, every replay repeats the captured calls. The calls
-    of the first replay replace the captured calls, because a capture runs no kernel. If the trace
-    does not contain the capture, each uninterrupted sequence of attention kernels is a call.
+    If a capture of the graph is known, every replay repeats the captured calls. `own` are the
+    captures in this trace. The calls of the first replay replace their calls, because a capture
+    runs no kernel. `recorded` maps the names of other files to the captures in them. If no capture
+    is known, each uninterrupted sequence of attention kernels is a call.
 
     `Attribution` describes `threads` and `base`. The times of `calls` and `steps` include `base`.
     """
+    result = _ReplayedCalls(calls)
     marks = tables.calls_of(GRAPH_LAUNCH)
     if not len(marks.start):
-        return calls
+        return calls, result.ops()
     replays = _replays(tables, marks)
-    captures = _captures(tables, calls, threads)
-    result = _ReplayedCalls(calls)
     tree = SpanTree(tables.modules)
     around = tree.around((replay.thread, replay.start) for replay in replays)
+    others = [capture for captures in recorded.values() for capture in captures]
+    fitted: Counter[bool] = Counter()
+    misfits: Counter[str] = Counter()
     for replay, modules in zip(replays, around, strict=True):
         pid, tid = threads[replay.thread]
         start = replay.start + base
+        step = step_at(steps, start)
         place: dict[str, Any] = {
-            "graph": True, "step": step_at(steps, start), "pid": pid, "tid": tid,
-            "start_ns": start, "duration_ns": 0,
+            "graph": True, "step": step, "pid": pid, "tid": tid, "start_ns": start, "duration_ns": 0,
         }  # fmt: skip
-        if capture := _capture_of(replay, captures, calls):
-            result.copy(replay, capture[1], place)
-        else:
-            blank = replace(_BLANK, modules=module_names(modules), **place)
-            result.add(replay, _groups(tables, replay), blank)
-    return result.finish()
+        batch = parse_engine_step(steps[step].name) if step is not None else None
+        tokens = batch.new_tokens if batch else None
+        capture = _capture_of(replay, own, tokens) or _capture_of(replay, others, tokens)
+        if others:
+            fitted[capture is not None] += 1
+            misfits.update([] if capture else [_misfit(replay, others)])
+        blank = replace(_BLANK, modules=module_names(modules), **place)
+        if capture:
+            result.copy(replay, capture, place)
+        result.add(replay, _groups(tables, replay, capture), blank, capture)
+    texts = [
+        f"{count:,} of {fitted.total():,} graph replays do not fit the capture in "
+        f"{join_few(list(recorded), 2)} ({reason}); their kernels have no ops and shapes"
+        for reason, count in misfits.most_common(1)
+    ]
+    made = result.finish()
+    return replace(made, warnings=(*made.warnings, *texts)), result.ops()
 
 
 class _ReplayedCalls:
-    """Collects the replayed calls, their spans, and the GPU rows in each span."""
+    """Collects the replayed calls, their spans and ops, and the GPU rows of each."""
 
     def __init__(self, calls: AttentionCalls) -> None:
         self._before = calls
@@ -119,37 +158,57 @@ class _ReplayedCalls:
         self._waiting: list[int] = []
         self._rows = [nothing(0)]
         self._row_spans = [nothing(0)]
+        self._stacks = Ids()
+        self._op_rows = [nothing(0)]
+        self._row_stacks = [nothing(0)]
 
-    def copy(self, replay: _Replay, spans: Ints, place: dict[str, Any]) -> None:
-        """Add the calls of a capture for one replay.
-
-        `spans` contains the span of each captured launch, or -1.
-        """
+    def copy(self, replay: _Replay, capture: GraphCapture, place: dict[str, Any]) -> None:
+        """Add the calls and the ops of a capture for one replay."""
         numbers: dict[int, int] = {}
-        to = nothing(len(self._before.spans) + 1)
-        for span in distinct(spans[spans >= 0]):
-            captured, direction = self._spans[span].call, self._spans[span].direction
+        source = capture.calls
+        to = nothing(len(source.spans) + 1)
+        for span in distinct(capture.spans[capture.spans >= 0]):
+            captured, direction = source.spans[span].call, source.spans[span].direction
             if captured not in numbers:
-                number = captured if captured not in self._replaced else len(self._calls)
-                self._replaced.add(captured)
-                # the captured call ran no kernel, so the first replay replaces it
-                self._calls[number : number + 1] = [replace(self._before.calls[captured], **place)]
+                number = len(self._calls)
+                if source is self._before and captured not in self._replaced:
+                    # the captured call ran no kernel, so the first replay replaces it
+                    number = captured
+                    self._replaced.add(captured)
+                self._calls[number : number + 1] = [replace(source.calls[captured], **place)]
                 numbers[captured] = number
             to[span] = self._add_span(numbers[captured], direction)
-        found = to[spans]
+        found = to[capture.spans]
         self._rows.append(replay.rows[found >= 0])
         self._row_spans.append(found[found >= 0])
+        self._op_rows.append(replay.rows)
+        self._row_stacks.append(self._stacks.column(list(capture.stacks)))
+
+    def ops(self) -> ReplayedOps:
+        rows = np.concatenate(self._op_rows)
+        sort = np.argsort(rows)
+        return ReplayedOps(rows[sort], np.concatenate(self._row_stacks)[sort], tuple(self._stacks))
 
     def add(
-        self, replay: _Replay, groups: Iterator[tuple[bool, list[int]]], blank: AttentionCall
+        self,
+        replay: _Replay,
+        groups: Iterator[tuple[bool, list[int]]],
+        blank: AttentionCall,
+        capture: GraphCapture | None,
     ) -> None:
-        """Add a call for each group of forward kernels.
+        """Add a call for each group of forward kernels that belong to no captured call.
 
-        A group of backward kernels is assigned to the last call that has no backward.
+        The module and the op of a call are those around the capture of its first kernel. A group of
+        backward kernels is assigned to the last call that has no backward.
         """
         for backward, places in groups:
             if not backward:
-                self._calls.append(blank)
+                call = blank
+                if capture is not None:
+                    stack, modules = capture.stacks[places[0]], capture.modules[places[0]]
+                    op = stack[-1] if stack else blank.op
+                    call = replace(blank, op=op, modules=modules or blank.modules)
+                self._calls.append(call)
                 number = len(self._calls) - 1
                 self._waiting.append(number)
             elif self._waiting:
@@ -196,6 +255,7 @@ def _replays(tables: Tables, launches: LaunchRows) -> list[_Replay]:
     """Return the replays that ran at least one kernel, in the order of their launches."""
     places, rows = _rows_of(tables, launches.correlation)
     kinds = np.array([KINDS.index(kind) for kind, _ in tables.kernels], np.int64)
+    texts = [name for _, name in tables.kernels]
     order = np.lexsort((rows.start, rows.stream, rows.correlation))
     sorted_keys = rows.correlation[order]
     starts = np.flatnonzero(np.diff(sorted_keys, prepend=-2))
@@ -205,26 +265,50 @@ def _replays(tables: Tables, launches: LaunchRows) -> list[_Replay]:
         if (mine := of.pop(correlation, None)) is not None:
             kernels = rows.kernel[mine]
             ordered = len(np.unique(rows.stream[mine])) == 1
-            made.append(_Replay(thread, start, places[mine], kernels, kinds[kernels], ordered))
+            names = tuple(texts[kernel] for kernel in kernels.tolist())
+            made.append(
+                _Replay(thread, start, places[mine], kernels, names, kinds[kernels], ordered)
+            )
     return made
 
 
-def _captures(
-    tables: Tables, calls: AttentionCalls, threads: Sequence[tuple[int, int]]
-) -> list[_Capture]:
-    if not calls.calls:
+def find_captures(
+    tables: Tables, at: Attribution, threads: Sequence[tuple[int, int]]
+) -> list[GraphCapture]:
+    """Return the captures of graphs in a trace whose attention calls are those of `at`."""
+    begin, end = tables.calls_of(BEGIN), tables.calls_of(END)
+    if not len(begin.start):
         return []
     pids = np.array([pid for pid, _ in threads], np.int64)
-    begin, end = tables.calls_of(BEGIN), tables.calls_of(END)
-    nodes = tables.calls_of(NODE) if len(begin.start) else begin
+    nodes = tables.calls_of(NODE)
     ran = np.isin(nodes.correlation, _rows_of(tables, nodes.correlation)[1].correlation)
     kinds = [next((k for k in (1, 2) if KINDS[k] in name.lower()), 0) for name in tables.apis]
     kind = np.array(kinds, np.int64)[nodes.api]
     made = []
+    tree = SpanTree(tables.modules)
     for low, high, pid in _windows(begin, end, pids):
         inside = (pids[nodes.thread] == pid) & (nodes.start > low) & (nodes.start < high)
         mine = np.flatnonzero(inside & ~ran)
-        made.append((kind[mine], calls.lookup(nodes.thread[mine], nodes.start[mine])))
+        thread, start = nodes.thread[mine], nodes.start[mine]
+        names = [tables.launched.get(number) for number in nodes.correlation[mine].tolist()]
+        modules = tree.around(zip(thread.tolist(), start.tolist(), strict=True))
+        steps = [
+            parse_engine_step(row.name)
+            for row in at.ranges.rows
+            if row.pid == pid and row.start_ns <= low + at.base < row.start_ns + row.duration_ns
+        ]
+        batch = next((step.requests for step in steps if step and step.phase == CAPTURE), None)
+        made.append(
+            GraphCapture(
+                kind[mine],
+                at.calls.lookup(thread, start),
+                at.calls,
+                tuple(at.stacks.names(at.stacks.lookup(thread, start))),
+                tuple(map(module_names, modules)),
+                tuple(names),
+                batch,
+            )
+        )
     return made
 
 
@@ -254,39 +338,83 @@ def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[i
 
 
 def _capture_of(
-    replay: _Replay, captures: Sequence[_Capture], calls: AttentionCalls
-) -> _Capture | None:
-    """Return the capture that recorded the nodes of a replay, or None if this is not certain."""
+    replay: _Replay, captures: Sequence[GraphCapture], tokens: int | None
+) -> GraphCapture | None:
+    """Return the capture that recorded the nodes of a replay, or None if this is not certain.
+
+    Engines capture a graph for each of several batch sizes. If several captures fit, the one of the
+    smallest batch that has room for the tokens of the step is used.
+    """
     if not replay.ordered:
         return None
 
-    def identity(span: int) -> tuple[object, ...]:
-        if span < 0:
-            return ()
-        call, direction = calls.calls[calls.spans[span].call], calls.spans[span].direction
-        return direction, call.op, call.tensors, call.modules, call.config
+    def identity(capture: GraphCapture) -> tuple[object, ...]:
+        made: list[tuple[object, ...] | None] = []
+        for span in capture.spans.tolist():
+            if span >= 0:
+                found = capture.calls.spans[span]
+                call = capture.calls.calls[found.call]
+                made.append((found.direction, call.op, call.tensors, call.modules, call.config))
+            else:
+                made.append(None)
+        return (*made, capture.stacks)
 
     fitting = [
-        (kinds, spans)
-        for kinds, spans in captures
-        if np.array_equal(kinds, replay.kinds) and (spans >= 0).any()
+        capture
+        for capture in captures
+        if not _differences(replay, capture)
+        and (tokens is None or (capture.batch or tokens) >= tokens)
     ]
-    identities = {tuple(map(identity, spans.tolist())) for _, spans in fitting}
-    return fitting[0] if len(identities) == 1 else None
+    if tokens is not None and len(fitting) > 1:
+        least = min(capture.batch or tokens for capture in fitting)
+        fitting = [capture for capture in fitting if (capture.batch or tokens) == least]
+    return fitting[0] if len({identity(capture) for capture in fitting}) == 1 else None
 
 
-def _groups(tables: Tables, replay: _Replay) -> Iterator[tuple[bool, list[int]]]:
+def _differences(replay: _Replay, capture: GraphCapture) -> int:
+    """Count the nodes of a capture that differ from those of a replay in kind or name.
+
+    If the numbers of nodes differ, all are different.
+    """
+    if len(capture.kinds) != len(replay.kinds):
+        return max(len(capture.kinds), len(replay.kinds))
+    if not np.array_equal(capture.kinds, replay.kinds):
+        return int(np.count_nonzero(capture.kinds != replay.kinds))
+    pairs = zip(capture.kernels, replay.names, strict=True)
+    return sum(name is not None and name != other for name, other in pairs)
+
+
+def _misfit(replay: _Replay, captures: Sequence[GraphCapture]) -> str:
+    """Return why no capture belongs to a replay."""
+    if not replay.ordered:
+        return "a replay ran on several streams"
+    closest = min(captures, key=lambda capture: _differences(replay, capture))
+    here, there = len(replay.kinds), len(closest.kinds)
+    if here != there:
+        return f"a replay has {here:,} kernels and copies, a capture {there:,}"
+    if count := _differences(replay, closest):
+        return f"{count:,} of {here:,} kernels have other names"
+    if len(captures) == 1:
+        return f"the batch of {closest.batch} in the capture is smaller than that of the step"
+    return "several captures fit, and their shapes differ"
+
+
+def _groups(
+    tables: Tables, replay: _Replay, capture: GraphCapture | None
+) -> Iterator[tuple[bool, list[int]]]:
     """Yield (is backward, indices in the replay) for each group of attention kernels.
 
-    A group consists of consecutive kernels of one direction. No kernel occurs twice in a group.
+    Kernels of captured attention calls are left out. A group consists of consecutive kernels of one
+    direction. No kernel occurs twice in a group.
     """
     kernels = list(tables.kernels)
     parsed = {at: parse_kernel_name(kernels[at][1]) for at in distinct(replay.kernels)}
     attention = {at: name for at, name in parsed.items() if name.family in ATTENTION_FAMILIES}
     group: dict[int, int] = {}  # maps a kernel id to an index in the replay
     backward = False
+    captured = [False] * len(replay.kernels) if capture is None else capture.spans >= 0
     for place, kernel in enumerate(replay.kernels.tolist()):
-        name = attention.get(kernel)
+        name = None if captured[place] else attention.get(kernel)
         bwd = name is not None and (name.family.endswith("_bwd") or name.direction == "bwd")
         if group and (name is None or bwd != backward or kernel in group):
             yield backward, list(group.values())

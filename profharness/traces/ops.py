@@ -31,6 +31,7 @@ FLEX = re.compile(rf"triton_\w*flex_attention\w*|flex_attention\w*|{UNFUSED_FLEX
 PACKAGES = re.compile(
     r"FlashAttn\w*Func|flash_attn\w*::\w+|(?:xformers\w*|_?vllm\w*|sglang|sgl_kernel|flashinfer"
     r"|sageattention|aiter|transformer_engine\w*)::\w*(?:attention|attn|fmha|flash|mha|mla)\w*"
+    r"|sglang_profiler::\w*paged_attention\w*"
 )
 BACKWARD = re.compile(r"(?i)\S*(?:backward|bwd)\w*")
 PRODUCTS = ("aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum")
@@ -55,6 +56,9 @@ POSITIONS: dict[str, tuple[str, dict[str, int]]] = {
     f"{_INNER}cudnn_attention": ("qkvm", {"backward": 4, "dropout": 5, "causal": 6, "scale": 8}),
     f"{_INNER}attention_math": ("qkvm", {"dropout": 4, "causal": 5, "scale": 7, "gqa": 8}),
 }  # fmt: skip
+# Ops of packages whose first arguments are not query, key and value. SGLang's shape profiler numbers
+# the functions that it wraps.
+_OF_PACKAGES = {"sglang_profiler::attention_paged_attention_ragged": "  qkv"}
 # Relative tolerance for a scale, because a trace contains only six digits of it
 SCALE_DIGITS = 1e-4
 CUMULATED = 4  # position of the cumulative lengths in the arguments of ops for packed sequences
@@ -105,6 +109,15 @@ class HostSpan(NamedTuple):
     thread: int  # index into the threads of the trace
     arguments: OpArguments = NO_ARGUMENTS
     sequence: int = -1  # autograd's sequence number, the same for forward and backward
+
+
+def argument_positions(name: str) -> tuple[str, dict[str, int]]:
+    """Return the positions of the tensors and of the flags in the arguments of an op.
+
+    POSITIONS describes the result. The positions of an unknown op are those of query, key and value.
+    """
+    of_package = _OF_PACKAGES.get(re.sub(r"_\d+$", "", name), "qkv")
+    return POSITIONS.get(name, (of_package, {}))
 
 
 @cache

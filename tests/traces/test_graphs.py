@@ -142,3 +142,73 @@ def test_captures_without_a_replay_stay_unchanged(tmp_path: Path) -> None:
     kernel = event("kernel", "gemm", 90, 1, correlation=3)
     with closing(parsed(tmp_path, captured(1000, SHAPE), [kernel])) as trace:
         assert [(call.graph, call.reason) for call in trace.calls] == [(False, None)]
+
+
+def decode(batch: int, at: float) -> list[dict[str, Any]]:
+    """Return the replay of a decoding step, which an engine annotates."""
+    step = event("user_annotation", f"execute_context_0(0)_generation_{batch}({batch})", at - 1, 9)
+    return [step, *replay(at, [FLASH, "gemm"])]
+
+
+def recording(folder: Path, batch: int, dims: list[int], *kernels: str) -> Path:
+    """Write a trace that contains only the capture of a graph, as engines record it at startup."""
+    events = [event("user_annotation", f"capture_{batch}_FULL", 995, 30), *captured(1000, dims)]
+    launches = [one for one in events if one["name"] == "cudaLaunchKernel"]
+    for launch, kernel in zip(launches, kernels, strict=False):
+        launch["args"]["kernel"] = kernel  # as ROCm records it
+    path = folder / f"capture_{batch}.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def replays_with(folder: Path, events: list[dict[str, Any]], *captures: Path) -> Trace:
+    path = folder / "t.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return parse_chrome(path, captures)
+
+
+def test_the_capture_in_another_file_describes_the_replays(tmp_path: Path) -> None:
+    files = [recording(tmp_path, 8, SHAPE), recording(tmp_path, 32, OTHER)]
+    for batch, length in ((5, 64), (8, 64), (9, 128)):
+        with closing(replays_with(tmp_path, decode(batch, 5000), *files)) as trace:
+            (call,) = trace.calls
+            assert call.config and call.config.seq_len_q == length
+            assert (call.graph, call.step, call.op) == (True, 0, OP)
+            assert launches(trace) == {(0, "forward"): 1}
+            (batches,) = trace.batches()
+            assert [trace.op_paths[at] for at in batches.op_path.tolist() if at >= 0] == [OP]
+            assert trace.warnings == ()
+
+
+def test_a_capture_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    def check(reason: str, capture: Path, events: list[dict[str, Any]]) -> None:
+        with closing(replays_with(tmp_path, events, capture)) as trace:
+            assert reasons(trace) == [NO_SHAPES]
+            assert not any(path == OP for path in trace.op_paths)
+            (warning,) = trace.warnings
+            assert warning.startswith(
+                f"1 of 1 graph replays do not fit the capture in {capture.name}"
+            )
+            assert reason in warning
+
+    check("batch of 8 in the capture", recording(tmp_path, 8, SHAPE), decode(9, 5000))
+    longer = [*decode(8, 5000), event("kernel", "more", 5009, 1, correlation=5000, stream=7)]
+    check("has 3 kernels and copies, a capture 2", recording(tmp_path, 8, SHAPE), longer)
+    named = recording(tmp_path, 8, SHAPE, FLASH, "another")
+    check("1 of 2 kernels have other names", named, decode(8, 5000))
+
+
+def test_captured_kernels_without_an_attention_op_have_modules_and_ops(tmp_path: Path) -> None:
+    file = recording(tmp_path, 8, SHAPE)
+    data = json.loads(file.read_text())
+    for one in data["traceEvents"]:
+        one["name"] = one["name"].replace(OP, "engine::decode")
+    module = event("python_function", "nn.Module: RadixAttention_3", 1001, 12)
+    data["traceEvents"].insert(0, module)
+    file.write_text(json.dumps(data))
+    with closing(replays_with(tmp_path, decode(8, 5000), file)) as trace:
+        (call,) = trace.calls
+        assert (call.kind, call.op, call.modules) == (
+            *("replay", "engine::decode"),
+            ("RadixAttention_3",),
+        )
