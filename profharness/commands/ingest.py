@@ -17,7 +17,7 @@ from profharness.commands._options import Option
 from profharness.commands._output import hint, is_command_line, live, quiet_stdout
 from profharness.commands._runs import ingest_progress
 from profharness.commands._types import PathLike, Store, store_path
-from profharness.errors import ProfharnessError, printable, printable_path
+from profharness.errors import ProfharnessError, UsageError, printable, printable_path
 from profharness.files import shell_command
 from profharness.logs import duration
 from profharness.store import open_store
@@ -41,6 +41,18 @@ Sources = Annotated[
         click={"required": True},
     ),
 ]
+Companions = Annotated[
+    Sequence[PathLike],
+    Option(
+        ("--with",),
+        multiple=True,
+        metavar="FILE",
+        help=(
+            "A file that describes the trace: a trace of the capture of its CUDA graphs, or the log "
+            "of the serving engine (.log). Repeatable."
+        ),
+    ),
+]
 Strict = Annotated[bool, Option(("--strict",), help="Exit with 1 if a source causes a warning.")]
 Scheduler = Annotated[
     str | None,
@@ -58,13 +70,21 @@ def _to_frame(results: list[IngestResult]) -> pd.DataFrame:
 
 @command("ingest", frame=_to_frame)
 def ingest(
-    *sources: Sources, strict: Strict = False, scheduler: Scheduler = None, store: Store = None
+    *sources: Sources,
+    companions: Companions = (),
+    strict: Strict = False,
+    scheduler: Scheduler = None,
+    store: Store = None,
 ) -> list[IngestResult]:
     """Add traces and run folders to the store.
 
     Sources are run folders, and traces of any program: of the PyTorch profiler (Kineto JSON, .json or
     .json.gz), of Nsight Systems (.nsys-rep, or its export .sqlite) and of Nsight Compute
     (.ncu-rep, or its .csv). A folder means all of these in it and its subfolders.
+
+    A serving engine records several files: a trace of its steps, traces of the capture of its CUDA
+    graphs (named graph_capture…, or in a folder capture_traces), and a log. They become one run if
+    they are in the same folder; --with names files elsewhere.
 
     Ingesting a stored source again changes nothing. A source that cannot be read leaves the store
     unchanged; the others are ingested, and the exit code is 1. If only a trace of a run folder cannot
@@ -80,28 +100,49 @@ def ingest(
       profharness ingest trace.json.gz traces/runs
       profharness ingest traces/step100 --scheduler local && profharness ranks
       profharness ingest profile.nsys-rep counters.ncu-rep
+      profharness ingest decode.json.gz --with graph_capture_rank_0.json.gz --with server.log
 
     In Python the result has one row per run, with the status new, unchanged or replaced. Raise
     TraceFormatError for the first source that cannot be read.
     """
     path, paths = store_path(store), list(map(Path, sources))
+    files = list(map(Path, companions))
+    _require_one_trace(paths, files)
     if is_command_line():
-        return _ingest_each(path, paths, scheduler, strict=strict)
+        return _ingest_each(path, paths, files, scheduler, strict=strict)
     from profharness.jobs.parallel_ingest import ingested  # loads numpy
 
-    results = ingested(path, paths, scheduler)
+    results = (
+        stores.ingest_path(path, paths[0], companions=files)
+        if files
+        else ingested(path, paths, scheduler)
+    )
     if strict and any(result.warnings for result in results):
         raise ProfharnessError("strict: some sources caused warnings")
     return results
 
 
+def _require_one_trace(sources: Sequence[Path], companions: Sequence[Path]) -> None:
+    """Raise UsageError unless companions are files and describe a single trace file."""
+    if companions and not (len(sources) == 1 and sources[0].is_file()):
+        raise UsageError("--with describes one trace; name exactly one trace file")
+    for each in companions:
+        if not each.is_file():
+            raise UsageError(f"--with: {printable_path(each)}: no such file")
+
+
 def _ingest_each(
-    store: Path, sources: Sequence[Path], scheduler: str | None, *, strict: bool
+    store: Path,
+    sources: Sequence[Path],
+    companions: Sequence[Path],
+    scheduler: str | None,
+    *,
+    strict: bool,
 ) -> list[IngestResult]:
     """Ingest each source and print its result. Raise ProfharnessError at the end if any failed."""
     from profharness.jobs.parallel_ingest import readers_of  # loads numpy
 
-    cpus = readers_of(scheduler) if scheduler else []
+    cpus = readers_of(scheduler) if scheduler and not companions else []
     # check the store only once, and not for each source
     require_writable(store)
     paths: list[Path] = []
@@ -113,7 +154,7 @@ def _ingest_each(
             failed += 1
             hint(f"error: {error}")
     taken: list[IngestResult] = []
-    outcomes = _in_parallel(store, paths, cpus) if cpus else _in_turn(store, paths)
+    outcomes = _in_parallel(store, paths, cpus) if cpus else _in_turn(store, paths, companions)
     # Closing the generator ends the reader processes, even after an error.
     with contextlib.closing(outcomes):
         for outcome in outcomes:
@@ -136,14 +177,18 @@ def _ingest_each(
     return taken
 
 
-def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, None, None]:
+def _in_turn(
+    store: Path, paths: Sequence[Path], companions: Sequence[Path]
+) -> Generator[IngestOutcome, None, None]:
     """Ingest one source after the other in this process, and yield the outcomes."""
     from profharness.jobs.parallel_ingest import IngestOutcome  # loads numpy
 
     for source in paths:
         try:
             with ingest_progress(source) as progress:
-                results = stores.ingest_path(store, source, progress=progress)
+                results = stores.ingest_path(
+                    store, source, progress=progress, companions=companions
+                )
         except ProfharnessError as error:
             yield IngestOutcome(source, error=str(error))
         except OSError as error:  # such as a full TMPDIR or a deleted file

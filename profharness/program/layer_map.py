@@ -28,6 +28,7 @@ from profharness.rows import (
     StepRow,
 )
 from profharness.store import Store
+from profharness.traces.engine_log import EngineLog
 
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
@@ -339,6 +340,7 @@ class LayerMap:
     forecasts: tuple[Forecast, ...] = ()  # predictions for other GPUs
     name: str = ""  # the file of a trace, otherwise the id of the run
     phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
+    engine: EngineLog | None = None  # what the log of the engine tells
 
     @property
     def busy_ns(self) -> float:
@@ -437,6 +439,7 @@ def find_layers(
         processes=observed.processes,
         name=store.run_name(run),
         phases=phases,
+        engine=store.engine(run),
     )
 
 

@@ -53,6 +53,7 @@ from profharness.store.tables import (
 )
 from profharness.trace import Trace
 from profharness.traces import open_trace
+from profharness.traces.engine_log import read_engine_log
 
 if TYPE_CHECKING:
     from profharness.traces.observed import Journals
@@ -98,12 +99,14 @@ def ingest_path(
     *,
     progress: Progress | None = None,
     cache: ParsedTraces | None = None,
+    companions: Sequence[Path] = (),
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or all run folders and trace files below a folder.
 
     Sources are ingested in sorted order. `progress` is called with the name of a trace, the number
     of its launches that were read so far, and the number of all its launches. `cache` contains
-    traces that were parsed before. An unreadable trace of a run folder becomes a problem and a
+    traces that were parsed before. `companions` are files that describe a single trace file, as in
+    `read_source`. An unreadable trace of a run folder becomes a problem and a
     warning of the stored run.
 
     If a source cannot be read, TraceFormatError is raised after the other sources are ingested.
@@ -118,7 +121,7 @@ def ingest_path(
     with closing(Writer(store)) as writer:
         for path in find_sources(source):
             try:
-                read = read_source(path)
+                read = read_source(path, companions)
                 results.append(ingest_source(store, writer, read, progress, cache))
             except TraceFormatError as error:
                 failures.append(error)
@@ -202,7 +205,7 @@ def _ingest_source(
         with ExitStack() as opened:
             try:
                 whole = [raw for raw in source.raws if raw.problem is None]
-                parsed = [_open(raw, opened, cache) for raw in whole]
+                parsed = [_open(raw, source.captures, opened, cache) for raw in whole]
                 connection = writer()
                 with transaction(connection):
                     return unchanged(connection, source) or _write(
@@ -217,14 +220,16 @@ def _ingest_source(
                 source = replace(source, raws=raws)
 
 
-def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
+def _open(
+    raw: Raw, captures: Sequence[Path], opened: ExitStack, cache: ParsedTraces | None
+) -> _Parsed:
     """Parse a trace up to its first batch.
 
     Most of the work happens here, before the store is locked.
     """
     try:
         kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
-        trace = kept or open_trace(raw.path)
+        trace = kept or open_trace(raw.path, captures)
         opened.callback(trace.close)
         if raw.profiler not in (None, trace.profiler):
             raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
@@ -275,15 +280,22 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     where, value = ("run", run.run) if run and kept else ("content_hash", source.content_hash)
     row = connection.execute(
         "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
-        "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id), warnings "
-        f"FROM runs r WHERE {where} = ?",
+        "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id), warnings, "
+        f"recorded_with FROM runs r WHERE {where} = ?",
         (value,),
     ).fetchone()
     if row is None:
         return None
-    name, cells, launches, warnings = row
+    name, cells, launches, warnings, companions = row
+    if source.companions and json.loads(companions or "{}") != _hashes(source):
+        return None
     texts = tuple(json.loads(warnings))
     return IngestResult(name, "unchanged", source.path, launches, cells, texts, kept)
+
+
+def _hashes(source: Source) -> dict[str, str]:
+    """Map the names of the companions of a source to their content hashes."""
+    return {printable_path(each.path.name): each.content_hash for each in source.companions}
 
 
 def _original(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:
@@ -401,6 +413,7 @@ def _insert_run(
     run = source.run
     environment_of_run = run.environment if run else parsed[0][1].environment
     identity, environment = split_rank(environment_of_run, None if run else source.path.name)
+    logs = [read_engine_log(each.path) for each in source.companions if each.is_log]
     devices = [device.name for _, trace in parsed for device in trace.devices]
     torch = environment.get("torch")
     data = to_json(environment)
@@ -419,6 +432,8 @@ def _insert_run(
         "torch": None if torch is None else str(torch),
         "profilers": run.profilers if run else (parsed[0][1].profiler,),
         **identity,
+        "recorded_with": _hashes(source) if source.companions else None,
+        "engine": next((asdict(log) for log in logs if log), None),
         "problems": [],
         "warnings": [],  # updated after everything is inserted
     }

@@ -16,7 +16,7 @@ import pickle
 import signal
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import islice
@@ -53,7 +53,7 @@ class SourceReader:
             for raw in source.raws:
                 if raw.problem is None:
                     try:
-                        self._parsed[raw.path] = self._parse(raw.path)
+                        self._parsed[raw.path] = self._parse(raw.path, source.captures)
                     except (ProfharnessError, OSError, MemoryError) as error:
                         self._parsed[raw.path] = error
         return source
@@ -76,8 +76,8 @@ class SourceReader:
         self._opened.close()
         self._parsed, self._rest = {}, {}
 
-    def _parse(self, path: Path) -> Parsed:
-        trace = open_trace(path)
+    def _parse(self, path: Path, captures: Sequence[Path] = ()) -> Parsed:
+        trace = open_trace(path, captures)
         self._opened.callback(trace.close)
         batches = trace.batches()
         return trace, list(islice(batches, 1)), batches

@@ -58,6 +58,7 @@ from profharness.store.tables import GROUP_KEYS, forget_run, insert_row, records
 
 if TYPE_CHECKING:
     from profharness.run import Problem
+    from profharness.traces.engine_log import EngineLog
 
 Record = dict[str, Any]
 Metrics = dict[str, tuple[float, str]]
@@ -129,6 +130,13 @@ class Store(RunFinder):
         query = "(SELECT data FROM environments WHERE id = environment_id)"
         environment: dict[str, Any] = self._decoded(query, run)
         return environment
+
+    def engine(self, run: str | None = None) -> EngineLog | None:
+        """Return what the log of the run's serving engine tells, or None without a log."""
+        from profharness.traces.engine_log import EngineLog
+
+        found = self._decoded("engine", run)
+        return None if found is None else msgspec.convert(found, EngineLog)
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
         """Return the problems of a run's profilers, with remedies.

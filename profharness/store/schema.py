@@ -30,7 +30,7 @@ from profharness.errors import NotFoundError, StoreError
 from profharness.files import DEFAULT_STORE, STORE_ID, STORE_VARIABLE
 from profharness.store.tables import TABLES, VIEWS
 
-SCHEMA_VERSION = 17
+SCHEMA_VERSION = 18
 FIRST_VERSION = 15  # versions 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
@@ -110,6 +110,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations(name="015_initial")(_initial)
     migrations(name="016_window")(_add_window)
     migrations(name="017_run_times")(_add_run_times)
+    migrations(name="018_engines")(_add_engines)
     migrations.apply(Database(connection, execute_plugins=False))
     connection.execute(f"PRAGMA application_id = {STORE_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -127,6 +128,11 @@ def _add_window(db: Any) -> None:
 
 def _add_run_times(db: Any) -> None:
     for column in ("ended TEXT", "duration_ns INTEGER", "lanes_ns INTEGER"):
+        db.execute(f"ALTER TABLE runs ADD COLUMN {column}")
+
+
+def _add_engines(db: Any) -> None:
+    for column in ("recorded_with TEXT", "engine TEXT"):
         db.execute(f"ALTER TABLE runs ADD COLUMN {column}")
 
 

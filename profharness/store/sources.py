@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from profharness.run import (
     observed_journals,
     read_run,
 )
+from profharness.store.ranks import NAMED_RANK
 from profharness.trace import Trace
 from profharness.traces import is_trace, open_file, open_trace, sniff
 
@@ -34,6 +35,9 @@ EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
 # maximum total size of cached trace files; parsed traces take several times as much memory
 MOST_BYTES = 16 << 20
+# The names that vLLM and SGLang give to traces of the captures of CUDA graphs, to the folder that
+# contains them, and to the list of them
+CAPTURE, CAPTURES, CAPTURE_LIST = "graph_capture", "capture_traces", "execution_details.json"
 MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a path, and of a path in a message
 
 
@@ -50,6 +54,15 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
+class Companion:
+    """A file that describes a trace: a trace of the captures of its CUDA graphs, or a log."""
+
+    path: Path
+    content_hash: str
+    is_log: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A run folder or trace file whose traces are not parsed yet."""
 
@@ -57,6 +70,13 @@ class Source:
     run: Run | None  # None for a trace file outside of a run folder
     raws: tuple[Raw, ...]
     content_hash: str
+    companions: tuple[Companion, ...] = ()
+    """Files that belong to a trace file. They are no part of its content hash."""
+
+    @property
+    def captures(self) -> tuple[Path, ...]:
+        """The traces that contain the captures of CUDA graphs."""
+        return tuple(each.path for each in self.companions if not each.is_log)
 
 
 def find_sources(path: Path) -> list[Path]:
@@ -81,32 +101,76 @@ def find_sources(path: Path) -> list[Path]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     # sorted, because the order of a folder's entries is arbitrary
-    for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    traces = list(filter(_is_source, entries))
+    # Captures of CUDA graphs are read together with the traces that they describe.
+    steps = [entry for entry in traces if not _is_capture(entry)]
+    for entry in entries:
         # symbolic links are not followed, because they could form a cycle
         if entry.is_dir() and not entry.is_symlink():
+            if entry.name == CAPTURES and steps:
+                continue
             try:
                 yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
             except PermissionError:
                 yield entry  # reading this folder later raises the error
-        elif entry.is_file():
-            try:
-                is_source = is_trace(entry) and sniff(entry) is not None
-            except TraceFormatError:
-                is_source = True  # reading this file later raises the error
-            if is_source:
-                yield entry
+        elif entry in (steps or traces):
+            yield entry
 
 
-def read_source(path: Path) -> Source:
+def _is_source(path: Path) -> bool:
+    """Return whether a path is a file that should be read as a trace."""
+    if not path.is_file():
+        return False
+    try:
+        return is_trace(path) and sniff(path) is not None
+    except TraceFormatError:
+        return True  # reading this file later raises the error
+
+
+def _is_capture(path: Path) -> bool:
+    """Return whether a trace has the name of a capture of CUDA graphs."""
+    return path.name.startswith(CAPTURE) or path.parent.name == CAPTURES
+
+
+def find_companions(path: Path) -> list[Path]:
+    """Return the files that a serving engine recorded beside a trace of its steps.
+
+    These are the captures of CUDA graphs, and logs. If the name of the trace contains a rank, a
+    capture with another rank in its name does not belong to it.
+    """
+    if _is_capture(path):
+        return []
+    rank = NAMED_RANK.findall(path.name)
+    found = []
+    with suppress(OSError):
+        for each in sorted([*path.parent.iterdir(), *(path.parent / CAPTURES).glob("*")]):
+            named = NAMED_RANK.findall(each.name)
+            is_ours = not rank or not named or rank == named
+            is_capture = _is_capture(each) and is_ours and is_trace(each)
+            if each.is_file() and (is_log(each) or (is_capture and each.name != CAPTURE_LIST)):
+                found.append(each)
+    return found
+
+
+def is_log(path: Path) -> bool:
+    """Return whether a file has the name of a log."""
+    return path.suffix == ".log"
+
+
+def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
     """Read a run folder or trace file and compute its content hash, without parsing traces.
 
-    Raises TraceFormatError if the source is invalid or cannot be read.
+    `companions` are files that describe a trace file. Files that an engine recorded beside it are
+    found without being given. Raises TraceFormatError if the source is invalid or cannot be read.
     """
     if path.is_file():
         # the uncompressed content is hashed, because a compressed copy is the same trace
         content_hash = hash_file(path, packed=False)
         raw = Raw(None, printable_path(path.name), path, content_hash)
-        return Source(path, None, (raw,), content_hash)
+        files = dict.fromkeys((*companions, *find_companions(path)))
+        found = tuple(Companion(each, hash_file(each), is_log(each)) for each in files)
+        return Source(path, None, (raw,), content_hash, found)
     run = read_run(path)
     if len({_real_path(path, trace) for trace in run.traces}) < len(run.traces):
         raise TraceFormatError(path / RUN_FILE, "lists a trace twice", expected="each trace once")

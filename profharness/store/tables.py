@@ -22,7 +22,8 @@ ROWS_PER_STATEMENT = 64
 T = TypeVar("T")
 JSON_COLUMNS = frozenset({
     "profilers", "warnings", "problems", "protocol", "bench", "clocks", "tuning", "modules",
-    "tensors", "lengths", "flops_per_s", "q_strides", "k_strides", "v_strides", "mask_strides",
+    "tensors", "lengths", "recorded_with", "engine", "flops_per_s",
+    "q_strides", "k_strides", "v_strides", "mask_strides",
 })  # fmt: skip
 """Columns that contain JSON, which `records` decodes."""
 

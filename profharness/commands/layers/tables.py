@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from profharness.columns import Column, pick
@@ -31,6 +31,7 @@ from profharness.render.document import (
     share_text,
     time_text,
 )
+from profharness.traces.engine_log import EngineLog
 
 SCHEMA = "profharness.layers/1"
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
@@ -72,6 +73,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
+    if layers.engine:
+        blocks += _engine_notes(layers.engine)
     if layers.phases:
         blocks += [
             Heading("Phases of the engine", "", 3),
@@ -94,6 +97,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     extra = {
         "steps": [step._asdict() for step in layers.steps],
         "phases": list(map(record, layers.phases)),
+        "engine": asdict(layers.engine) if layers.engine else None,
         "gaps": [gap._asdict() for gap in layers.gaps],
         "caveats": list(layers.caveats),
         "regret": record(layers.regret) if layers.regret else None,
@@ -110,6 +114,20 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     )
     answer = () if of_several else layers_answer(layers, change)
     return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra, answer=answer)
+
+
+def _engine_notes(log: EngineLog) -> Iterator[Note]:
+    """Yield the engine's choice, and its reasons against each other backend."""
+    name = " ".join(filter(None, (log.engine, log.version))) or "the engine"
+    if log.backend:
+        others = f" out of {', '.join(log.candidates)}" if log.candidates else ""
+        yield Note(f"The log of {name} names the backend {log.backend}{others}.")
+    elif log.engine:
+        yield Note(f"The log of {name} does not name the attention backend.")
+    for backend, reasons in log.refusals.items():
+        yield Note("; ".join(reasons), f"{backend} refused")
+    if log.cubins:
+        yield Note(f"FlashInfer loaded {join_few(list(log.cubins), LABELS_SHOWN)}.")
 
 
 def _forecast_blocks(
