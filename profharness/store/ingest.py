@@ -7,7 +7,6 @@ complete run, and a copy of a folder changes nothing.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +47,7 @@ from profharness.store.tables import (
     insert_row,
     insert_rows,
     insert_statement,
+    records,
     row_id,
     to_json,
 )
@@ -278,19 +278,19 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     if run and all(raw.problem is None for raw in source.raws):
         kept = _original(connection, source.path, run)
     where, value = ("run", run.run) if run and kept else ("content_hash", source.content_hash)
-    row = connection.execute(
-        "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
-        "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id), warnings, "
-        f"recorded_with FROM runs r WHERE {where} = ?",
-        (value,),
-    ).fetchone()
-    if row is None:
+    query = (
+        "SELECT *, (SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS number_of_cells, "
+        "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches "
+        f"FROM runs r WHERE {where} = ?"
+    )
+    row = next(iter(records(connection, query, (value,))), None)
+    # a store of an earlier version does not have the column
+    if row is None or (source.companions and row.get("recorded_with") != _hashes(source)):
         return None
-    name, cells, launches, warnings, companions = row
-    if source.companions and json.loads(companions or "{}") != _hashes(source):
-        return None
-    texts = tuple(json.loads(warnings))
-    return IngestResult(name, "unchanged", source.path, launches, cells, texts, kept)
+    return IngestResult(
+        *(row["run"], "unchanged", source.path, row["launches"], row["number_of_cells"]),
+        *(tuple(row["warnings"]), kept),
+    )
 
 
 def _hashes(source: Source) -> dict[str, str]:

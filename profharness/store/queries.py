@@ -135,7 +135,9 @@ class Store(RunFinder):
         """Return what the log of the run's serving engine tells, or None without a log."""
         from profharness.traces.engine_log import EngineLog
 
-        found = self._decoded("engine", run)
+        query = "SELECT * FROM runs WHERE run = ?"
+        (row,) = records(self.connection, query, (self.resolve(run),))
+        found = row.get("engine")  # a store of an earlier version does not have the column
         return None if found is None else msgspec.convert(found, EngineLog)
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:

@@ -150,7 +150,7 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
 def test_a_store_of_the_first_version_is_read_as_it_is_and_migrated_to_write(store: Path) -> None:
     with closing(sqlite3.connect(store)) as connection:
         connection.execute("ALTER TABLE configs DROP COLUMN window")
-        for name in ("ended", "duration_ns", "lanes_ns"):
+        for name in ("ended", "duration_ns", "lanes_ns", "recorded_with", "engine"):
             connection.execute(f"ALTER TABLE runs DROP COLUMN {name}")
         connection.execute("DELETE FROM _sqlite_migrations WHERE name > '016'")
         connection.execute(f"PRAGMA user_version = {FIRST_VERSION}")
@@ -164,6 +164,7 @@ def test_a_store_of_the_first_version_is_read_as_it_is_and_migrated_to_write(sto
     with open_store(store) as opened:
         before = opened.cells("all")
         assert {run.duration_ns for run in opened.runs()} == {None}
+        assert opened.engine(before[0].run) is None
     assert state() == (FIRST_VERSION, False)
     with open_store(store, write=True) as opened:
         assert opened.cells("all") == before
@@ -229,7 +230,7 @@ def test_launches_of_many_batches_are_queried_from_groups(tmp_path: Path) -> Non
         connection.execute("INSERT INTO environments VALUES (1, 'e', '{}')")
         connection.execute(
             "INSERT INTO runs VALUES (1, 'r', 'now', 'trace', 'trace', 'p', 'h', 1, NULL, NULL, "
-            "'[]', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '[]', '[]', NULL, NULL, NULL)"
+            "'[]', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '[]', '[]', NULL, NULL, NULL, NULL, NULL)"
         )
         connection.execute(
             "INSERT INTO traces VALUES (1, 1, 'torch', 'p', 'h', ?, 0, 0, '{}', 1, ?)",
