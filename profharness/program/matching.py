@@ -25,6 +25,7 @@ from profharness.program.layer_map import (
     points_of,
 )
 from profharness.program.observed_calls import ObservedCalls
+from profharness.program.phases import PhaseRow, find_phases
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
 
@@ -43,6 +44,7 @@ class Program:
     # one representative call for each observed kind of which some calls are in no trace
     untraced: tuple[CallRow, ...] = ()
     observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
+    phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,9 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
         return None
     devices = store.devices(run)
     device = devices[0].name if devices else None
-    return Program(tuple(calls), tuple(steps) if calls else (), device, tuple(untraced), observed)
+    phases = find_phases(steps, calls, store.peaks(run))
+    traced = tuple(steps) if calls else ()
+    return Program(tuple(calls), traced, device, tuple(untraced), observed, phases)
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:

@@ -36,6 +36,7 @@ from profharness.commands.diff.compare import (
     Cost,
     Diff,
     DiffRow,
+    PhaseDiff,
     Side,
     diff_cells,
     find_sides,
@@ -45,6 +46,7 @@ from profharness.errors import GateError, NotFoundError, join_few
 from profharness.program.changes import VERDICTS, EnvChange
 from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff, LayerSide
+from profharness.program.phases import PhaseRow
 from profharness.render.document import (
     FORMATS,
     MISSING,
@@ -55,6 +57,7 @@ from profharness.render.document import (
     Table,
     field_names,
     filled_columns,
+    record,
 )
 from profharness.rows import KernelRow
 from profharness.store import frame, open_store
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
 
 FIELDS = field_names(DiffRow)
 SIDE = Column("side", "", importance="key")
+MARKS = ("-", "+")  # of the baseline and the candidate
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
@@ -100,6 +104,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     hidden = bool(diff.layers) and not full
     blocks: list[Block] = [Heading(" → ".join(diff.names), "" if hidden else counts)]
+    blocks += _phase_blocks(diff.phases)
     blocks += _layer_blocks(diff.layers, full)
     if diff.environment:
         blocks.append(Table.of(pick(EnvChange), diff.environment))
@@ -167,6 +172,19 @@ def _both(row: LayerDiff, name: str) -> str | None:
     return before if before == after else f"{before or MISSING} → {after or MISSING}"
 
 
+def _phase_blocks(phases: Sequence[PhaseDiff]) -> Iterator[Block]:
+    if not phases:
+        return
+    lines = [
+        (mark, row)
+        for each in phases
+        for mark, row in ((MARKS[0], each.baseline), (MARKS[1], each.candidate))
+        if row
+    ]
+    yield Heading("Phases of the engine", "", 3)
+    yield Table.of((SIDE, *pick(PhaseRow)), [{"side": mark} | record(row) for mark, row in lines])
+
+
 def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
     if not layers:
         return
@@ -219,8 +237,8 @@ def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
     """Yield a line per kernel of each side. The first line also shows the ratio and the verdict."""
     first: dict[str, Any] = {}
     for mark, kernels, time_ns in (
-        ("-", row.baseline, row.baseline_ns),
-        ("+", row.candidate, row.candidate_ns),
+        (MARKS[0], row.baseline, row.baseline_ns),
+        (MARKS[1], row.candidate, row.candidate_ns),
     ):
         for kernel in kernels:
             yield {"side": mark} | first, kernel, row

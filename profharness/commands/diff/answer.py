@@ -21,6 +21,8 @@ WHOLE_CALL = ("call", "status", "kernels")
 def diff_answer(diff: Diff) -> tuple[str, ...]:
     """Return the answer of `diff`, as sentences on times, on other costs and on environments."""
     texts = _layers(diff) if diff.layers else _cells(diff)
+    if diff.phases:
+        return (*_phases(diff), *texts, *_environment(diff))
     return (*texts, *_steps(diff), *_environment(diff))
 
 
@@ -82,6 +84,28 @@ def _steps(diff: Diff) -> Iterator[str]:
     idle = all(0 < step.busy_ns < IDLE * step.duration_ns for step in diff.steps)
     why = ": the GPU is idle for most of it" if idle else ""
     yield f"The {what} takes {before} → {after}{why}."
+
+
+def _phases(diff: Diff) -> Iterator[str]:
+    """Yield one sentence with the median step of each phase that both engines have."""
+    before, after = _names(diff)
+    both = [(row.baseline, row.candidate) for row in diff.phases if row.baseline and row.candidate]
+    for left, right in both:
+        tokens = [row.new_tokens for row in (left, right)]
+        alike = (
+            "" if tokens[0] == tokens[1] else f", for {tokens[0]:,.0f} and {tokens[1]:,.0f} tokens"
+        )
+        yield (
+            f"{left.phase.capitalize()} steps take {time_text(left.step_ns)} → "
+            f"{time_text(right.step_ns)}{alike}; attention in them "
+            f"{time_text(left.attention_ns)} → {time_text(right.attention_ns)}."
+        )
+    if not both:
+        names = [
+            join_and([row.phase for row in diff.phases if getattr(row, side)])
+            for side in ("baseline", "candidate")
+        ]
+        yield f"{before} has only {names[0]} steps, and {after} only {names[1]} steps."
 
 
 def _step_ns(row: LayerDiff, place: int) -> float:

@@ -29,6 +29,7 @@ from profharness.program.changes import (
     environment_changes,
 )
 from profharness.program.matching import LayerDiff, Program, diff_layers, find_program
+from profharness.program.phases import PhaseRow
 from profharness.program.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.rows import (
     CALL_MEASUREMENTS,
@@ -198,6 +199,15 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseDiff:
+    """A phase of a serving engine on both sides, of which one may not have it."""
+
+    phase: str
+    baseline: PhaseRow | None
+    candidate: PhaseRow | None
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
     """The result of a comparison. Its rows follow the order of the configs in the baseline."""
 
@@ -216,6 +226,7 @@ class Diff:
     # The sides that did not record their PyTorch version, by name.
     environment_unknown: tuple[str, ...] = ()
     steps: tuple[StepTime, ...] = ()  # of both programs; empty unless both recorded steps
+    phases: tuple[PhaseDiff, ...] = ()  # empty unless both sides are traces of an engine
 
     @property
     def names(self) -> tuple[str, str]:
@@ -256,11 +267,11 @@ class Diff:
     def to_json(self) -> dict[str, Any]:
         """Return the diff as plain dicts, lists and scalars in the schema `profharness.diff/1`.
 
-        Omit `layers`, `costs` and `steps` if they are empty. Omit `environment_told` if it is true, and
+        Omit `layers`, `costs`, `steps` and `phases` if they are empty. Omit `environment_told` if it is true, and
         then also `environment_unknown`.
         """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
-        for name in ("layers", "costs", "steps", "environment_unknown"):
+        for name in ("layers", "costs", "steps", "phases", "environment_unknown"):
             if not plain[name]:
                 del plain[name]
         if self.environment_told:
@@ -465,7 +476,16 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
         steps=tuple(map(_step_time, (before.steps, after.steps)))
         if before and after and before.steps and after.steps
         else (),
+        phases=_phases(before.phases, after.phases) if before and after else (),
     )
+
+
+def _phases(before: Sequence[PhaseRow], after: Sequence[PhaseRow]) -> tuple[PhaseDiff, ...]:
+    """Pair the phases of two engines by name. Return no phases if a side has none."""
+    if not before or not after:
+        return ()
+    left, right = ({row.phase: row for row in rows} for rows in (before, after))
+    return tuple(PhaseDiff(name, left.get(name), right.get(name)) for name in left | right)
 
 
 def _step_time(steps: Sequence[StepRow]) -> StepTime:
