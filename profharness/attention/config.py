@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
@@ -40,12 +41,58 @@ MASK_SHAPES = tuple(
 )
 WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # the default shape of all other masks is 11qk
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
+CACHE_DTYPES = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")  # the dtypes of a cache of keys and values
 MAX_CONFIGS = 100_000
 
 
 def backend_text(backend: str) -> str:
     """Return the name of a backend as sentences spell it, such as `cuDNN`."""
     return "cuDNN" if backend == "cudnn" else backend
+
+
+class ListKind(NamedTuple):
+    """A kind of option whose value is a list of numbers."""
+
+    pattern: str  # regular expression of the text
+    parse: Callable[[str], tuple[Any, ...]]
+    text: Callable[[Any], str]
+    meaning: str  # what an error says the text should be
+
+
+def _parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
+    """Return the sorted pairs of a length and a number of requests, without equal lengths."""
+    found: Counter[int] = Counter()
+    for part in text.split("+"):
+        length, _, count = part.partition("x")
+        found[int(length)] += int(count or 1)
+    return tuple(sorted(found.items()))
+
+
+def _lengths_text(lengths: tuple[tuple[int, int], ...]) -> str:
+    return "+".join(f"{length}x{count}" if count > 1 else str(length) for length, count in lengths)
+
+
+_NUMBER = r"[1-9]\d{0,11}"
+LISTS = {
+    "strides": ListKind(
+        r"\d{1,15}(?:x\d{1,15})*",
+        lambda text: tuple(map(int, text.split("x"))),
+        lambda value: "x".join(map(str, value)),
+        "a list of strides such as 393216x64x1536x1",
+    ),
+    "sum": ListKind(
+        rf"{_NUMBER}\+{_NUMBER}",
+        lambda text: tuple(map(int, text.split("+"))),
+        lambda value: "+".join(map(str, value)),
+        "a sum such as 512+64",
+    ),
+    "lengths": ListKind(
+        rf"{_NUMBER}(?:x{_NUMBER})?(?:\+{_NUMBER}(?:x{_NUMBER})?)*",
+        _parse_lengths,
+        _lengths_text,
+        "a list of lengths such as 1024x8+4096x2 (8 requests of 1024 tokens and 2 of 4096)",
+    ),
+}
 
 
 class ConfigOption(NamedTuple):
@@ -55,8 +102,7 @@ class ConfigOption(NamedTuple):
     field: str
     kind: str
     """The kind of value: `number` (also a set or a range), `real`, `choice` (one of `allowed`),
-    `word` (one of `allowed`, written without the option's name), `strides` (numbers of elements,
-    joined by `x`) or `flag`.
+    `word` (one of `allowed`, written without the option's name), `flag`, or a key of LISTS.
     """
     short: str = ""
     """Prefix of the number in a label, such as `kv` in `kv4`. It is empty for options that labels
@@ -81,8 +127,8 @@ class ConfigOption(NamedTuple):
             return str(value)
         if self.kind == "real":  # write no exponent, because labels are split at `-`
             value = format(Decimal(repr(value)).normalize(), "f")
-        if self.kind == "strides":
-            value = "x".join(map(str, value))
+        if self.kind in LISTS:
+            value = LISTS[self.kind].text(value)
         return f"{self.name}={value}"
 
 
@@ -101,6 +147,12 @@ OPTIONS = (
     ConfigOption("dtype", "dtype", "word", allowed=CONFIG_DTYPES),
     ConfigOption("causal", "causal", "flag"),
     ConfigOption("window", "window", "number"),
+    ConfigOption("lens", "lens", "lengths", example="1024x8+4096x2"),
+    ConfigOption("page", "page", "number"),
+    ConfigOption("kv_dtype", "kv_dtype", "choice", allowed=CACHE_DTYPES),
+    ConfigOption("mla", "mla", "sum", example="512+64"),
+    ConfigOption("softcap", "softcap", "real", example="30"),
+    ConfigOption("sinks", "sinks", "flag"),
     ConfigOption("mask", "mask", "choice", allowed=MASKS),
     ConfigOption("mask_shape", "mask_shape", "choice", allowed=MASK_SHAPES),
     ConfigOption("dropout", "dropout", "real", example="0.1"),
@@ -117,7 +169,7 @@ POSITIONS = ("batch", "heads", "seq", "head_dim")  # the four numbers that every
 KEYED = {
     option.name: option
     for option in OPTIONS
-    if option.kind in ("number", "real", "choice", "strides") and option.name not in POSITIONS
+    if option.kind not in ("word", "flag") and option.name not in POSITIONS
 }
 FIELDS = {option.name: option.field for option in OPTIONS}
 NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
@@ -126,6 +178,7 @@ STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
 ALL_OPTIONS = "`profharness capture --help` lists all options of a config"
 MAX_DIGITS = 12
+CACHE_ALIASES = {"fp8": "fp8_e4m3"}
 # Maps other names of the dtypes to the names in the grammar, which error messages suggest.
 DTYPE_ALIASES = {
     alias: name for name in CONFIG_DTYPES for alias in (DTYPES[name].torch, *DTYPES[name].aliases)
@@ -148,6 +201,11 @@ def grammar_lines() -> list[str]:
         ),
         "mask_shape=b1qk (from bhqk, with 1 for each dimension to broadcast; also hqk, qk)",
         f"{strides} in elements, such as 393216x64x1536x1",
+        "  ".join(
+            f"{option.name}={option.example}"
+            for option in keyed
+            if option.kind in ("sum", "lengths")
+        ),
     ]
 
 
@@ -197,6 +255,41 @@ class Config:
     config is causal, and with i - N < j < i + N otherwise. None means that there is no window.
     """
 
+    lens: tuple[tuple[int, int], ...] | None = None
+    """The lengths of the requests of a batch, as sorted pairs of a number of keys and a number of
+    requests. A request has `seq_len_q` new tokens, or all of its tokens if it is shorter. None means
+    that every request has `seq_len_kv` keys.
+    """
+    page: int | None = None
+    """The number of tokens in a page of a paged cache of keys and values. None means that the keys
+    and values of a request are contiguous.
+    """
+    kv_dtype: str | None = None
+    """The dtype of the cache of keys and values. None means that it equals `dtype`."""
+    mla: tuple[int, int] | None = None
+    """The dimensions of the latent vector and of the rotary part of multi-head latent attention with
+    absorbed projections. All heads share one vector per token of both parts, which is the key. Its
+    latent part is also the value.
+    """
+    softcap: float | None = None
+    """The limit c of the scores, which become c·tanh(score / c). None means no limit."""
+    sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax, but has no value."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the config has properties that only serving engines use. If it has, the causal
+        mask and the window are aligned to the last key of each request, not to the first.
+        """
+        return bool(self.lens or self.page or self.kv_dtype or self.mla)
+
+    @property
+    def requests(self) -> tuple[tuple[int, int, int], ...]:
+        """The numbers of queries and of keys of each kind of request, and the number of requests."""
+        if self.lens is None:
+            return ((self.seq_len_q, self.seq_len_kv, self.output_batch),)
+        return tuple((min(self.seq_len_q, keys), keys, count) for keys, count in self.lens)
+
     @property
     def key_batch(self) -> int:
         """The batch size of the key and the value."""
@@ -228,8 +321,10 @@ class Config:
         """The canonical short text of the config, which `parse_config` can parse."""
         square = self.seq_len_q == self.seq_len_kv
         unsaid = ["seq_q", "seq_kv"] if square else ["seq"]
-        if self.num_kv_heads == self.num_heads:
+        if self.num_kv_heads == self.num_heads or self.mla:
             unsaid.append("kv_heads")
+        if self.mla:
+            unsaid.append("head_dim_v")
         return "-".join(
             option.text(value)
             for option in OPTIONS
@@ -410,8 +505,13 @@ def _expand(text: str) -> list[Config]:
     for combination in itertools.product(*fields.values()):
         chosen: dict[str, Any] = dict(zip(fields, combination, strict=True))
         seq = chosen.pop("seq")
-        heads = chosen["num_heads"]
-        fill = {"num_kv_heads": heads, "seq_len_q": seq, "seq_len_kv": seq}
+        lens, mla = chosen.get("lens"), chosen.get("mla")
+        fill = {
+            "num_kv_heads": 1 if mla else chosen["num_heads"],
+            "seq_len_q": seq,
+            "seq_len_kv": lens[-1][0] if lens else seq,
+            "head_dim_v": mla[0] if mla else None,
+        }
         configs.append(_canonical(Config(**(fill | chosen))))
     # remove duplicates, because a set may contain a value twice
     return list(dict.fromkeys(configs))
@@ -435,6 +535,7 @@ def _canonical(config: Config) -> Config:
         raise UsageError("mask_shape and mask_strides require mask=")
     if config.window is not None and config.mask != "none":
         raise UsageError(f"window={config.window} cannot be combined with mask={config.mask}")
+    config = _canonical_serving(config)
     if config.mask_shape == WHOLE_MASKS.get(config.mask, "11qk"):
         config = replace(config, mask_shape=None)
     for name in STRIDES:
@@ -445,6 +546,37 @@ def _canonical(config: Config) -> Config:
     strides = (config.q_strides, config.k_strides, config.v_strides)
     if any(strides) and config.layout != "contiguous":
         raise UsageError(f"strides cannot be combined with layout={config.layout}")
+    return config
+
+
+def _canonical_serving(config: Config) -> Config:
+    """Check the properties of a config that only serving engines use, and the limit of scores."""
+    if config.kv_dtype == config.dtype:
+        config = replace(config, kv_dtype=None)
+    if config.lens:
+        requests, longest = sum(count for _, count in config.lens), config.lens[-1][0]
+        if requests != config.batch:
+            raise UsageError(f"lens= has {requests} requests, but batch is {config.batch}")
+        if longest != config.seq_len_kv:
+            raise UsageError(
+                f"the longest of lens= is {longest}, but seq_kv is {config.seq_len_kv}"
+            )
+        if len(config.lens) == 1:
+            config = replace(config, lens=None)
+    if config.mla and (config.num_kv_heads, config.head_dim, config.value_dim) != (
+        *(1, sum(config.mla)),
+        config.mla[0],
+    ):
+        raise UsageError(
+            f"mla={config.mla[0]}+{config.mla[1]} requires kv_heads=1, head_dim {sum(config.mla)} "
+            f"and head_dim_v={config.mla[0]}"
+        )
+    if config.softcap is not None and config.softcap <= 0:
+        raise UsageError(f"softcap={config.softcap:g} must be above 0")
+    training = {"bwd": config.bwd, "dropout=": config.dropout, "mask=": config.mask != "none"}
+    if config.is_served and any(training.values()):
+        name = next(name for name, is_set in training.items() if is_set)
+        raise UsageError(f"{name} cannot be combined with lens=, page=, kv_dtype= or mla=")
     return config
 
 
@@ -472,13 +604,16 @@ def _option(token: str) -> tuple[str, list[Any]]:
     words = _elements(value)
     if option.kind == "real":
         return option.field, [_real(key, word) for word in words]
+    if kind := LISTS.get(option.kind):
+        for word in words:
+            if not re.fullmatch(kind.pattern, word):
+                raise UsageError(f"{key}={word!r} is not {kind.meaning}")
+        return option.field, list(map(kind.parse, words))
+    if key == "kv_dtype":
+        words = [CACHE_ALIASES.get(word, word) for word in words]
     for word in words:
-        if option.kind == "strides" and not re.fullmatch(r"\d{1,15}(x\d{1,15})*", word):
-            raise UsageError(f"{key}={word!r} is not a list of strides such as 393216x64x1536x1")
         if option.allowed and word not in option.allowed:
             raise UsageError(f"{key}={word!r} is unknown; choose from {' '.join(option.allowed)}")
-    if option.kind == "strides":
-        return option.field, [tuple(map(int, word.split("x"))) for word in words]
     return option.field, words
 
 

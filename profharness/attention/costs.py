@@ -52,6 +52,8 @@ def tensor_bytes(config: Config) -> TensorBytes:
     if config.dtype is None:
         text = "the number of bytes depends on the dtype; add fp16, bf16 or fp32"
         raise UsageError(f"config {config}: {text}")
+    if config.is_served:
+        return _served_bytes(config, DTYPES[config.dtype].bytes)
     item = DTYPES[config.dtype].bytes
     rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
     seen = seen_keys(config)
@@ -77,6 +79,24 @@ def tensor_bytes(config: Config) -> TensorBytes:
         output=heads * rows * config.value_dim * item,
         statistics=4 * heads * rows,
         gradients=gradients + (mask if config.mask == "float_grad" else 0),
+    )
+
+
+def _served_bytes(config: Config, item: int) -> TensorBytes:
+    """Return the sizes of the tensors of a call on a cache. The elements of a query have `item`
+    bytes. Latent attention reads one vector per token as key and value, which is counted as the key.
+    """
+    queries = sum(queries * count for queries, _, count in config.requests)
+    seen = sum(seen_keys(config, *request) * count for *request, count in config.requests)
+    cached = seen * config.num_kv_heads * DTYPES[config.kv_dtype or str(config.dtype)].bytes
+    return TensorBytes(
+        query=queries * config.num_heads * config.head_dim * item,
+        key=cached * config.head_dim,
+        value=0 if config.mla else cached * config.value_dim,
+        mask=0,
+        output=queries * config.num_heads * config.value_dim * item,
+        statistics=4 * queries * config.num_heads,
+        gradients=0,
     )
 
 
@@ -128,18 +148,23 @@ class Phase:
 
 
 def score_count(config: Config) -> int:
-    """Count the scores that one head must compute.
+    """Count the scores of one head that a call must compute for the whole batch.
 
-    The causal mask is aligned to the top left, so query row i attends to the keys 0 to i. A window
-    is aligned in the same way. Scores that a mask tensor hides are counted, because a config does
-    not contain the values of the mask.
+    The causal mask is aligned to the top left, so query row i attends to the keys 0 to i. If a
+    request of a serving engine has more keys than queries, the mask is aligned to the bottom right,
+    because its queries are the last tokens. A window is aligned in the same way. Scores that a mask
+    tensor hides are counted, because a config does not contain the values of the mask.
     """
-    return _scores_in_band(config, 0)
+    return sum(
+        count * _scores_in_band(config, queries, keys, keys - queries if config.is_served else 0)
+        for queries, keys, count in config.requests
+    )
 
 
-def _scores_in_band(config: Config, shift: int) -> int:
-    """Count the scores that `causal` and `window` leave, with both moved right by `shift` keys."""
-    rows, columns = config.seq_len_q, config.seq_len_kv
+def _scores_in_band(config: Config, rows: int, columns: int, shift: int) -> int:
+    """Count the scores that `causal` and `window` leave of a matrix [rows, columns], with both moved
+    right by `shift` keys.
+    """
     first, last = -rows, columns  # the diagonals j - i that are computed, first < j - i <= last
     if config.window is not None:
         first, last = shift - config.window, shift + config.window - 1
@@ -160,10 +185,15 @@ def _scores_up_to(diagonal: int, rows: int, columns: int) -> int:
     return total(rows - 1) - total(-1)
 
 
-def seen_keys(config: Config) -> int:
-    """Return the number of keys to which at least one query attends, which are the first ones."""
-    rows, columns = config.seq_len_q, config.seq_len_kv
-    if config.causal:
+def seen_keys(config: Config, queries: int | None = None, keys: int | None = None) -> int:
+    """Return the number of keys to which at least one query attends, which are the first ones.
+
+    The keys of a request of a serving engine are the last ones. `queries` and `keys` are the lengths
+    of a request if they differ from those of the config.
+    """
+    rows = config.seq_len_q if queries is None else queries
+    columns = config.seq_len_kv if keys is None else keys
+    if config.causal and not config.is_served:
         return min(rows, columns)
     return columns if config.window is None else min(rows + config.window - 1, columns)
 
@@ -183,7 +213,7 @@ def flops(config: Config, convention: str = "exact") -> int:
     Both conventions multiply by the number of query heads, not of key heads.
     """
     if convention == "exact":
-        scores = 2 * config.output_batch * config.num_heads * score_count(config)
+        scores = 2 * config.num_heads * score_count(config)
         key_products, value_products = (4, 3) if config.bwd else (1, 1)
         return scores * (key_products * config.head_dim + value_products * config.value_dim)
     if convention != "flash-attention":
@@ -193,7 +223,7 @@ def flops(config: Config, convention: str = "exact") -> int:
     rows, columns = config.seq_len_q, config.seq_len_kv
     scores_twice = rows * (max(0, columns - rows) + columns if config.causal else 2 * columns)
     if config.window is not None:
-        scores_twice = 2 * _scores_in_band(config, columns - rows)
+        scores_twice = 2 * _scores_in_band(config, rows, columns, columns - rows)
     dims = config.head_dim + config.value_dim
     forward = config.output_batch * config.num_heads * scores_twice * dims
     return forward * 7 // 2 if config.bwd else forward
@@ -237,7 +267,7 @@ def _fused(config: Config) -> tuple[Phase, ...]:
     tensors = tensor_bytes(config)
     query, key, value, output = tensors.query, tensors.key, tensors.value, tensors.output
     heads = config.output_batch * config.num_heads
-    scores = heads * score_count(config)
+    scores = config.num_heads * score_count(config)
     softmax = tensors.mask + (tensors.statistics if config.bwd else 0)
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
     forward = (

@@ -134,6 +134,11 @@ def _add_run_times(db: Any) -> None:
 def _add_engines(db: Any) -> None:
     for column in ("recorded_with TEXT", "engine TEXT"):
         db.execute(f"ALTER TABLE runs ADD COLUMN {column}")
+    for column in (
+        *("lens TEXT", "page INTEGER", "kv_dtype TEXT", "mla TEXT", "softcap REAL"),
+        "sinks INTEGER NOT NULL DEFAULT 0",
+    ):
+        db.execute(f"ALTER TABLE configs ADD COLUMN {column}")
 
 
 def require_folder(path: Path) -> None:

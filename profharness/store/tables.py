@@ -23,7 +23,7 @@ T = TypeVar("T")
 JSON_COLUMNS = frozenset({
     "profilers", "warnings", "problems", "protocol", "bench", "clocks", "tuning", "modules",
     "tensors", "lengths", "recorded_with", "engine", "flops_per_s",
-    "q_strides", "k_strides", "v_strides", "mask_strides",
+    "lens", "mla", "q_strides", "k_strides", "v_strides", "mask_strides",
 })  # fmt: skip
 """Columns that contain JSON, which `records` decodes."""
 

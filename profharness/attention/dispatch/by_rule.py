@@ -411,7 +411,7 @@ def window_texts(config: Config) -> Iterator[str]:
     if config.window is None:
         return
     rows, columns = config.seq_len_q, config.seq_len_kv
-    share = score_count(config) / (rows * columns)
+    share = score_count(config) / (config.output_batch * rows * columns)
     yield (
         f"SDPA has no window argument: the window becomes a bool attn_mask of [{rows}, "
         f"{columns}] ({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The "
