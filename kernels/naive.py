@@ -13,6 +13,8 @@ Every file in this folder has the same interface:
 - If `is_causal` is set, row i sees the columns 0 to i, even if Sq and Skv differ.
 - A function with an argument `window` also computes sliding windows: row i sees the columns above
   i - window, and below i + window if `is_causal` is not set.
+- With an argument `softcap`, scores s become softcap * tanh(s / softcap) before they are masked.
+- With an argument `sinks`, a tensor [Hq], each head has one more logit in its softmax, without value.
 
 An optional function `supports(config)` returns the reason why a config is not supported, or None.
 """
@@ -37,6 +39,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output [B, Hq, Sq, Dv] in the dtype of q. It is differentiable.
 
@@ -52,15 +56,25 @@ def attention(
         k = k.repeat_interleave(heads // kv_heads, dim=1)
         v = v.repeat_interleave(heads // kv_heads, dim=1)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if window is not None:
         whole = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         hidden = whole.tril(-window) | whole.triu(1 if is_causal else window)
-        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        weights = _softmax(scores.masked_fill(hidden, -math.inf), sinks)
         return weights.masked_fill(hidden.all(-1, keepdim=True), 0) @ v
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, dim=-1) @ v
+    return _softmax(scores, sinks) @ v
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the softmax of scores [B, Hq, Sq, Skv], to which each sink adds a logit of its head."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
 
 
 def supports(config: Config) -> str | None:

@@ -87,7 +87,12 @@ def _small(config: Config, **changes: Any) -> Config:
         kv_batch=None,
         mask_strides=None,
     )
-    return replace(small, **changes)
+    small = replace(small, **changes)
+    if not config.is_served:
+        return small
+    longest, shortest = small.seq_len_kv, -(-small.seq_len_kv // 3)
+    lens = ((shortest, 1), (longest, 1)) if shortest < longest else None
+    return replace(small, batch=MAX_BATCH, lens=lens)
 
 
 Derive = Callable[[Config], Config | None]
@@ -162,6 +167,8 @@ _DERIVED: dict[str, Derive] = {
     "masked_row": lambda config: _plain(config) if config.mask != "none" else None,
 }
 CASES = (AS_GIVEN, *_DERIVED)
+# the cases of configs that only serving engines use, whose caches have one layout
+SERVED = ("seq_1", "seq_129", "fewer_queries", "window_1", "window_67", "large", "equal")
 VALUES = {
     "large_offset": "tensors that start at element 1,048,576 of their storage",
     "large": "scores beyond the range of exp",
@@ -188,6 +195,8 @@ def derive_cases(config: Config, names: Sequence[str]) -> list[tuple[str, Config
     config = replace(config, dropout=0.0)
     cases = {(config, "normal"): AS_GIVEN}
     for name, derive in _DERIVED.items():
+        if config.is_served and name not in SERVED:
+            continue
         derived = derive(config) if STANDARD in names or name in names else None
         if derived is not None:
             cases.setdefault((derived, values_of(name)), name)

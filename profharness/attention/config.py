@@ -172,6 +172,10 @@ KEYED = {
     if option.kind not in ("word", "flag") and option.name not in POSITIONS
 }
 FIELDS = {option.name: option.field for option in OPTIONS}
+FEATURES = ("window", "lens", "page", "kv_dtype", "mla", "softcap", "sinks")
+"""Options that change what a call computes, or how its cache is stored, beyond the arguments of
+`scaled_dot_product_attention`.
+"""
 NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
@@ -291,6 +295,16 @@ class Config:
         return tuple((min(self.seq_len_q, keys), keys, count) for keys, count in self.lens)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of keys of each request of the batch."""
+        return tuple(keys for _, keys, count in self.requests for _ in range(count))
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        """The number of queries of each request of the batch."""
+        return tuple(queries for queries, _, count in self.requests for _ in range(count))
+
+    @property
     def key_batch(self) -> int:
         """The batch size of the key and the value."""
         return self.batch if self.kv_batch is None else self.kv_batch
@@ -339,6 +353,16 @@ class Config:
         """Return the config, with the default dtype of the device if it has no dtype."""
         row = DEVICE_TYPES.get(device_type, DEVICE_TYPES[CPU])
         return self if self.dtype else replace(self, dtype=row.default_dtype)
+
+    @property
+    def features(self) -> dict[str, str]:
+        """The texts of the options in FEATURES that are set, such as `page=16`, by name."""
+        values = {option: getattr(self, option.field) for option in OPTIONS}
+        return {
+            option.name: option.text(value)
+            for option, value in values.items()
+            if option.name in FEATURES and value != option.default
+        }
 
     def contiguous(self) -> Config:
         """Return the config with a contiguous query, key and value."""

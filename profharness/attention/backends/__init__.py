@@ -6,6 +6,7 @@ Backend code that calls torch is in the worker. Backend code that calls other pa
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,16 +15,20 @@ from typing import Any
 import msgspec
 
 from profharness.attention.backends.base import (
+    WINDOW,
     Backend,
     GpuBackend,
     check_limits,
     needs_module,
     no_reason,
+    outside_contract,
     refuse_if_unloadable,
     takes_window,
 )
 from profharness.attention.backends.libraries import LIBRARY_BACKENDS
+from profharness.attention.backends.serving import SERVING_BACKENDS
 from profharness.attention.backends.sources import (
+    OPTIONAL,
     commit,
     find_implementation,
     fingerprint,
@@ -107,14 +112,14 @@ TORCH_ROWS = (
         "flex",
         "flex_attention under torch.compile (Triton); causal and window as a block mask",
         load=refuse_if_unloadable("flex_attention", _in_worker("flex", None)),
-        supports=takes_window,
+        supports=functools.partial(outside_contract, takes=OPTIONAL),
         absent=needs_module("triton", "pip install triton"),
     ),
     GpuBackend(
         "flex-flash",
         "flex_attention with kernel_options BACKEND FLASH (FA4 kernels)",
         load=refuse_if_unloadable("flex_attention", _in_worker("flex", {"BACKEND": "FLASH"})),
-        supports=check_limits(dtypes=HALF, window=True),
+        supports=check_limits(dtypes=HALF, takes=WINDOW),
         absent=_in_worker("flex_flash_absent"),
         packages=("flash-attn-4",),
         isolated=True,
@@ -124,7 +129,7 @@ TORCH_ROWS = (
         "torch.nn.attention.varlen; copies the inputs to pack them, unless layout=bshd",
         load=_in_worker("varlen"),
         supports=check_limits(
-            dtypes=HALF, window=True, square_causal=True, same_head_dim=True, max_head_dim=256
+            dtypes=HALF, takes=WINDOW, square_causal=True, same_head_dim=True, max_head_dim=256
         ),
         absent=_in_worker("varlen_absent"),
     ),
@@ -154,7 +159,8 @@ TORCH_ROWS = (
     ),
 )
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (*SDPA_ROWS, *TORCH_ROWS, *LIBRARY_BACKENDS)
+    backend.name: backend
+    for backend in (*SDPA_ROWS, *TORCH_ROWS, *LIBRARY_BACKENDS, *SERVING_BACKENDS)
 }
 
 

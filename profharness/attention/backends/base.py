@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -19,7 +19,7 @@ from typing import Any
 
 from profharness.attention.config import Config
 from profharness.device_types import CUDA
-from profharness.errors import ProfharnessError
+from profharness.errors import ProfharnessError, join_and
 from profharness.rows import Refusal
 
 Attention = Callable[..., Any]
@@ -28,7 +28,9 @@ Attention = Callable[..., Any]
 Dv] with the dtype and the device of q. is_causal has the same meaning as in SDPA: row i attends to
 columns 0 to i, even if Sq and Skv differ. A function with a further argument `window` also computes
 sliding windows: row i attends to the columns above i - window, and below i + window if is_causal is
-not set. The argument is passed only if the config has a window.
+not set. With `softcap`, the scores s become softcap·tanh(s / softcap) before they are masked. With
+`sinks`, a tensor [Hq], each head has one more logit in its softmax, without a value. An argument is
+passed only if the config has the feature.
 """
 
 
@@ -51,6 +53,14 @@ def no_reason(*_: object) -> str | None:
     return None
 
 
+def outside_sdpa(config: Config) -> str | None:
+    """Return why `scaled_dot_product_attention` cannot compute a config, or None if it can. A
+    window is passed to it as a mask.
+    """
+    texts = [text for name, text in config.features.items() if name != "window"]
+    return f"scaled_dot_product_attention has no parameter for {join_and(texts)}" if texts else None
+
+
 @dataclass(frozen=True)
 class Backend:
     """An implementation of attention, such as `flash` or a user's file."""
@@ -65,7 +75,7 @@ class Backend:
     """Returns the function that computes attention. Only the worker calls `load`. If `load` is
     None, the backend calls `scaled_dot_product_attention` with all arguments of the config.
     """
-    supports: Callable[[Config], str | None] = no_reason
+    supports: Callable[[Config], str | None] = outside_sdpa
     """Returns why the backend cannot compute a config, or None if the backend can compute it."""
     absent: Callable[[], str | None] = no_reason
     """Returns why the backend is not available in the worker, or None if it is available."""
@@ -95,14 +105,16 @@ refusal.
 """
 
 
-def outside_contract(config: Config, *, window: bool = False) -> str | None:
+def outside_contract(config: Config, takes: Collection[str] = ()) -> str | None:
     """Return why an `Attention` function cannot compute the config, or None if it can compute it.
 
     An `Attention` function has no arguments for a mask or dropout, and it requires that query, key
-    and value have the same batch size. Set `window` if it computes sliding windows.
+    and value have the same batch size. `takes` are the features that it computes.
     """
-    if config.window is not None and not window:
-        return f"does not support a sliding window (window={config.window})"
+    for name, text in config.features.items():
+        if name not in takes:
+            what = f"a sliding window ({text})" if name == "window" else text
+            return f"does not support {what}"
     if config.mask != "none":
         return f"does not support an attention mask (mask={config.mask}), only causal"
     if config.dropout:
@@ -112,13 +124,14 @@ def outside_contract(config: Config, *, window: bool = False) -> str | None:
     return None
 
 
-takes_window = functools.partial(outside_contract, window=True)
+WINDOW = ("window",)
+takes_window = functools.partial(outside_contract, takes=WINDOW)
 """A `supports` function for an `Attention` function that computes sliding windows."""
 
 
 def check_limits(
     *,
-    window: bool = False,
+    takes: Collection[str] = (),
     dtypes: tuple[str, ...] = (),
     square_causal: bool = False,
     same_head_dim: bool = False,
@@ -128,12 +141,12 @@ def check_limits(
 ) -> Callable[[Config], str | None]:
     """Return a `supports` function that checks common limits.
 
-    Set `window` if the backend computes sliding windows. Set `square_causal` if the backend does not
+    `takes` are the features that the backend computes. Set `square_causal` if the backend does not
     align its causal mask and its window to the top left, as SDPA does, when seq_q and seq_kv differ.
     """
 
     def supports(config: Config) -> str | None:
-        if reason := outside_contract(config, window=window):
+        if reason := outside_contract(config, takes):
             return reason
         if dtypes and config.dtype not in dtypes:
             return f"supports only {' and '.join(dtypes)}, not {config.dtype}"
@@ -198,6 +211,19 @@ def refuse_if_unloadable(name: str, load: Callable[[], Attention]) -> Callable[[
     return wrapped
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A call whose cache and plan are prepared, so that it only launches kernels.
+
+    An `Attention` function whose attribute `prepare` is a function (config, inputs) -> Prepared is
+    never called itself.
+    """
+
+    call: Callable[[], Any]
+    unpack: Callable[[Any], Any]
+    """Converts the output of `call` to [B, Hq, Sq, Dv]. It is not timed."""
+
+
 Fill = Callable[..., Any]
 """A function that returns a new tensor. Its arguments are the sizes of the dimensions."""
 
@@ -205,10 +231,11 @@ Fill = Callable[..., Any]
 @dataclass(frozen=True)
 class Inputs:
     """The tensors of one call: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv],
-    gradient of the output [B, Hq, Sq, Dv], and mask.
+    gradient of the output [B, Hq, Sq, Dv], mask, and the sinks [Hq].
 
-    `grad` is None if the config has no backward pass. `mask` is None if the config has no mask. The
-    mask of a window is made by the calls that need it.
+    `grad` is None if the config has no backward pass. `mask` is None if the config has no mask, and
+    `sinks` if it has no sinks. The mask of a window is made by the calls that need it. With `mla`, the
+    value is a part of the key.
     """
 
     query: Any
@@ -216,6 +243,7 @@ class Inputs:
     value: Any
     grad: Any
     mask: Any
+    sinks: Any = None
 
 
 def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = True) -> Inputs:
@@ -231,12 +259,18 @@ def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = Tr
 
     keys = (config.key_batch, config.num_kv_heads, config.seq_len_kv)
     queries = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
+    query = tensor(queries, config.q_strides)
+    key = tensor((*keys, config.head_dim), config.k_strides)
+    value = (
+        key[..., : config.value_dim]
+        if config.mla
+        else tensor((*keys, config.value_dim), config.v_strides)
+    )
     return Inputs(
-        tensor(queries, config.q_strides),
-        tensor((*keys, config.head_dim), config.k_strides),
-        tensor((*keys, config.value_dim), config.v_strides),
+        *(query, key, value),
         normal(*output_shape(config)) if config.bwd and written else None,
         _mask(config, normal, kept, written),
+        normal(config.num_heads) if config.sinks else None,
     )
 
 
@@ -282,7 +316,7 @@ def _mask(config: Config, normal: Fill, kept: Fill, written: bool) -> Any:
     return mask.as_strided(shape, strides) if strides else mask
 
 
-def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
+def call_arguments(config: Config, mask: Any, *, own: bool, sinks: Any = None) -> dict[str, Any]:
     """Return the keyword arguments for a call of SDPA. If `own` is true, return the keyword
     arguments for an `Attention` function, which has no mask and no dropout.
 
@@ -293,8 +327,9 @@ def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {"is_causal": causal, "scale": config.scale}
     if not own:
         arguments |= {"attn_mask": mask, "dropout_p": config.dropout}
-    elif config.window is not None:
-        arguments["window"] = config.window
+    else:
+        optional = {"window": config.window, "softcap": config.softcap, "sinks": sinks}
+        arguments |= {name: value for name, value in optional.items() if value is not None}
     if own or grouped:
         arguments["enable_gqa"] = grouped
     return arguments

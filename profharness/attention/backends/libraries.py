@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from profharness.attention.backends.base import (
+    WINDOW,
     Attention,
     GpuBackend,
     check_limits,
@@ -129,7 +130,7 @@ def xformers_supports(config: Config) -> str | None:
     """Return why xformers cannot compute the config, or None if it can."""
     if config.window is None:
         return outside_contract(config)
-    return check_limits(window=True, square_causal=True)(config)
+    return check_limits(takes=WINDOW, square_causal=True)(config)
 
 
 def flashinfer_supports(config: Config) -> str | None:
@@ -137,7 +138,7 @@ def flashinfer_supports(config: Config) -> str | None:
     if config.window is not None and not config.causal:
         return "supports a window only with causal"
     return check_limits(
-        dtypes=HALF, window=True, square_causal=True, forward_only=True, one_batch=True
+        dtypes=HALF, takes=WINDOW, square_causal=True, forward_only=True, one_batch=True
     )(config)
 
 
@@ -147,7 +148,7 @@ LIBRARY_BACKENDS = (
         "flash_attn_func of the package flash-attn (FA2)",
         load=refuse_if_unloadable("flash_attn", flash_attn),
         supports=check_limits(
-            dtypes=HALF, window=True, square_causal=True, same_head_dim=True, max_head_dim=256
+            dtypes=HALF, takes=WINDOW, square_causal=True, same_head_dim=True, max_head_dim=256
         ),
         absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
         packages=("flash-attn",),

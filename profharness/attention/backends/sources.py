@@ -44,7 +44,8 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _IN_WHEEL = _PACKAGE / "_kernels"
 SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
-WINDOW = "window"  # the optional argument of a function that computes sliding windows
+# the optional arguments of a function that computes sliding windows, limits scores or takes sinks
+OPTIONAL = ("window", "softcap", "sinks")
 SOURCE_BYTES = 16_000_000  # maximum size of a source file, in bytes
 GIT_S = 5.0  # maximum duration of a git command, in seconds
 NESTED = "an expression may be nested too deeply for Python"
@@ -313,9 +314,9 @@ def _folders() -> list[Path]:
 
 
 def _supports(source: str, config: Config) -> str | None:
-    reason = outside_contract(config, window=True)
-    if reason is None and config.window is not None and not _takes_window(source):
-        reason = outside_contract(config)
+    reason = outside_contract(config, OPTIONAL)
+    if reason is None and config.features:
+        reason = outside_contract(config, _taken(source))
     supports = _implementation(source).supports
     if reason or supports is None:
         return reason
@@ -328,12 +329,13 @@ def _supports(source: str, config: Config) -> str | None:
     return answer
 
 
-def _takes_window(source: str) -> bool:
-    """Return whether the function of an implementation has an argument `window`."""
+def _taken(source: str) -> tuple[str, ...]:
+    """Return the optional arguments that the function of an implementation has."""
     try:
-        return WINDOW in inspect.signature(_implementation(source).attention).parameters
+        parameters = inspect.signature(_implementation(source).attention).parameters
     except (TypeError, ValueError):  # a callable that has no signature
-        return False
+        return ()
+    return tuple(name for name in OPTIONAL if name in parameters)
 
 
 def _implementation(source: str) -> _Implementation:

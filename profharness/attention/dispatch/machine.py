@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, NamedTuple, TypeVar
 
+from profharness.attention.backends.base import outside_sdpa
 from profharness.attention.config import SDPA_BACKENDS, Config, SdpaSetting
 from profharness.device_types import CPU, CUDA
 from profharness.devices import find_gpu
@@ -281,6 +282,8 @@ class AttentionParams:
     """The backends that the caller put first (`set_priority=True`), in order."""
     flash_impl: str = "FA2"
     """The active version of FlashAttention: `FA2`, `FA3` or `FA4`."""
+    outside: str | None = None
+    """Why no call of `scaled_dot_product_attention` computes the config, or None if one does."""
 
     @property
     def value_dim(self) -> int:
@@ -346,6 +349,7 @@ def from_config(config: Config, device: str = CUDA) -> AttentionParams:
         or (config.batch > 1 and any(given[0] == 0 for given in strides)),
         storage_offset_bytes=DTYPES[dtype].bytes if config.layout == "offset1" else 0,
         deterministic="error" if config.deterministic else "off",
+        outside=outside_sdpa(config),
     )
 
 

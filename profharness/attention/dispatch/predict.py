@@ -200,6 +200,9 @@ def _default_order(machine: Machine) -> tuple[str, ...]:
 
 def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibility:
     """Return whether a backend accepts the call, and all reasons against it."""
+    if params.outside is not None:
+        refusal = (Refusal("unsupported", params.outside, "rule"),)
+        return Eligibility(False, refusal, refusal)
     if not machine.known:
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} are unknown."

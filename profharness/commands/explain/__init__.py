@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from profharness.attention.backends.base import outside_sdpa
 from profharness.attention.config import (
     AUTO,
     SDPA_BACKENDS,
@@ -84,7 +85,7 @@ from profharness.measurements.agreement import (
     replacement_text,
 )
 from profharness.render.document import Document
-from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow, Refusal
 from profharness.run import DEVICES, CaptureOptions, Protocol
 from profharness.store import frame
 
@@ -279,13 +280,38 @@ def explain_live(
     # Imported here because only a live query needs the code that starts workers.
     from profharness.recording.probe import ask
 
+    inside = [config for config in configs if outside_sdpa(config) is None]
+    # PyTorch is asked about some config in any case, because the answer has the environment.
     answers, environment = ask(
-        configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress, asked=asked
+        inside or [Config(1, 1, 1, 16, 16, 16)],
+        device=device,
+        advice=advice,
+        timeout_s=timeout_s,
+        progress=progress,
+        asked=asked,
     )
+    found = dict(zip(inside, answers, strict=False))
     return [
-        _explanation(config, asked, answer, environment, backends or SDPA_BACKENDS)
-        for config, answer in zip(configs, answers, strict=True)
+        _explanation(config, asked, found[config], environment, backends or SDPA_BACKENDS)
+        if config in found
+        else _outside(config, asked, environment)
+        for config in configs
     ]
+
+
+def _outside(config: Config, asked: str, environment: Mapping[str, Any]) -> Explanation:
+    """Return the explanation of a config that PyTorch cannot be asked about."""
+    device = str(environment["device_type"])
+    refusals = (Refusal("unsupported", outside_sdpa(config) or "", "rule"),)
+    return Explanation(
+        config=config.resolve(device).label,
+        environment=dict(environment),
+        source="rules",
+        priority_order=(),
+        predicted="none",
+        backends=tuple(BackendAnswer(name, False, refusals) for name in SDPA_BACKENDS),
+        asked=asked,
+    )
 
 
 def _explanation(

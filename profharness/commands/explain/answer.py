@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from profharness.attention.config import AUTO, SDPA_BACKENDS, backend_text, sdpa_setting
+from profharness.attention.backends import BACKENDS
+from profharness.attention.backends.base import outside_sdpa
+from profharness.attention.config import (
+    AUTO,
+    SDPA_BACKENDS,
+    backend_text,
+    parse_config,
+    sdpa_setting,
+)
 from profharness.attention.dispatch.by_rule import (
     FUSED_BACKENDS,
     Explanation,
@@ -37,6 +45,11 @@ def explain_answer(answer: Explanation) -> tuple[str, ...]:
 
     The last sentence is the prediction of an atlas, if there is one.
     """
+    config = parse_config(answer.config)
+    if reason := outside_sdpa(config):
+        able = [name for name, each in BACKENDS.items() if each.load and not each.supports(config)]
+        others = f"{join_and(able)} can compute it" if able else "no built-in backend computes it"
+        return (f"PyTorch's {reason}; {others}.",)
     torch, device = platform_text(answer.environment)
     subject = torch if answer.asked == AUTO else f"With {answer.asked}, {torch}"
     if answer.choice is None and unread([answer]) is not None:

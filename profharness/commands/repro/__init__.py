@@ -28,7 +28,12 @@ from profharness.attention.backends.base import (
     leaf_names,
     outside_contract,
 )
-from profharness.attention.backends.sources import find_implementation, fingerprint, parts_of
+from profharness.attention.backends.sources import (
+    OPTIONAL,
+    find_implementation,
+    fingerprint,
+    parts_of,
+)
 from profharness.attention.config import Config, parse_config, sdpa_setting, split_names
 from profharness.attention.dispatch.advice import setting_code, window_condition
 from profharness.commands._command import as_is, command, declaration_of, document
@@ -58,7 +63,14 @@ from profharness.commands.repro.texts import (
 )
 from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES
-from profharness.errors import NotFoundError, UsageError, join_few, one_line, printable
+from profharness.errors import (
+    NotFoundError,
+    UsageError,
+    join_and,
+    join_few,
+    one_line,
+    printable,
+)
 from profharness.files import atomic_file, check_output, shell_command
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import DEVICES, SEEDS, Protocol
@@ -245,6 +257,11 @@ def repro_script(
 def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
     """Return the script's requirements, and the source that defines `attention` and `context`."""
     name = backend.name
+    if config.is_served or config.sinks or (config.softcap and backend.source is None):
+        texts = join_and([text for name, text in config.features.items() if name != "window"])
+        raise UsageError(f"--backend {name}: repro has no script for {texts}")
+    if backend.load is None and (reason := backend.supports(config)):
+        raise UsageError(f"--backend {name}: {reason}")
     if name == "auto":
         return "torch alone", PLAIN
     if name == "all-disabled":
@@ -285,7 +302,7 @@ def _source(source: str, config: Config) -> tuple[str, str]:
     asked = FILE.format(
         properties=",\n    ".join(f"{name}={value!r}" for name, value in properties.items()),
         function=function,
-        reason=outside_contract(config, window=True),
+        reason=outside_contract(config, OPTIONAL),
         load="{load}",
     )
     if not place.endswith(".py"):

@@ -12,6 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -68,7 +69,12 @@ def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
             return torch.empty(shape, device=device, dtype=torch.bool)
         return torch.rand(shape, device=device, generator=generator) < 0.75
 
-    return build_inputs(config, filled, kept, written=generator is not None)
+    made = build_inputs(config, filled, kept, written=generator is not None)
+    if config.kv_dtype:  # values that the cache can represent, so that its rounding is no error
+        narrow = torch_dtype(config.kv_dtype)
+        key, value = (tensor.to(narrow).to(dtype) for tensor in (made.key, made.value))
+        made = replace(made, key=key, value=value)
+    return made
 
 
 def window_mask(config: Config, device: Any) -> Any:
@@ -98,10 +104,13 @@ def make_forward(
 
     The default is PyTorch's `scaled_dot_product_attention`.
     """
+    if prepare := getattr(attention, "prepare", None):
+        call: Callable[[], Any] = prepare(config, inputs).call
+        return call
     tensors = (inputs.query, inputs.key, inputs.value)
     own = attention is not None
     mask = None if own else sdpa_mask(config, inputs)
-    arguments = call_arguments(config, mask, own=own)
+    arguments = call_arguments(config, mask, own=own, sinks=inputs.sinks)
     function = attention or scaled_dot_product_attention
 
     def forward() -> Any:
@@ -125,6 +134,14 @@ def make_call(
         return torch.autograd.grad(forward(), leaves, inputs.grad)
 
     return forward_and_backward if config.bwd else forward
+
+
+def make_output(config: Config, inputs: Inputs, attention: Attention | None = None) -> Any:
+    """Return the output [B, Hq, Sq, Dv] of one call of the forward pass."""
+    if prepare := getattr(attention, "prepare", None):
+        prepared = prepare(config, inputs)
+        return prepared.unpack(prepared.call())
+    return make_forward(config, inputs, attention)()
 
 
 def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None:
@@ -310,7 +327,12 @@ def flex_flash_absent() -> str | None:
 
 
 def flex(kernel_options: dict[str, Any] | None) -> Attention:
-    """Return an adapter for flex_attention. It passes `causal` and a window as a block mask."""
+    """Return an adapter for flex_attention.
+
+    It passes `causal` and a window as a block mask, and a softcap as a modification of the scores.
+    A sink s adds exp(s) to the sum of a row's exponentials, so it scales the row of the output by
+    sigmoid(lse - s).
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Copy the function because, after too many recompiles, Dynamo would run it uncompiled.
@@ -323,6 +345,13 @@ def flex(kernel_options: dict[str, Any] | None) -> Attention:
 
         return create_block_mask(seen, None, None, rows, columns, device=device)
 
+    @functools.cache
+    def capped(softcap: float | None) -> Any:
+        def modified(score: Any, *_: Any) -> Any:
+            return softcap * torch.tanh(score / softcap)
+
+        return None if softcap is None else modified
+
     def attention(
         q: Any,
         k: Any,
@@ -332,12 +361,18 @@ def flex(kernel_options: dict[str, Any] | None) -> Attention:
         scale: Any,
         enable_gqa: bool,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
     ) -> Any:
         mask = None
         if is_causal or window is not None:
             mask = block_mask(window, is_causal, q.shape[2], k.shape[2], q.device)
         options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
-        return compiled(q, k, v, block_mask=mask, **options)
+        options |= {"block_mask": mask, "score_mod": capped(softcap)}
+        if sinks is None:
+            return compiled(q, k, v, **options)
+        out, lse = compiled(q, k, v, return_lse=True, **options)
+        return out * torch.sigmoid(lse - sinks[None, :, None].float())[..., None].to(out.dtype)
 
     return attention
 

@@ -33,8 +33,8 @@ from profharness.recording.worker.attention import (
     check_output,
     fused_choice,
     make_call,
-    make_forward,
     make_inputs,
+    make_output,
 )
 from profharness.recording.worker.environment import backend_name, set_deterministic
 from profharness.recording.worker.failures import (
@@ -240,7 +240,7 @@ class Attempt:
         """
         config = self.cell.config
         with implementation_errors(self.backend):
-            output = make_forward(config, inputs, attention)()
+            output = make_output(config, inputs, attention)
             check_output(self.backend.name, config, inputs, output)
             if config.bwd and not output.requires_grad:
                 raise RefusedError(

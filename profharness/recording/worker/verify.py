@@ -31,7 +31,7 @@ from profharness.attention.backends.base import (
 from profharness.attention.cases import values_of
 from profharness.attention.config import Config
 from profharness.device_types import CUDA, is_gpu
-from profharness.recording.worker.attention import check_output, make_forward, make_inputs
+from profharness.recording.worker.attention import check_output, make_inputs, make_output
 from profharness.recording.worker.cell import tuning_of
 from profharness.recording.worker.environment import set_deterministic
 from profharness.recording.worker.failures import (
@@ -75,6 +75,8 @@ class Variant:
     interleaved: bool = False  # query head h uses key head h % num_kv_heads
     keys: int | None = None  # use only this number of keys, from the beginning
     window: int | None = None  # replaces `window` of the config, where 0 stands for no window
+    uncapped: bool = False  # without the softcap
+    sinkless: bool = False  # without the sinks
     order: str = "plain"  # one of ORDERS, which round differently but are all correct
 
 
@@ -129,10 +131,11 @@ def attend(
             tensor[batch % config.key_batch, kv].to(dtype) for tensor in (inputs.key, inputs.value)
         )
         scores = _scores(query, key, scale, variant.order)
+        if with_sizes:
+            score = torch.maximum(score, scores.abs().max())
         weights = _weights(config, inputs, variant, at, scores)
         tensors["out"][at] = weights @ value
         if with_sizes:
-            score = torch.maximum(score, scores.abs().max())
             terms["out"][at] = weights.abs() @ value.abs()
         if not config.bwd:
             return
@@ -235,19 +238,24 @@ def _scores(query: Any, key: Any, scale: float, order: str) -> Any:
 def _weights(
     config: Config, inputs: Inputs, variant: Variant, at: tuple[int, slice, slice], scores: Any
 ) -> Any:
-    rows = at[2]
+    batch, heads, rows = at
+    if config.softcap and not variant.uncapped:
+        scores = config.softcap * torch.tanh(scores / config.softcap)
     if inputs.mask is not None:
         full = (config.output_batch, config.num_heads, config.seq_len_q, config.seq_len_kv)
         mask = inputs.mask.detach().broadcast_to(full)[at]
         hides = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if hides else scores + mask.to(scores.dtype)
     columns = torch.arange(config.seq_len_kv, device=scores.device)
+    row = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+    if config.is_served:  # the queries of a request are its last tokens
+        queries, keys = config.new_tokens[batch], config.lengths[batch]
+        scores = scores.masked_fill((columns >= keys) | (row >= queries), -math.inf)
+        row = row + keys - queries
     if config.causal if variant.causal is None else variant.causal:
-        row = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
         scores = scores.masked_fill(columns > row + variant.diagonal, -math.inf)
     window = config.window if variant.window is None else variant.window
     if window:
-        row = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
         hidden = columns <= row - window
         if not config.causal:
             hidden |= columns >= row + window
@@ -255,7 +263,11 @@ def _weights(
     if variant.keys is not None:
         scores = scores.masked_fill(columns >= variant.keys, -math.inf)
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
-    return torch.softmax(scores, dim=-1).masked_fill(nothing, masked_row_value())
+    if inputs.sinks is not None and not variant.sinkless:
+        sinks = inputs.sinks[heads].to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat((scores, sinks), -1), dim=-1)[..., :-1]
+    empty = 0.0 if config.is_served else masked_row_value()
+    return torch.softmax(scores, dim=-1).masked_fill(nothing, empty)
 
 
 @contextlib.contextmanager
@@ -528,7 +540,7 @@ def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
         yield "without the causal mask", Variant(causal=False)
         yield "with the causal mask one column too far right", Variant(diagonal=1)
         yield "with the causal mask one column too far left", Variant(diagonal=-1)
-        if columns != config.seq_len_q:
+        if columns != config.seq_len_q and not config.is_served:
             text = "with the causal mask aligned to the bottom right instead of the top left"
             yield text, Variant(diagonal=columns - config.seq_len_q)
     else:
@@ -538,6 +550,10 @@ def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
         yield "with a window that is one key too large", Variant(window=config.window + 1)
         if config.window > 1:
             yield "with a window that is one key too small", Variant(window=config.window - 1)
+    if config.softcap is not None:
+        yield "without the softcap", Variant(uncapped=True)
+    if config.sinks:
+        yield "without the sinks", Variant(sinkless=True)
     if 1 < config.num_kv_heads < config.num_heads:
         text = "with query head h on key head h % Hkv instead of h // (Hq / Hkv)"
         yield text, Variant(interleaved=True)
@@ -710,7 +726,7 @@ class _Caller:
         like SDPA's, and RefusedError if the backend refuses the config.
         """
         with implementation_errors(self.backend):
-            out = make_forward(self.config, inputs, self.attention)()
+            out = make_output(self.config, inputs, self.attention)
         check_output(self.backend.name, self.config, inputs, out)
         tensors, no_gradient, failed = {"out": out.detach()}, None, None
         if self.config.bwd and not out.requires_grad:

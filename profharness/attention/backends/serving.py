@@ -1,0 +1,241 @@
+"""Backends of serving engines, which read the keys and values from a paged cache.
+
+An engine plans a step once and then calls attention in every layer. Accordingly, the cache and the
+plan are prepared before a call is timed. The prepared call launches kernels only, so that it can be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from profharness.attention.backends.base import (
+    Attention,
+    GpuBackend,
+    Inputs,
+    Prepared,
+    needs_module,
+    outside_contract,
+    refuse_if_unloadable,
+)
+from profharness.attention.config import Config
+from profharness.dtypes import DTYPES, HALF
+
+WORKSPACE_BYTES = 256 << 20  # FlashInfer's documentation recommends 128 MiB; long caches need more
+PAGE_SEED = 20  # of the order of the pages in the cache
+HEAD_DIMS = (64, 128, 256)
+CACHE = ("lens", "page", "kv_dtype")
+INSTALL = "pip install flashinfer-python"
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Where the keys and values of each request are in a paged cache.
+
+    Request i has the pages `pages[starts[i]:starts[i + 1]]` in this order. The last page contains
+    `last[i]` tokens.
+    """
+
+    pages: Any  # int32 [total pages], shuffled
+    starts: Any  # int32 [requests + 1]
+    last: Any  # int32 [requests]
+
+
+def page_table(lengths: tuple[int, ...], page: int, device: Any = None) -> PageTable:
+    """Return a page table for requests of these lengths. The pages of a request are scattered over
+    the cache in a random order, as after some time of serving.
+    """
+    import torch
+
+    counts = [math.ceil(length / page) for length in lengths]
+    generator = torch.Generator().manual_seed(PAGE_SEED)
+    order = torch.randperm(sum(counts), generator=generator)
+
+    def int32(values: Any) -> Any:
+        return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+    last = [length - (count - 1) * page for length, count in zip(lengths, counts, strict=True)]
+    return PageTable(int32(order), int32([0, *accumulate(counts)]), int32(last))
+
+
+def fill_pages(tensor: Any, lengths: tuple[int, ...], page: int, table: PageTable) -> Any:
+    """Return a cache [pages, page, Hkv, D] with the rows of a tensor [B, Hkv, Skv, D].
+
+    Slots after the last token of a request contain zeros.
+    """
+    cache = tensor.new_zeros((len(table.pages), page, tensor.shape[1], tensor.shape[3]))
+    starts, order = table.starts.tolist(), table.pages.long()
+    for at, length in enumerate(lengths):
+        mine = order[starts[at] : starts[at + 1]]
+        rows = tensor.new_zeros((len(mine) * page, tensor.shape[1], tensor.shape[3]))
+        rows[:length] = tensor[at, :, :length].transpose(0, 1)
+        cache[mine] = rows.view(len(mine), page, *rows.shape[1:])
+    return cache
+
+
+def packed_queries(config: Config, query: Any) -> Any:
+    """Return the new tokens [tokens, Hq, D] of all requests from a query [B, Hq, Sq, D]."""
+    import torch
+
+    parts = [query[at, :, :rows].transpose(0, 1) for at, rows in enumerate(config.new_tokens)]
+    return torch.cat(parts).contiguous()
+
+
+def unpacked(config: Config, output: Any) -> Any:
+    """Return an output [tokens, Hq, Dv] as [B, Hq, Sq, Dv], with zeros after the last new token."""
+    made = output.new_zeros((config.batch, output.shape[1], config.seq_len_q, output.shape[2]))
+    first = 0
+    for at, rows in enumerate(config.new_tokens):
+        made[at, :, :rows] = output[first : first + rows].transpose(0, 1)
+        first += rows
+    return made
+
+
+def _cached(config: Config, tensor: Any) -> Any:
+    """Return a tensor in the dtype of the cache."""
+    import torch
+
+    return tensor.to(getattr(torch, DTYPES[config.kv_dtype or str(config.dtype)].torch))
+
+
+def _scale(config: Config) -> float:
+    return 1 / math.sqrt(config.head_dim) if config.scale is None else config.scale
+
+
+def _paged(kernels: str, config: Config, inputs: Inputs) -> Prepared:
+    """Prepare BatchPrefillWithPagedKVCacheWrapper, whose kernels also decode."""
+    import torch
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    device, page = inputs.query.device, config.page or 1
+    table = page_table(config.lengths, page, device)
+    cache = tuple(
+        _cached(config, fill_pages(tensor, config.lengths, page, table))
+        for tensor in (inputs.key, inputs.value)
+    )
+    query = packed_queries(config, inputs.query)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
+    wrapper.plan(
+        _starts(config.new_tokens, device),
+        *(table.starts, table.pages, table.last),
+        *(config.num_heads, config.num_kv_heads, config.head_dim, page),
+        causal=config.causal,
+        window_left=-1 if config.window is None else config.window - 1,
+        logits_soft_cap=config.softcap,
+        sm_scale=_scale(config),
+        q_data_type=query.dtype,
+        kv_data_type=cache[0].dtype,
+    )
+    out = torch.empty_like(query)
+    return Prepared(lambda: wrapper.run(query, cache, out=out), functools.partial(unpacked, config))
+
+
+def _latent(kernels: str, config: Config, inputs: Inputs) -> Prepared:
+    """Prepare BatchMLAPagedAttentionWrapper."""
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    assert config.mla is not None
+    latent, rotary = config.mla
+    device, page = inputs.query.device, config.page or 1
+    table = page_table(config.lengths, page, device)
+    cache = fill_pages(inputs.key, config.lengths, page, table)[:, :, 0]
+    parts = [part.contiguous() for part in cache.split((latent, rotary), -1)]
+    query = packed_queries(config, inputs.query)
+    queries = [part.contiguous() for part in query.split((latent, rotary), -1)]
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=kernels)
+    wrapper.plan(
+        *(_starts(config.new_tokens, device), table.starts, table.pages),
+        torch.tensor(config.lengths, dtype=torch.int32, device=device),
+        *(config.num_heads, latent, rotary, page, config.causal, _scale(config)),
+        *(query.dtype, cache.dtype),
+    )
+    out = torch.empty_like(queries[0])
+    return Prepared(
+        lambda: wrapper.run(*queries, *parts, out=out), functools.partial(unpacked, config)
+    )
+
+
+def _starts(counts: tuple[int, ...], device: Any) -> Any:
+    """Return the number of the first row of each request, and the number of rows, as int32."""
+    import torch
+
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+
+
+def paged_supports(kernels: str, config: Config) -> str | None:
+    """Return why FlashInfer's paged attention cannot compute the config, or None if it can."""
+    takes = (*CACHE, "mla") if config.mla else (*CACHE, "window", "softcap")
+    if reason := outside_contract(config, takes):
+        return reason
+    if config.page is None:
+        return "requires a paged cache; add page=16"
+    if config.bwd:
+        return "does not compute gradients; leave out bwd"
+    if config.dtype not in HALF:
+        return f"supports only {' and '.join(HALF)}, not {config.dtype}"
+    if config.kv_dtype and (config.mla or kernels == "fa3"):
+        return f"its {kernels} kernels need a cache in the dtype of the query ({config.dtype})"
+    if config.mla:
+        return None if config.mla == (512, 64) else "supports only mla=512+64"
+    if config.window is not None and not config.causal:
+        return "supports a window only with causal"
+    if config.head_dim not in HEAD_DIMS or config.head_dim_v is not None:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        return f"supports only head_dim {dims}, equal for key and value"
+    return None
+
+
+def _load(kernels: str) -> Attention:
+    """Return the attention of FlashInfer's paged kernels. Raise ImportError without FlashInfer."""
+    import flashinfer
+
+    def prepare(config: Config, inputs: Inputs) -> Prepared:
+        return (_latent if config.mla else _paged)(kernels, config, inputs)
+
+    def attention(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("paged attention is called through `prepare`")
+
+    attention.prepare = prepare  # type: ignore[attr-defined]
+    attention.version = flashinfer.__version__  # type: ignore[attr-defined]
+    return attention
+
+
+def _absent(major: int) -> Callable[[], str | None]:
+    """Return a function that tells why the kernels of a compute capability cannot run here."""
+
+    def absent() -> str | None:
+        import torch
+
+        if reason := needs_module("flashinfer", INSTALL)():
+            return reason
+        found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if found is None or found[0] == major:
+            return None
+        return f"its kernels require compute capability {major}.x, and this GPU has {found[0]}.{found[1]}"
+
+    return absent
+
+
+SERVING_BACKENDS = tuple(
+    GpuBackend(
+        f"flashinfer-{kernels}",
+        f"FlashInfer's paged attention and MLA with its {kernels} kernels",
+        load=refuse_if_unloadable("flashinfer", functools.partial(_load, kernels)),
+        supports=functools.partial(paged_supports, kernels),
+        absent=absent,
+        packages=("flashinfer-python",),
+        isolated=True,
+    )
+    for kernels, absent in (
+        ("fa2", needs_module("flashinfer", INSTALL)),
+        ("fa3", _absent(9)),
+    )
+)
