@@ -31,7 +31,12 @@ from profharness.attention.backends.base import (
 from profharness.attention.cases import values_of
 from profharness.attention.config import Config
 from profharness.device_types import CUDA, is_gpu
-from profharness.recording.worker.attention import check_output, make_inputs, make_output
+from profharness.recording.worker.attention import (
+    check_output,
+    in_cache,
+    make_inputs,
+    make_output,
+)
 from profharness.recording.worker.cell import tuning_of
 from profharness.recording.worker.environment import set_deterministic
 from profharness.recording.worker.failures import (
@@ -620,6 +625,8 @@ class Verifier:
         checks = [Check("inputs", changed is None, changed)]
         names = [name for name in got.first if name in got.second]
         checks += [compare(config, inputs, name, got, expected) for name in names]
+        if config.kv_dtype and values == "normal":
+            checks = [self._with_cache_error(check, config, expected) for check in checks]
         reason = forward_only or got.no_gradient
         if cell.config.bwd and reason:
             checks += [Check(name, None, f"skipped: {reason}") for name in GRADIENTS]
@@ -627,6 +634,17 @@ class Verifier:
             text = f"the backward pass failed: {got.backward_error}"
             checks += [Check(name, False, text) for name in GRADIENTS if name not in names]
         return tuple(checks), tuning_of(backend, attention)
+
+    def _with_cache_error(self, check: Check, config: Config, expected: Expected) -> Check:
+        """Return a check whose message has the error that the dtype of the cache itself makes."""
+        if check.what != "out" or check.message:
+            return check
+        seed, device = self.workspace.plan.protocol.seed, self.workspace.device
+        exact = make_inputs(replace(config, kv_dtype=None), device, seed)
+        wanted = attend(replace(config, kv_dtype=None), exact, torch.float64)[0]["out"]
+        error = float((expected.tensors["out"] - wanted).norm() / wanted.norm())
+        text = f"a cache in {config.kv_dtype} itself changes the result by {100 * error:.2g} %"
+        return replace(check, message=f"{text} (Frobenius norm)")
 
     def _why_forward_only(self, config: Config, backend: Backend) -> str | None:
         """Return why only the forward pass can be verified, or None if the whole config can.
@@ -658,7 +676,8 @@ def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
         if values == "large":
             inputs.query.mul_(LARGE)
             inputs.key.mul_(LARGE)
-        elif values == "equal":
+            return in_cache(config, inputs)
+        if values == "equal":
             inputs.query.fill_(1)
             inputs.key.fill_(1)
         elif values == "masked_row":
