@@ -22,6 +22,7 @@ from profharness.program.phases import PhaseRow, find_phases
 from profharness.rows import (
     UNTRACED,
     WHOLE_TRACE,
+    CallKernel,
     CallRow,
     CallSignature,
     GapRow,
@@ -29,9 +30,11 @@ from profharness.rows import (
 )
 from profharness.store import Store
 from profharness.traces.engine_log import EngineLog
+from profharness.traces.kernel_names import parse_kernel_name
 
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
+OF_PACKAGES, UNKNOWN = "fmha", "unknown"  # a backend, and a library in the names of kernels
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = "use scaled_dot_product_attention (in transformers: attn_implementation='sdpa')"
 
@@ -553,9 +556,21 @@ def actual_backend(call: CallRow) -> str | None:
     by_op = backend_of_op(call.sdpa_op)
     if by_op and by_op != "fused":
         return by_op
-    families = {FAMILY_BACKENDS.get(kernel.family) for kernel in call.kernels} - {None}
+    names = {_kernel_backend(kernel) for kernel in call.kernels} - {None}
     # sorted, because the order of a set differs between processes
-    return " and ".join(sorted(map(str, families))) or None
+    return " and ".join(sorted(map(str, names))) or None
+
+
+def _kernel_backend(kernel: CallKernel) -> str | None:
+    """Return the backend that a kernel belongs to, or None if it is not attention.
+
+    Other packages than PyTorch are backends under the name of their library, if it is known.
+    """
+    backend = FAMILY_BACKENDS.get(kernel.family)
+    if backend != OF_PACKAGES:
+        return backend
+    library = parse_kernel_name(kernel.kernel).backend
+    return backend if library == UNKNOWN else library
 
 
 def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:

@@ -1,17 +1,21 @@
-"""Find the attention calls and the ops that CUDA graphs replay.
+"""Find the attention calls that no op shows: those of CUDA graphs, and those of bare kernels.
 
 A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the
 trace, or another trace of the same program, contains the capture of the graph, the ops that were
 captured describe the kernels. Otherwise, only the names of the kernels are known. A graph that was
 captured on one stream replays its nodes in the order of their capture.
+
+Libraries such as FlashInfer launch kernels without any op. The names of these kernels and the module
+around the launch show the call.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,7 @@ from profharness.traces.attention_calls import AttentionCalls, module_names
 from profharness.traces.attribution import Attribution
 from profharness.traces.columns import (
     CUDA_API,
+    Flags,
     GpuRows,
     Ids,
     Ints,
@@ -39,6 +44,7 @@ BEGIN = re.compile(rf"{CUDA_API}StreamBeginCapture\w*")
 END = re.compile(rf"{CUDA_API}StreamEndCapture\w*")
 NODE = re.compile(rf"{CUDA_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
 KINDS = ("kernel", "memcpy", "memset")
+NO_OP = "its kernels were launched without an op, so the trace does not show its shapes"
 NO_SHAPES = "recorded in a CUDA graph; its shapes are not in the trace"
 
 _BLANK = AttentionCall(
@@ -54,6 +60,7 @@ _BLANK = AttentionCall(
     tensors=(None,) * 4,
     graph=True,
 )
+_BARE = replace(_BLANK, kind="custom", op="kernel launch", reason=NO_OP, graph=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +119,7 @@ def replayed(
     """
     result = _ReplayedCalls(calls)
     marks = tables.calls_of(GRAPH_LAUNCH)
-    if not len(marks.start):
-        return calls, result.ops()
-    replays = _replays(tables, marks)
+    replays = _replays(tables, marks) if len(marks.start) else []
     tree = SpanTree(tables.modules)
     around = tree.around((replay.thread, replay.start) for replay in replays)
     others = [capture for captures in recorded.values() for capture in captures]
@@ -142,8 +147,91 @@ def replayed(
         f"{join_few(list(recorded), 2)} ({reason}); their kernels have no ops and shapes"
         for reason, count in misfits.most_common(1)
     ]
+    for rows, thread, start, names in _bare_kernels(tables, calls, tree):
+        pid, tid = threads[thread]
+        moment = start + base
+        step = step_at(steps, moment)
+        call = replace(_BARE, modules=names, step=step, pid=pid, tid=tid, start_ns=moment)
+        result.add_kernels(call, rows)
     made = result.finish()
     return replace(made, warnings=(*made.warnings, *texts)), result.ops()
+
+
+def _bare_kernels(
+    tables: Tables, calls: AttentionCalls, tree: SpanTree
+) -> Iterator[tuple[Ints, int, int, tuple[str, ...]]]:
+    """Yield the GPU rows, the thread, the launch and the modules of calls that are no op.
+
+    A call consists of consecutive attention kernels, launched in one call of a module, in which no
+    kernel occurs twice.
+    """
+    wanted = [
+        number
+        for (kind, name), number in tables.kernels.items()
+        if kind == "kernel" and _is_forward_attention(name)
+    ]
+    if not wanted:
+        return
+    places, rows = _rows_where(tables, lambda gpu: np.isin(gpu.kernel, wanted))
+    keys, thread, launch = _direct_launches(tables, rows.correlation)
+    at = np.searchsorted(keys, rows.correlation)
+    known = at < len(keys)
+    known[known] = keys[at[known]] == rows.correlation[known]
+    mine = np.flatnonzero(known)
+    thread, launch = thread[at[mine]], launch[at[mine]]
+    free = calls.lookup(thread, launch) < 0
+    mine, thread, launch = mine[free], thread[free], launch[free]
+    order = np.lexsort((launch, thread))
+    mine, thread, launch = mine[order], thread[order], launch[order]
+    moments = list(zip(thread.tolist(), launch.tolist(), strict=True))
+    group: list[int] = []
+    before: tuple[object, ...] | None = None
+    for place, (moment, around) in enumerate(zip(moments, tree.around(moments), strict=True)):
+        where = (moment[0], tuple((span.name, span.start) for span in around))
+        kernels = {int(rows.kernel[mine[each]]) for each in group}
+        if group and (where != before or int(rows.kernel[mine[place]]) in kernels):
+            yield _bare(group, places, mine, moments, tree)
+            group = []
+        group.append(place)
+        before = where
+    if group:
+        yield _bare(group, places, mine, moments, tree)
+
+
+def _bare(
+    group: Sequence[int],
+    places: Ints,
+    mine: Ints,
+    moments: Sequence[tuple[int, int]],
+    tree: SpanTree,
+) -> tuple[Ints, int, int, tuple[str, ...]]:
+    thread, launch = moments[group[0]]
+    (around,) = tree.around([(thread, launch)])
+    return places[mine[list(group)]], thread, launch, module_names(around)
+
+
+@cache
+def _is_forward_attention(name: str) -> bool:
+    parsed = parse_kernel_name(name)
+    backward = parsed.family.endswith("_bwd") or parsed.direction == "bwd"
+    return parsed.family in ATTENTION_FAMILIES and not backward
+
+
+def _direct_launches(tables: Tables, correlations: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the sorted correlation ids of API calls that launch one kernel, their threads and times."""
+    graphs = [number for name, number in tables.apis.items() if GRAPH_LAUNCH.fullmatch(name)]
+    low, high = int(correlations.min(initial=0)), int(correlations.max(initial=-1))
+    parts = [np.empty((len(LaunchRows._fields), 0), np.int64)]
+    for block in tables.launches:
+        if block.low <= high and block.high >= low:
+            part = tables.spool.read(block)
+            rows = LaunchRows(*part)
+            parts.append(
+                part[:, np.isin(rows.correlation, correlations) & ~np.isin(rows.api, graphs)]
+            )
+    found = LaunchRows(*np.concatenate(parts, axis=1))
+    keys, first = np.unique(found.correlation, return_index=True)
+    return keys, found.thread[first], found.start[first]
 
 
 class _ReplayedCalls:
@@ -220,11 +308,20 @@ class _ReplayedCalls:
             self._rows.append(replay.rows[places])
             self._row_spans.append(np.full(len(places), span, np.int64))
 
+    def add_kernels(self, call: AttentionCall, rows: Ints) -> None:
+        """Add a call whose forward pass consists of these GPU rows."""
+        self._calls.append(call)
+        span = self._add_span(len(self._calls) - 1, "forward")
+        self._rows.append(rows)
+        self._row_spans.append(np.full(len(rows), span, np.int64))
+
     def _add_span(self, call: int, direction: str) -> int:
         self._spans.append(CallSpan(call, direction))
         return len(self._spans) - 1
 
     def finish(self) -> AttentionCalls:
+        if len(self._spans) == len(self._before.spans):
+            return self._before
         order = sorted(range(len(self._calls)), key=lambda at: self._calls[at].start_ns)
         number = {at: place for place, at in enumerate(order)}
         rows = np.concatenate(self._rows)
@@ -240,11 +337,16 @@ class _ReplayedCalls:
 
 def _rows_of(tables: Tables, correlations: Ints) -> tuple[Ints, GpuRows]:
     """Return the indices and the columns of the GPU rows that have one of these correlation ids."""
+    return _rows_where(tables, lambda rows: np.isin(rows.correlation, correlations))
+
+
+def _rows_where(tables: Tables, holds: Callable[[GpuRows], Flags]) -> tuple[Ints, GpuRows]:
+    """Return the indices and the columns of the GPU rows for which `holds` is true."""
     parts, places = [np.empty((len(GpuRows._fields), 0), np.int64)], [nothing(0)]
     before = 0
     for block in tables.gpu:
         rows = tables.spool.read(block)
-        hit = np.flatnonzero(np.isin(GpuRows(*rows).correlation, correlations))
+        hit = np.flatnonzero(holds(GpuRows(*rows)))
         parts.append(rows[:, hit])
         places.append(hit + before)
         before += block.rows
