@@ -30,6 +30,7 @@ from profharness.rows import (
 )
 from profharness.store import Store
 from profharness.traces.engine_log import EngineLog
+from profharness.traces.graphs import NO_SHAPES
 from profharness.traces.kernel_names import parse_kernel_name
 
 WHOLE_PROGRAM = "the whole program"
@@ -780,7 +781,7 @@ def _caveats(
             f"Compiled code calls attention in {names}; the trace does not show which call is which."
         )
     live = [row for row in rows if row.kind != "replay"]
-    if len(live) < len(rows):
+    if any(row.kind == "replay" and NO_SHAPES in row.reasons for row in rows):
         texts.append(
             "Replays of a CUDA graph have no shapes in a trace. To see them, also record the "
             "capture of the graph, or run the program without CUDA graphs."

@@ -16,6 +16,7 @@ from typing import Any
 
 from profharness.environment import CHANGED
 from profharness.traces.demangle import canonical_names
+from profharness.traces.engine_steps import has_only_numbers
 
 REPLACEMENT = "removed_"  # a number follows; the result is also a valid name of a kernel or module
 MAX_TEXT = 1 << 16
@@ -223,6 +224,8 @@ def known_length(text: str, key: str = "") -> int:
     """
     form = BY_KEY.get(key)
     if not text or (form is not None and form.fullmatch(text)) or _GRAPH.fullmatch(text):
+        return len(text)
+    if len(text) <= MAX_TEXT and has_only_numbers(text):
         return len(text)
     if len(text) > MAX_TEXT or not text.isascii():
         return 0 if len(text) > MAX_TEXT else _known_start(text)

@@ -93,6 +93,16 @@ _MODES = {
 }
 
 
+_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        "execute context generation new cached diffusion capture FULL PIECEWISE mixed Executor "
+        "forward step ctx gen reqs x sq sk sqsq sqsk bs tok toks c g p d spec tbo prefill decode",
+    )
+) | {word for mode in _MODES for word in re.findall("[A-Za-z]+", mode)}
+"""The words in the annotations of engines."""
+
+
 def parse_engine_step(name: str) -> EngineStep | None:
     """Parse the name of a range. Return None if no engine gives such a name to its steps."""
     for form, build in _FORMS:
@@ -105,6 +115,12 @@ def is_engine_step(name: str) -> bool:
     """Return whether an engine gives such a name to its steps. The capture of a graph is no step."""
     step = parse_engine_step(name)
     return step is not None and step.phase != CAPTURE
+
+
+def has_only_numbers(name: str) -> bool:
+    """Return whether a name is that of an engine's step and contains nothing but the batch."""
+    words = set(re.findall(r"[A-Za-z]+", name))
+    return words <= _WORDS and parse_engine_step(name) is not None
 
 
 def _of_parts(prefill: BatchPart, decode: BatchPart) -> EngineStep:

@@ -295,7 +295,7 @@ class _ReplayedCalls:
                 if capture is not None:
                     stack, modules = capture.stacks[places[0]], capture.modules[places[0]]
                     op = stack[-1] if stack else blank.op
-                    call = replace(blank, op=op, modules=modules or blank.modules)
+                    call = replace(blank, op=op, modules=modules or blank.modules, reason=NO_OP)
                 self._calls.append(call)
                 number = len(self._calls) - 1
                 self._waiting.append(number)
