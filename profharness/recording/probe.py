@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from profharness.attention.backends import BACKENDS, find_backend
+from profharness.attention.backends.serving import SERVING_BACKENDS
 from profharness.attention.backends.sources import implementation_names
 from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.dispatch.advice import ANSWERS_FILE, LiveAnswer
@@ -41,6 +42,7 @@ from profharness.run import (
 )
 
 PROBE_CONFIG = "1,2,64,64"
+SERVED_CONFIG = "2,2,1,64,seq_kv=64,page=16"  # for the backends of serving engines
 IMPORT_TIMEOUT_S = 60.0
 PROBE_PROTOCOL = Protocol(iterations=1, warmup=0, samples=0, timeout_s=180)
 
@@ -108,22 +110,28 @@ def probe_backends() -> list[BackendState]:
         except UsageError as error:
             # two packages provide a backend of this name; still probe the other backends
             ambiguous[name] = str(error)
-    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
-        options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)
-        run = read_run(capture([parse_config(PROBE_CONFIG)], list(backends), options))
-    device = str(run.environment.get("gpu") or run.environment.get("device_type"))
-    states = [
-        BackendState(
-            cell.backend,
-            backends[cell.backend].summary,
-            cell.status == "ok",
-            cell.message,
-            device,
-            cell.status,
-            cell.refusals[0].code if cell.refusals else None,
-        )
-        for cell in run.cells
-    ]
+    serving = {each.name for each in SERVING_BACKENDS}
+    states = []
+    for text, names in (
+        (PROBE_CONFIG, [name for name in backends if name not in serving]),
+        (SERVED_CONFIG, [name for name in backends if name in serving]),
+    ):
+        with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
+            options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)
+            run = read_run(capture([parse_config(text)], names, options))
+        device = str(run.environment.get("gpu") or run.environment.get("device_type"))
+        states += [
+            BackendState(
+                cell.backend,
+                backends[cell.backend].summary,
+                cell.status == "ok",
+                cell.message,
+                device,
+                cell.status,
+                cell.refusals[0].code if cell.refusals else None,
+            )
+            for cell in run.cells
+        ]
     return states + [
         BackendState(name, "entry points", False, reason, device, "error")
         for name, reason in ambiguous.items()
