@@ -188,7 +188,8 @@ def test_a_block_prints_what_its_page_shows(installed: Installed, block: Block) 
 
 def with_traces(folder: Path) -> None:
     """Copy the runs and traces of the repository, which the pages refer to."""
-    for path in ((ROOT / "traces" / "models"), *(ROOT / "traces").glob("h200-*")):
+    traces = ROOT / "traces"
+    for path in (traces / "models", traces / "serving", *traces.glob("h200-*")):
         if not (folder / "traces" / path.name).exists():
             shutil.copytree(path, folder / "traces" / path.name)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from profharness.device_types import CPU, DEVICE_TYPES
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
-from profharness.errors import UsageError
+from profharness.errors import UsageError, join_and
 
 SDP_BACKENDS = {  # the backends of SDPA, and their members of torch's SDPBackend enum
     "flash": "FLASH_ATTENTION",
@@ -381,6 +381,14 @@ class Config:
         matches any dtype.
         """
         return stored == (self if self.dtype else replace(self, dtype=stored.dtype))
+
+
+def outside_sdpa(config: Config) -> str | None:
+    """Return why `scaled_dot_product_attention` cannot compute a config, or None if it can. A
+    window is passed to it as a mask.
+    """
+    texts = [text for name, text in config.features.items() if name != "window"]
+    return f"scaled_dot_product_attention has no parameter for {join_and(texts)}" if texts else None
 
 
 def parse_config(text: str) -> Config:

@@ -29,8 +29,8 @@ from profharness.rows import (
     StepRow,
 )
 from profharness.store import Store
+from profharness.trace import NO_SHAPES
 from profharness.traces.engine_log import EngineLog
-from profharness.traces.graphs import NO_SHAPES
 from profharness.traces.kernel_names import parse_kernel_name
 
 WHOLE_PROGRAM = "the whole program"

@@ -132,6 +132,8 @@ def probe_backends() -> list[BackendState]:
             )
             for cell in run.cells
         ]
+    order = list(backends)
+    states.sort(key=lambda state: order.index(state.backend))
     return states + [
         BackendState(name, "entry points", False, reason, device, "error")
         for name, reason in ambiguous.items()

@@ -41,6 +41,8 @@ STYLES = {
     "xformers": (PURPLE, "circle"),
     "sage": (ORANGE, "circle"),
     "flashinfer": (ORANGE, "diamond"),
+    "flashinfer-fa2": (ORANGE, "square"),
+    "flashinfer-fa3": (ORANGE, "cross"),
 }
 """The colour and the shape of each backend in every chart. Each combination occurs only once."""
 LOSS_COLORS = {

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from profharness.errors import join_few
-from profharness.trace import AttentionCall, CallSpan, ProgramStep
+from profharness.trace import NO_OP, NO_SHAPES, AttentionCall, CallSpan, ProgramStep
 from profharness.traces.attention_calls import AttentionCalls, module_names
 from profharness.traces.attribution import Attribution
 from profharness.traces.columns import (
@@ -44,8 +44,6 @@ BEGIN = re.compile(rf"{CUDA_API}StreamBeginCapture\w*")
 END = re.compile(rf"{CUDA_API}StreamEndCapture\w*")
 NODE = re.compile(rf"{CUDA_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
 KINDS = ("kernel", "memcpy", "memset")
-NO_OP = "its kernels were launched without an op, so the trace does not show its shapes"
-NO_SHAPES = "recorded in a CUDA graph; its shapes are not in the trace"
 
 _BLANK = AttentionCall(
     kind="replay",

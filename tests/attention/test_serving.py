@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profharness.attention.backends import BACKENDS  # noqa: E402
-from profharness.attention.backends.base import Inputs, Prepared, outside_sdpa  # noqa: E402
+from profharness.attention.backends.base import Inputs, Prepared  # noqa: E402
 from profharness.attention.backends.serving import (  # noqa: E402
     PageTable,
     fill_pages,
@@ -21,7 +21,7 @@ from profharness.attention.backends.serving import (  # noqa: E402
     paged_supports,
     unpacked,
 )
-from profharness.attention.config import Config, parse_config  # noqa: E402
+from profharness.attention.config import Config, outside_sdpa, parse_config  # noqa: E402
 from profharness.attention.costs import compulsory_bytes, flops, tensor_bytes  # noqa: E402
 from profharness.program.phases import HeadShape, part_work  # noqa: E402
 from profharness.recording.worker.attention import make_inputs, make_output  # noqa: E402

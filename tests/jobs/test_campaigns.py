@@ -142,7 +142,7 @@ def test_traces_of_finished_groups_are_parsed_while_lanes_work(
     monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
     late: list[Path] = []
     parse = ingest.open_trace
-    monkeypatch.setattr(ingest, "open_trace", lambda path: late.append(path) or parse(path))
+    monkeypatch.setattr(ingest, "open_trace", lambda path, *_: late.append(path) or parse(path))
     made, configs = options(tmp_path, profiler="torch"), expand_configs("1,1,{8:32:+8},8")
     captured = capture_into_store(configs, ("auto", "math"), tmp_path / "s.db", made)
     (result,) = captured.ingested

@@ -149,7 +149,8 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
 
 def test_a_store_of_the_first_version_is_read_as_it_is_and_migrated_to_write(store: Path) -> None:
     with closing(sqlite3.connect(store)) as connection:
-        connection.execute("ALTER TABLE configs DROP COLUMN window")
+        for name in ("window", "lens", "page", "kv_dtype", "mla", "softcap", "sinks"):
+            connection.execute(f"ALTER TABLE configs DROP COLUMN {name}")
         for name in ("ended", "duration_ns", "lanes_ns", "recorded_with", "engine"):
             connection.execute(f"ALTER TABLE runs DROP COLUMN {name}")
         connection.execute("DELETE FROM _sqlite_migrations WHERE name > '016'")

@@ -10,9 +10,8 @@ from typing import Any
 
 from graph_traces import FLASH, OP, OTHER, SHAPE, captured, decode, event, recording, replay
 
-from profharness.trace import Trace
+from profharness.trace import NO_SHAPES, Trace
 from profharness.traces.chrome import parse_chrome
-from profharness.traces.graphs import NO_SHAPES
 
 MODELS = Path(__file__).resolve().parents[2] / "traces" / "models"
 FLASH_BWD = FLASH.replace("fwd", "bwd")

@@ -17,9 +17,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from profharness.attention.config import Config
+from profharness.attention.config import Config, outside_sdpa
 from profharness.device_types import CUDA
-from profharness.errors import ProfharnessError, join_and
+from profharness.errors import ProfharnessError
 from profharness.rows import Refusal
 
 Attention = Callable[..., Any]
@@ -51,14 +51,6 @@ class ImplementationError(ProfharnessError):
 
 def no_reason(*_: object) -> str | None:
     return None
-
-
-def outside_sdpa(config: Config) -> str | None:
-    """Return why `scaled_dot_product_attention` cannot compute a config, or None if it can. A
-    window is passed to it as a mask.
-    """
-    texts = [text for name, text in config.features.items() if name != "window"]
-    return f"scaled_dot_product_attention has no parameter for {join_and(texts)}" if texts else None
 
 
 @dataclass(frozen=True)

@@ -114,11 +114,14 @@ def flashinfer() -> Attention:
         window: int | None = None,
     ) -> Any:
         del enable_gqa
-        # The layout HND ends the process with SIGFPE in the fa3 kernels of FlashInfer 0.6.4.
+        rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
+        # The fa3 kernels of FlashInfer 0.6.4 end the process with SIGFPE for other layouts.
+        kernels = "auto" if all(each.is_contiguous() for each in rows) else "fa2"
         out = single_prefill_with_kv_cache(
-            *(tensor[0].transpose(0, 1) for tensor in (q, k, v)),
+            *rows,
             causal=is_causal,
             kv_layout="NHD",
+            backend=kernels,
             sm_scale=scale,
             window_left=window_size(window, is_causal)[0],
         )

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, NamedTuple, TypeVar
 
-from profharness.attention.backends.base import outside_sdpa
-from profharness.attention.config import SDPA_BACKENDS, Config, SdpaSetting
+from profharness.attention.config import SDPA_BACKENDS, Config, SdpaSetting, outside_sdpa
 from profharness.device_types import CPU, CUDA
 from profharness.devices import find_gpu
 from profharness.dtypes import DTYPES

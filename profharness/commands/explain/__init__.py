@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from profharness.attention.backends.base import outside_sdpa
 from profharness.attention.config import (
     AUTO,
     SDPA_BACKENDS,
     Config,
+    outside_sdpa,
     parse_config,
     sdpa_setting,
     split_names,

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from profharness.attention.backends import BACKENDS
-from profharness.attention.backends.base import outside_sdpa
 from profharness.attention.config import (
     AUTO,
     SDPA_BACKENDS,
     backend_text,
+    outside_sdpa,
     parse_config,
     sdpa_setting,
 )
