@@ -300,12 +300,13 @@ def _folder_is_there() -> bool:
 def _interrupted(stop: BaseException) -> int:
     """Return the exit code of an interrupt. If a run was interrupted, print how to resume it.
 
-    Click raises `Abort` with the original exception as its cause.
+    Click raises `Abort` with the original exception as its cause. Runs in a temporary folder, such
+    as that of `backends`, are gone by now and cannot be resumed.
     """
     code = EXIT_INTERRUPTED
     cause: BaseException | None = stop
     while cause is not None:
-        if isinstance(cause, Interrupted):
+        if isinstance(cause, Interrupted) and cause.folder.exists():
             _say(_next_steps(cause))
         elif isinstance(cause, TerminatedError):
             code = cause.exit_code

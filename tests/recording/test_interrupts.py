@@ -200,6 +200,29 @@ def test_interrupted_verification_says_what_is_kept_and_cannot_resume(tmp_path: 
     assert {(row.case, row.backend) for row in rows} == {(cell.case, cell.backend) for cell in done}
 
 
+def test_interrupted_run_in_a_temporary_folder_offers_nothing_to_resume(tmp_path: Path) -> None:
+    for name in ("kernels", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "kernels" / "slow.py").write_text(
+        "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(86400)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "profharness", "backends"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    )
+    until((tmp_path / "begun").exists, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, "interrupted" in errors) == (130, True), errors
+    assert "Traceback" not in errors
+    assert "--resume" not in errors
+    assert running((tmp_path / "tmp",)) == []
+
+
 @pytest.mark.parametrize("moment", [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 120])
 def test_signal_at_any_moment_of_the_start_ends_a_capture(tmp_path: Path, moment: int) -> None:
     argv = [
