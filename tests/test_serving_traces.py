@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from profharness.commands.report import report_document
 from profharness.program.layer_map import LayerMap, find_layers
+from profharness.render.renderers import RENDERERS
 from profharness.scrub.copies import audit
 from profharness.store import ingest_path, open_store
 
@@ -48,6 +50,15 @@ def test_replays_have_the_modules_of_the_capture_beside_them(tmp_path: Path) -> 
     assert not any("record the capture" in text for text in layers.caveats)
     with_ops = [gap.op_path for gap in layers.gaps if gap.op_path]
     assert any("aten::linear" in path for path in with_ops)
+
+
+def test_a_report_has_the_phases(tmp_path: Path) -> None:
+    (result,) = ingest_path(tmp_path / "store.db", SERVING / "eager.json.gz")
+    with open_store(tmp_path / "store.db") as store:
+        page = RENDERERS["md"](report_document(store, [result.run]))
+    section = page.split("## Phases of the engine")[1].split("## ")[0]
+    rows = [line.split(" | ")[:2] for line in section.splitlines() if line.startswith("| ")]
+    assert rows == [["| phase", "steps"], ["| :---", "---:"], ["| prefill", "1"], ["| decode", "5"]]
 
 
 def test_a_scrubbed_trace_keeps_the_annotations_of_steps() -> None:

@@ -129,9 +129,13 @@ def stand_ins() -> dict[str, ModuleType | SimpleNamespace]:
     def memory_efficient_attention(q: Any, k: Any, v: Any, *, attn_bias: Any, **_: Any) -> Any:
         return bottom_right(*as_bshd(q, k, v), *attn_bias).transpose(1, 2)
 
-    def single_prefill(q: Any, k: Any, v: Any, *, causal: Any, window_left: int, **_: Any) -> Any:
-        out = bottom_right(q.transpose(0, 1)[None], k[None], v[None], window_left, causal - 1)
-        return out[0].transpose(0, 1)
+    def single_prefill(
+        q: Any, k: Any, v: Any, *, causal: Any, window_left: int, **options: Any
+    ) -> Any:
+        assert options["kv_layout"] == "NHD"  # fa3 kernels end the process for HND
+        assert options["backend"] == "auto" or not q.is_contiguous()
+        heads = (each.transpose(0, 1)[None] for each in (q, k, v))
+        return bottom_right(*heads, window_left, causal - 1)[0].transpose(0, 1)
 
     biases = SimpleNamespace(
         LowerTriangularFromBottomRightMask=LocalCausal,

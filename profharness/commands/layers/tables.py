@@ -63,6 +63,14 @@ PREDICTED = (
 FORECAST = (*GPU_LAYER, *PREDICTED)
 
 
+def phase_blocks(layers: LayerMap, level: int) -> list[Block]:
+    """Return a heading of that level and the table of the engine's phases, or no block."""
+    if not layers.phases:
+        return []
+    table = Table.of(PHASES, map(record, layers.phases))
+    return [Heading("Phases of the engine", "", level), table]
+
+
 def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = False) -> Document:
     """Return the document of `layers`. It has no answer of its own if it is one of several.
 
@@ -75,11 +83,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
         blocks += _engine_notes(layers.engine)
-    if layers.phases:
-        blocks += [
-            Heading("Phases of the engine", "", 3),
-            Table.of(PHASES, map(record, layers.phases)),
-        ]
+    blocks += phase_blocks(layers, level=3)
     for forecast in layers.forecasts:
         blocks += _forecast_blocks(forecast, lines, full)
     if layers.regret:

@@ -51,7 +51,7 @@ from profharness.commands.layers.by_gpu import (
     layers_by_gpu_blocks,
     layers_by_gpu_record,
 )
-from profharness.commands.layers.tables import layers_document
+from profharness.commands.layers.tables import layers_document, phase_blocks
 from profharness.commands.report.program import (
     MOST_KERNELS,
     ProgramParts,
@@ -284,6 +284,7 @@ def _run_blocks(
     if not cells:
         blocks += parts.step
         if layers is not None:
+            blocks += phase_blocks(layers, level=2)
             document = layers_document(layers)
             extra.setdefault("layers", []).extend(document.records)
             sentences = [*document.answer]
