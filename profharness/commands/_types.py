@@ -131,6 +131,15 @@ def complete_releases(_: click.Context, __: click.Parameter, incomplete: str) ->
     return _continued(before, last, [*names, *exact] if last.count(".") == 2 else names)
 
 
+def complete_engine_releases(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Complete a release of the engine of --engine, or the end of a range of releases."""
+    from profharness.attention.engines import ENGINES, rules_of
+
+    engine = ctx.params.get("engine") or next(iter(ENGINES))
+    start = incomplete.rfind("..") + 2 if ".." in incomplete else incomplete.rfind(",") + 1
+    return _continued(incomplete[:start], incomplete[start:], reversed(rules_of(engine).releases))
+
+
 def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the name or the id of a stored run, `latest`, or the path of a file."""
     from profharness.store import open_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -53,6 +53,7 @@ from profharness.attention.dispatch.machine import (
 )
 from profharness.attention.dispatch.predict import predict
 from profharness.attention.dispatch.rules import hazards
+from profharness.attention.engines import ENGINES, Selection, engine_releases
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, hint
@@ -63,12 +64,14 @@ from profharness.commands._types import (
     PositiveNumber,
     Store,
     complete_backends,
+    complete_engine_releases,
     complete_gpus,
     complete_releases,
     config_list,
     store_path,
     tool_backends,
 )
+from profharness.commands.explain.engines import candidate_rows, engine_document, selections_of
 from profharness.commands.explain.maps import bisect_all, draw_maps, numeric_name
 from profharness.commands.explain.tables import (
     bisect_document,
@@ -77,6 +80,8 @@ from profharness.commands.explain.tables import (
     matrix_document,
 )
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
+from profharness.devices import Gpu, find_gpu
+from profharness.environment import gpu_name
 from profharness.errors import CaptureError, UsageError
 from profharness.measurements.agreement import (
     backend_of_op,
@@ -445,6 +450,29 @@ CudnnCompiled = Annotated[
         "[default: the known one]",
     ),
 ]
+Engine = Annotated[
+    str | None,
+    Option(
+        ("--engine",),
+        type=click.Choice(list(ENGINES)),
+        help="Answer for a serving engine: its candidates, why it refuses them, and what to set.",
+        tool="A serving engine, whose choice is explained in place of PyTorch's.",
+        tool_examples=("vllm",),
+    ),
+]
+EngineVersion = Annotated[
+    str | None,
+    Option(
+        ("--engine-version",),
+        complete=complete_engine_releases,
+        metavar="RELEASES",
+        help="Releases of the engine: 0.25, 0.25.1, 0.19,0.25 or a range 0.19..0.32.  "
+        "[default: the newest known]",
+        tool="A release of the engine, several, or a range. Default: the newest known.",
+        tool_name="engine_version",
+        tool_examples=("0.25", "0.19..0.32"),
+    ),
+]
 Bisect = Annotated[
     str | None,
     Option(
@@ -482,6 +510,19 @@ Timeout = Annotated[
 
 
 @dataclass(frozen=True)
+class EngineChoice:
+    """A serving engine, the releases to ask, and the GPU."""
+
+    name: str
+    releases: list[str]
+    gpu: Gpu
+
+    def ask(self, configs: Sequence[Config]) -> list[Selection]:
+        """Return the selection for each config and release."""
+        return selections_of(self.name, self.releases, configs, self.gpu)
+
+
+@dataclass(frozen=True)
 class Question:
     """The configs to explain, and the options of the command."""
 
@@ -496,6 +537,8 @@ class Question:
     torch: str | None = None
     device: str = AUTO
     timeout_s: float = Protocol.timeout_s
+    engine: EngineChoice | None = None
+    """The serving engine to ask, if PyTorch is not asked."""
     explanations: list[Explanation] = field(default_factory=list)
     """The explanations that `show` displayed, which `check` examines."""
 
@@ -528,6 +571,8 @@ class Question:
 
 
 def _to_frame(question: Question) -> pd.DataFrame:
+    if question.engine is not None:
+        return _engine_frame(question.engine, question.configs)
     if question.backends:
         raise UsageError(
             f"explain accepts auto, a set or an order of backends, not {question.backends[0]!r}"
@@ -535,6 +580,20 @@ def _to_frame(question: Question) -> pd.DataFrame:
     answers = with_store(question.explain(), question.store)
     made = frame(list(map(flat_record, answers)))
     made.attrs |= {"answers": answers, "unknown_releases": question.unknown_releases}
+    return made
+
+
+def _engine_frame(engine: EngineChoice, configs: Sequence[Config]) -> pd.DataFrame:
+    """Return one row per config, release and candidate."""
+    found = engine.ask(configs)
+    of = [config for config in configs for _ in engine.releases]
+    rows = [
+        asdict(row)
+        for selection, config in zip(found, of, strict=True)
+        for row in candidate_rows(selection, config, engine.gpu)
+    ]
+    made = frame(rows)
+    made.attrs["selections"] = found
     return made
 
 
@@ -557,6 +616,8 @@ def explain(
     cudnn: Cudnn = None,
     cuda: Cuda = None,
     cudnn_compiled: CudnnCompiled = None,
+    engine: Engine = None,
+    engine_version: EngineVersion = None,
     device: AskedDevice = Protocol.device,
     timeout_s: Timeout = Protocol.timeout_s,
     store: Store = None,
@@ -572,6 +633,10 @@ def explain(
     --backend limits the advice and the columns of that table. A set (flash+math) or an order
     (cudnn-then-flash) replaces auto.
 
+    With --engine, the rules of a release of vLLM or SGLang answer: its candidates in order, the first
+    reason against each, and what to set to run another one. A config then describes one layer on one
+    GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
+
     \b
     Examples:
       profharness explain 2,8,512,100,fp32,mask=bool
@@ -580,6 +645,8 @@ def explain(
       profharness explain 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
       profharness explain '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
       profharness explain 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
+      profharness explain 1,64,1,64,kv_heads=8,sinks --engine vllm --engine-version 0.20 --gpu sm120
+      profharness explain 1,32,1,128,kv_heads=8 --engine sglang --engine-version 0.5.2..0.5.23 --gpu B200
 
     In Python the result has one row per config and release. `<backend>_eligible` is missing if it is
     unknown. `<backend>_reasons` are codes, first the one at which PyTorch stops. `attrs["answers"]` has
@@ -589,6 +656,13 @@ def explain(
     chosen_configs = config_list(configs)
     if not chosen_configs:
         raise UsageError("explain requires a config, such as 2,8,512,64,bf16, or --configs FILE")
+    if engine is not None:
+        name = gpu or gpu_name()
+        if name is None:
+            raise UsageError("this machine has no NVIDIA GPU; add --gpu, such as --gpu H100")
+        choice = EngineChoice(engine, engine_releases(engine, engine_version), find_gpu(name))
+        path = store_path(store)
+        return Question(chosen_configs, AUTO, (), [], path, engine=choice)
     platforms = named_platforms(torch or _default_release(gpu), gpu, cudnn, cuda, cudnn_compiled)
     path = store_path(store)
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
@@ -611,6 +685,11 @@ def check_options(
     *,
     torch: str | None = None,
     gpu: str | None = None,
+    cudnn: str | None = None,
+    cuda: str | None = None,
+    backend: str = AUTO,
+    engine: str | None = None,
+    engine_version: str | None = None,
     device: str = AUTO,
     bisect: str | None = None,
     full: bool = False,
@@ -619,8 +698,24 @@ def check_options(
     """Raise UsageError for options that exclude each other.
 
     --device and --measure need this machine, so they exclude --torch and --gpu. --bisect excludes
-    --measure and --full.
+    --measure and --full. --engine excludes everything about PyTorch.
     """
+    if engine_version is not None and engine is None:
+        raise UsageError(
+            f"--engine-version requires --engine, which is one of {', '.join(ENGINES)}"
+        )
+    about_torch = {
+        "--torch": torch is not None,
+        "--cudnn": cudnn is not None,
+        "--cuda": cuda is not None,
+        "--backend": backend != AUTO,
+        "--device": device != AUTO,
+        "--bisect": bisect is not None,
+        "--measure": measure,
+    }
+    if engine is not None and any(about_torch.values()):
+        given = next(option for option, is_given in about_torch.items() if is_given)
+        raise UsageError(f"{given} is about PyTorch's choice; it cannot be combined with --engine")
     elsewhere = torch is not None or gpu is not None
     if device != AUTO and elsewhere:
         raise UsageError(
@@ -645,6 +740,9 @@ def show(
 
     It shows a bisection, a table of releases, a map of choices, or the explanation of one config.
     """
+    if (engine := question.engine) is not None:
+        found = engine.ask(question.configs)
+        return engine_document(found, question.configs, engine.gpu, full=full)
     page = (
         _bisected(question, bisect)
         if bisect is not None
@@ -663,7 +761,7 @@ def check(question: Question) -> None:
 
     The document is printed before this check, because it still contains the prediction by rule.
     """
-    if not question.platforms:
+    if not question.platforms and question.engine is None:
         require_answer(question.explanations)
 
 

@@ -100,10 +100,13 @@ def _others(answer: Explanation) -> Iterator[str]:
         parts.append(f"{join_and(able)} could also run")
     refused = [side for side in considered if side.eligible is False]
     refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
-    for side in refused[:SHOWN_REASONS]:
+    of_reason: dict[str, list[str]] = {}
+    for side in refused:
         reason = side.reasons[0].message.rstrip(".") if side.reasons else "the reason is unknown"
-        parts.append(f"{backend_text(side.backend)} cannot: {reason}")
-    if more := [backend_text(side.backend) for side in refused[SHOWN_REASONS:]]:
+        of_reason.setdefault(reason, []).append(backend_text(side.backend))
+    shown = list(of_reason.items())
+    parts += [f"{join_and(names)} cannot: {reason}" for reason, names in shown[:SHOWN_REASONS]]
+    if more := [name for _, names in shown[SHOWN_REASONS:] for name in names]:
         parts.append(f"neither can {join_and(more)}")
     if unknown := [backend_text(side.backend) for side in considered if side.eligible is None]:
         parts.append(f"whether {join_and(unknown)} could run is unknown")

@@ -30,11 +30,11 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
         return _counted(layers, change)
     if layers.attention_ns and all(map(is_unfused, layers.rows)):
         subject = f"Eager attention{_where(change)}"
-        advice = _advised(change, layers) if change else USE_SDPA
+        advice = _advised(change) if change else USE_SDPA
         first = f"{_cost(layers, subject)}: {advice}."
         return (first, *_saving(layers), *_idle(layers, change))
     first = f"{_cost(layers)}; {_what_ran(layers)}."
-    return (first, *(_saving(layers) or _change(layers, change)), *_idle(layers, change))
+    return (first, *(_saving(layers) or _change(change)), *_idle(layers, change))
 
 
 def told_change(layers: LayerMap) -> Change | None:
@@ -73,8 +73,8 @@ def _last_name(module: str) -> str:
     return ".".join(parts[-2:] if parts[-1][:1] in ("{", *"0123456789") else parts[-1:])
 
 
-def _advised(change: Change, layers: LayerMap) -> str:
-    saves = f", {saving_text(change.saves_ns, layers)}" if change.saves_ns else ""
+def _advised(change: Change) -> str:
+    saves = f", {saving_text(change.saves_ns)}" if change.saves_ns else ""
     return f"{_named(change.text)}{saves}"
 
 
@@ -154,7 +154,7 @@ def _calls(rows: Sequence[LayerRow]) -> float:
     return sum(row.program_calls or row.calls or 0 for row in rows)
 
 
-def _change(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
+def _change(change: Change | None) -> tuple[str, ...]:
     """Return what to change in the costliest rows that math or eager attention computes."""
     if change is None:
         return ()
@@ -162,7 +162,7 @@ def _change(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
     text = f"In{where[3:]}, {text}." if where else f"{text[0].upper()}{text[1:]}."
     if change.saves_ns is None:
         return (text,)
-    saves = saving_text(change.saves_ns, layers)
+    saves = saving_text(change.saves_ns)
     return (f"{text} {saves[0].upper()}{saves[1:]}.",)
 
 
@@ -213,7 +213,7 @@ def _counted(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
         f"{count:,} {name}" if len(ran) > 1 else f"all {name}" for name, count in ran.most_common()
     )
     texts = [f"{made}{where}, {backends}." if calls else f"{made}, how often is unknown."]
-    return (*texts, *_change(layers, change), "No step was recorded, so no times are known.")
+    return (*texts, *_change(change), "No step was recorded, so no times are known.")
 
 
 def _forecast_sentence(forecast: Forecast) -> str:

@@ -12,7 +12,6 @@ from profharness.attention.dispatch.predict import predict
 from profharness.errors import ProfharnessError
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import LayerMap, LayerRow, suggestions
-from profharness.program.regret import is_launch_bound
 from profharness.render.document import time_text
 
 
@@ -38,10 +37,9 @@ def main_change(layers: LayerMap) -> Change | None:
     return Change(text, rows, sum(known) if len(known) == len(rows) else None)
 
 
-def saving_text(ns: float, layers: LayerMap) -> str:
-    """Return a clause such as `predicted to save at most 2.23 ms of GPU time per step`."""
-    most = "at most " if is_launch_bound(layers) else ""
-    return f"predicted to save {most}{time_text(ns)} of GPU time per step"
+def saving_text(ns: float) -> str:
+    """Return a clause such as `predicted to save about 2.23 ms of GPU time per step`."""
+    return f"predicted to save about {time_text(ns)} of GPU time per step"
 
 
 def own_place(layers: LayerMap) -> Place | None:

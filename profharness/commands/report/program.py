@@ -345,8 +345,8 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
         return ""
     saved = saved_ns(row, text, layers, place)
     if saved is not None:
-        share = f", {share_text(saved / layers.busy_ns)} of it" if layers.busy_ns else ""
-        predicted = saving_text(saved, layers)
+        share = f" ({share_text(saved / layers.busy_ns)})" if layers.busy_ns else ""
+        predicted = saving_text(saved)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
     share = f", {share_text(spent / whole)} of the step" if whole else ""
     return f"These calls take {time_text(spent)} per step{share}, which is the most that a change can save."

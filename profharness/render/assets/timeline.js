@@ -46,6 +46,15 @@
       }
       return low;
     };
+    const fitted = (text, room) => { // the text, or its start and an ellipsis
+      if (pen.measureText(text).width <= room) return text;
+      let [low, high] = [0, text.length];
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (pen.measureText(`${text.slice(0, middle)}…`).width <= room) low = middle; else high = middle - 1;
+      }
+      return low > 2 ? `${text.slice(0, low)}…` : "";
+    };
     const draw = () => {
       waiting = false;
       const scale = window.devicePixelRatio || 1;
@@ -74,7 +83,7 @@
         pen.fillStyle = band;
         pen.fillRect(0, top, width, ROW);
         pen.fillStyle = ink;
-        pen.fillText(lane.name, 2, top - NAME / 2);
+        pen.fillText(fitted(lane.name, width - 4), 2, top - NAME / 2);
         const begin = first(lane, from);
         for (const pass of [false, true]) { // marked series last, so that they stay visible
           let covered = -1; // right end of what this pass has drawn: marks within a pixel merge
@@ -93,14 +102,10 @@
               pen.lineWidth = 2;
               pen.strokeRect(left + 1, top + 1, Math.max(right - left - 2, 1), ROW - 2);
             }
-            if (right - left > 40) {
-              pen.save();
-              pen.beginPath();
-              pen.rect(left + 3, top, right - left - 7, ROW);
-              pen.clip();
+            const name = right - left > 40 ? fitted(mark.name, right - left - 8) : "";
+            if (name) {
               pen.fillStyle = mark.series.ink;
-              pen.fillText(mark.name, left + 4, top + ROW / 2 + 1);
-              pen.restore();
+              pen.fillText(name, left + 4, top + ROW / 2 + 1);
             }
           }
         }

@@ -1,0 +1,256 @@
+"""Answer which attention backend a serving engine selects, why not the others, and what to set."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+from profharness.attention.config import Config
+from profharness.attention.engines import ENGINES, Candidate, Selection, select
+from profharness.columns import column, pick
+from profharness.devices import Gpu
+from profharness.errors import join_and
+from profharness.render.document import Block, Document, Heading, Note, Table
+
+SCHEMA = "profharness.engine/1"
+RUNS, ACCEPTED, REFUSED, NOT_TRIED = "runs", "accepted", "refused", "not tried"
+SELECT = "--attention-backend"
+# What a user can set for a layer: the field of Config, its values, and the option of the engine.
+SETTINGS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
+    "vllm": (
+        ("kv_dtype", (None, "fp8_e4m3"), "--kv-cache-dtype"),
+        ("page", (None, 16, 32, 64, 128), "--block-size"),
+        ("dtype", ("bf16", "fp16"), "--dtype"),
+    ),
+    "sglang": (),
+}
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8"}
+
+
+@dataclass(frozen=True)
+class CandidateRow:
+    """One candidate of one selection, as `explain --engine` shows it."""
+
+    config: Annotated[str, column(meaning="the config")]
+    engine: Annotated[str, column(meaning="vllm or sglang")]
+    release: Annotated[str, column(meaning="the release of the engine")]
+    gpu: Annotated[str, column(meaning="the GPU")]
+    place: Annotated[
+        int,
+        column("#", "count", importance="key", meaning="the order in which the engine tries it"),
+    ]
+    backend: Annotated[str, column("backend", importance="key", meaning="the engine's backend")]
+    verdict: Annotated[
+        str,
+        column(
+            "verdict",
+            importance="answer",
+            meaning="`runs`, `accepted`, `refused`, or `not tried` after the one that runs",
+        ),
+    ]
+    reason: Annotated[
+        str, column("first reason against it", wrap=True, meaning="in the engine's words")
+    ]
+    setting: Annotated[
+        str, column("what to set to run it", wrap=True, meaning="options of the engine")
+    ]
+    since: Annotated[
+        str,
+        column("rules since", importance="detail", meaning="the first release with these rules"),
+    ]
+    reasons: Annotated[tuple[str, ...], column(meaning="all reasons against it")]
+
+
+@dataclass(frozen=True)
+class ReleaseRow:
+    """Consecutive releases that make the same choice."""
+
+    releases: Annotated[
+        str, column("releases", importance="key", meaning="the releases that agree")
+    ]
+    choice: Annotated[str, column("runs", importance="answer", meaning="the selected backend")]
+    accepted: Annotated[str, column("would also run", wrap=True, meaning="other accepted backends")]
+    refused: Annotated[
+        str, column("refused, with the first reason", wrap=True, meaning="refused backends")
+    ]
+
+
+FIELDS = tuple(CandidateRow.__dataclass_fields__)
+
+
+def selections_of(
+    engine: str, releases: Sequence[str], configs: Sequence[Config], gpu: Gpu
+) -> list[Selection]:
+    """Return the selection for each config and release. Raise UsageError if no rule covers the GPU."""
+    return [
+        select(engine, release, config, gpu.name, gpu.capability)
+        for config in configs
+        for release in releases
+    ]
+
+
+def candidate_rows(selection: Selection, config: Config, gpu: Gpu) -> list[CandidateRow]:
+    """Return a row for each candidate, in the order in which the engine tries them."""
+    made = []
+    for place, each in enumerate(selection.candidates, 1):
+        made.append(
+            CandidateRow(
+                config=selection.config,
+                engine=selection.engine,
+                release=selection.release,
+                gpu=selection.gpu,
+                place=place,
+                backend=each.backend,
+                verdict=_verdict(selection, each),
+                reason=each.reasons[0] if each.reasons else "",
+                setting=_setting(selection, each, config, gpu),
+                since=each.since,
+                reasons=each.reasons,
+            )
+        )
+    return made
+
+
+def _verdict(selection: Selection, candidate: Candidate) -> str:
+    if candidate.reasons:
+        return REFUSED
+    if candidate.backend == selection.chosen:
+        return RUNS
+    # SGLang's rules say which backend is the default, not which others would work.
+    return ACCEPTED if selection.engine == "vllm" else NOT_TRIED
+
+
+def _setting(selection: Selection, candidate: Candidate, config: Config, gpu: Gpu) -> str:
+    """Return the engine's options with which the candidate runs. Return "" if none are known."""
+    if candidate.backend == selection.chosen:
+        return ""
+    if not candidate.reasons or selection.engine != "vllm":
+        return f"{SELECT} {candidate.backend}"
+    for field, values, option in SETTINGS[selection.engine]:
+        for value in values:
+            changed = replace(config, **{field: value})
+            other = select(selection.engine, selection.release, changed, gpu.name, gpu.capability)
+            found = next((e for e in other.candidates if e.backend == candidate.backend), None)
+            if found is not None and not found.reasons:
+                text = "auto" if value is None else DTYPE_NAMES.get(value, str(value))
+                # An unset page size has no value to give.
+                first = f"no {option}" if field == "page" and value is None else f"{option} {text}"
+                more = "" if other.chosen == candidate.backend else f" {SELECT} {candidate.backend}"
+                return f"{first}{more}"
+    return ""
+
+
+def engine_document(
+    selections: Sequence[Selection], configs: Sequence[Config], gpu: Gpu, *, full: bool = False
+) -> Document:
+    """Return the document of `explain --engine`.
+
+    `selections` has the releases of the first config, then those of the second, and so on. One
+    release is shown candidate by candidate, several as a table that joins equal releases.
+    """
+    blocks: list[Block] = []
+    records: list[dict[str, Any]] = []
+    told: list[str] = []
+    groups = itertools.groupby(selections, key=lambda each: each.config)
+    for config, (_, group) in zip(configs, groups, strict=True):
+        found = list(group)
+        rows = [candidate_rows(each, config, gpu) for each in found]
+        records += [asdict(row) for each in rows for row in each]
+        name = ENGINES[found[0].engine]
+        if len(found) == 1:
+            told.append(_sentence(found[0]))
+            blocks += [Heading(config.label, f"{name} {found[0].release}, {gpu.name}")]
+            blocks += _candidates(rows[0], full=full)
+        else:
+            spans = list(_spans(found))
+            told.append(_history(spans))
+            blocks += [Heading(config.label, f"{name} by release, {gpu.name}")]
+            blocks.append(Table(pick(ReleaseRow), tuple(_history_row(span) for span in spans)))
+        doubts = dict.fromkeys(text for each in found for text in each.doubts)
+        blocks += [Note(text, "caveat", "warning") for text in doubts]
+    answer = tuple(told) if len(told) <= 2 else (_several(selections),)
+    return Document(
+        SCHEMA, "Backend of a serving engine", tuple(blocks), FIELDS, tuple(records), answer=answer
+    )
+
+
+def _candidates(rows: Sequence[CandidateRow], *, full: bool) -> Iterator[Block]:
+    yield Table.of(
+        pick(CandidateRow, "place", "backend", "verdict", "reason", "setting", "since"), rows
+    )
+    if full:
+        for row in rows:
+            if len(row.reasons) > 1:
+                yield Note("; ".join(row.reasons), row.backend)
+
+
+def _named(selection: Selection) -> str:
+    if selection.chosen is None:
+        return "no backend"
+    return f"{selection.chosen} ({selection.variant})" if selection.variant else selection.chosen
+
+
+def _sentence(selection: Selection) -> str:
+    """Return the answer for one release, such as `vLLM 0.25.1 runs FLASH_ATTN on an H100`."""
+    name = f"{ENGINES[selection.engine]} {selection.release}"
+    article = "an" if selection.gpu[:1] in "AEFHILMNORSX8" else "a"
+    named = not selection.gpu.startswith("sm")
+    where = f"on {article} {selection.gpu}" if named else f"on SM {selection.capability}"
+    if selection.chosen is None:
+        return f"{name} refuses this config {where}: every candidate has a reason against it."
+    told = f"{name} runs {_named(selection)} {where}"
+    before = list(
+        itertools.takewhile(lambda e: e.backend != selection.chosen, selection.candidates)
+    )
+    if before:
+        reasons = join_and([f"{each.backend} ({each.reasons[0]})" for each in before[:3]])
+        told += f", because it refuses {reasons}" if selection.engine == "vllm" else f"; {reasons}"
+    return f"{told}."
+
+
+def _spans(selections: Sequence[Selection]) -> Iterator[list[Selection]]:
+    """Yield the selections of consecutive releases with the same candidates and choice."""
+
+    def outcome(each: Selection) -> tuple[Any, ...]:
+        reasons = [(candidate.backend, candidate.reasons[:1]) for candidate in each.candidates]
+        return each.chosen, each.variant, reasons
+
+    for _, group in itertools.groupby(selections, key=outcome):
+        yield list(group)
+
+
+def _span_text(span: Sequence[Selection]) -> str:
+    first, last = span[0].release, span[-1].release
+    return first if first == last else f"{first} to {last}"
+
+
+def _history_row(span: Sequence[Selection]) -> tuple[str, ...]:
+    last = span[-1]
+    accepted = [each.backend for each in last.candidates if _verdict(last, each) == ACCEPTED]
+    refused = [f"{each.backend} ({each.reasons[0]})" for each in last.candidates if each.reasons]
+    return _span_text(span), _named(last), ", ".join(accepted), "; ".join(refused)
+
+
+def _history(spans: Sequence[Sequence[Selection]]) -> str:
+    """Return the answer for several releases: where the choice changed."""
+    first, last = spans[0][0], spans[-1][-1]
+    name = ENGINES[first.engine]
+    runs = [list(group) for _, group in itertools.groupby(spans, key=lambda span: _named(span[0]))]
+    if len(runs) == 1:
+        return f"{name} {first.release} to {last.release} all run {_named(first)}."
+    texts = []
+    for group in runs:
+        start, end = group[0][0].release, group[-1][-1].release
+        span = f"in {start}" if start == end else f"from {start} to {end}"
+        texts.append(f"{_named(group[0][0])} {f'from {start} on' if group is runs[-1] else span}")
+    return f"{name} runs {join_and(texts)}."
+
+
+def _several(selections: Sequence[Selection]) -> str:
+    counts: dict[str, int] = {}
+    for each in selections:
+        counts[_named(each)] = counts.get(_named(each), 0) + 1
+    texts = [f"{name} for {count:,}" for name, count in counts.items()]
+    return f"{ENGINES[selections[0].engine]} runs {join_and(texts)} of {len(selections):,} cases."
