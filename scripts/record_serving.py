@@ -1,7 +1,8 @@
 """Record traces of a small engine on this GPU: prefill and decode with FlashInfer's paged attention.
 
-The engine annotates its steps as SGLang does, with the sums of the lengths. Three traces are written
-into a folder: of eager steps, of the capture of a CUDA graph, and of replays of that graph. The file
+The engine annotates its steps as SGLang does, with the sums of the lengths. Four traces are written
+into a folder: of eager steps (without and with an op that has the shapes of attention), of the capture
+of a CUDA graph, and of replays of that graph. The file
 expected.json has the lengths of each step and the time of its attention, measured with CUDA events.
 
     python scripts/record_serving.py FOLDER
@@ -20,10 +21,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from profharness.attention.backends import BACKENDS
+from profharness.attention.backends.serving import fill_pages, packed_queries, page_table
 from profharness.attention.config import Config, parse_config
 from profharness.recording.worker.attention import make_forward, make_inputs
 from profharness.traces.engine_steps import BatchPart
@@ -35,17 +37,41 @@ DECODE = "4,32,1,128,bf16,kv_heads=8,lens=101+301+451+601,page=16"
 STEPS = 5
 
 
-class RadixAttention(nn.Module):
-    """Runs a prepared attention call, which has its own queries and cache."""
+CALLS: list[Callable[[], Any]] = []  # the prepared attention call of each layer
 
-    def __init__(self) -> None:
+
+@torch.library.custom_op("sgl_kernel::paged_attention", mutates_args=())
+def paged_attention(
+    query: Tensor,  # noqa: ARG001  only its shape matters, in the trace
+    keys: Tensor,  # noqa: ARG001
+    values: Tensor,  # noqa: ARG001
+    layer: int,
+) -> Tensor:
+    """Run the prepared call of a layer, as an op whose shapes a trace records, like engines do."""
+    out: Tensor = CALLS[layer]()
+    return out
+
+
+class RadixAttention(nn.Module):
+    """Runs a prepared attention call, which has its own queries and cache.
+
+    `tensors` are the queries [tokens, heads, dim] and a cache [pages, page, heads, dim] of the call. If
+    they are set, the call is an op; else it is none, as in engines that call FlashInfer directly.
+    """
+
+    def __init__(self, layer: int) -> None:
         super().__init__()
+        self.layer = layer
+        self.tensors: tuple[Tensor, Tensor] | None = None
         self.call: Callable[[], Any] | None = None
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.call is not None
-        if self.events is None:
+        if self.events is None and self.tensors is not None:
+            query, cache = self.tensors
+            out = torch.ops.sgl_kernel.paged_attention(query, cache, cache, self.layer)
+        elif self.events is None:
             out = self.call()
         else:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -57,10 +83,10 @@ class RadixAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layer: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.attn = RadixAttention()
+        self.attn = RadixAttention(layer)
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -70,16 +96,19 @@ class DecoderLayer(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DecoderLayer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(map(DecoderLayer, range(LAYERS)))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden
 
-    def use(self, calls: list[Callable[[], Any]]) -> None:
+    def use(
+        self, calls: list[Callable[[], Any]], tensors: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        CALLS[:] = calls
         for layer, call in zip(self.layers, calls, strict=True):
-            layer.attn.call = call
+            layer.attn.call, layer.attn.tensors = call, tensors
 
 
 def sums(config: Config) -> BatchPart:
@@ -91,6 +120,15 @@ def sums(config: Config) -> BatchPart:
         sum(q * q for q, _ in pairs),
         sum(q * k for q, k in pairs),
     )
+
+
+def tensors_of(config: Config) -> tuple[Tensor, Tensor]:
+    """Return the queries and the paged keys of a config, as its prepared calls use them."""
+    inputs = make_inputs(config, "cuda", 0)
+    assert config.page is not None
+    table = page_table(config.lengths, config.page, "cuda")
+    cache = fill_pages(inputs.key, config.lengths, config.page, table)
+    return packed_queries(config, inputs.query), cache
 
 
 def annotation(config: Config) -> str:
@@ -154,11 +192,16 @@ def main() -> None:
                 "config": config.label,
                 "attention_us_per_layer": median(median(own) for own in times),
             }
-        with recorded(folder / "eager.json.gz"):
-            for config, calls, hidden in (steps[PREFILL], *[steps[DECODE]] * STEPS):
-                model.use(calls)
-                with record_function(annotation(config)):
-                    model(hidden)
+        for name, shaped in (("eager", False), ("shapes", True)):
+            sized = {
+                text: tensors_of(config) if shaped else None for text, (config, *_) in steps.items()
+            }
+            with recorded(folder / f"{name}.json.gz"):
+                for text in (PREFILL, *[DECODE] * STEPS):
+                    config, calls, hidden = steps[text]
+                    model.use(calls, sized[text])
+                    with record_function(annotation(config)):
+                        model(hidden)
         config, calls, hidden = steps[DECODE]
         model.use(calls)
         graph = torch.cuda.CUDAGraph()

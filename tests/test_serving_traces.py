@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from written_benches import bench_run
 
+from profharness.cli import cli
+from profharness.commands.layers.answer import layers_answer
 from profharness.commands.report import report_document
+from profharness.errors import NotFoundError
+from profharness.jobs.into_store import BenchOptions, time_layers
 from profharness.program.layer_map import LayerMap, find_layers
 from profharness.render.renderers import RENDERERS
 from profharness.scrub.copies import audit
@@ -63,3 +69,100 @@ def test_a_report_has_the_phases(tmp_path: Path) -> None:
 
 def test_a_scrubbed_trace_keeps_the_annotations_of_steps() -> None:
     assert not list(audit(SERVING))
+
+
+BENCH = SERVING.parent / "serving_bench" / "20261126-183153-3540"
+LENGTHS = {
+    "prefill": ((100, 100), (300, 300), (450, 450), (600, 600)),
+    "decode": ((1, 101), (1, 301), (1, 451), (1, 601)),
+}
+POINTS = {
+    "prefill": (("b4-h32-kv8-s362-d128-bf16-causal-page=16", LAYERS),),
+    "decode": (("b4-h32-kv8-sq1-skv364-d128-bf16-page=16", LAYERS),),
+}
+
+
+def test_an_op_gives_shapes_so_that_work_and_configs_are_known(tmp_path: Path) -> None:
+    layers = layers_of(SERVING / "shapes.json.gz", tmp_path)
+    assert {phase.phase: phase.points for phase in layers.phases} == POINTS
+    for phase in layers.phases:
+        pairs = LENGTHS[phase.phase]
+        # every query attends to the keys up to its own position
+        scores = sum(k - (q - 1 - at) for q, k in pairs for at in range(q))
+        assert phase.flops == LAYERS * 2 * 32 * (128 + 128) * scores
+        rows = sum(q for q, _ in pairs) * 32 + sum(k for _, k in pairs) * 8
+        assert phase.bytes == LAYERS * rows * (128 + 128) * 2
+        assert 0 < (phase.roofline_share or 0) < 1
+
+
+def test_a_bench_tells_the_fastest_backend_of_each_phase_in_tokens_per_second(
+    tmp_path: Path,
+) -> None:
+    layers = layers_of(SERVING / "shapes.json.gz", tmp_path)
+    ingest_path(tmp_path / "store.db", BENCH)
+    options = BenchOptions(run=BENCH.name)
+    timed = time_layers(layers, options, tmp_path / "store.db")
+    assert [phase.fastest for phase in timed.phases] == ["flashinfer-fa3", "flashinfer-fa2"]
+    for phase in timed.phases:
+        assert phase.saves_ns == pytest.approx(phase.attention_ns - (phase.fastest_ns or 0))
+        assert phase.saves_ns is not None and phase.saves_ns > 0
+        tokens = (phase.tokens_per_s or 0) * phase.mean_ns
+        assert phase.fastest_tokens_per_s == pytest.approx(
+            tokens / (phase.mean_ns - phase.saves_ns)
+        )
+    told = layers_answer(timed)
+    assert told[1].startswith("In prefill steps, flashinfer-fa3 would save at most ")
+    assert told[2].endswith(" tokens/s).")
+
+
+def test_a_slower_bench_saves_nothing(tmp_path: Path) -> None:
+    layers = layers_of(SERVING / "shapes.json.gz", tmp_path)
+    ((label, _),) = POINTS["decode"]
+    environment = {"device_type": "cuda", "gpu": layers.gpu, "torch": "2.11.0", "capability": "9.0"}
+    run = bench_run(
+        tmp_path / "store.db", "slow", {(label, "flashinfer-fa2"): 900_000}, environment,
+        measurement="kernel",
+    )  # fmt: skip
+    timed = time_layers(layers, BenchOptions(run=run), tmp_path / "store.db")
+    prefill, decode = timed.phases
+    assert prefill.fastest is None
+    assert (decode.fastest, decode.saves_ns) == ("flashinfer-fa2", 0)
+    assert decode.fastest_tokens_per_s == pytest.approx(decode.tokens_per_s)
+    assert "In decode steps, flashinfer-fa2 is not faster than what ran." in layers_answer(timed)
+
+
+def test_a_bench_of_another_gpu_is_refused(tmp_path: Path) -> None:
+    layers = layers_of(SERVING / "shapes.json.gz", tmp_path)
+    ((label, _),) = POINTS["decode"]
+    environment = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0"}
+    times = {(label, "flashinfer-fa2"): 900_000}
+    run = bench_run(tmp_path / "store.db", "other", times, environment, measurement="kernel")
+    with pytest.raises(NotFoundError, match="was timed on NVIDIA H200"):
+        time_layers(layers, BenchOptions(run=run), tmp_path / "store.db")
+
+
+def test_the_configs_of_phases_are_printed_for_a_bench(tmp_path: Path) -> None:
+    words = ["layers", str(SERVING / "shapes.json.gz"), "--savings", "--configs"]
+    result = CliRunner().invoke(cli, [*words, "--store", str(tmp_path / "store.db")])
+    assert result.stdout.split() == [label for ((label, _),) in POINTS.values()]
+
+
+def test_a_diff_of_engines_names_the_versions_in_their_logs(tmp_path: Path) -> None:
+    store, runs = str(tmp_path / "store.db"), []
+    sides = (("eager", "0.20.0", "3.4.0"), ("shapes", "0.25.0", "3.6.0"))
+    for name, version, triton in sides:
+        log = tmp_path / f"{name}.log"
+        log.write_text(
+            f"INFO vLLM API server version {version}\n[pip3] triton=={triton}\n"
+            "INFO [cuda.py:367] Using AttentionBackendEnum.FLASHINFER backend.\n"
+        )
+        words = ["ingest", str(SERVING / f"{name}.json.gz"), "--with", str(log), "--store", store]
+        assert CliRunner().invoke(cli, words).exit_code == 0
+        runs.append(f"{name}.json.gz")
+    told = CliRunner().invoke(cli, ["diff", *runs, "--store", store]).stdout
+    assert told.startswith("Prefill steps take ")
+    assert "The environments differ in engine_version (0.20.0 → 0.25.0)" in " ".join(told.split())
+    table = told.split("environment ")[1].splitlines()
+    keys = [line.split()[:3] for line in table[1:] if line.strip()]
+    assert ["engine_version", "0.20.0", "0.25.0"] in keys
+    assert ["triton", "3.4.0", "3.6.0"] in keys

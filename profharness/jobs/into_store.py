@@ -32,6 +32,7 @@ from profharness.processes import PrewarmedWorker
 from profharness.program.layer_map import LayerMap
 from profharness.program.regret import (
     MEASUREMENTS,
+    phase_backends,
     regret_backends,
     regret_configs,
     regret_map,
@@ -449,6 +450,8 @@ def time_layers(
             )
         options = replace(options, configs=regret_configs(layers), device=device)
         backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))
+        if not options.backends:
+            backends = (*backends, *phase_backends(layers))
     if backends:
         backends = tuple(dict.fromkeys([*backends, *regret_backends(layers)]))
     options = replace(options, measurements=MEASUREMENTS, backends=backends)

@@ -40,6 +40,11 @@ _EXPLAINS = {
         "the GPU determines the allowed backends, whether cuDNN comes first, tile sizes and "
         "the number of splits"
     ),
+    "engine|engine_version": (
+        "another release of an engine has another order of backends and other kernels; see "
+        "`explain --engine`"
+    ),
+    "attention_backend": "the engine runs other attention kernels",
     "torch|torch_git": (
         "the PyTorch release determines the order of the backends, their constraints and the "
         "built-in kernels"
@@ -69,6 +74,7 @@ _EXPLAINS = {
     r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": "lets fp32 GEMMs of math run on tensor"
     " cores",
     "triton": "recompiles flex and Triton kernels",
+    "flashinfer|flash-attn(-3)?|sgl-kernel|aiter|hip": "contains attention kernels of engines",
     "driver": "may change clocks, launch cost and just-in-time compiled code",
     r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)": "changes cuBLAS's choice of GEMM for"
     " math",

@@ -344,6 +344,7 @@ class LayerMap:
     forecasts: tuple[Forecast, ...] = ()  # predictions for other GPUs
     name: str = ""  # the file of a trace, otherwise the id of the run
     phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
+    benched: str | None = None  # the bench run that the phases are compared with
     engine: EngineLog | None = None  # what the log of the engine tells
 
     @property

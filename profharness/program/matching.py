@@ -210,7 +210,7 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
     if not calls and not untraced:
         return None
     devices = store.devices(run)
-    device = devices[0].name if devices else None
+    device = (devices[0].name or "a GPU without a name") if devices else None
     phases = find_phases(steps, calls, store.peaks(run))
     traced = tuple(steps) if calls else ()
     return Program(tuple(calls), traced, device, tuple(untraced), observed, phases)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Annotated, NamedTuple
 
-from profharness.attention.config import parse_config
+from profharness.attention.config import CACHE_DTYPES, Config, parse_config
 from profharness.columns import column
 from profharness.devices import Peaks, flop_peak
-from profharness.dtypes import DTYPES
+from profharness.dtypes import CONFIG_DTYPES, DTYPES
 from profharness.errors import counted
 from profharness.rows import CallRow, StepRow
 from profharness.traces.engine_steps import BatchPart, EngineStep, parse_engine_step
 
 Number = float | None
+USUAL_PAGE = 16  # vLLM's default
+PAGES = (8, 16, 32, 64, 128, 256)
 OVER = 1.02  # a rate above this share of the data sheet's is doubtful
 
 
@@ -45,6 +47,7 @@ class PhaseRow:
         float,
         column("step µs", "us", importance="answer", scale="step", meaning="median duration"),
     ]
+    mean_ns: Annotated[float, column(meaning="mean duration")]
     step_p90_ns: Annotated[
         float,
         column(
@@ -109,6 +112,50 @@ class PhaseRow:
             "checked, because some of them are rejected",
         ),
     ]
+    points: Annotated[
+        tuple[tuple[str, float], ...],
+        column(
+            meaning="what a step of median work computes: pairs of a config, whose lengths are the "
+            "mean lengths of the step, and its number of calls"
+        ),
+    ] = ()
+    fastest: Annotated[
+        str | None,
+        column(
+            "fastest",
+            optional=True,
+            meaning="with --bench: the fastest correct backend in that bench",
+        ),
+    ] = None
+    fastest_ns: Annotated[
+        Number,
+        column(
+            "its µs",
+            "us",
+            scale="step",
+            optional=True,
+            meaning="with --bench: time of a step's attention on that backend",
+        ),
+    ] = None
+    saves_ns: Annotated[
+        Number,
+        column(
+            "saves µs",
+            "us",
+            scale="step",
+            optional=True,
+            meaning="with --bench: by how much its attention is shorter than that of the trace",
+        ),
+    ] = None
+    fastest_tokens_per_s: Annotated[
+        Number,
+        column(
+            "tokens/s then",
+            "figures",
+            optional=True,
+            meaning="with --bench: new tokens divided by the duration that a step then has",
+        ),
+    ] = None
     doubts: Annotated[tuple[str, ...], column(meaning="why a figure is missing or doubtful")] = ()
 
 
@@ -198,6 +245,7 @@ def _phase(
         requests=median(requests) if requests else None,
         new_tokens=median(rows) if rows else None,
         step_ns=median(durations),
+        mean_ns=sum(durations) / count,
         step_p90_ns=quantiles(durations, n=10, method="inclusive")[-1]
         if count > 1
         else durations[0],
@@ -210,6 +258,7 @@ def _phase(
         bytes_per_s=None if moved is None else 1e9 * moved / attention,
         roofline_share=limit / attention if limit else None,
         tokens_per_s=None if whole_tokens is None else 1e9 * whole_tokens / sum(durations),
+        points=_median_points(group, calls, works) if whole else (),
         doubts=tuple(sorted(doubts)),
     )
 
@@ -238,14 +287,68 @@ def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None,
                 f"{counted(unknown, 'attention call')} of {len(calls)} in {batch.phase} steps "
                 "have no shapes, so FLOPs and bytes are unknown"
             )
-        dims = call.dims[0] or (0,)
-        alone = [part for part in parts if len(parts) > 1 and part.queries == dims[0]]
-        for part in alone or parts:
+        for part in _call_parts(batch, call):
             work = part_work(part, shape)
             flops += work.flops
             known = known and work.bytes is not None
             moved += work.bytes or 0
     return Work(flops, moved if known else None), None
+
+
+def _call_parts(batch: EngineStep, call: CallRow) -> list[BatchPart]:
+    """Return the part of the batch that has the tokens of a call, or all parts."""
+    parts = [part for part in (batch.prefill, batch.decode) if part]
+    dims = call.dims[0] or (0,)
+    alone = [part for part in parts if len(parts) > 1 and part.queries == dims[0]]
+    return alone or parts
+
+
+def _median_points(
+    group: Sequence[tuple[StepRow, EngineStep]],
+    calls: Sequence[Sequence[CallRow]],
+    works: Sequence[Work | None],
+) -> tuple[tuple[str, float], ...]:
+    """Return the configs of the step with the median FLOPs, and the number of calls of each."""
+    order = sorted(range(len(group)), key=lambda at: works[at] or Work(0, None))
+    at = order[len(order) // 2]
+    counts: Counter[str] = Counter()
+    for call in calls[at]:
+        for part in _call_parts(group[at][1], call):
+            config = part_config(part, call)
+            if config is None:
+                return ()
+            counts[config.label] += 1
+    return tuple((label, float(count)) for label, count in counts.items())
+
+
+def part_config(part: BatchPart, call: CallRow) -> Config | None:
+    """Return the config of a call on some requests, all with their mean lengths.
+
+    The page size is that of a cache [pages, page, heads, dim], else USUAL_PAGE. Return None if the
+    shapes, the dtype or the lengths are unknown, and for a batch that no config can express.
+    """
+    shape = head_shape(call)
+    query, key = (tensor or {} for tensor in call.tensors[:2])
+    dtype, kv_dtype = query.get("dtype"), key.get("dtype")
+    if shape is None or dtype not in CONFIG_DTYPES or not part.requests:
+        return None
+    if not part.queries or not part.keys or shape.qk_dim != shape.v_dim:
+        return None
+    queries = max(1, round(part.queries / part.requests))
+    dims = tuple(key.get("dims") or ())
+    page = dims[-3] if len(dims) >= 4 and dims[-3] in PAGES else USUAL_PAGE
+    return Config(
+        batch=part.requests,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        seq_len_q=queries,
+        seq_len_kv=max(queries, round(part.keys / part.requests)),
+        head_dim=shape.qk_dim,
+        dtype=dtype,
+        causal=queries > 1,
+        page=page,
+        kv_dtype=kv_dtype if kv_dtype != dtype and kv_dtype in CACHE_DTYPES else None,
+    )
 
 
 def part_work(part: BatchPart, shape: HeadShape) -> Work:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from profharness import stats
+from profharness.attention.backends.serving import SERVING_BACKENDS
 from profharness.attention.config import (
     OWN_CHOICE,
     SDP_BACKENDS,
@@ -22,6 +23,7 @@ from profharness.errors import NotFoundError
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.evaluation import BenchResult
 from profharness.program.layer_map import LayerMap, LayerRow, Regret, suggestions
+from profharness.program.phases import PhaseRow
 from profharness.rows import COLD, KERNEL
 
 # measurements of a benchmark; the first one that is available ranks the backends
@@ -102,6 +104,8 @@ def regret_configs(layers: LayerMap) -> list[Config]:
             configs[config] = None
             # the savings in the backward pass are the total minus the savings in the forward pass
             configs[replace(config, bwd=False)] = None
+    for phase in layers.phases:
+        configs |= {parse_config(label): None for label, _ in phase.points}
     if not configs:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
         raise NotFoundError(
@@ -126,6 +130,12 @@ def timed_configs(layers: LayerMap) -> list[Config]:
 def regret_backends(layers: LayerMap) -> list[str]:
     """Return the backends that ran. They must be timed even if they are not requested."""
     return list(dict.fromkeys(str(row.ran) for row in layers.rows if _timeable(row)))
+
+
+def phase_backends(layers: LayerMap) -> list[str]:
+    """Return the backends that read a paged cache, if the program is an engine with known shapes."""
+    names = [backend.name for backend in SERVING_BACKENDS]
+    return names if any(phase.points for phase in layers.phases) else []
 
 
 def _timeable(row: LayerRow) -> bool:
@@ -164,6 +174,9 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     times = BenchTimes(benched)
     rows = [_with_best(row, layers, benched, times) for row in layers.rows]
     timed = [row for row in rows if row.saves_ns is not None]
+    phases = tuple(_faster_phase(phase, times) for phase in layers.phases)
+    if not timed and any(phase.fastest for phase in phases):
+        return replace(layers, phases=phases, benched=benched.run)
     if not timed:
         configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
         raise NotFoundError(
@@ -187,7 +200,35 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
         conclusions=(),
     )
     lines = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
-    return replace(layers, rows=tuple(rows), regret=replace(regret, conclusions=lines))
+    return replace(
+        layers,
+        rows=tuple(rows),
+        phases=phases,
+        benched=benched.run,
+        regret=replace(regret, conclusions=lines),
+    )
+
+
+def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
+    """Add the fastest backend of the benchmark to a phase, and what it saves in a step.
+
+    The saving is the time of the attention in the trace, less the time in the benchmark. It is 0 if
+    the benchmark is not faster.
+    """
+    best = times.fastest(phase.points) if phase.points else None
+    spent = times.total(phase.points, best) if best else None
+    if best is None or spent is None:
+        return phase
+    saves = max(0.0, phase.attention_ns - spent)
+    after = phase.mean_ns - saves
+    rate = phase.tokens_per_s
+    return replace(
+        phase,
+        fastest=best,
+        fastest_ns=spent,
+        saves_ns=saves,
+        fastest_tokens_per_s=rate * phase.mean_ns / after if rate and after > 0 else None,
+    )
 
 
 def is_launch_bound(layers: LayerMap) -> bool:

@@ -2,7 +2,8 @@
 
 vLLM logs its choice and the other candidates at level INFO, and the reason for each refusal at level
 DEBUG (`VLLM_LOGGING_LEVEL=DEBUG`). SGLang logs the arguments of its server. FlashInfer logs the
-paths of the cubins that it loads.
+paths of the cubins that it loads. The versions of libraries are in the output of `vllm collect-env` and
+`python -m sglang.check_env`, which users append to a log.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_BYTES = 256 << 20  # a longer log is read only up to here; engines log their
 MAX_LINE = 1 << 16
 
 _VERSION = re.compile(
-    r"(?:vLLM API server version |Initializing an? (?:V[01] )?LLM engine \()v?(\d[\w.+]*)"
+    r"(?:vLLM API server version |Initializing an? (?:V[01] )?LLM engine \(|vLLM Version\s*: )v?(\d[\w.+]*)"
 )
 _SGLANG_VERSION = re.compile(r"(?i)sglang(?:==|[ _]version[ :=]+'?)v?(\d[\w.+]*)")
 _CHOICE = re.compile(
@@ -46,6 +47,25 @@ _DEFAULT = re.compile(
 )
 _CUBIN = re.compile(r"fmha/trtllm-gen/(\w+)")
 _FA_VERSION = re.compile(r"Using FlashAttention version (\d)")
+# `[pip3] triton==3.6.0` and `PyTorch version: 2.11.0+cu130` of vLLM, `triton: 3.6.0` of SGLang
+_LIBRARY = re.compile(
+    r"(?:^|\s)(torch|triton|pytorch-triton-rocm|flashinfer[-_]python|flash[-_]attn(?:[-_]3)?|aiter|amd-aiter"
+    r"|nvidia-cudnn-cu1\d|sgl[-_]kernel|xformers)(?:==| *: +)v?(\d[\w.+-]*)\s*$"
+)
+_VERSION_OF = re.compile(
+    r"^(PyTorch|cuDNN|Nvidia driver|CUDA Driver|HIP runtime)\s+[Vv]ersion\s*: +(\d\S*)\s*$"
+)
+# names of libraries in logs, and the keys of an environment that they set
+_KEYS = {
+    "PyTorch": "torch",
+    "Nvidia driver": "driver",
+    "CUDA Driver": "driver",
+    "HIP runtime": "hip",
+    "cuDNN": "cudnn",
+    "pytorch-triton-rocm": "triton",
+    "flashinfer-python": "flashinfer",
+    "amd-aiter": "aiter",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +84,15 @@ class EngineLog:
     """The config for which the engine searched a backend, as it was logged."""
     cubins: tuple[str, ...] = ()
     """Names of the kernels that FlashInfer loaded."""
+    libraries: dict[str, str] = field(default_factory=dict)
+    """Maps names of libraries, such as `triton`, and `driver` to their versions."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the log tells of an environment, with the keys of a run's environment."""
+        told = {"engine": self.engine, "engine_version": self.version}
+        told |= {"attention_backend": self.backend}
+        return {key: value for key, value in told.items() if value} | self.libraries
 
 
 def read_engine_log(path: Path) -> EngineLog | None:
@@ -109,6 +138,10 @@ def _read_line(log: EngineLog, line: str) -> EngineLog:
         return replace(log, engine=SGLANG, backend=" and ".join(names) or log.backend)
     if match := _DEFAULT.search(line):
         return replace(log, engine=SGLANG, backend=match[1])
+    if match := _LIBRARY.search(line) or _VERSION_OF.search(line):
+        name = match[1] if match[1] in _KEYS else match[1].replace("_", "-")
+        key = "cudnn" if name.startswith("nvidia-cudnn") else _KEYS.get(name, name)
+        return replace(log, libraries=log.libraries | {key: match[2]})
     if match := _CUBIN.search(line):
         return replace(log, cubins=tuple(dict.fromkeys((*log.cubins, match[1]))))
     if (match := _FA_VERSION.search(line)) and log.backend == "FLASH_ATTN":

@@ -45,6 +45,28 @@ LINES = {
     "loading /cache/abc/fmha/trtllm-gen/fmhaSm100Kernel_QkvBfloat16OBfloat16H128PagedKvDenseP16.cubin": (
         EngineLog(cubins=("fmhaSm100Kernel_QkvBfloat16OBfloat16H128PagedKvDenseP16",))
     ),
+    # vllm/collect_env.py
+    "PyTorch version              : 2.11.0+cu130\n"
+    "Nvidia driver version        : 580.95.05\n"
+    "cuDNN version                : Could not collect\n"
+    "[pip3] flashinfer-python==0.6.4\n[pip3] nvidia-cudnn-cu13==9.19.0.56\n[pip3] triton==3.6.0\n"
+    "[conda] numpy 2.2.6 pypi_0 pypi\nvLLM Version                 : 0.25.0": (
+        EngineLog(
+            "vLLM",
+            "0.25.0",
+            libraries={
+                "torch": "2.11.0+cu130",
+                "driver": "580.95.05",
+                "flashinfer": "0.6.4",
+                "cudnn": "9.19.0.56",
+                "triton": "3.6.0",
+            }
+        )
+    ),
+    # sglang/check_env.py
+    "CUDA Driver Version: 580.95.05\nsgl_kernel: 0.3.21\nflashinfer_python: 0.6.4": (
+        EngineLog(libraries={"driver": "580.95.05", "sgl-kernel": "0.3.21", "flashinfer": "0.6.4"})
+    ),
 }
 
 

@@ -363,14 +363,15 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
             f"run {store.run_name(run)} has no cell on {backend!r}{of}; its backends are {has}"
         )
     # The GPU of a trace is stored as a device, not in the environment.
-    gpus = [("gpu", device.name) for device in store.devices(run)[:1]]
+    gpus = [("gpu", device.name) for device in store.devices(run)[:1] if device.name]
+    log = store.engine(run)
     return Side(
         label=_with_backend(run, backend),
         name=_with_backend(store.run_name(run), backend),
         cells=tuple(cells),
         kernels=tuple(kernels),
         backend=backend,
-        environment=dict(gpus) | store.environment(run),
+        environment=dict(gpus) | store.environment(run) | (log.environment if log else {}),
         program=find_program(store, run, configs),
     )
 

@@ -10,6 +10,7 @@ from profharness.commands.layers.savings import Change, main_change, saving_text
 from profharness.errors import counted, join_and, join_few
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow
+from profharness.program.phases import PhaseRow
 from profharness.render.document import FORMATS, share_text, time_text
 from profharness.rows import WHOLE_TRACE
 
@@ -169,12 +170,25 @@ def _change(change: Change | None) -> tuple[str, ...]:
 def _saving(layers: LayerMap) -> tuple[str, ...]:
     """Return what the fastest backends of a benchmark would save, if anything."""
     regret = layers.regret
+    if layers.benched and regret is None:
+        return tuple(_phase_saving(phase) for phase in layers.phases if phase.fastest)
     if regret is None or regret.saves_ns <= 0:
         return ()
     most = "at most " if regret.launch_bound else ""
     return (
         f"The fastest correct backends would save {most}{time_text(regret.saves_ns)} per step.",
     )
+
+
+def _phase_saving(phase: PhaseRow) -> str:
+    """Return what the fastest backend of a benchmark would save in the steps of a phase."""
+    if not phase.saves_ns:
+        return f"In {phase.phase} steps, {phase.fastest} is not faster than what ran."
+    idle = (phase.busy_share or 0) < 1 - IDLE
+    told = f"{phase.fastest} would save {'at most ' if idle else ''}{time_text(phase.saves_ns)} per step"
+    if phase.tokens_per_s and phase.fastest_tokens_per_s:
+        told += f" ({phase.tokens_per_s:,.0f} → {phase.fastest_tokens_per_s:,.0f} tokens/s)"
+    return f"In {phase.phase} steps, {told}."
 
 
 def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:

@@ -67,8 +67,9 @@ def phase_blocks(layers: LayerMap, level: int) -> list[Block]:
     """Return a heading of that level and the table of the engine's phases, or no block."""
     if not layers.phases:
         return []
+    benched = f"with bench run {layers.benched}" if layers.benched else ""
     table = Table.of(PHASES, map(record, layers.phases))
-    return [Heading("Phases of the engine", "", level), table]
+    return [Heading("Phases of the engine", benched, level), table]
 
 
 def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = False) -> Document:
