@@ -85,8 +85,9 @@ def main(names: list[str]) -> None:
         command = folder / "profharness"
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m profharness "$@"\n')
         command.chmod(0o755)
-        for path in (ROOT / "traces" / "models", *(ROOT / "traces").glob("h200-*")):
-            shutil.copytree(path, folder / "traces" / path.name)
+        for path in (ROOT / "traces").iterdir():
+            if path.is_dir() and path.name != "runs":
+                shutil.copytree(path, folder / "traces" / path.name)
         for page in [Path(each).resolve() for each in names] or pages():
             write_outputs(page, folder)
     if not names:

@@ -189,7 +189,12 @@ def test_a_block_prints_what_its_page_shows(installed: Installed, block: Block) 
 def with_traces(folder: Path) -> None:
     """Copy the runs and traces of the repository, which the pages refer to."""
     traces = ROOT / "traces"
-    for path in (traces / "models", traces / "serving", *traces.glob("h200-*")):
+    for path in (
+        traces / "models",
+        traces / "serving",
+        traces / "serving_bench",
+        *traces.glob("h200-*"),
+    ):
         if not (folder / "traces" / path.name).exists():
             shutil.copytree(path, folder / "traces" / path.name)
 

@@ -60,7 +60,7 @@ LINES = {
                 "flashinfer": "0.6.4",
                 "cudnn": "9.19.0.56",
                 "triton": "3.6.0",
-            }
+            },
         )
     ),
     # sglang/check_env.py
