@@ -6,6 +6,7 @@ Traces of a run that is still being recorded can be parsed in advance.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -37,6 +38,7 @@ CHUNK = 1 << 20
 MOST_BYTES = 16 << 20
 # The names that vLLM and SGLang give to traces of the captures of CUDA graphs, to the folder that
 # contains them, and to the list of them
+ANNOTATIONS = re.compile(r"annotations?\.json(?:\.gz)?$")  # names of the nodes of CUDA graphs
 CAPTURE, CAPTURES, CAPTURE_LIST = "graph_capture", "capture_traces", "execution_details.json"
 MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a path, and of a path in a message
 
@@ -136,8 +138,8 @@ def _is_capture(path: Path) -> bool:
 def find_companions(path: Path) -> list[Path]:
     """Return the files that a serving engine recorded beside a trace of its steps.
 
-    These are the captures of CUDA graphs, and logs. If the name of the trace contains a rank, a
-    capture with another rank in its name does not belong to it.
+    These are the captures of CUDA graphs, the names of their nodes, and logs. If the name of the
+    trace contains a rank, a capture with another rank in its name does not belong to it.
     """
     if _is_capture(path):
         return []
@@ -148,7 +150,8 @@ def find_companions(path: Path) -> list[Path]:
             named = NAMED_RANK.findall(each.name)
             is_ours = not rank or not named or rank == named
             is_capture = _is_capture(each) and is_ours and is_trace(each)
-            if each.is_file() and (is_log(each) or (is_capture and each.name != CAPTURE_LIST)):
+            is_described = is_log(each) or ANNOTATIONS.search(each.name) is not None
+            if each.is_file() and (is_described or (is_capture and each.name != CAPTURE_LIST)):
                 found.append(each)
     return found
 

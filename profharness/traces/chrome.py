@@ -51,7 +51,7 @@ from profharness.traces.columns import (
     make_device,
     nothing,
 )
-from profharness.traces.graphs import GraphCapture, find_captures, replayed
+from profharness.traces.graphs import GraphCapture, find_captures, read_annotations, replayed
 
 KEPT = (
     "schemaVersion", "trace_id", "record_shapes", "with_stack", "profile_memory", "with_flops",
@@ -95,7 +95,8 @@ def parse_chrome(
     The launches of the Trace are kernels, memcpys and memsets. If the trace contains none of these,
     the launches are ATen ops, and the duration of an op excludes its child ops. Events that cannot
     be read are skipped and counted. `captures` are traces of the same program that contain the
-    captures of its CUDA graphs; they describe the kernels of replays. `chunk_rows` and `slice_rows`
+    captures of its CUDA graphs, or the names that `mark_kernels` gave to their nodes; they describe the
+    kernels of replays. `chunk_rows` and `slice_rows`
     affect the memory that the parser uses, but not the result.
 
     Raise TraceFormatError if the file is truncated, damaged or not a Kineto trace.
@@ -103,13 +104,21 @@ def parse_chrome(
     path = Path(path)
     with closing(Window(path)) as window:
         layout = probe(window)
-    recorded = {file.name: read_captures(file) for file in captures}
+    annotations: dict[int, str] = {}
+    recorded = {}
+    for file in captures:
+        if (names := read_annotations(file)) is not None:
+            annotations |= names
+        else:
+            recorded[file.name] = read_captures(file)
     with ExitStack() as stack:
         collector = Collector(Spool(stack))
         with closing(Window(path)) as window:
             end = FileScanner(window, layout, collector).scan()
         header = read_trailer(path, layout, end)
-        return _assemble(path, collector.tables, header, recorded, chunk_rows, slice_rows, stack)
+        return _assemble(
+            path, collector.tables, header, recorded, annotations, chunk_rows, slice_rows, stack
+        )
 
 
 def read_captures(path: Path) -> list[GraphCapture]:
@@ -134,6 +143,7 @@ def _assemble(
     tables: Tables,
     header: dict[str, Any],
     recorded: Mapping[str, Sequence[GraphCapture]],
+    annotations: Mapping[int, str],
     chunk_rows: int,
     slice_rows: int,
     stack: ExitStack,
@@ -147,7 +157,12 @@ def _assemble(
     flows, lone = _flows(tables.arrows)
     at = Attribution(tables, flows, threads, base, slice_rows=slice_rows)
     own = find_captures(tables, at, threads)
-    at.calls, ops = replayed(tables, at.calls, at.steps, threads, base, own=own, recorded=recorded)
+    at.calls, ops = replayed(
+        *(tables, at.calls, at.steps, threads, base),
+        own=own,
+        recorded=recorded,
+        annotations=annotations,
+    )
     stacks = np.array([at.stacks.number(names) for names in ops.stacks], np.int64)
     counts, hashes = Counter[str](), [nothing(0)]
 

@@ -14,13 +14,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from profharness.errors import join_few
+from profharness.errors import join_few, one_line
+from profharness.files import open_input
 from profharness.trace import NO_OP, NO_SHAPES, AttentionCall, CallSpan, ProgramStep
 from profharness.traces.attention_calls import AttentionCalls, module_names
 from profharness.traces.attribution import Attribution
@@ -44,6 +48,8 @@ BEGIN = re.compile(rf"{CUDA_API}StreamBeginCapture\w*")
 END = re.compile(rf"{CUDA_API}StreamEndCapture\w*")
 NODE = re.compile(rf"{CUDA_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
 KINDS = ("kernel", "memcpy", "memset")
+MAX_ANNOTATIONS = 64 << 20  # bytes
+_ANNOTATIONS = re.compile(rb'\s*\{\s*(?:\}|"\d+"\s*:)')
 
 _BLANK = AttentionCall(
     kind="replay",
@@ -93,7 +99,37 @@ class _Replay:
     kernels: Ints  # kernel id of each row
     names: tuple[str, ...]  # name of each row's kernel
     kinds: Ints  # index of each row's kind in KINDS
+    nodes: Ints  # id of each row's node in the graph, or -1
     ordered: bool  # whether all rows ran on one stream
+
+
+def read_annotations(path: Path) -> dict[int, str] | None:
+    """Return the names that `mark_kernels` gave to nodes of CUDA graphs, by node id.
+
+    PyTorch writes them as JSON: `{"4294967301": [{"name": "layers.0.attention"}]}`, where inner scopes
+    come first, and earlier releases write a string in place of the dict. Return None if a file has
+    another form, and raise OSError if it cannot be read.
+    """
+    with closing(open_input(path)) as file:
+        data = file.read(MAX_ANNOTATIONS + 1)
+    if len(data) > MAX_ANNOTATIONS or not _ANNOTATIONS.match(data):
+        return None
+    try:
+        found = msgspec.json.decode(data, type=dict[int, Any])
+    except msgspec.DecodeError:
+        return None
+    return {node: name for node, value in found.items() if (name := _annotation(value))}
+
+
+def _annotation(value: object) -> str | None:
+    if isinstance(value, list):
+        return next(filter(None, map(_annotation, value)), None)
+    if isinstance(value, dict):
+        for key in ("module_fqn", "name", "str"):
+            if isinstance(value.get(key), str):
+                return one_line(value[key])
+        return None
+    return one_line(value) if isinstance(value, str) else None
 
 
 def replayed(
@@ -105,13 +141,15 @@ def replayed(
     *,
     own: Sequence[GraphCapture],
     recorded: Mapping[str, Sequence[GraphCapture]],
+    annotations: Mapping[int, str] | None = None,
 ) -> tuple[AttentionCalls, ReplayedOps]:
     """Return the given calls together with the calls that CUDA graphs replay, and the replayed ops.
 
     If a capture of the graph is known, every replay repeats the captured calls. `own` are the
     captures in this trace. The calls of the first replay replace their calls, because a capture
     runs no kernel. `recorded` maps the names of other files to the captures in them. If no capture
-    is known, each uninterrupted sequence of attention kernels is a call.
+    is known, each uninterrupted sequence of attention kernels is a call, whose module is the
+    annotation of its first node. `annotations` maps node ids to such names.
 
     `Attribution` describes `threads` and `base`. The times of `calls` and `steps` include `base`.
     """
@@ -123,6 +161,7 @@ def replayed(
     others = [capture for captures in recorded.values() for capture in captures]
     fitted: Counter[bool] = Counter()
     misfits: Counter[str] = Counter()
+    named: set[int] = set()
     for replay, modules in zip(replays, around, strict=True):
         pid, tid = threads[replay.thread]
         start = replay.start + base
@@ -139,17 +178,25 @@ def replayed(
         blank = replace(_BLANK, modules=module_names(modules), **place)
         if capture:
             result.copy(replay, capture, place)
-        result.add(replay, _groups(tables, replay, capture), blank, capture)
+        elif annotations:
+            result.label(replay, list(map(annotations.get, replay.nodes.tolist())))
+        named.update(replay.nodes.tolist())
+        result.add(replay, _groups(tables, replay, capture), blank, capture, annotations)
     texts = [
         f"{count:,} of {fitted.total():,} graph replays do not fit the capture in "
         f"{join_few(list(recorded), 2)} ({reason}); their kernels have no ops and shapes"
         for reason, count in misfits.most_common(1)
     ]
-    for rows, thread, start, names in _bare_kernels(tables, calls, tree):
+    if annotations and (lacking := annotations.keys() - named):
+        texts.append(
+            f"{len(lacking):,} of {len(annotations):,} annotations are of nodes that no replay in this "
+            "trace has"
+        )
+    for rows, thread, start, around_it in _bare_kernels(tables, calls, tree):
         pid, tid = threads[thread]
         moment = start + base
         step = step_at(steps, moment)
-        call = replace(_BARE, modules=names, step=step, pid=pid, tid=tid, start_ns=moment)
+        call = replace(_BARE, modules=around_it, step=step, pid=pid, tid=tid, start_ns=moment)
         result.add_kernels(call, rows)
     made = result.finish()
     return replace(made, warnings=(*made.warnings, *texts)), result.ops()
@@ -270,6 +317,12 @@ class _ReplayedCalls:
         self._op_rows.append(replay.rows)
         self._row_stacks.append(self._stacks.column(list(capture.stacks)))
 
+    def label(self, replay: _Replay, names: Sequence[str | None]) -> None:
+        """Add the annotations of a replay's nodes as the ops that launched them."""
+        known = np.array([name is not None for name in names], bool)
+        self._op_rows.append(replay.rows[known])
+        self._row_stacks.append(self._stacks.column([(name,) for name in names if name]))
+
     def ops(self) -> ReplayedOps:
         rows = np.concatenate(self._op_rows)
         sort = np.argsort(rows)
@@ -281,6 +334,7 @@ class _ReplayedCalls:
         groups: Iterator[tuple[bool, list[int]]],
         blank: AttentionCall,
         capture: GraphCapture | None,
+        annotations: Mapping[int, str] | None,
     ) -> None:
         """Add a call for each group of forward kernels that belong to no captured call.
 
@@ -294,6 +348,8 @@ class _ReplayedCalls:
                     stack, modules = capture.stacks[places[0]], capture.modules[places[0]]
                     op = stack[-1] if stack else blank.op
                     call = replace(blank, op=op, modules=modules or blank.modules, reason=NO_OP)
+                elif name := (annotations or {}).get(int(replay.nodes[places[0]])):
+                    call = replace(blank, modules=(name,))
                 self._calls.append(call)
                 number = len(self._calls) - 1
                 self._waiting.append(number)
@@ -367,7 +423,16 @@ def _replays(tables: Tables, launches: LaunchRows) -> list[_Replay]:
             ordered = len(np.unique(rows.stream[mine])) == 1
             names = tuple(texts[kernel] for kernel in kernels.tolist())
             made.append(
-                _Replay(thread, start, places[mine], kernels, names, kinds[kernels], ordered)
+                _Replay(
+                    thread,
+                    start,
+                    places[mine],
+                    kernels,
+                    names,
+                    kinds[kernels],
+                    rows.node[mine],
+                    ordered,
+                )
             )
     return made
 
