@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,14 @@ def test_a_diff_of_engines_names_the_versions_in_their_logs(tmp_path: Path) -> N
     keys = [line.split()[:3] for line in table[1:] if line.strip()]
     assert ["engine_version", "0.20.0", "0.25.0"] in keys
     assert ["triton", "3.4.0", "3.6.0"] in keys
+
+
+def test_analyze_tells_the_limit_of_each_phase(tmp_path: Path) -> None:
+    words = ["analyze", str(SERVING / "shapes.json.gz"), "--format", "json"]
+    result = CliRunner().invoke(cli, [*words, "--store", str(tmp_path / "store.db")])
+    rows = {row["config"]: row for row in json.loads(result.stdout)["rows"]}
+    assert set(rows) == {label for ((label, _),) in POINTS.values()}
+    (decode,) = (row for label, row in rows.items() if "sq1" in label)
+    assert decode["bottleneck"] == "latency"
+    assert any("SMs are idle" in json.dumps(finding) for finding in decode["findings"])
+    assert "the configs have the mean lengths" in result.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Annotated, NamedTuple
 
@@ -293,6 +293,22 @@ def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None,
             known = known and work.bytes is not None
             moved += work.bytes or 0
     return Work(flops, moved if known else None), None
+
+
+def described_calls(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
+    """Return the calls, of which those in an engine's steps have a config with mean lengths.
+
+    Calls that have a config keep it. So do calls whose shapes or lengths are unknown, and calls that
+    compute prefilled and decoded requests at once.
+    """
+    batches = {(step.trace, step.step): parse_engine_step(step.name) for step in steps}
+    made = []
+    for call in calls:
+        batch = batches.get((call.trace, call.step)) if call.step is not None else None
+        parts = _call_parts(batch, call) if batch and call.config is None else []
+        config = part_config(parts[0], call) if len(parts) == 1 else None
+        made.append(replace(call, config=config.label, reason=None) if config else call)
+    return made
 
 
 def _call_parts(batch: EngineStep, call: CallRow) -> list[BatchPart]:

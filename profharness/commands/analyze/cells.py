@@ -39,6 +39,7 @@ from profharness.program.layer_map import (
     merge_numbered,
     module_names,
 )
+from profharness.program.phases import described_calls
 from profharness.program.roles import AUTOGRAD
 from profharness.rows import CALL_MEASUREMENTS, TORCH, CallKernel, CallRow, CellRow, KernelRow
 from profharness.store import ALL_RUNS, Need, Selection, open_store
@@ -253,7 +254,9 @@ def analyze_program(
     configs, backends = selection.configs, selection.backends
     with open_store(path) as store:
         machine = run_machine(store, run, source)
-        groups = group_calls(store.calls(run))
+        recorded = store.calls(run)
+        described = described_calls(recorded, store.steps(run))
+        groups = group_calls(described)
         name, reference = store.run_name(run), store.run_reference(run)
     if not groups:
         raise NotFoundError(
@@ -286,6 +289,11 @@ def analyze_program(
         criteria = f" of {', '.join(named)}" if named else ""
         why = "; ".join(left_out) or "list its calls with `profharness layers`"
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
+    if described != recorded:
+        left_out.append(
+            "the configs have the mean lengths of an engine's steps; `layers` has their exact FLOPs and "
+            "bytes"
+        )
     for text in left_out:
         if is_command_line():
             hint(text)
