@@ -6,8 +6,10 @@ import errno
 import io
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -197,10 +199,18 @@ def _near_options(error: click.NoSuchOption) -> list[str]:
     return difflib.get_close_matches(error.option_name, flags, cutoff=0.7)
 
 
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
 def _say(text: str) -> None:
     """Print a line to stderr. Ignore the error if stderr cannot be written to."""
     try:
-        click.echo(printable(text), err=True)
+        text = printable(text)
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            lines = (textwrap.wrap(line, width, **_WHOLE_WORDS) for line in text.split("\n"))
+            text = "\n".join("\n".join(line) for line in lines)
+        click.echo(text, err=True)
     except OSError:
         _silence(sys.stderr)
 

@@ -45,6 +45,20 @@ CACHE_DTYPES = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")  # the dtypes of a cache
 MAX_CONFIGS = 100_000
 
 
+_STRIDES = re.compile(r"(-(?:[a-z]+_strides=[0-9x]+|layout=[a-z_]+))+")
+_LABEL = re.compile(r"b\d+-h\d+-\S+")
+
+
+def without_strides(text: str) -> str:
+    """Replace the strides and the layout in a config's label by `strides…`."""
+    return _STRIDES.sub("-strides…", text)
+
+
+def is_label(text: str) -> bool:
+    """Return whether a text has the form of a config's label."""
+    return _LABEL.fullmatch(text) is not None
+
+
 def backend_text(backend: str) -> str:
     """Return the name of a backend as sentences spell it, such as `cuDNN`."""
     return "cuDNN" if backend == "cudnn" else backend

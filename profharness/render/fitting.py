@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rich.cells import cell_len
 
+from profharness.attention.config import is_label, without_strides
 from profharness.columns import Column
 from profharness.errors import one_line
 
@@ -25,7 +26,6 @@ NARROWEST = 20  # a terminal is taken to have at least this width
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
 OPTIONAL = ("normal", "detail")  # columns that may be hidden, in the order in which they are kept
 _WORD_END = re.compile(r"[^\W_]*$")
-_STRIDES = re.compile(r"(-(?:[a-z]+_strides=[0-9x]+|layout=[a-z_]+))+")
 _DOTTED = re.compile(r"[\w{}\[\],-]+(\.[\w{}\[\],-]+)+")
 
 Texts = Sequence[str]
@@ -252,11 +252,6 @@ def _line_width(widths: Sequence[int], places: Collection[int]) -> int:
     return sum(widths[place] for place in places) + GAP * max(len(places) - 1, 0)
 
 
-def without_strides(text: str) -> str:
-    """Replace the strides and the layout in a config's label by `strides…`."""
-    return _STRIDES.sub("-strides…", text)
-
-
 def _shorter_labels(texts: Texts) -> dict[str, str]:
     """Map each text to one without strides, unless that equals another."""
     short = {text: without_strides(text) for text in texts}
@@ -321,8 +316,28 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
     return cuts
 
 
+def _shortened_label(label: str, width: int) -> str:
+    """Keep as many parts of a label as fit, alternately from its start and from its end."""
+    parts = label.split("-")
+    head, tail = [parts[0]], list[str]()
+    rest = parts[1:]
+    while rest:
+        last = len(tail) < len(head)
+        part = rest.pop(-1 if last else 0)
+        tail.insert(0, part) if last else head.append(part)
+        if cell_len(f"{'-'.join(head)}…{'-'.join(tail)}") > width:
+            tail.pop(0) if last else head.pop()
+            break
+    short = f"{'-'.join(head)}…{'-'.join(tail)}"
+    return short if cell_len(short) <= width else f"{label[: width - 1]}…"
+
+
 def _shortened(text: str, width: int) -> str:
-    """Cut the end of a text, the beginning of a dotted name, or a kernel's template arguments."""
+    """Cut the end of a text, the beginning of a dotted name, the middle of a config's label, or a
+    kernel's template arguments.
+    """
+    if is_label(text):
+        return _shortened_label(text, width)
     if _DOTTED.fullmatch(text):
         parts = text.split(".")
         for start in range(1, len(parts)):

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from profharness.attention.config import without_strides
 from profharness.columns import Column
 from profharness.errors import join_few, one_line, printable
 from profharness.render.document import (
@@ -32,7 +33,6 @@ from profharness.render.fitting import (
     fit_columns,
     natural_layout,
     split_title,
-    without_strides,
 )
 
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
@@ -200,11 +200,8 @@ def _print_hidden(console: Console, layouts: Layouts, width: int, full: bool | N
     titles = dict.fromkeys(
         one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
     )
-    how = "a wider terminal" if full is None else "--full or a wider terminal"
     names = join_few([title for title in titles if title], SHOWN_TITLES)
-    text = (
-        f"hidden at {width} columns: {names} ({how} shows {'it' if len(titles) == 1 else 'them'})"
-    )
+    text = f"hidden at {width} columns: {names}{'' if full is None else ' (see --full)'}"
     console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
 
 

@@ -212,7 +212,8 @@ class Figures:
         str | None, column("of", meaning="the measurement that the rates are based on")
     ]
     duration_ns: Annotated[
-        float | None, column("µs", "us", importance="answer", meaning="median of that measurement")
+        float | None,
+        column("median µs", "us", importance="answer", meaning="median of that measurement"),
     ]
     kernels_ns: float | None
     event_ns: float | None  # median `event` sample, or cold_ns if the run has no `event` samples

@@ -53,6 +53,11 @@ from profharness.render.document import (
 
 MB = 1e6
 _RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
+UNFUSED = ("eager", "math")
+# Several kernels move more than the compulsory bytes, and each has its own grid.
+OF_ONE_KERNEL = dict.fromkeys(
+    ("bytes_per_s", "bandwidth_share", "blocks", "waves", "occupancy"), None
+)
 CONFIG = Column("label", "config", importance="key", repeat=False)
 COLUMNS = (
     *pick(CellAnalysis, "module", "backend", "bottleneck"),
@@ -239,7 +244,12 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
 def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> Iterator[Block]:
     """Yield the table of the bottlenecks and rates of cells, if any cell has figures."""
     columns = (*((CONFIG,) if with_config else ()), *COLUMNS)
-    if rows := [_row_parts(analysis) for analysis in cells if analysis.figures]:
+    rows = [
+        (OF_ONE_KERNEL if analysis.backend in UNFUSED else {}, *_row_parts(analysis))
+        for analysis in cells
+        if analysis.figures
+    ]
+    if rows:
         yield Table.of(filled_columns(columns, rows), rows)
 
 

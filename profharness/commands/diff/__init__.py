@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
-from profharness.attention.config import split_names
+from profharness.attention.config import split_names, without_strides
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
@@ -197,18 +197,27 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
         lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
         if row.verdict != "same" or len(row.reasons) > 1:
-            level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
+            level = "warning" if "slower" in (row.verdict, row.speed) else "note"
             clear = not full and row.speed in OF_TIMES
             for reason in row.reasons:
                 if clear and " calls: " in reason:
                     continue  # the table shows the times and the verdict
-                notes.setdefault((reason, level), []).append(name)
+                notes.setdefault((reason if full else _brief(reason), level), []).append(name)
     counts = Counter(row.verdict for row in layers).most_common()
     yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
     yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
     for (reason, level), names in notes.items():
         label = "" if len(names) == len(lines) else join_few(names, LABELS_SHOWN)
         yield Note(reason, label, level)
+
+
+def _brief(reason: str) -> str:
+    """Shorten the modules and the strides in a reason such as `config: A → B`."""
+    what, colon, values = reason.partition(": ")
+    if what == "module":
+        sides = [short_module(each) or each for each in values.split(" → ")]
+        return f"{what}{colon}{' → '.join(sides)}"
+    return " → ".join(map(without_strides, reason.split(" → ")))
 
 
 def _backends(*backends: str | None) -> str:

@@ -202,4 +202,4 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     own = sum(row.total_ns or 0 for row in fused)
     backends = join_and([*dict.fromkeys(backend_text(FAMILY_BACKENDS[r.family]) for r in fused)])
     share = f", {share_text(own / total)}" if total else ""
-    return (lead, f"Attention kernels ({backends}) take {time_text(own)}{share}.")
+    return (lead, f"The attention kernels alone ({backends}) take {time_text(own)}{share}.")

@@ -204,8 +204,9 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
         yield f"{text}."
     elif idle < LAUNCH_BOUND:
         yield f"{text}, where it waits for the CPU to launch kernels."
-    elif 2 * layers.attention_ns < layers.gpu_ns:
-        yield f"{text}: launch overhead, not attention, is the limit."
+    elif layers.attention_ns < step - busy:
+        so = ", so the step itself may not get shorter" if change and change.saves_ns else ""
+        yield f"{text}: launch overhead, not attention, is the limit{so}."
     else:
         so = ", so the step itself may not get shorter" if change and change.saves_ns else ""
         yield f"{text}: launch overhead is a limit too{so}."

@@ -34,6 +34,7 @@ from profharness.render.document import (
 from profharness.traces.engine_log import EngineLog
 
 SCHEMA = "profharness.layers/1"
+EAGER = "eager"
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
 FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
@@ -80,6 +81,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     lines = [_line(row, full) for row in layers.rows]
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
+    if all(row.mode == EAGER for row in layers.rows):  # nothing to tell apart
+        columns = tuple(each for each in columns if each.key != "mode")
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
