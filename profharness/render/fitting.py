@@ -317,19 +317,23 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 
 
 def _shortened_label(label: str, width: int) -> str:
-    """Keep as many parts of a label as fit, alternately from its start and from its end."""
+    """Keep as many parts of a label as fit, from its start and from its end."""
     parts = label.split("-")
-    head, tail = [parts[0]], list[str]()
-    rest = parts[1:]
-    while rest:
-        last = len(tail) < len(head)
-        part = rest.pop(-1 if last else 0)
-        tail.insert(0, part) if last else head.append(part)
-        if cell_len(f"{'-'.join(head)}…{'-'.join(tail)}") > width:
-            tail.pop(0) if last else head.pop()
+    before, after = 1, 0  # numbers of parts that are kept
+
+    def cut(before: int, after: int) -> str:
+        return f"{'-'.join(parts[:before])}…{'-'.join(parts[len(parts) - after :])}"
+
+    while before + after < len(parts) - 1:
+        more = [(before + 1, after), (before, after + 1)]
+        if 3 * after < before - 2:  # the sizes at the start tell more than the options
+            more.reverse()
+        fits = next((each for each in more if cell_len(cut(*each)) <= width), None)
+        if fits is None:
             break
-    short = f"{'-'.join(head)}…{'-'.join(tail)}"
-    return short if cell_len(short) <= width else f"{label[: width - 1]}…"
+        before, after = fits
+    short = cut(before, after)
+    return short if cell_len(short) <= width else f"{fitting(label, width - 1)}…"
 
 
 def _shortened(text: str, width: int) -> str:
@@ -343,6 +347,7 @@ def _shortened(text: str, width: int) -> str:
         for start in range(1, len(parts)):
             if cell_len(tail := ".".join(parts[start:])) < width:
                 return f"…{tail}"
+        return f"…{fitting(text[::-1], width - 1)[::-1]}"
     start, last = text.find("<") + 1, text.rfind(",") + 1
     if start and text.endswith(">"):
         tail = text[max(start, last) :].lstrip()

@@ -329,11 +329,11 @@ def test_a_cut_label_of_a_config_keeps_its_start_and_its_end() -> None:
         text = "\n".join(fitted(columns, row, width=width))
         # The name of the module stays whole before the label does.
         assert "LlamaAttention_{0-2}" in text
-        assert re.search(r"b2-h32\S*(…|-)\S*causal", text)
+        assert re.search(r"b2-h32-kv8\S*(…|-)\S*causal", text)
     assert label in text
     long = label.replace("-mask", "-q_strides=1x2x3x4-layout=bshd-mask")
     assert label.replace("-mask", "-strides…-mask") in "\n".join(
-        fitted(columns, (row[0], long, *row[2:]), width=110)
+        fitted(columns, (row[0], long, *row[2:]), width=130)
     )
 
 
