@@ -58,7 +58,7 @@ UNFUSED = ("eager", "math")
 OF_ONE_KERNEL = dict.fromkeys(
     ("bytes_per_s", "bandwidth_share", "blocks", "waves", "occupancy"), None
 )
-CONFIG = Column("label", "config", importance="key", repeat=False)
+CONFIG = Column("label", "config", importance="key", repeat=False, shrink=True)
 COLUMNS = (
     *pick(CellAnalysis, "module", "backend", "bottleneck"),
     *pick(Figures, "duration_ns", "basis"),
