@@ -43,6 +43,8 @@ STYLES = {
     "flashinfer": (ORANGE, "diamond"),
     "flashinfer-fa2": (ORANGE, "square"),
     "flashinfer-fa3": (ORANGE, "cross"),
+    "flashinfer-cudnn": (ORANGE, "triangle-right"),
+    "flex-paged": (INDIGO, "triangle-right"),
 }
 """The colour and the shape of each backend in every chart. Each combination occurs only once."""
 LOSS_COLORS = {

@@ -152,7 +152,7 @@ def test_fp8_inputs_are_values_that_the_cache_can_hold() -> None:
         ("2,8,1,128,bf16,seq_kv=64", "add page=16"),
         ("2,8,1,128,fp32,seq_kv=64,page=16", "supports only fp16 and bf16"),
         ("2,8,1,96,bf16,seq_kv=64,page=16", "supports only head_dim 64, 128, 256"),
-        ("2,8,1,128,bf16,seq_kv=64,page=16,sinks", "does not support sinks"),
+        ("2,8,1,576,bf16,seq_kv=64,page=16,mla=512+64,sinks", "does not support sinks"),
         ("2,8,4,128,bf16,seq_kv=64,page=16,window=8", "a window only with causal"),
         ("2,8,1,48,bf16,seq_kv=64,page=16,mla=32+16", "supports only mla=512+64"),
         ("2,8,1,128,bf16,seq_kv=64,page=16,kv_dtype=fp8", "a cache in the dtype of the query"),
@@ -168,7 +168,10 @@ def test_other_backends_refuse_what_only_engines_use() -> None:
         "scaled_dot_product_attention has no parameter for page=16 and softcap=30"
     )
     able = {name for name, each in BACKENDS.items() if each.supports(config) is None}
-    assert able == {"flashinfer-fa2", "flashinfer-fa3"}
+    assert able == {"flashinfer-fa2", "flashinfer-fa3", "flex-paged"}
+    without = parse_config("2,8,1,128,bf16,seq_kv=64,page=16")
+    able = {name for name, each in BACKENDS.items() if each.supports(without) is None}
+    assert able == {"flashinfer-fa2", "flashinfer-fa3", "flashinfer-cudnn", "flex-paged"}
 
 
 def test_work_of_a_config_equals_the_work_of_its_sums_of_lengths() -> None:

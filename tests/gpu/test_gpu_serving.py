@@ -27,6 +27,7 @@ DECODE = "8,32,1,128,bf16,kv_heads=8,lens=100x2+777x3+2048+4096x2,page=16"
 PREFILL = "4,32,200,128,bf16,kv_heads=8,lens=60+200+331+1024,page=16,causal"
 LATENT = "4,128,1,576,bf16,lens=64+100+1000+2048,page=64,mla=512+64"
 FA2, FA3 = "flashinfer-fa2", "flashinfer-fa3"
+CUDNN, FLEX = "flashinfer-cudnn", "flex-paged"
 RUNS = [
     (FA2, DECODE),
     (FA2, PREFILL),
@@ -38,6 +39,15 @@ RUNS = [
     (FA3, PREFILL),
     (FA3, f"{PREFILL},window=77"),
     (FA3, LATENT),
+    (FA2, f"{DECODE},sinks"),
+    (FA2, f"{PREFILL},sinks,window=77"),
+    (FA3, f"{PREFILL},sinks"),
+    (CUDNN, DECODE),
+    (CUDNN, PREFILL),
+    (FLEX, DECODE),
+    (FLEX, PREFILL),
+    (FLEX, f"{PREFILL},window=77"),
+    (FLEX, f"{DECODE},softcap=30"),
 ]
 
 
@@ -55,9 +65,12 @@ def test_paged_attention_is_right(tmp_path: Path, backend: str, config: str) -> 
     assert sum(row.passed is True for row in rows) >= 8
 
 
-@pytest.mark.parametrize("config", [DECODE, PREFILL, LATENT])
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [(FA2, DECODE), (FA2, PREFILL), (FA2, LATENT), (FA3, PREFILL), (CUDNN, DECODE), (FLEX, DECODE)],
+)
 def test_a_page_table_that_is_off_by_one_is_found(
-    monkeypatch: pytest.MonkeyPatch, config: str
+    monkeypatch: pytest.MonkeyPatch, backend: str, config: str
 ) -> None:
     import torch
 
@@ -68,7 +81,7 @@ def test_a_page_table_that_is_off_by_one_is_found(
     problem = parse_config(config)
     inputs = make_inputs(problem, "cuda", 42)
     expected = expect(problem, inputs)
-    load = BACKENDS[FA2].load
+    load = BACKENDS[backend].load
     assert load is not None
 
     def passes() -> bool | None:
@@ -97,7 +110,7 @@ def test_a_page_table_that_is_off_by_one_is_found(
     assert passes() is False
 
 
-@pytest.mark.parametrize("backend", [FA2, FA3])
+@pytest.mark.parametrize("backend", [FA2, FA3, CUDNN, FLEX])
 def test_a_prepared_call_runs_in_a_cuda_graph(backend: str) -> None:
     import torch
 

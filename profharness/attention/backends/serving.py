@@ -29,6 +29,7 @@ from profharness.dtypes import DTYPES, HALF
 WORKSPACE_BYTES = 256 << 20  # FlashInfer's documentation recommends 128 MiB; long caches need more
 PAGE_SEED = 20  # of the order of the pages in the cache
 HEAD_DIMS = (64, 128, 256)
+FLEX_PAGES = (16, 32, 64, 128)  # a page is a block of the mask, which kernels read as one tile
 CACHE = ("lens", "page", "kv_dtype")
 INSTALL = "pip install flashinfer-python"
 
@@ -108,9 +109,12 @@ def _scale(config: Config) -> float:
 
 
 def _paged(kernels: str, config: Config, inputs: Inputs) -> Prepared:
-    """Prepare BatchPrefillWithPagedKVCacheWrapper, whose kernels also decode."""
+    """Prepare BatchPrefillWithPagedKVCacheWrapper, whose kernels also decode, or its form with sinks."""
     import torch
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+    from flashinfer import (
+        BatchAttentionWithAttentionSinkWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
+    )
 
     device, page = inputs.query.device, config.page or 1
     table = page_table(config.lengths, page, device)
@@ -120,20 +124,149 @@ def _paged(kernels: str, config: Config, inputs: Inputs) -> Prepared:
     )
     query = packed_queries(config, inputs.query)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
+    window_left = -1 if config.window is None else config.window - 1
+    extra: tuple[Any, ...] = ()
+    if inputs.sinks is None:
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
+    else:
+        wrapper = BatchAttentionWithAttentionSinkWrapper(
+            workspace,
+            backend=kernels,
+            q_data_type=query.dtype,
+            kv_data_type=cache[0].dtype,
+            head_dim_qk=config.head_dim,
+            head_dim_vo=config.head_dim,
+            window_left=window_left,
+        )
+        extra = inputs.sinks.float(), _scale(config)
     wrapper.plan(
         _starts(config.new_tokens, device),
         *(table.starts, table.pages, table.last),
         *(config.num_heads, config.num_kv_heads, config.head_dim, page),
         causal=config.causal,
-        window_left=-1 if config.window is None else config.window - 1,
+        window_left=window_left,
         logits_soft_cap=config.softcap,
         sm_scale=_scale(config),
         q_data_type=query.dtype,
         kv_data_type=cache[0].dtype,
     )
     out = torch.empty_like(query)
-    return Prepared(lambda: wrapper.run(query, cache, out=out), functools.partial(unpacked, config))
+    return Prepared(
+        lambda: wrapper.run(query, cache, *extra, out=out), functools.partial(unpacked, config)
+    )
+
+
+def _cudnn(config: Config, inputs: Inputs) -> Prepared:
+    """Prepare cuDNN's attention over a paged cache, as FlashInfer calls it."""
+    import torch
+    from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache
+
+    device, page = inputs.query.device, config.page or 1
+    table = page_table(config.lengths, page, device)
+    # cuDNN numbers the dimensions of a page as heads, tokens, head_dim, with any strides.
+    keys, values = (
+        fill_pages(tensor, config.lengths, page, table).transpose(1, 2)
+        for tensor in (inputs.key, inputs.value)
+    )
+    pages = torch.zeros(
+        (config.batch, math.ceil(max(config.lengths) / page)), dtype=torch.int32, device=device
+    )
+    starts = table.starts.tolist()
+    for at in range(config.batch):
+        mine = table.pages[starts[at] : starts[at + 1]]
+        pages[at, : len(mine)] = mine
+
+    def per_request(values: Any) -> Any:
+        return torch.as_tensor(values, dtype=torch.int32, device=device).view(-1, 1, 1, 1)
+
+    query = packed_queries(config, inputs.query)
+    row = config.num_heads * config.head_dim
+    offsets = per_request(_starts(config.new_tokens, device) * row)
+    out = torch.empty_like(query)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    lengths = per_request(config.new_tokens), per_request(config.lengths)
+
+    def call() -> Any:
+        cudnn_batch_prefill_with_kv_cache(
+            *(query, keys, values, _scale(config), workspace),
+            max_token_per_sequence=max(config.new_tokens),
+            max_sequence_kv=max(config.lengths),
+            actual_seq_lens_q=lengths[0],
+            actual_seq_lens_kv=lengths[1],
+            block_tables=pages,
+            causal=config.causal,
+            return_lse=False,
+            batch_offsets_q=offsets,
+            batch_offsets_o=offsets,
+            out=out,
+            is_cuda_graph_compatible=True,
+        )
+        return out
+
+    return Prepared(call, functools.partial(unpacked, config))
+
+
+def _flex(config: Config, inputs: Inputs) -> Prepared:
+    """Prepare flex_attention whose block mask follows the page table.
+
+    All requests share the cache as one sequence of slots. The mask of a request covers its own pages,
+    so the kernels skip all others.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    device, page = inputs.query.device, config.page or FLEX_PAGES[0]
+    table = page_table(config.lengths, page, device)
+    keys, values = (
+        fill_pages(tensor, config.lengths, page, table).flatten(0, 1).transpose(0, 1)[None]
+        for tensor in (inputs.key, inputs.value)
+    )
+    slots = keys.shape[2]
+    owner = torch.full((slots,), -1, dtype=torch.int32, device=device)
+    place = torch.zeros(slots, dtype=torch.int32, device=device)
+    starts = table.starts.tolist()
+    for at, length in enumerate(config.lengths):
+        mine = table.pages[starts[at] : starts[at + 1]].long()
+        own = (mine[:, None] * page + torch.arange(page, device=device)).flatten()[:length]
+        owner[own] = at
+        place[own] = torch.arange(length, dtype=torch.int32, device=device)
+    lengths = torch.tensor(config.lengths, device=device)
+    fresh = torch.tensor(config.new_tokens, device=device)
+    causal, window, softcap = config.causal, config.window, config.softcap
+
+    def seen(batch: Any, _: Any, row: Any, slot: Any) -> Any:
+        ours = owner[slot] == batch
+        position = lengths[batch] - fresh[batch] + row
+        if causal:
+            ours = ours & (place[slot] <= position)
+        if window is not None:
+            ours = ours & (place[slot] > position - window)
+        return ours
+
+    def capped(score: Any, *_: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    rows = config.seq_len_q
+    mask = create_block_mask(
+        seen, config.batch, None, rows, slots, device=device, BLOCK_SIZE=(128, page)
+    )
+    shape = (config.batch, -1, -1, -1)
+    call = functools.partial(
+        torch.compile(flex_attention, dynamic=False),
+        *(inputs.query, keys.expand(shape), values.expand(shape)),
+        score_mod=capped if softcap else None,
+        block_mask=mask,
+        scale=_scale(config),
+        enable_gqa=config.num_heads != config.num_kv_heads,
+        kernel_options={"BLOCK_N": page},
+    )
+
+    def in_slots(output: Any) -> Any:
+        """Return the output with zeros after the last new token of each request."""
+        valid = torch.arange(rows, device=device) < fresh[:, None]
+        return output.where(valid[:, None, :, None], 0)
+
+    return Prepared(call, in_slots)
 
 
 def _latent(kernels: str, config: Config, inputs: Inputs) -> Prepared:
@@ -172,7 +305,7 @@ def _starts(counts: tuple[int, ...], device: Any) -> Any:
 
 def paged_supports(kernels: str, config: Config) -> str | None:
     """Return why FlashInfer's paged attention cannot compute the config, or None if it can."""
-    takes = (*CACHE, "mla") if config.mla else (*CACHE, "window", "softcap")
+    takes = (*CACHE, "mla") if config.mla else (*CACHE, "window", "softcap", "sinks")
     if reason := outside_contract(config, takes):
         return reason
     if config.page is None:
@@ -193,6 +326,49 @@ def paged_supports(kernels: str, config: Config) -> str | None:
     return None
 
 
+def cudnn_supports(config: Config) -> str | None:
+    """Return why cuDNN's paged attention cannot compute the config, or None if it can."""
+    if reason := outside_contract(config, ("lens", "page")):
+        return reason
+    return paged_supports("fa2", config)
+
+
+def flex_supports(config: Config) -> str | None:
+    """Return why flex_attention cannot compute the config over a paged cache, or None if it can."""
+    if reason := outside_contract(config, ("lens", "page", "window", "softcap")):
+        return reason
+    if reason := paged_supports("fa2", config):
+        return reason
+    if config.page not in FLEX_PAGES:
+        return f"supports only pages of {', '.join(map(str, FLEX_PAGES))} tokens"
+    return None
+
+
+def _of_flex() -> Attention:
+    """Return the paged attention of flex_attention. Raise ImportError if torch lacks it."""
+    import torch
+    from torch.nn.attention import flex_attention
+
+    return _prepared(_flex, f"{flex_attention.__name__} of torch {torch.__version__}")
+
+
+def _of_cudnn() -> Attention:
+    """Return cuDNN's paged attention. Raise ImportError without FlashInfer or cuDNN's front end."""
+    import cudnn
+    import flashinfer
+
+    return _prepared(_cudnn, f"{flashinfer.__version__}, cuDNN frontend {cudnn.__version__}")
+
+
+def _prepared(prepare: Callable[[Config, Inputs], Prepared], version: str) -> Attention:
+    def attention(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("paged attention is called through `prepare`")
+
+    attention.prepare = prepare  # type: ignore[attr-defined]
+    attention.version = version  # type: ignore[attr-defined]
+    return attention
+
+
 def _load(kernels: str) -> Attention:
     """Return the attention of FlashInfer's paged kernels. Raise ImportError without FlashInfer."""
     import flashinfer
@@ -200,12 +376,7 @@ def _load(kernels: str) -> Attention:
     def prepare(config: Config, inputs: Inputs) -> Prepared:
         return (_latent if config.mla else _paged)(kernels, config, inputs)
 
-    def attention(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("paged attention is called through `prepare`")
-
-    attention.prepare = prepare  # type: ignore[attr-defined]
-    attention.version = flashinfer.__version__  # type: ignore[attr-defined]
-    return attention
+    return _prepared(prepare, flashinfer.__version__)
 
 
 def _absent(major: int) -> Callable[[], str | None]:
@@ -224,18 +395,36 @@ def _absent(major: int) -> Callable[[], str | None]:
     return absent
 
 
-SERVING_BACKENDS = tuple(
+SERVING_BACKENDS = (
+    *(
+        GpuBackend(
+            f"flashinfer-{kernels}",
+            f"FlashInfer's paged attention and MLA with its {kernels} kernels",
+            load=refuse_if_unloadable("flashinfer", functools.partial(_load, kernels)),
+            supports=functools.partial(paged_supports, kernels),
+            absent=absent,
+            packages=("flashinfer-python",),
+            isolated=True,
+        )
+        for kernels, absent in (
+            ("fa2", needs_module("flashinfer", INSTALL)),
+            ("fa3", _absent(9)),
+        )
+    ),
     GpuBackend(
-        f"flashinfer-{kernels}",
-        f"FlashInfer's paged attention and MLA with its {kernels} kernels",
-        load=refuse_if_unloadable("flashinfer", functools.partial(_load, kernels)),
-        supports=functools.partial(paged_supports, kernels),
-        absent=absent,
-        packages=("flashinfer-python",),
+        "flashinfer-cudnn",
+        "cuDNN's paged attention, as FlashInfer calls it",
+        load=refuse_if_unloadable("cudnn", _of_cudnn),
+        supports=cudnn_supports,
+        absent=needs_module("cudnn", "pip install flashinfer-python nvidia-cudnn-frontend"),
+        packages=("flashinfer-python", "nvidia-cudnn-frontend"),
         isolated=True,
-    )
-    for kernels, absent in (
-        ("fa2", needs_module("flashinfer", INSTALL)),
-        ("fa3", _absent(9)),
-    )
+    ),
+    GpuBackend(
+        "flex-paged",
+        "flex_attention over a paged cache, with a block mask that follows the page table",
+        load=refuse_if_unloadable("flex_attention", _of_flex),
+        supports=flex_supports,
+        isolated=True,
+    ),
 )
