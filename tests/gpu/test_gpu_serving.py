@@ -19,6 +19,8 @@ from profharness.run import CaptureOptions, Protocol
 
 pytestmark = [
     pytest.mark.gpu,
+    # Inductor, which compiles flex_attention, imports modules that torch itself calls deprecated.
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.skipif(default_backends() == default_backends("cpu"), reason="no NVIDIA GPU"),
     pytest.mark.skipif(find_module("flashinfer") is None, reason="FlashInfer is not installed"),
 ]
