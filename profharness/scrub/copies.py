@@ -34,7 +34,7 @@ from profharness.scrub.kineto import scrub_kineto
 from profharness.scrub.nsys import scrub_nsys
 from profharness.scrub.reports import EXPORTS, check_name, exported, scrub_ncu, split_name
 from profharness.traces import GZIP, GZIP_SUFFIX, unpacked
-from profharness.traces.nsys_export import MAGIC
+from profharness.traces.sqlite_file import MAGIC
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
 # Maximum bytes of a JSON document that is no trace. A larger document is read line by line.

@@ -10,9 +10,10 @@ import os
 import re
 import tempfile
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -214,6 +215,26 @@ def distinct(values: Ints) -> list[int]:
     """
     ordered = np.sort(values)
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
+
+
+def int_columns(rows: Sequence[Sequence[Any]], width: int) -> Ints:
+    """Return the first `width` values of each row as an array of shape (width, rows)."""
+    flat = chain.from_iterable(row[:width] for row in rows)
+    values: Ints = np.fromiter(flat, np.int64, width * len(rows))
+    return np.ascontiguousarray(values.reshape(len(rows), width).T)
+
+
+def map_values(values: Ints, number: Callable[[int], int]) -> Ints:
+    """Return `number(value)` for each value. Call `number` only once for equal values."""
+    each, inverse = np.unique(values, return_inverse=True)
+    return np.array([number(value) for value in each.tolist()], np.int64)[inverse]
+
+
+def is_near(times: Ints) -> Flags:
+    """Return which times are small enough to be stored."""
+    # abs() would return a negative number for the lowest int64
+    near: Flags = (times > -MAX_NS) & (times < MAX_NS)
+    return near
 
 
 def hashed(columns: Iterable[Ints]) -> Ints:
