@@ -17,7 +17,7 @@ from typing import IO, cast
 from isal import igzip_lib
 
 from profharness.errors import ProfharnessError, TraceFormatError, printable_path
-from profharness.files import InputFile, open_input
+from profharness.files import InputFile, is_store, open_input
 from profharness.trace import Trace
 
 # Version of the interface of the compiled module. It must equal FORM in scanner.c.
@@ -47,14 +47,23 @@ PARSERS: dict[str, str] = {
     "chrome": "profharness.traces.chrome:parse_chrome",
     "nsys": "profharness.traces.nsys:parse_nsys",
     "ncu": "profharness.traces.ncu:parse_ncu",
+    "rocpd": "profharness.traces.rocpd:parse_rocpd",
 }
 _PLAIN_SUFFIXES = {
     ".json": "chrome", ".ncu-rep": "ncu", ".csv": "ncu", ".sqlite": "nsys", ".nsys-rep": "nsys",
+    ".db": "rocpd",
 }  # fmt: skip
 SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{GZIP_SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
+DATABASES = (".db", ".db.gz")  # suffixes that any program may use
+SQLITE = b"SQLite format 3\0"
 STARTS: dict[bytes, str] = {
-    b"SQLite format 3\0": "nsys",  # nsys's parser rejects other SQLite files
+    SQLITE: "nsys",  # nsys's parser rejects other SQLite files
     b"NVR\0": "ncu",
+}
+# The parsers of other SQLite files, by the beginning of a statement in their schema. The statements
+# of a schema are at the start of a file, because programs create the tables first.
+SCHEMAS: dict[bytes, str] = {
+    b"rocpd_kernel_dispatch": "rocpd",
 }
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; in PowerShell, `>` writes UTF-16
 # ncu's header is searched in this number of bytes, because the output of the profiled program may
@@ -63,7 +72,8 @@ SNIFFED = 1 << 20
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
-    "an Nsight Compute report (.ncu-rep, .csv), each also as .gz, or a run folder"
+    "an Nsight Compute report (.ncu-rep, .csv), a database of rocprofv3 (.db), "
+    "each also as .gz, or a run folder"
 )
 
 
@@ -82,6 +92,8 @@ def sniff(path: Path) -> str | None:
     """
     lower = path.name.lower()
     head, packed = _first_bytes(path, 64)
+    if head.startswith(SQLITE):
+        return _sqlite_parser(path)
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
             return name if ".csv" not in suffix or _is_ncu_csv(path) else None
@@ -95,9 +107,9 @@ def sniff(path: Path) -> str | None:
 def is_trace(path: Path) -> bool:
     """Return whether a file in a folder is a trace that should be read.
 
-    A CSV is a trace only if ncu wrote it. A report of nsys is not read if the folder also contains
-    the export of the report. A compressed file other than a `.json.gz` is not read if the folder
-    also contains the unpacked file.
+    A CSV is a trace only if ncu wrote it, and a `.db` only if a profiler did. A report of nsys is
+    not read if the folder also contains the export of the report. A compressed file other than a
+    `.json.gz` is not read if the folder also contains the unpacked file.
     """
     lower = path.name.lower()
     plain = path.with_name(path.name[:-3]) if lower.endswith(".gz") else path
@@ -106,6 +118,8 @@ def is_trace(path: Path) -> bool:
         if export.is_file() or export.with_name(f"{export.name}.gz").is_file():
             return False
     if plain != path and not lower.endswith(".json.gz") and plain.is_file():
+        return False
+    if lower.endswith(DATABASES) and (is_store(path) or _sqlite_parser(path) == STARTS[SQLITE]):
         return False
     return lower.endswith(tuple(SUFFIXES)) and sniff(path) is not None
 
@@ -123,6 +137,12 @@ def open_trace(path: Path, captures: Sequence[Path] = ()) -> Trace:
         return load_parser(name)(path, captures)
     with unpacked(path) as plain:  # the file is not needed after its parser returns
         return load_parser(name)(plain)
+
+
+def _sqlite_parser(path: Path) -> str:
+    """Return the name of the parser for an SQLite file."""
+    data, _ = _first_bytes(path, SNIFFED)
+    return next((name for mark, name in SCHEMAS.items() if mark in data), STARTS[SQLITE])
 
 
 def _is_ncu_csv(path: Path) -> bool:

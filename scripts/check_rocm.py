@@ -1,0 +1,123 @@
+"""Compare what profharness stores of ROCm traces with an independent reading of the files.
+
+`check_rocm.py FOLDER` reads each trace of AMD's profilers, and each Kineto trace, in a folder with
+SQL, JSON or CSV alone, and compares all launches: name, start, duration, device, stream, grid,
+block, registers and memory. It prints a line for each file, and ends with exit code 1 if a launch
+differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import sqlite3
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from profharness.errors import ProfharnessError
+from profharness.store.ingest import ingest_path
+from profharness.traces.demangle import canonical_names
+
+FIELDS = (
+    "name", "start", "duration", "device", "stream", "grid", "block", "registers", "accum",
+    "scalar", "shared", "scratch",
+)  # fmt: skip
+Launch = tuple[Any, ...]
+SHOWN = 3
+STORED = """SELECT k.name, k.kind, l.start_ns, l.duration_ns, l.device, l.stream, c.grid_x,
+    c.grid_y, c.grid_z, c.block_x, c.block_y, c.block_z, c.registers_per_thread,
+    c.accum_registers_per_thread, c.scalar_registers, c.shared_bytes, c.scratch_bytes_per_thread
+    FROM launches l JOIN kernels k ON k.id = l.kernel_id
+    JOIN launch_configs c ON c.id = l.launch_config_id"""
+ROCPD = """SELECT s.display_name, k.start, k.end - k.start, a.type_index, k.stream_id,
+    k.grid_size_x, k.grid_size_y, k.grid_size_z, k.workgroup_size_x, k.workgroup_size_y,
+    k.workgroup_size_z, s.arch_vgpr_count, s.accum_vgpr_count, s.sgpr_count, k.group_segment_size,
+    k.private_segment_size FROM rocpd_kernel_dispatch k
+    JOIN rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid
+    JOIN rocpd_info_agent a ON a.id = k.agent_id AND a.guid = k.guid"""
+
+
+def blocks(threads: list[int], block: list[int]) -> tuple[int, ...]:
+    """Return the number of blocks in each dimension."""
+    return tuple(-(-size // width) for size, width in zip(threads, block, strict=True))
+
+
+def read_rocpd(path: Path) -> Iterator[Launch]:
+    """Yield the dispatches of a rocpd database. Copies are not compared."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as db:
+        for name, start, duration, device, stream, *sizes in db.execute(ROCPD):
+            grid, block = blocks(sizes[:3], sizes[3:6]), tuple(sizes[3:6])
+            yield name, start, duration, device, stream, grid, block, *sizes[6:]
+
+
+def stored_launches(store: Path) -> list[Launch]:
+    """Return the kernels in a store, and the number of its other launches."""
+    with contextlib.closing(sqlite3.connect(store)) as db:
+        rows = db.execute(STORED).fetchall()
+    return [
+        (name, start, duration, device, stream, known(sizes[:3]), known(sizes[3:6]), *sizes[6:])
+        for name, kind, start, duration, device, stream, *sizes in rows
+        if kind == "kernel"
+    ]
+
+
+def known(sizes: list[Any]) -> tuple[Any, ...] | None:
+    """Return three sizes as a tuple, or None if they are unknown."""
+    return None if sizes[0] is None else tuple(sizes)
+
+
+FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]], ...] = (
+    (lambda head: head.startswith(b"SQLite") and b"rocpd_kernel_dispatch" in head, read_rocpd),
+)
+
+
+def form_of(path: Path) -> Callable[[Path], Iterator[Launch]] | None:
+    """Return the function that reads a file, or None if the file is not of AMD's profilers."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        head = file.read(1 << 20)
+    return next((read for matches, read in FORMS if matches(head)), None)
+
+
+def comparable(launches: list[Launch]) -> Counter[Launch]:
+    """Return the number of equal launches, with canonical names."""
+    names, _ = canonical_names({str(launch[0]) for launch in launches})
+    return Counter((names[str(launch[0])], *launch[1:]) for launch in launches)
+
+
+def check(path: Path, read: Callable[[Path], Iterator[Launch]]) -> tuple[str, bool]:
+    """Return a line about a file, and whether its launches are equal to the stored launches."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "s.db"
+        try:
+            ingest_path(store, path)
+        except ProfharnessError as error:
+            return f"not read: {error}", False
+        stored = comparable(stored_launches(store))
+    read_alone = comparable(list(read(path)))
+    count, lost, added = read_alone.total(), read_alone - stored, stored - read_alone
+    lines = [f"{count:,} kernels, {lost.total():,} differ"]
+    for sign, launches in (("file ", lost), ("store", added)):
+        for launch in list(launches)[:SHOWN]:
+            shown = (f"{name} {value}" for name, value in zip(FIELDS, launch, strict=True))
+            lines.append(f"  {sign} {', '.join(text[:60] for text in shown)}")
+    return "\n".join(lines), not (lost or added)
+
+
+def main(folder: Path) -> int:
+    """Check all files in a folder. Return the exit code."""
+    equal = []
+    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
+        if read := form_of(path):
+            line, same = check(path, read)
+            print(f"{path.name}: {line}", flush=True)
+            equal.append(same)
+    print(f"{sum(equal)} of {len(equal)} files are read correctly")
+    return 0 if equal and all(equal) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
