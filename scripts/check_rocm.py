@@ -9,6 +9,7 @@ differs.
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import sqlite3
 import sys
@@ -30,7 +31,8 @@ Launch = tuple[Any, ...]
 SHOWN = 3
 STORED = """SELECT k.name, k.kind, l.start_ns, l.duration_ns, l.device, l.stream, c.grid_x,
     c.grid_y, c.grid_z, c.block_x, c.block_y, c.block_z, c.registers_per_thread,
-    c.accum_registers_per_thread, c.scalar_registers, c.shared_bytes, c.scratch_bytes_per_thread
+    c.accum_registers_per_thread, c.scalar_registers,
+    coalesce(c.shared_bytes, c.static_shared_bytes), c.scratch_bytes_per_thread
     FROM launches l JOIN kernels k ON k.id = l.kernel_id
     JOIN launch_configs c ON c.id = l.launch_config_id"""
 ROCPD = """SELECT s.display_name, k.start, k.end - k.start, a.type_index, k.stream_id,
@@ -54,6 +56,39 @@ def read_rocpd(path: Path) -> Iterator[Launch]:
             yield name, start, duration, device, stream, grid, block, *sizes[6:]
 
 
+def read_rocprof(path: Path) -> Iterator[Launch]:
+    """Yield the kernels of a database of the first rocprof, which has no dimensions."""
+    sql = """SELECT trim(KernelName, '"'), BeginNs, DurationNs, "gpu-id", "queue-id", NULL, NULL,
+        arch_vgpr, accum_vgpr, sgpr, lds, scr FROM KERN"""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as db:
+        for name, *values in db.execute(sql):
+            yield name.replace(" [clone .kd]", "").replace(".kd", ""), *values
+
+
+def read_csv(path: Path) -> Iterator[Launch]:
+    """Yield the kernels of a CSV of rocprofv3. Each dispatch occurs once for each counter."""
+    seen = set()
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["Dispatch_Id"] in seen:
+                continue
+            seen.add(row["Dispatch_Id"])
+            start, end = int(row["Start_Timestamp"]), int(row["End_Timestamp"])
+            grid = block = None
+            if "Grid_Size_X" in row:
+                sizes, widths = (
+                    [int(row[f"{what}_Size_{axis}"]) for axis in "XYZ"]
+                    for what in ("Grid", "Workgroup")
+                )
+                grid, block = blocks(sizes, widths), tuple(widths)
+            resources = (row[key] for key in ("VGPR_Count", "Accum_VGPR_Count", "SGPR_Count"))
+            yield (
+                row["Kernel_Name"], start, end - start, int(row["Agent_Id"].split()[-1]),
+                int(row.get("Stream_Id", row["Queue_Id"])), grid, block, *map(int, resources),
+                int(row["LDS_Block_Size"]), int(row["Scratch_Size"]),
+            )  # fmt: skip
+
+
 def stored_launches(store: Path) -> list[Launch]:
     """Return the kernels in a store, and the number of its other launches."""
     with contextlib.closing(sqlite3.connect(store)) as db:
@@ -72,6 +107,8 @@ def known(sizes: list[Any]) -> tuple[Any, ...] | None:
 
 FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]], ...] = (
     (lambda head: head.startswith(b"SQLite") and b"rocpd_kernel_dispatch" in head, read_rocpd),
+    (lambda head: head.startswith(b"SQLite") and b"CREATE TABLE KERN " in head, read_rocprof),
+    (lambda head: b"Kernel_Name" in head and b"Start_Timestamp" in head[:1000], read_csv),
 )
 
 

@@ -48,6 +48,8 @@ PARSERS: dict[str, str] = {
     "nsys": "profharness.traces.nsys:parse_nsys",
     "ncu": "profharness.traces.ncu:parse_ncu",
     "rocpd": "profharness.traces.rocpd:parse_rocpd",
+    "rocprof": "profharness.traces.rocprof_table:parse_rocprof",
+    "rocprof-csv": "profharness.traces.rocprof_table:parse_rocprof_csv",
 }
 _PLAIN_SUFFIXES = {
     ".json": "chrome", ".ncu-rep": "ncu", ".csv": "ncu", ".sqlite": "nsys", ".nsys-rep": "nsys",
@@ -64,15 +66,20 @@ STARTS: dict[bytes, str] = {
 # of a schema are at the start of a file, because programs create the tables first.
 SCHEMAS: dict[bytes, str] = {
     b"rocpd_kernel_dispatch": "rocpd",
+    b"CREATE TABLE KERN ": "rocprof",
 }
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; in PowerShell, `>` writes UTF-16
 # ncu's header is searched in this number of bytes, because the output of the profiled program may
 # precede the header.
 SNIFFED = 1 << 20
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
+# The first line of a CSV of rocprofv3 or rocprof names the kernel or the direction of a copy.
+ROCM_HEADER = re.compile(
+    r"(?=.*\b(?:kernel_?name|direction)\b)(?=.*\b(?:start_timestamp|beginns)\b)", re.IGNORECASE
+)
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
-    "an Nsight Compute report (.ncu-rep, .csv), a database of rocprofv3 (.db), "
+    "an Nsight Compute report (.ncu-rep, .csv), a file of rocprofv3 or rocprof (.db, .csv), "
     "each also as .gz, or a run folder"
 )
 
@@ -96,7 +103,7 @@ def sniff(path: Path) -> str | None:
         return _sqlite_parser(path)
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
-            return name if ".csv" not in suffix or _is_ncu_csv(path) else None
+            return name if ".csv" not in suffix else _csv_parser(path)
     for start, name in STARTS.items():
         if head.startswith(start):
             return name
@@ -107,7 +114,7 @@ def sniff(path: Path) -> str | None:
 def is_trace(path: Path) -> bool:
     """Return whether a file in a folder is a trace that should be read.
 
-    A CSV is a trace only if ncu wrote it, and a `.db` only if a profiler did. A report of nsys is
+    A CSV or a `.db` is a trace only if a profiler wrote it. A report of nsys is
     not read if the folder also contains the export of the report. A compressed file other than a
     `.json.gz` is not read if the folder also contains the unpacked file.
     """
@@ -145,10 +152,14 @@ def _sqlite_parser(path: Path) -> str:
     return next((name for mark, name in SCHEMAS.items() if mark in data), STARTS[SQLITE])
 
 
-def _is_ncu_csv(path: Path) -> bool:
+def _csv_parser(path: Path) -> str | None:
+    """Return the name of the parser for a CSV, or None if no profiler wrote it."""
     data, _ = _first_bytes(path, SNIFFED)
     text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig", errors="replace")
-    return any(map(NCU_HEADER.match, re.split(r"[\n\r]", text)))
+    lines = re.split(r"[\n\r]", text)
+    if ROCM_HEADER.match(lines[0]):
+        return "rocprof-csv"
+    return "ncu" if any(map(NCU_HEADER.match, lines)) else None
 
 
 def _first_bytes(path: Path, size: int) -> tuple[bytes, bool]:

@@ -44,6 +44,7 @@ Row = Sequence[Any]
 Triple = tuple[int, int, int]
 
 NO_NAME = "unknown"
+KERNELS_OF_V1 = "KERN"  # the table of the first rocprof
 # The first values of the row of an activity. Times are in ns. An unknown value is -1.
 ACTIVITY = ("start", "end", "device", "stream", "call", "process", "bytes")
 # Each process counts its calls separately, so calls and activities are matched by a key, which is
@@ -103,6 +104,12 @@ def triple(x: object, y: object, z: object) -> Triple | None:
     """Return three sizes, or None if one of them is unknown."""
     a, b, c = whole(x), whole(y), whole(z)
     return None if a is None or b is None or c is None else (a, b, c)
+
+
+def plain_name(text: object) -> str | None:
+    """Return the name of a kernel without the quotes and the suffixes of a code object."""
+    name = text.strip('" ') if isinstance(text, str) else ""
+    return name.removesuffix(" [clone .kd]").removesuffix(".kd") or None
 
 
 def copy_name(direction: str | None) -> str:

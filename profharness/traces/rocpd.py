@@ -22,7 +22,15 @@ from profharness.errors import TraceFormatError
 from profharness.rows import ROCPROFV3
 from profharness.trace import Trace
 from profharness.traces.columns import whole
-from profharness.traces.rocm import Counters, Dispatch, Recording, copy_name, gpu, triple
+from profharness.traces.rocm import (
+    Counters,
+    Dispatch,
+    Recording,
+    copy_name,
+    gpu,
+    plain_name,
+    triple,
+)
 from profharness.traces.sqlite_file import Form, columns_or_null, database, table_columns
 
 FORM = Form(
@@ -65,7 +73,6 @@ MAX_RECORDINGS = 1024
 MAX_TEXT = 65536  # maximum number of characters that are read from a text
 MAX_JSON = 1 << 20  # maximum number of characters of the properties of an agent
 FETCH_ROWS = 8192
-OBJECT_SUFFIX = ".kd"  # a kernel's name ends with this in a code object
 WIDE = "roctxRangeStart"  # such a range may end on another thread
 NOT_RANGES = ("MARKER_CONTROL_API", "MARKER_NAME_API")
 USER = ("USER",)  # regions of rocprof-sys that the user opened
@@ -274,9 +281,8 @@ class Reader:
             return "memcpy", Dispatch(copy_name(values[0]))
         kernel, *sizes, shared, scratch = values
         name, plain, static, scalar, registers, accum = self._symbol(kernel)
-        texts = (text for text in (plain, name) if isinstance(text, str) and text)
         return "kernel", Dispatch(
-            name=next(texts, "").removesuffix(OBJECT_SUFFIX) or None,
+            name=plain_name(plain) or plain_name(name),
             threads=triple(*sizes[3:]),
             block=triple(*sizes[:3]),
             registers=whole(registers),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from profharness.trace import NONE, LaunchBatch, Trace
 
 GUID = "_00003fdc_92cb_72cb_9169_c7e541b1fcdf"
 OTHER = "_00003fdd_92cb_72cb_9169_c7e541b1fcdf"
@@ -146,3 +150,83 @@ class Rocpd:
                         f"INSERT INTO {table} ({names}) VALUES ({marks})", list(kept.values())
                     )
         return path
+
+
+KERNEL_TRACE = (
+    "Kind Agent_Id Queue_Id Stream_Id Thread_Id Dispatch_Id Kernel_Id Kernel_Name Correlation_Id "
+    "Start_Timestamp End_Timestamp LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
+    "SGPR_Count Workgroup_Size_X Workgroup_Size_Y Workgroup_Size_Z Grid_Size_X Grid_Size_Y "
+    "Grid_Size_Z"
+)
+OLD_KERNEL_TRACE = (
+    "Kind Agent_Id Queue_Id Kernel_Id Kernel_Name Correlation_Id Start_Timestamp End_Timestamp "
+    "Private_Segment_Size Group_Segment_Size Workgroup_Size_X Workgroup_Size_Y Workgroup_Size_Z "
+    "Grid_Size_X Grid_Size_Y Grid_Size_Z"
+)
+CONVERTED = f"Guid {KERNEL_TRACE}"
+COUNTERS = (
+    "Correlation_Id Dispatch_Id Agent_Id Queue_Id Process_Id Thread_Id Grid_Size Kernel_Id "
+    "Kernel_Name Workgroup_Size LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
+    "SGPR_Count Counter_Name Counter_Value Start_Timestamp End_Timestamp"
+)
+COPIES = (
+    "Kind Direction Stream_Id Source_Agent_Id Destination_Agent_Id Correlation_Id Start_Timestamp "
+    "End_Timestamp"
+)
+V1 = (
+    "Index KernelName gpu-id queue-id queue-index pid tid grd wgr lds scr arch_vgpr accum_vgpr sgpr "
+    "wave_size sig obj DispatchNs BeginNs EndNs CompleteNs DurationNs"
+)
+VALUES: dict[str, object] = {
+    "Guid": "0000", "Kind": "KERNEL_DISPATCH", "Agent_Id": "Agent 4", "Queue_Id": 2, "Stream_Id": 3,
+    "Thread_Id": TID, "Process_Id": PID, "Dispatch_Id": 1, "Kernel_Id": 9, "Kernel_Name": NAME,
+    "Correlation_Id": 77, "Start_Timestamp": 1000, "End_Timestamp": 1070, "LDS_Block_Size": 512,
+    "Group_Segment_Size": 65536, "Scratch_Size": 16, "Private_Segment_Size": 16,
+    "VGPR_Count": 128, "Accum_VGPR_Count": 64, "SGPR_Count": 96, "Workgroup_Size_X": 256,
+    "Workgroup_Size_Y": 2, "Workgroup_Size_Z": 1, "Grid_Size_X": 512, "Grid_Size_Y": 128,
+    "Grid_Size_Z": 3, "Grid_Size": 196608, "Workgroup_Size": 512, "Counter_Name": "SQ_WAVES",
+    "Counter_Value": "7.500000", "Direction": "MEMORY_COPY_HOST_TO_DEVICE",
+    "Source_Agent_Id": "Agent 0", "Destination_Agent_Id": "Agent 4",
+    "Index": 0, "KernelName": f'"{NAME} [clone .kd]"', "gpu-id": 4, "queue-id": 2, "pid": PID,
+    "tid": TID, "grd": 196608, "wgr": 512, "lds": 512, "scr": 16, "arch_vgpr": 128,
+    "accum_vgpr": 64, "sgpr": 96, "BeginNs": 1000, "EndNs": 1070, "DurationNs": 70,
+}  # fmt: skip
+
+
+def write_csv(path: Path, columns: str, *changes: dict[str, object]) -> Path:
+    """Write a CSV with a row for each dict of changes."""
+    names = columns.split()
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        writer.writerow(names)
+        for change in changes:
+            writer.writerow([(VALUES | change).get(name, "") for name in names])
+    return path
+
+
+def write_v1(path: Path, *changes: dict[str, object]) -> Path:
+    """Write a database of the first rocprof."""
+    names = V1.split()
+    declared = ", ".join(f'"{name}"' for name in names)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute(f"CREATE TABLE KERN ({declared})")
+        marks = ", ".join("?" * len(names))
+        rows = [[(VALUES | change).get(name) for name in names] for change in changes]
+        db.executemany(f"INSERT INTO KERN VALUES ({marks})", rows)
+    return path
+
+
+def launches(trace: Trace) -> list[dict[str, Any]]:
+    """Return the launches of a trace with their names, ranges and launch configurations."""
+    rows = []
+    for batch in trace.batches():
+        columns = [getattr(batch, item.name).tolist() for item in fields(LaunchBatch)]
+        for values in zip(*columns, strict=True):
+            row = dict(zip([item.name for item in fields(LaunchBatch)], values, strict=True))
+            row["config"] = trace.launch_configs[row["launch_config"]]
+            row["kind"] = trace.kernel_kinds[row["kernel"]]
+            row["kernel"] = trace.kernels[row["kernel"]]
+            row["api"] = trace.apis[row["api"]] if row["api"] != NONE else None
+            row["range"] = trace.ranges[row["range"]].name if row["range"] != NONE else None
+            rows.append(row)
+    return rows

@@ -6,35 +6,17 @@ import gzip
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rocm_make import HSA, MARKER, NAME, OTHER, PID, RCCL, ROCPD, TID, Rocpd
+from rocm_make import HSA, MARKER, NAME, OTHER, PID, RCCL, ROCPD, TID, Rocpd, launches
 
 from profharness.errors import TraceFormatError
 from profharness.store import open_store
 from profharness.store.ingest import ingest_path
 from profharness.store.sources import find_sources
-from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace
+from profharness.trace import NONE, LaunchConfig, Trace
 from profharness.traces import open_trace
-
-
-def launches(trace: Trace) -> list[dict[str, Any]]:
-    """Return the launches of a trace with their names, ranges and launch configurations."""
-    rows = []
-    for batch in trace.batches():
-        columns = [getattr(batch, item.name).tolist() for item in fields(LaunchBatch)]
-        for values in zip(*columns, strict=True):
-            row = dict(zip([item.name for item in fields(LaunchBatch)], values, strict=True))
-            row["config"] = trace.launch_configs[row["launch_config"]]
-            row["kind"] = trace.kernel_kinds[row["kernel"]]
-            row["kernel"] = trace.kernels[row["kernel"]]
-            row["api"] = trace.apis[row["api"]] if row["api"] != NONE else None
-            row["range"] = trace.ranges[row["range"]].name if row["range"] != NONE else None
-            rows.append(row)
-    return rows
 
 
 @pytest.fixture
