@@ -49,6 +49,7 @@ PARSERS: dict[str, str] = {
     "ncu": "profharness.traces.ncu:parse_ncu",
     "rocpd": "profharness.traces.rocpd:parse_rocpd",
     "rocprof": "profharness.traces.rocprof_table:parse_rocprof",
+    "rocprofv3-json": "profharness.traces.rocprofv3_json:parse_rocprofv3_json",
     "rocprof-csv": "profharness.traces.rocprof_table:parse_rocprof_csv",
 }
 _PLAIN_SUFFIXES = {
@@ -77,9 +78,10 @@ NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 ROCM_HEADER = re.compile(
     r"(?=.*\b(?:kernel_?name|direction)\b)(?=.*\b(?:start_timestamp|beginns)\b)", re.IGNORECASE
 )
+ROCPROFV3_JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"rocprofiler-sdk-tool"')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
-    "an Nsight Compute report (.ncu-rep, .csv), a file of rocprofv3 or rocprof (.db, .csv), "
+    "an Nsight Compute report (.ncu-rep, .csv), a file of rocprofv3 or rocprof (.db, .json, .csv), "
     "each also as .gz, or a run folder"
 )
 
@@ -103,6 +105,8 @@ def sniff(path: Path) -> str | None:
         return _sqlite_parser(path)
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
+            if name == "chrome" and ROCPROFV3_JSON.match(head):
+                return "rocprofv3-json"
             return name if ".csv" not in suffix else _csv_parser(path)
     for start, name in STARTS.items():
         if head.startswith(start):
@@ -142,6 +146,8 @@ def open_trace(path: Path, captures: Sequence[Path] = ()) -> Trace:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
     if name == "chrome":  # this parser unpacks the file itself
         return load_parser(name)(path, captures)
+    if name == "rocprofv3-json":  # so does this parser
+        return load_parser(name)(path)
     with unpacked(path) as plain:  # the file is not needed after its parser returns
         return load_parser(name)(plain)
 

@@ -28,6 +28,7 @@ from profharness.traces.rocm import (
     Recording,
     copy_name,
     gpu,
+    limits_of,
     plain_name,
     triple,
 )
@@ -375,24 +376,3 @@ def range_name(function: object, details: object) -> str | None:
     if isinstance(message, str) and message:
         return message
     return None if not isinstance(function, str) or function.startswith("roctx") else function
-
-
-def limits_of(facts: dict[str, Any]) -> dict[str, object]:
-    """Return the limits of a GPU from the properties that rocprofiler-sdk records of an agent."""
-    wave, waves, lds = (
-        whole(facts.get(key)) for key in ("wave_front_size", "max_waves_per_cu", "lds_size_in_kb")
-    )
-    banks = facts.get("mem_banks")
-    sizes = [
-        whole(bank.get("size_in_bytes")) or 0
-        for bank in (banks if isinstance(banks, list) else [])
-        if isinstance(bank, dict)
-    ]
-    return {
-        "num_sms": facts.get("cu_count"),
-        "total_memory_bytes": sum(sizes) or None,
-        "max_threads_per_block": facts.get("workgroup_max_size"),
-        "max_threads_per_sm": wave * waves if wave and waves else None,
-        "shared_bytes_per_block": lds * 1024 if lds else None,
-        "warp_size": wave,
-    }

@@ -216,6 +216,76 @@ def write_v1(path: Path, *changes: dict[str, object]) -> Path:
     return path
 
 
+def rocprofv3_json(**changes: object) -> dict[str, Any]:
+    """Return the records of one process, as rocprofv3 writes them as JSON."""
+    call = {"correlation_id": {"internal": 77, "external": 0}, "thread_id": TID}
+    times = {"start_timestamp": 1000, "end_timestamp": 1070}
+    info = {
+        "agent_id": {"handle": 5600}, "queue_id": {"handle": 2}, "kernel_id": 9, "dispatch_id": 1,
+        "private_segment_size": 16, "group_segment_size": 65536,
+        "workgroup_size": {"x": 256, "y": 2, "z": 1}, "grid_size": {"x": 512, "y": 128, "z": 3},
+    }  # fmt: skip
+    early = {"start_timestamp": 900, "end_timestamp": 950}
+    process = {
+        "metadata": {"pid": PID, "node": {"hostname": "secret-host"}, "command": ["./secret"]},
+        "agents": [
+            {"id": {"handle": 5598}, "type": 1, "node_id": 0, "logical_node_type_id": 0},
+            {
+                "id": {"handle": 5600}, "type": 2, "node_id": 2, "logical_node_type_id": 0,
+                "product_name": "AMD Instinct MI300X", "name": "gfx942", **FACTS,
+            },
+        ],
+        "kernel_symbols": [
+            {
+                "kernel_id": 9, "kernel_name": MANGLED, "formatted_kernel_name": NAME,
+                "group_segment_size": 1024, "arch_vgpr_count": 128, "accum_vgpr_count": 64,
+                "sgpr_count": 96,
+            }
+        ],
+        "counters": [{"id": {"handle": 400}, "name": "SQ_WAVES"}],
+        "strings": {
+            "buffer_records": [
+                {"kind": "NONE", "operations": []},
+                {"kind": "HIP_RUNTIME_API", "operations": ["hipLaunchKernel", "hipMemcpyAsync"]},
+                {"kind": "MARKER_CORE_RANGE_API", "operations": ["roctxRangePushA"]},
+                {"kind": "MEMORY_COPY", "operations": ["", "MEMORY_COPY_HOST_TO_DEVICE"]},
+            ],
+            "marker_api": [{"key": 50, "value": "forward"}],
+        },
+        "buffer_records": {
+            "kernel_dispatch": [
+                {"kind": 11, "dispatch_info": info, "stream_id": {"handle": 3}, **call, **times}
+            ],
+            "hip_api": [{"kind": 1, "operation": 0, **call, **early}],
+            "marker_api": [
+                {
+                    "kind": 2, "operation": 0, "thread_id": TID, "start_timestamp": 800,
+                    "end_timestamp": 2000, "correlation_id": {"internal": 50},
+                }
+            ],
+            "memory_copy": [
+                {
+                    "kind": 3, "operation": 1, "bytes": 4096, "stream_id": {"handle": 0},
+                    "dst_agent_id": {"handle": 5600}, "src_agent_id": {"handle": 5598},
+                    "start_timestamp": 3000, "end_timestamp": 3009,
+                    "correlation_id": {"internal": 78},
+                }
+            ],
+        },
+        "callback_records": {
+            "counter_collection": [
+                {
+                    "dispatch_data": {"dispatch_info": info, **call, **times},
+                    "records": [
+                        {"counter_id": {"handle": 400}, "value": value} for value in (3.0, 4.5)
+                    ],
+                }
+            ]
+        },
+    }  # fmt: skip
+    return process | changes
+
+
 def launches(trace: Trace) -> list[dict[str, Any]]:
     """Return the launches of a trace with their names, ranges and launch configurations."""
     rows = []
