@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import gzip
+import json
 import sqlite3
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,31 @@ def read_csv(path: Path) -> Iterator[Launch]:
             )  # fmt: skip
 
 
+def read_kineto(path: Path) -> Iterator[Launch]:
+    """Yield the kernels of a Kineto trace of ROCm, or of PyTorch 1.8 and 1.9."""
+    trace = json.loads(path.read_bytes(), parse_float=Decimal)
+    trace = trace if isinstance(trace, dict) else {"traceEvents": trace}
+    base = trace.get("baseTimeNanoseconds", 0)
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    calls = {
+        event["args"]["correlation"]: event["name"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver", "Runtime")
+        and "correlation" in event.get("args", {})
+    }
+    for event in events:
+        if event.get("cat") in ("kernel", "Kernel"):
+            args = event["args"]
+            grid, block = args.get("grid"), args.get("block")
+            if grid and "ExtModule" in calls.get(args["correlation"], ""):
+                grid = blocks(grid, block)
+            yield (
+                event["name"], int(event["ts"] * 1000) + base, int(event["dur"] * 1000),
+                args["device"], args["stream"], grid and tuple(grid), block and tuple(block),
+                args.get("registers per thread"), None, None, args.get("shared memory"), None,
+            )  # fmt: skip
+
+
 def stored_launches(store: Path) -> list[Launch]:
     """Return the kernels in a store, and the number of its other launches."""
     with contextlib.closing(sqlite3.connect(store)) as db:
@@ -109,6 +136,7 @@ FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]],
     (lambda head: head.startswith(b"SQLite") and b"rocpd_kernel_dispatch" in head, read_rocpd),
     (lambda head: head.startswith(b"SQLite") and b"CREATE TABLE KERN " in head, read_rocprof),
     (lambda head: b"Kernel_Name" in head and b"Start_Timestamp" in head[:1000], read_csv),
+    (lambda head: b'"Dispatch Kernel"' in head or b'"cat": "Operator"' in head, read_kineto),
 )
 
 
@@ -116,6 +144,7 @@ def form_of(path: Path) -> Callable[[Path], Iterator[Launch]] | None:
     """Return the function that reads a file, or None if the file is not of AMD's profilers."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         head = file.read(1 << 20)
+        head += file.read() if b'"traceEvents"' in head or head.startswith(b"{") else b""
     return next((read for matches, read in FORMS if matches(head)), None)
 
 

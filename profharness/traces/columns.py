@@ -58,6 +58,7 @@ del NSYS_KEYS["max_threads_per_sm"]
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
 LARGEST_OF_OTHERS = 1 << 24
+UNNAMED_GPU = "AMD GPU"  # ROCm may leave the name of a GPU empty
 REPLACED = "\ufffd"  # replaces invalid characters
 SHOWN = 40  # maximum number of characters of a value in a message
 
@@ -272,6 +273,16 @@ def whole(value: object) -> int | None:
     """Return the value if it is an integer from 0 to 2**62 - 1. Otherwise, return None."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
     return cast(int, value) if is_whole else None
+
+
+def blocks_of(
+    threads: tuple[int, int, int] | None, block: tuple[int, int, int] | None
+) -> tuple[int, int, int] | None:
+    """Return the size of a grid in blocks, given its size in threads, or None if it is unknown."""
+    if threads is None or block is None or min(block) < 1:
+        return None
+    x, y, z = (-(-size // width) for size, width in zip(threads, block, strict=True))
+    return x, y, z
 
 
 def make_device(

@@ -22,6 +22,7 @@ from profharness.errors import TraceFormatError
 from profharness.trace import NONE, HardwareMetrics, LaunchConfig, Trace
 from profharness.traces.attribution import Attribution, Chunk, linked_chunks
 from profharness.traces.columns import (
+    UNNAMED_GPU,
     Flags,
     GpuRows,
     Ids,
@@ -29,6 +30,7 @@ from profharness.traces.columns import (
     LaunchRows,
     Spool,
     Tables,
+    blocks_of,
     int_columns,
     is_near,
     make_device,
@@ -55,7 +57,6 @@ MAX_PROCESSES = 4096
 MAX_SMALL = 1 << 62  # the store accepts only devices, streams and sizes below this
 MAX_DURATION_NS = 1 << 53
 MAX_COUNTERS = 4096
-GENERIC = "AMD GPU"
 ENDS = {"HOST": "Host", "DEVICE": "Device"}
 _DIRECTION = re.compile(r"(?:.*[_ ])?(HOST|DEVICE)_?TO_?(HOST|DEVICE)", re.IGNORECASE)
 
@@ -92,14 +93,6 @@ class Dispatch:
         )
 
 
-def blocks_of(threads: Triple | None, block: Triple | None) -> Triple | None:
-    """Return the size of a grid in blocks, or None if it is unknown."""
-    if threads is None or block is None or min(block) < 1:
-        return None
-    x, y, z = (-(-size // width) for size, width in zip(threads, block, strict=True))
-    return x, y, z
-
-
 def triple(x: object, y: object, z: object) -> Triple | None:
     """Return three sizes, or None if one of them is unknown."""
     a, b, c = whole(x), whole(y), whole(z)
@@ -134,7 +127,7 @@ def gpu(
     number = whole(target)
     major, minor = (None, None) if number is None else (number // 10000, number // 100 % 100)
     limits |= {"compute_major": major, "compute_minor": minor}
-    name = next((each for each in names if isinstance(each, str) and each.strip()), GENERIC)
+    name = next((each for each in names if isinstance(each, str) and each.strip()), UNNAMED_GPU)
     return make_device(index, name, limits)
 
 
