@@ -134,7 +134,7 @@ def known(sizes: list[Any]) -> tuple[Any, ...] | None:
 
 FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]], ...] = (
     (lambda head: head.startswith(b"SQLite") and b"rocpd_kernel_dispatch" in head, read_rocpd),
-    (lambda head: head.startswith(b"SQLite") and b"CREATE TABLE KERN " in head, read_rocprof),
+    (lambda head: head.startswith(b"SQLite") and b"KERN" in head and b"arch_vgpr" in head, read_rocprof),
     (lambda head: b"Kernel_Name" in head and b"Start_Timestamp" in head[:1000], read_csv),
     (lambda head: b'"Dispatch Kernel"' in head or b'"cat": "Operator"' in head, read_kineto),
 )

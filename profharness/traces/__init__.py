@@ -63,11 +63,11 @@ STARTS: dict[bytes, str] = {
     SQLITE: "nsys",  # nsys's parser rejects other SQLite files
     b"NVR\0": "ncu",
 }
-# The parsers of other SQLite files, by the beginning of a statement in their schema. The statements
-# of a schema are at the start of a file, because programs create the tables first.
-SCHEMAS: dict[bytes, str] = {
-    b"rocpd_kernel_dispatch": "rocpd",
-    b"CREATE TABLE KERN ": "rocprof",
+# The parsers of other SQLite files, by a statement in their schema. The statements of a schema are
+# at the start of a file, because programs create the tables first.
+SCHEMAS: dict[str, re.Pattern[bytes]] = {
+    "rocpd": re.compile(rb"\brocpd_kernel_dispatch"),
+    "rocprof": re.compile(rb"CREATE TABLE [\"'`\[]?KERN\b"),
 }
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; in PowerShell, `>` writes UTF-16
 # ncu's header is searched in this number of bytes, because the output of the profiled program may
@@ -155,7 +155,7 @@ def open_trace(path: Path, captures: Sequence[Path] = ()) -> Trace:
 def _sqlite_parser(path: Path) -> str:
     """Return the name of the parser for an SQLite file."""
     data, _ = _first_bytes(path, SNIFFED)
-    return next((name for mark, name in SCHEMAS.items() if mark in data), STARTS[SQLITE])
+    return next((name for name, mark in SCHEMAS.items() if mark.search(data)), STARTS[SQLITE])
 
 
 def _csv_parser(path: Path) -> str | None:

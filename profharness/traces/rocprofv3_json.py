@@ -146,7 +146,7 @@ class _Process(msgspec.Struct, frozen=True):
     callback_records: _Callbacks = _Callbacks()
 
 
-class _File(msgspec.Struct, frozen=True):
+class File(msgspec.Struct, frozen=True):
     processes: list[_Process] = msgspec.field(name="rocprofiler-sdk-tool")
 
 
@@ -156,7 +156,7 @@ def parse_rocprofv3_json(path: Path) -> Trace:
     Raise TraceFormatError if the file is damaged, cut off or too large.
     """
     path = Path(path)
-    processes = _decoded(path)
+    processes = decode_file(path)[1].processes
     with ExitStack() as stack:
         recording, counters = Recording(path, stack), Counters(path)
         readers = [_Reader(process, recording, index) for index, process in enumerate(processes)]
@@ -187,7 +187,11 @@ def parse_rocprofv3_json(path: Path) -> Trace:
         )
 
 
-def _decoded(path: Path) -> list[_Process]:
+def decode_file(path: Path) -> tuple[bytearray, File]:
+    """Return the JSON of a file, and the records in it.
+
+    Raise TraceFormatError if the file is damaged, cut off or too large.
+    """
     file, _ = open_file(path)
     data = bytearray()
     with closing(file):
@@ -199,7 +203,7 @@ def _decoded(path: Path) -> list[_Process]:
                     path, message, expected="a smaller file, or the rocpd database of rocprofv3"
                 )
     try:
-        return msgspec.json.decode(data, type=_File).processes
+        return data, msgspec.json.decode(data, type=File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceFormatError(path, f"damaged or cut off: {error}", expected=EXPECTED) from None
 
