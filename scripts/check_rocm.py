@@ -58,6 +58,22 @@ def read_rocpd(path: Path) -> Iterator[Launch]:
             yield name, start, duration, device, stream, grid, block, *sizes[6:]
 
 
+def read_rpd(path: Path) -> Iterator[Launch]:
+    """Yield the kernels of a database of rpd. Its grids are arguments of the calls."""
+    sql = """SELECT d.string, o.start, o.end - o.start, o.gpuId, o.queueId, n.string, k.gridX,
+        k.gridY, k.gridZ, k.workgroupX, k.workgroupY, k.workgroupZ FROM rocpd_op o
+        JOIN rocpd_string d ON d.id = o.description_id
+        LEFT JOIN rocpd_api_ops l ON l.op_id = o.id LEFT JOIN rocpd_api a ON a.id = l.api_id
+        LEFT JOIN rocpd_string n ON n.id = a.apiName_id
+        LEFT JOIN rocpd_kernelapi k ON k.api_ptr_id = l.api_id WHERE d.string <> ''"""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as db:
+        for name, start, duration, device, queue, api, *sizes in db.execute(sql):
+            grid, block = known(sizes[:3]), known(sizes[3:])
+            if grid and "ExtModule" in api:
+                grid = blocks(sizes[:3], sizes[3:])
+            yield name, start, duration, device, queue, grid, block, *[None] * 5
+
+
 def read_rocprof(path: Path) -> Iterator[Launch]:
     """Yield the kernels of a database of the first rocprof, which has no dimensions."""
     sql = """SELECT trim(KernelName, '"'), BeginNs, DurationNs, "gpu-id", "queue-id", NULL, NULL,
@@ -134,7 +150,11 @@ def known(sizes: list[Any]) -> tuple[Any, ...] | None:
 
 FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]], ...] = (
     (lambda head: head.startswith(b"SQLite") and b"rocpd_kernel_dispatch" in head, read_rocpd),
-    (lambda head: head.startswith(b"SQLite") and b"KERN" in head and b"arch_vgpr" in head, read_rocprof),
+    (lambda head: head.startswith(b"SQLite") and b"rocpd_kernelapi" in head, read_rpd),
+    (
+        lambda head: head.startswith(b"SQLite") and b"KERN" in head and b"arch_vgpr" in head,
+        read_rocprof,
+    ),
     (lambda head: b"Kernel_Name" in head and b"Start_Timestamp" in head[:1000], read_csv),
     (lambda head: b'"Dispatch Kernel"' in head or b'"cat": "Operator"' in head, read_kineto),
 )

@@ -48,16 +48,17 @@ PARSERS: dict[str, str] = {
     "nsys": "profharness.traces.nsys:parse_nsys",
     "ncu": "profharness.traces.ncu:parse_ncu",
     "rocpd": "profharness.traces.rocpd:parse_rocpd",
+    "rpd": "profharness.traces.rpd:parse_rpd",
     "rocprof": "profharness.traces.rocprof_table:parse_rocprof",
     "rocprofv3-json": "profharness.traces.rocprofv3_json:parse_rocprofv3_json",
     "rocprof-csv": "profharness.traces.rocprof_table:parse_rocprof_csv",
 }
 _PLAIN_SUFFIXES = {
     ".json": "chrome", ".ncu-rep": "ncu", ".csv": "ncu", ".sqlite": "nsys", ".nsys-rep": "nsys",
-    ".db": "rocpd",
+    ".db": "rocpd", ".rpd": "rpd",
 }  # fmt: skip
 SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{GZIP_SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
-DATABASES = (".db", ".db.gz")  # suffixes that any program may use
+DATABASES = (".db", ".db.gz", ".rpd", ".rpd.gz")  # suffixes that any program may use
 SQLITE = b"SQLite format 3\0"
 STARTS: dict[bytes, str] = {
     SQLITE: "nsys",  # nsys's parser rejects other SQLite files
@@ -67,6 +68,7 @@ STARTS: dict[bytes, str] = {
 # at the start of a file, because programs create the tables first.
 SCHEMAS: dict[str, re.Pattern[bytes]] = {
     "rocpd": re.compile(rb"\brocpd_kernel_dispatch"),
+    "rpd": re.compile(rb"\brocpd_kernelapi\b"),
     "rocprof": re.compile(rb"CREATE TABLE [\"'`\[]?KERN\b"),
 }
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; in PowerShell, `>` writes UTF-16
@@ -82,6 +84,7 @@ ROCPROFV3_JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"rocprofiler-sdk-tool"')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
     "an Nsight Compute report (.ncu-rep, .csv), a file of rocprofv3 or rocprof (.db, .json, .csv), "
+    "a database of rpd (.rpd), "
     "each also as .gz, or a run folder"
 )
 

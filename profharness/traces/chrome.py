@@ -44,6 +44,7 @@ from profharness.traces.columns import (
     KINETO_KEYS,
     MAX_NS,
     MAX_TEXT,
+    THREAD_GRIDS,
     UNNAMED_GPU,
     GpuRows,
     Ints,
@@ -78,8 +79,6 @@ MAX_FRAME = 1 << 12  # maximum size of the event of a Python frame, in bytes
 # that start in the same microsecond also look repeated.
 REPEATED_OPS = 0.05
 
-# Calls of ROCm that get the size of a grid in threads. All others get it in blocks.
-THREAD_GRIDS = ("hipExtModuleLaunchKernel", "hipHccModuleLaunchKernel")
 HIP = "hip"  # prefix of the names of ROCm's API calls
 
 _EVENTS_KEY = b'"traceEvents"'

@@ -32,6 +32,8 @@ MAX_KEY_BITS = 62
 MAX_NS = 1 << 61
 # prefixes of the names of API calls in CUDA's runtime, in its driver, and in ROCm
 CUDA_API = r"(?:cuda|cu|hip)"
+# Calls of ROCm that get the size of a grid in threads. All others get it in blocks.
+THREAD_GRIDS = ("hipExtModuleLaunchKernel", "hipHccModuleLaunchKernel")
 MAX_TEXT = 200  # maximum number of characters of a text from a header
 # The names of each property of a GPU in Kineto, nsys and ncu. nsys does not record the number of
 # threads per multiprocessor.

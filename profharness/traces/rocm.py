@@ -75,11 +75,13 @@ class Dispatch:
     static_shared_bytes: int | None = None
     scratch_bytes: int | None = None
     blocks: Triple | None = None  # size of the grid in blocks, if the file has no threads
+    dynamic_shared_bytes: int | None = None  # if the file has neither the static size nor the sum
 
     @property
     def config(self) -> LaunchConfig:
         static, shared = self.static_shared_bytes, self.shared_bytes
-        dynamic = None if static is None or shared is None else shared - static
+        known = static is not None and shared is not None
+        dynamic = shared - static if known else self.dynamic_shared_bytes  # type: ignore[operator]
         return LaunchConfig(
             grid=self.blocks or blocks_of(self.threads, self.block),
             block=self.block,

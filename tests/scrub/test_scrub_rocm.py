@@ -16,6 +16,7 @@ from rocm_make import (
     NAME,
     PID,
     Rocpd,
+    Rpd,
     launches,
     rocprofv3_json,
     write_csv,
@@ -42,6 +43,14 @@ def write_rocpd(path: Path) -> Path:
     return maker.write(path)
 
 
+def write_rpd(path: Path) -> Path:
+    maker = Rpd()
+    maker.launch("hipLaunchKernel", 1000, (8, 2, 1))
+    maker.api("UserMarker", 800, 2000, "zebrafish")
+    maker.api("hipMalloc", 10, 20, "secret")
+    return maker.write(path)
+
+
 def write_json(path: Path) -> Path:
     path.write_text(json.dumps({"rocprofiler-sdk-tool": [rocprofv3_json()]}))
     return path
@@ -57,6 +66,7 @@ def write_counter_csv(path: Path) -> Path:
 
 FORMS: dict[str, Callable[[Path], Path]] = {
     "t.db": write_rocpd,
+    "t.rpd": write_rpd,
     "v1.db": lambda path: write_v1(path, {}, {"KernelName": "zebrafish"}),
     "kernel_trace.csv": write_trace_csv,
     "counters.csv": write_counter_csv,

@@ -216,6 +216,72 @@ def write_v1(path: Path, *changes: dict[str, object]) -> Path:
     return path
 
 
+RPD = {
+    "rocpd_metadata": "id tag value",
+    "rocpd_string": "id string",
+    "rocpd_op": "id gpuId queueId sequenceId start end description_id opType_id",
+    "rocpd_api": "id pid tid start end apiName_id args_id",
+    "rocpd_api_ops": "id api_id op_id",
+    "rocpd_kernelapi": (
+        "api_ptr_id stream gridX gridY gridZ workgroupX workgroupY workgroupZ groupSegmentSize "
+        "privateSegmentSize kernelName_id"
+    ),
+    "rocpd_copyapi": "api_ptr_id stream size width height kind dst src",
+    "ext_autogradapi": "api_ptr_id autogradName_id seq op_id sizes input_op_ids",
+}
+
+
+class Rpd:
+    """The tables of a database of rpd. Times are in ns."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[dict[str, Any]]] = {name: [] for name in RPD}
+        self.strings: dict[str, int] = {"": 1}
+        self.rows["rocpd_metadata"].append({"tag": "schema_version", "value": "2"})
+
+    def text(self, text: str) -> int:
+        return self.strings.setdefault(text, len(self.strings) + 1)
+
+    def api(self, name: str, start: int, end: int, text: str = "") -> int:
+        """Add an API call and return its id."""
+        number = (1 << 32) + len(self.rows["rocpd_api"]) + 1
+        names = {"apiName_id": self.text(name), "args_id": self.text(text)}
+        row = {"id": number, "pid": PID, "tid": TID, "start": start, "end": end, **names}
+        self.rows["rocpd_api"].append(row)
+        return number
+
+    def op(self, call: int | None, name: str, kind: str, start: int, **changes: Any) -> None:
+        """Add an op that the call started."""
+        number = (1 << 32) + len(self.rows["rocpd_op"]) + 1
+        names = {"description_id": self.text(name), "opType_id": self.text(kind)}
+        row = {"id": number, "gpuId": 2, "queueId": 1, "start": start, "end": start + 70, **names}
+        self.rows["rocpd_op"].append(row | changes)
+        if call is not None:
+            self.rows["rocpd_api_ops"].append({"api_id": call, "op_id": number})
+
+    def launch(self, api: str, start: int, grid: tuple[int, int, int]) -> None:
+        call = self.api(api, start - 100, start - 50)
+        self.op(call, NAME, "KernelExecution", start)
+        sizes = dict(zip(("gridX", "gridY", "gridZ"), grid, strict=True))
+        widths = {"workgroupX": 256, "workgroupY": 1, "workgroupZ": 1}
+        row = {"api_ptr_id": call, "groupSegmentSize": 512, "kernelName_id": self.text(NAME)}
+        self.rows["rocpd_kernelapi"].append(row | sizes | widths)
+
+    def write(self, path: Path) -> Path:
+        rows = self.rows | {
+            "rocpd_string": [{"id": at, "string": text} for text, at in self.strings.items()]
+        }
+        with closing(sqlite3.connect(path)) as db, db:
+            for name, columns in RPD.items():
+                names = columns.split()
+                declared = ", ".join(f'"{each}"' for each in names)
+                db.execute(f'CREATE TABLE "{name}" ({declared})')
+                marks = ", ".join("?" * len(names))
+                values = [[row.get(each) for each in names] for row in rows[name]]
+                db.executemany(f'INSERT INTO "{name}" VALUES ({marks})', values)
+        return path
+
+
 def rocprofv3_json(**changes: object) -> dict[str, Any]:
     """Return the records of one process, as rocprofv3 writes them as JSON."""
     call = {"correlation_id": {"internal": 77, "external": 0}, "thread_id": TID}
