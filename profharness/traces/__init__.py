@@ -291,16 +291,23 @@ def unpacked(path: Path) -> Iterator[Path]:
             plain = Path(folder) / path.name.removesuffix(GZIP_SUFFIX)
             with plain.open("wb") as out:
                 shutil.copyfileobj(cast("IO[bytes]", file), out, 1 << 20)
-        try:
+        with errors_that_name(plain, path):
             yield plain
-        except ProfharnessError as error:
-            shown, given = printable_path(plain), printable_path(path)
-            error.args = tuple(
-                arg.replace(shown, given) if isinstance(arg, str) else arg for arg in error.args
-            )
-            if isinstance(error, TraceFormatError):
-                error.path = path
-            raise
+
+
+@contextmanager
+def errors_that_name(plain: Path, path: Path) -> Iterator[None]:
+    """Let errors inside the `with` block name `path` instead of the temporary file `plain`."""
+    try:
+        yield
+    except ProfharnessError as error:
+        shown, given = printable_path(plain), printable_path(path)
+        error.args = tuple(
+            arg.replace(shown, given) if isinstance(arg, str) else arg for arg in error.args
+        )
+        if isinstance(error, TraceFormatError):
+            error.path = path
+        raise
 
 
 @contextmanager
