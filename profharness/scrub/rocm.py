@@ -346,12 +346,17 @@ def scrub_rocm_json(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     Raise TraceFormatError if the file is damaged, cut off or too large.
     """
     data, file = decode_file(path)
+    try:
+        whole = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        expected = "a JSON of rocprofv3"
+        raise TraceFormatError(path, f"damaged: {error}", expected=expected) from None
     plain = msgspec.to_builtins(file)
     ids = sorted(_ids(plain) - {0})
     cleaned = _json_value(
         plain, "", {0: 0} | {value: at for at, value in enumerate(ids, 1)}, scrubber
     )
-    if cleaned != msgspec.json.decode(data):
+    if cleaned != whole:
         scrubber.record("members", "members that are not read, or ids of processes", "file")
     out.write(msgspec.json.encode(cleaned))
 

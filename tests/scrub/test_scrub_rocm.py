@@ -119,3 +119,10 @@ def test_cut_files_are_not_copied(tmp_path: Path) -> None:
         with pytest.raises(TraceFormatError):
             scrub(path, tmp_path / f"copy-{name}")
         assert not (tmp_path / f"copy-{name}").exists()
+
+
+def test_a_json_with_invalid_characters_is_not_copied(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "t.json")
+    path.write_bytes(path.read_bytes().replace(b'"command"', b'"comm\xffnd"'))
+    with pytest.raises(TraceFormatError, match="damaged"):
+        scrub(path, tmp_path / "copy.json")
