@@ -29,7 +29,7 @@ DTYPES = {
             2,
             "float16",
             "Half",
-            ("c10::Half", "__half", "half", "cutlass::half_t"),
+            ("c10::Half", "__half", "half", "cutlass::half_t", "_Float16"),
             ("half", "f16"),
         ),
         Dtype(
@@ -41,6 +41,7 @@ DTYPES = {
                 "c10::BFloat16",
                 "__nv_bfloat16",
                 "__hip_bfloat16",
+                "__bf16",
                 "std::bfloat16_t",
                 "cutlass::bfloat16_t",
             ),

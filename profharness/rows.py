@@ -12,8 +12,12 @@ Triple = tuple[int, int, int]
 
 TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
 """Names of the profilers. `profilers.PROFILERS` describes each profiler."""
+ROCPROFV3, RPD, ROCPROF = "rocprofv3", "rpd", "rocprof"
+"""Names of AMD's profilers: rocprofiler-sdk's, rocmProfileData, and the first rocprof."""
 TRACE_PROFILERS = (TORCH, NSYS, NCU)
-"""Profilers that record kernel launches, in order of preference."""
+"""Profilers that `capture` runs and that record kernel launches, in order of preference."""
+LAUNCH_PROFILERS = (*TRACE_PROFILERS, ROCPROFV3, RPD, ROCPROF)
+"""All profilers whose files contain kernel launches, in order of preference."""
 COUNTERS = (NCU,)
 """Profilers that read hardware counters. They run each kernel separately, with cold caches."""
 COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
@@ -255,12 +259,12 @@ class KernelRow:
             "profiler",
             importance="normal",
             repeat=False,
-            meaning="the profiler that recorded the launches: torch, nsys or ncu",
+            meaning="the profiler that recorded the launches, such as torch, nsys, ncu or rocprofv3",
         ),
     ]
     status: Annotated[str | None, column(meaning="status of the cell")]
     range: Annotated[
-        str | None, column(meaning="`record_function` or NVTX range around the launches")
+        str | None, column(meaning="`record_function`, NVTX or roctx range around the launches")
     ]
     kernel: Annotated[
         str,
@@ -370,6 +374,15 @@ class KernelRow:
     source: Annotated[
         str, column(meaning="`profiled`, or from an atlas `measured`, `model` or `floor`")
     ] = PROFILED
+    accum_registers_per_thread: Annotated[
+        int | None, column(meaning="accumulation registers (AGPRs) per thread on AMD GPUs")
+    ] = None
+    scalar_registers: Annotated[
+        int | None, column(meaning="scalar registers (SGPRs) per wavefront on AMD GPUs")
+    ] = None
+    scratch_bytes_per_thread: Annotated[
+        int | None, column(meaning="scratch memory per thread on AMD GPUs")
+    ] = None
 
     @property
     def dram_bytes_per_s(

@@ -54,9 +54,14 @@ class LaunchConfig:
     grid: tuple[int, int, int] | None
     block: tuple[int, int, int] | None
     registers_per_thread: int | None = None
+    """Registers of a thread. On AMD GPUs, these are the vector registers (VGPRs)."""
     static_shared_bytes: int | None = None
     dynamic_shared_bytes: int | None = None
     shared_bytes: int | None = None
+    """Shared memory of a block. On AMD GPUs, this is the local data share (LDS)."""
+    accum_registers_per_thread: int | None = None
+    scalar_registers: int | None = None  # registers that the threads of a wavefront share
+    scratch_bytes_per_thread: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,9 @@ def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
     )
     assert profharness.kernels(CONFIG, profilers="nsys", store=store).empty
     for bad in ("bogus", "torch,bogus", "events"):
-        with pytest.raises(UsageError, match="choose from torch, nsys, ncu, all"):
+        with pytest.raises(
+            UsageError, match="choose from torch, nsys, ncu, rocprofv3, rpd, rocprof, all"
+        ):
             profharness.kernels(CONFIG, profilers=bad, store=store)
     with pytest.raises(UsageError, match="'bogus'"):
         profharness.launches(profiler="bogus", store=store)

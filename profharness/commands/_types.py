@@ -30,7 +30,7 @@ from profharness.commands._runs import find_one, find_several, find_side
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
-from profharness.rows import TRACE_PROFILERS
+from profharness.rows import LAUNCH_PROFILERS
 from profharness.run import (
     DEVICES,
     LONGEST_S,
@@ -224,8 +224,8 @@ def tool_configs(text: str) -> list[Config]:
 def require_profilers(names: Names) -> None:
     """Raise UsageError for a name that is neither `all` nor a profiler that records launches."""
     for name in split_names(names):
-        if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
-            known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
+        if name not in (*LAUNCH_PROFILERS, EVERY_PROFILER):
+            known = ", ".join((*LAUNCH_PROFILERS, EVERY_PROFILER))
             raise UsageError(f"unknown profiler {name!r}; choose from {known}")
 
 

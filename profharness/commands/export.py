@@ -35,7 +35,7 @@ from profharness.commands._types import (
 from profharness.devices import Device, occupancy
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
-from profharness.rows import COUNTERS, TRACE_PROFILERS, LaunchRow, RangeRow
+from profharness.rows import COUNTERS, LAUNCH_PROFILERS, LaunchRow, RangeRow
 from profharness.store import Selection, open_store
 from profharness.store import Store as OpenStore
 
@@ -100,7 +100,7 @@ Profiler = Annotated[
     str | None,
     Option(
         ("--profiler",),
-        complete=complete_names(lambda: (*TRACE_PROFILERS, EVERY_PROFILER)),
+        complete=complete_names(lambda: (*LAUNCH_PROFILERS, EVERY_PROFILER)),
         metavar="NAME",
         check=require_profilers,
         help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  [default: the first that "
@@ -179,7 +179,7 @@ def _find_run(store: OpenStore, ref: str | None, profiler: str | None) -> str:
 
 
 def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -> list[str]:
-    """Return the profilers that recorded launches of a run, in the order of TRACE_PROFILERS.
+    """Return the profilers that recorded launches of a run, in the order of LAUNCH_PROFILERS.
 
     If `profiler` names a single profiler, return only this one. Raise NotFoundError if a profiler
     recorded no launches.
@@ -191,7 +191,7 @@ def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -
             f"run {store.run_name(run)} has no kernels; see it with: {store.shown_by(run)}"
         )
     if profiler in (None, EVERY_PROFILER):
-        return sorted(found, key=(*TRACE_PROFILERS, *found).index)
+        return sorted(found, key=(*LAUNCH_PROFILERS, *found).index)
     if profiler not in found:
         there = f"it has those of {', '.join(found)}"
         raise NotFoundError(

@@ -22,7 +22,7 @@ from profharness.files import shell_command
 from profharness.logs import duration
 from profharness.store import open_store
 from profharness.store.schema import require_writable
-from profharness.store.sources import find_sources
+from profharness.store.sources import find_sources, is_archive
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -142,7 +142,9 @@ def _ingest_each(
     """Ingest each source and print its result. Raise ProfharnessError at the end if any failed."""
     from profharness.jobs.parallel_ingest import readers_of  # loads numpy
 
-    cpus = readers_of(scheduler) if scheduler and not companions else []
+    # the reader processes read one trace at a time, and an archive may contain several
+    in_turn = bool(companions) or any(map(is_archive, sources))
+    cpus = readers_of(scheduler) if scheduler and not in_turn else []
     # check the store only once, and not for each source
     require_writable(store)
     paths: list[Path] = []

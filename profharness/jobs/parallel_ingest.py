@@ -40,7 +40,7 @@ from profharness.store.schema import (
     refuse_network,
     require_writable,
 )
-from profharness.store.sources import Source, find_sources
+from profharness.store.sources import Source, find_sources, is_archive
 from profharness.trace import LaunchBatch, Trace
 
 if TYPE_CHECKING:
@@ -311,14 +311,14 @@ def _ingest(
     return IngestOutcome(path, error=fault)
 
 
-def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[IngestResult]:
+def ingested(store: Path, paths: Sequence[Path], scheduler: str | None) -> list[IngestResult]:
     """Ingest all sources at or below the given paths.
 
     If `scheduler` is None, this process parses the sources without workers. Raise TraceFormatError
     if a path contains no sources. If workers could not read some sources, raise ProfharnessError
     after all other sources are ingested.
     """
-    if scheduler is None:
+    if scheduler is None or any(map(is_archive, paths)):
         results = [result for path in paths for result in stores.ingest_path(store, path)]
         stores.require_stored(store, results)
         return results

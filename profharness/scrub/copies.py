@@ -33,10 +33,12 @@ from profharness.scrub.allowed import Scrubber
 from profharness.scrub.kineto import scrub_kineto
 from profharness.scrub.nsys import scrub_nsys
 from profharness.scrub.reports import EXPORTS, check_name, exported, scrub_ncu, split_name
-from profharness.traces import GZIP, GZIP_SUFFIX, unpacked
-from profharness.traces.nsys_export import MAGIC
+from profharness.scrub.rocm import scrub_rocm_csv, scrub_rocm_database, scrub_rocm_json
+from profharness.traces import GZIP, GZIP_SUFFIX, sniff, unpacked
+from profharness.traces.sqlite_file import MAGIC
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
+ROCM_TEXTS = ("rocprofv3-json", "rocprof-csv")  # parsers of text files of AMD's profilers
 # Maximum bytes of a JSON document that is no trace. A larger document is read line by line.
 MAX_JSON = 1 << 28
 SHOWN = 5
@@ -111,6 +113,7 @@ def _check(path: Path, scrubber: Scrubber) -> None:
     with _opened(path) as file:
         head = file.read(len(MAGIC))
         is_trace = head == MAGIC or (name.endswith(".csv") and b'"ID"' in head + file.read(1 << 16))
+        is_trace = is_trace or sniff(path) in ROCM_TEXTS
         document = None
         if not is_trace and not name.endswith(".jsonl"):
             is_trace, document = _json_of(file)
@@ -150,8 +153,14 @@ def _scrub_trace(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     with contextlib.nullcontext(path) if is_kineto else unpacked(path) as plain:
         with open_input(plain) as file:
             head = file.read(len(MAGIC))
+        parser = sniff(plain)
         if head == MAGIC:
-            scrub_nsys(plain, out, scrubber)
+            is_nsys = parser == "nsys"
+            (scrub_nsys if is_nsys else scrub_rocm_database)(plain, out, scrubber)
+        elif parser == "rocprofv3-json":
+            scrub_rocm_json(plain, out, scrubber)
+        elif parser == "rocprof-csv":
+            scrub_rocm_csv(plain, out, scrubber)
         elif plain.name.lower().endswith(".csv"):
             scrub_ncu(plain, out, scrubber)
         else:

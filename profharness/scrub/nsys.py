@@ -158,7 +158,7 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
                 raise TraceFormatError(path, "no table of nsys", expected=EXPECTED)
             copied.copy()
             target.commit()
-        if scrubber.looks_for_deleted and _has_deleted(path, Path(file.name)):
+        if scrubber.looks_for_deleted and has_deleted(path, Path(file.name)):
             scrubber.record("deleted rows", "parts of the file that no table uses", "pages")
         with Path(file.name).open("rb") as copy:
             shutil.copyfileobj(copy, out)
@@ -313,7 +313,7 @@ class _Export:
         return {value: number for number, value in enumerate([0, *sorted(ids - {0})])}
 
 
-def _has_deleted(path: Path, copy: Path) -> bool:
+def has_deleted(path: Path, copy: Path) -> bool:
     """Return whether the unused parts of an SQLite file contain a text that is not in the copy.
 
     Sections 1.5 and 1.6 of the SQLite file format describe the unused parts. When SQLite moves a

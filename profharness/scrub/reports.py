@@ -88,7 +88,7 @@ EXPORTS = {
     for report, export in ((".nsys-rep", ".sqlite"), (".ncu-rep", ".csv"))
 }
 """Maps the suffix of a raw report, which may be compressed, to the suffix of its export."""
-SUFFIXES = (".json.gz", ".sqlite.gz", ".csv.gz", *EXPORTS)
+SUFFIXES = (".json.gz", ".sqlite.gz", ".csv.gz", ".db.gz", *EXPORTS)
 """Suffixes that `split_name` recognizes."""
 
 

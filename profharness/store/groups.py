@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profharness.rows import NSYS, TORCH
+from profharness.rows import NSYS, ROCPROF, ROCPROFV3, RPD, TORCH
 from profharness.store.tables import insert_row
 from profharness.trace import LaunchBatch
 from profharness.traces.columns import distinct, pack
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-TIMED = (TORCH, NSYS)  # not ncu, whose start times are useless because it serializes kernels
+# not ncu, whose start times are useless because it serializes kernels
+TIMED = (TORCH, NSYS, ROCPROFV3, RPD, ROCPROF)
 MERGE_ROWS = 1 << 20  # number of rows above which rows of the same group and duration are merged
 
 

@@ -27,6 +27,7 @@ from profharness.processes import garbage_collection_off
 from profharness.rows import NCU
 from profharness.run import OBSERVE, RUN_FILE, Cell, Problem, Protocol, Run, run_kind, run_times
 from profharness.stats import Series
+from profharness.store.archives import member_source, members
 from profharness.store.groups import TIMED, DeviceTimes
 from profharness.store.insert import Inserted, insert_journals, insert_trace
 from profharness.store.ranks import split_rank
@@ -39,7 +40,14 @@ from profharness.store.schema import (
     transaction,
     waiting,
 )
-from profharness.store.sources import ParsedTraces, Raw, Source, find_sources, read_source
+from profharness.store.sources import (
+    ParsedTraces,
+    Raw,
+    Source,
+    find_sources,
+    is_archive,
+    read_source,
+)
 from profharness.store.tables import (
     config_ids,
     fields_of,
@@ -101,7 +109,8 @@ def ingest_path(
     cache: ParsedTraces | None = None,
     companions: Sequence[Path] = (),
 ) -> list[IngestResult]:
-    """Ingest a run folder, a trace file, or all run folders and trace files below a folder.
+    """Ingest a run folder, a trace file, all run folders and trace files below a folder, or all
+    traces in an archive.
 
     Sources are ingested in sorted order. `progress` is called with the name of a trace, the number
     of its launches that were read so far, and the number of all its launches. `cache` contains
@@ -114,19 +123,24 @@ def ingest_path(
     source can be read. Raises StoreError if the store cannot be used or does not contain what was
     written to it.
     """
-    results, failures = [], []
+    results: list[IngestResult] = []
+    failures: list[TraceFormatError] = []
     # The store is opened late, so that an unreadable source does not create a store. Foreign keys
     # are not checked, because six checks per launch would double the time to write a launch, and
     # all ids are assigned by this program.
     with closing(Writer(store)) as writer:
         for path in find_sources(source):
+            read = None
             try:
+                if is_archive(path):
+                    _ingest_archive(store, writer, path, progress, results)
+                    continue
                 read = read_source(path, companions)
                 results.append(ingest_source(store, writer, read, progress, cache))
             except TraceFormatError as error:
                 failures.append(error)
             except StoreError as error:
-                if read.run is None:
+                if read is None or read.run is None:
                     raise
                 raise StoreError(
                     f"{error}\nthe run is kept in {path}; ingest it into another store: "
@@ -136,6 +150,33 @@ def ingest_path(
     if failures:
         raise failures[0]
     return results
+
+
+def _ingest_archive(
+    store: Path,
+    writer: Callable[[], sqlite3.Connection],
+    path: Path,
+    progress: Progress | None,
+    results: list[IngestResult],
+) -> None:
+    """Ingest each trace in an archive, and append the results.
+
+    Raise TraceFormatError at the end if a trace cannot be read, or if the archive is damaged or
+    contains no trace.
+    """
+    failures, before = [], len(results)
+    with members(path) as unpacked:
+        for plain, shown in unpacked:
+            try:
+                with member_source(plain, shown) as source:
+                    results.append(ingest_source(store, writer, source, progress))
+            except TraceFormatError as error:
+                failures.append(error)
+    if failures and len(results) > before:
+        message = f"{len(failures)} of its traces cannot be read; the others are stored"
+        raise TraceFormatError(path, message, expected=f"whole traces: {failures[0]}")
+    if failures:
+        raise failures[0]
 
 
 def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0) -> None:
@@ -420,7 +461,7 @@ def _insert_run(
     digest = xxhash.xxh3_128_hexdigest(data.encode())
     row: dict[str, Any] = {
         "run": name,
-        "created": run.created if run else _created(source.path, parsed[0][1]),
+        "created": run.created if run else _created(parsed[0][0].path, parsed[0][1]),
         "source": "capture" if run else "trace",
         "kind": run_kind(run) if run else "trace",
         "path": printable_path(source.path),

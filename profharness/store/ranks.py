@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from profharness.environment import hashed_key
 from profharness.errors import NotFoundError
-from profharness.rows import TRACE_PROFILERS, DeviceTime, RankKernel, RankLaunches, RankRow
+from profharness.rows import LAUNCH_PROFILERS, DeviceTime, RankKernel, RankLaunches, RankRow
 from profharness.store.selection import NEWEST_FIRST, Selection
 from profharness.store.tables import records
 
@@ -203,7 +203,7 @@ def _by_rank(stored: Sequence[Record]) -> list[list[Record]]:
             traces.append(record)
     chosen = []
     for traces in members.values():
-        first = min((trace["profiler"] for trace in traces), key=TRACE_PROFILERS.index)
+        first = min((trace["profiler"] for trace in traces), key=LAUNCH_PROFILERS.index)
         chosen.append([trace for trace in traces if trace["profiler"] == first])
     return chosen
 

@@ -30,7 +30,7 @@ from profharness.errors import NotFoundError, StoreError
 from profharness.files import DEFAULT_STORE, STORE_ID, STORE_VARIABLE
 from profharness.store.tables import TABLES, VIEWS
 
-SCHEMA_VERSION = 18
+SCHEMA_VERSION = 19
 FIRST_VERSION = 15  # versions 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
@@ -111,6 +111,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations(name="016_window")(_add_window)
     migrations(name="017_run_times")(_add_run_times)
     migrations(name="018_engines")(_add_engines)
+    migrations(name="019_rocm")(_add_rocm)
     migrations.apply(Database(connection, execute_plugins=False))
     connection.execute(f"PRAGMA application_id = {STORE_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -139,6 +140,14 @@ def _add_engines(db: Any) -> None:
         "sinks INTEGER NOT NULL DEFAULT 0",
     ):
         db.execute(f"ALTER TABLE configs ADD COLUMN {column}")
+
+
+def _add_rocm(db: Any) -> None:
+    for column in ("accum_registers_per_thread", "scalar_registers", "scratch_bytes_per_thread"):
+        db.execute(f"ALTER TABLE launch_configs ADD COLUMN {column} INTEGER")
+    for name, select in VIEWS.items():  # the views contain the new columns
+        db.execute(f"DROP VIEW IF EXISTS {name}")
+        db.execute(f"CREATE VIEW {name} AS {select}")
 
 
 def require_folder(path: Path) -> None:

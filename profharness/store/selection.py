@@ -21,7 +21,7 @@ import msgspec
 from profharness.attention.config import Config
 from profharness.errors import NotFoundError, counted, join_few
 from profharness.files import shell_command
-from profharness.rows import TRACE_PROFILERS
+from profharness.rows import LAUNCH_PROFILERS
 from profharness.store.names import StoredRun, match_path, name_runs
 from profharness.store.tables import records
 
@@ -204,7 +204,7 @@ class RunFinder:
 
     def _is(self, run: str, condition: str) -> bool:
         query = f"SELECT 1 FROM runs r WHERE r.run = :run AND {condition}"
-        values = {"run": run, "profilers": json.dumps(TRACE_PROFILERS)}
+        values = {"run": run, "profilers": json.dumps(LAUNCH_PROFILERS)}
         return self.connection.execute(query, values).fetchone() is not None
 
     def stored_runs(self) -> list[StoredRun]:
@@ -221,7 +221,7 @@ class RunFinder:
         if not all(ids):
             return
         values: dict[str, Any] = {
-            "profilers": json.dumps(tuple(selection.profilers or TRACE_PROFILERS)),
+            "profilers": json.dumps(tuple(selection.profilers or LAUNCH_PROFILERS)),
             "kinds": json.dumps([CHECKED] if ids else [CHECKED, EXPLAINED]),
             "configs": json.dumps(ids[0] if ids else []),
         }

@@ -34,6 +34,7 @@ from profharness.traces import is_trace, open_file, open_trace, sniff
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
 # maximum total size of cached trace files; parsed traces take several times as much memory
 MOST_BYTES = 16 << 20
 # The names that vLLM and SGLang give to traces of the captures of CUDA graphs, to the folder that
@@ -156,6 +157,11 @@ def find_companions(path: Path) -> list[Path]:
     return found
 
 
+def is_archive(path: Path) -> bool:
+    """Return whether a file has the name of an archive, which may contain several traces."""
+    return path.name.lower().endswith(ARCHIVES) and path.is_file()
+
+
 def is_log(path: Path) -> bool:
     """Return whether a file has the name of a log."""
     return path.suffix == ".log"
@@ -167,6 +173,10 @@ def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
     `companions` are files that describe a trace file. Files that an engine recorded beside it are
     found without being given. Raises TraceFormatError if the source is invalid or cannot be read.
     """
+    if is_archive(path):
+        message = "an archive, which may contain several traces"
+        expected = "a trace; first read the archive: profharness ingest ARCHIVE"
+        raise TraceFormatError(path, message, expected=expected)
     if path.is_file():
         # the uncompressed content is hashed, because a compressed copy is the same trace
         content_hash = hash_file(path, packed=False)

@@ -214,6 +214,8 @@ CREATE TABLE metrics (
 
 _RESOURCES = """grid_x, grid_y, grid_z, block_x, block_y, block_z, registers_per_thread,
     static_shared_bytes, dynamic_shared_bytes, shared_bytes"""
+ROCM_RESOURCES = ", accum_registers_per_thread, scalar_registers, scratch_bytes_per_thread"
+"""Columns of the schema 19, at the end of the views."""
 _LAUNCHES_OF_TRACES = """FROM traces t JOIN runs r ON r.id = t.run_id
     JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
     JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
@@ -237,7 +239,7 @@ VIEWS = {
             k.name AS kernel, k.short AS kernel_short, k.family, {_RESOURCES}, l.stream, l.device,
             l.start_ns, l.duration_ns, k.kind AS kernel_kind, c.cell, l.iteration,
             o.path AS op_path, o.sdpa_op, a.name AS api, l.correlation, l.graph_node, l.pid, l.tid,
-            l.launch_ns, l.bytes, l.id AS launch_id
+            l.launch_ns, l.bytes, l.id AS launch_id{ROCM_RESOURCES}
         {_LAUNCHES_OF_TRACES}
         LEFT JOIN ranges g ON g.id = l.range_id LEFT JOIN range_names rn ON rn.id = g.name_id
         LEFT JOIN op_paths o ON o.id = l.op_path_id LEFT JOIN apis a ON a.id = l.api_id""",
@@ -248,7 +250,7 @@ VIEWS = {
             g.median_ns AS duration_ns, g.total_ns, g.min_ns, g.max_ns, g.first_ns,
             k.kind AS kernel_kind, c.cell, c.status, o.path AS op_path, o.sdpa_op,
             g.id AS group_id, g.by_op, g.trace_id, g.cell_id, g.range_name_id, g.kernel_id,
-            g.launch_config_id, g.op_path_id, c.config_id, r.id AS run_id, r.created
+            g.launch_config_id, g.op_path_id, c.config_id, r.id AS run_id, r.created{ROCM_RESOURCES}
         FROM launch_groups g JOIN traces t ON t.id = g.trace_id JOIN runs r ON r.id = t.run_id
         JOIN kernels k ON k.id = g.kernel_id JOIN launch_configs lc ON lc.id = g.launch_config_id
         LEFT JOIN cells c ON c.id = g.cell_id LEFT JOIN configs cf ON cf.id = c.config_id
@@ -258,7 +260,7 @@ VIEWS = {
     "kernel_summary": f"""
         SELECT run, config, backend, profiler, range, kernel, kernel_short, family, {_RESOURCES},
             device, launches, launches_per_call, duration_ns, total_ns, min_ns, max_ns, first_ns,
-            kernel_kind, cell, status, op_path, sdpa_op
+            kernel_kind, cell, status, op_path, sdpa_op{ROCM_RESOURCES}
         FROM kernel_groups WHERE by_op = 0""",
     "kernel_metrics": f"""
         SELECT r.run, cf.label AS config, c.backend, c.cell, k.name AS kernel,

@@ -17,7 +17,7 @@ from typing import IO, cast
 from isal import igzip_lib
 
 from profharness.errors import ProfharnessError, TraceFormatError, printable_path
-from profharness.files import InputFile, open_input
+from profharness.files import InputFile, is_store, open_input
 from profharness.trace import Trace
 
 # Version of the interface of the compiled module. It must equal FORM in scanner.c.
@@ -47,23 +47,45 @@ PARSERS: dict[str, str] = {
     "chrome": "profharness.traces.chrome:parse_chrome",
     "nsys": "profharness.traces.nsys:parse_nsys",
     "ncu": "profharness.traces.ncu:parse_ncu",
+    "rocpd": "profharness.traces.rocpd:parse_rocpd",
+    "rpd": "profharness.traces.rpd:parse_rpd",
+    "rocprof": "profharness.traces.rocprof_table:parse_rocprof",
+    "rocprofv3-json": "profharness.traces.rocprofv3_json:parse_rocprofv3_json",
+    "rocprof-csv": "profharness.traces.rocprof_table:parse_rocprof_csv",
 }
 _PLAIN_SUFFIXES = {
     ".json": "chrome", ".ncu-rep": "ncu", ".csv": "ncu", ".sqlite": "nsys", ".nsys-rep": "nsys",
+    ".db": "rocpd", ".rpd": "rpd",
 }  # fmt: skip
 SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{GZIP_SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
+DATABASES = (".db", ".db.gz", ".rpd", ".rpd.gz")  # suffixes that any program may use
+SQLITE = b"SQLite format 3\0"
 STARTS: dict[bytes, str] = {
-    b"SQLite format 3\0": "nsys",  # nsys's parser rejects other SQLite files
+    SQLITE: "nsys",  # nsys's parser rejects other SQLite files
     b"NVR\0": "ncu",
+}
+# The parsers of other SQLite files, by a statement in their schema. The statements of a schema are
+# at the start of a file, because programs create the tables first.
+SCHEMAS: dict[str, re.Pattern[bytes]] = {
+    "rocpd": re.compile(rb"\brocpd_kernel_dispatch"),
+    "rpd": re.compile(rb"\brocpd_kernelapi\b"),
+    "rocprof": re.compile(rb"CREATE TABLE [\"'`\[]?KERN\b"),
 }
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; in PowerShell, `>` writes UTF-16
 # ncu's header is searched in this number of bytes, because the output of the profiled program may
 # precede the header.
 SNIFFED = 1 << 20
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
+# The first line of a CSV of rocprofv3 or rocprof names the kernel or the direction of a copy.
+ROCM_HEADER = re.compile(
+    r"(?=.*\b(?:kernel_?name|direction)\b)(?=.*\b(?:start_timestamp|beginns)\b)", re.IGNORECASE
+)
+ROCPROFV3_JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"rocprofiler-sdk-tool"')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
-    "an Nsight Compute report (.ncu-rep, .csv), each also as .gz, or a run folder"
+    "an Nsight Compute report (.ncu-rep, .csv), a file of rocprofv3 or rocprof (.db, .json, .csv), "
+    "a database of rpd (.rpd), "
+    "each also as .gz, or a run folder"
 )
 
 
@@ -82,9 +104,13 @@ def sniff(path: Path) -> str | None:
     """
     lower = path.name.lower()
     head, packed = _first_bytes(path, 64)
+    if head.startswith(SQLITE):
+        return _sqlite_parser(path)
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
-            return name if ".csv" not in suffix or _is_ncu_csv(path) else None
+            if name == "chrome" and ROCPROFV3_JSON.match(head):
+                return "rocprofv3-json"
+            return name if ".csv" not in suffix else _csv_parser(path)
     for start, name in STARTS.items():
         if head.startswith(start):
             return name
@@ -95,9 +121,9 @@ def sniff(path: Path) -> str | None:
 def is_trace(path: Path) -> bool:
     """Return whether a file in a folder is a trace that should be read.
 
-    A CSV is a trace only if ncu wrote it. A report of nsys is not read if the folder also contains
-    the export of the report. A compressed file other than a `.json.gz` is not read if the folder
-    also contains the unpacked file.
+    A CSV or a `.db` is a trace only if a profiler wrote it. A report of nsys is
+    not read if the folder also contains the export of the report. A compressed file other than a
+    `.json.gz` is not read if the folder also contains the unpacked file.
     """
     lower = path.name.lower()
     plain = path.with_name(path.name[:-3]) if lower.endswith(".gz") else path
@@ -106,6 +132,8 @@ def is_trace(path: Path) -> bool:
         if export.is_file() or export.with_name(f"{export.name}.gz").is_file():
             return False
     if plain != path and not lower.endswith(".json.gz") and plain.is_file():
+        return False
+    if lower.endswith(DATABASES) and (is_store(path) or _sqlite_parser(path) == STARTS[SQLITE]):
         return False
     return lower.endswith(tuple(SUFFIXES)) and sniff(path) is not None
 
@@ -121,14 +149,26 @@ def open_trace(path: Path, captures: Sequence[Path] = ()) -> Trace:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
     if name == "chrome":  # this parser unpacks the file itself
         return load_parser(name)(path, captures)
+    if name == "rocprofv3-json":  # so does this parser
+        return load_parser(name)(path)
     with unpacked(path) as plain:  # the file is not needed after its parser returns
         return load_parser(name)(plain)
 
 
-def _is_ncu_csv(path: Path) -> bool:
+def _sqlite_parser(path: Path) -> str:
+    """Return the name of the parser for an SQLite file."""
+    data, _ = _first_bytes(path, SNIFFED)
+    return next((name for name, mark in SCHEMAS.items() if mark.search(data)), STARTS[SQLITE])
+
+
+def _csv_parser(path: Path) -> str | None:
+    """Return the name of the parser for a CSV, or None if no profiler wrote it."""
     data, _ = _first_bytes(path, SNIFFED)
     text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig", errors="replace")
-    return any(map(NCU_HEADER.match, re.split(r"[\n\r]", text)))
+    lines = re.split(r"[\n\r]", text)
+    if ROCM_HEADER.match(lines[0]):
+        return "rocprof-csv"
+    return "ncu" if any(map(NCU_HEADER.match, lines)) else None
 
 
 def _first_bytes(path: Path, size: int) -> tuple[bytes, bool]:
@@ -251,16 +291,23 @@ def unpacked(path: Path) -> Iterator[Path]:
             plain = Path(folder) / path.name.removesuffix(GZIP_SUFFIX)
             with plain.open("wb") as out:
                 shutil.copyfileobj(cast("IO[bytes]", file), out, 1 << 20)
-        try:
+        with errors_that_name(plain, path):
             yield plain
-        except ProfharnessError as error:
-            shown, given = printable_path(plain), printable_path(path)
-            error.args = tuple(
-                arg.replace(shown, given) if isinstance(arg, str) else arg for arg in error.args
-            )
-            if isinstance(error, TraceFormatError):
-                error.path = path
-            raise
+
+
+@contextmanager
+def errors_that_name(plain: Path, path: Path) -> Iterator[None]:
+    """Let errors inside the `with` block name `path` instead of the temporary file `plain`."""
+    try:
+        yield
+    except ProfharnessError as error:
+        shown, given = printable_path(plain), printable_path(path)
+        error.args = tuple(
+            arg.replace(shown, given) if isinstance(arg, str) else arg for arg in error.args
+        )
+        if isinstance(error, TraceFormatError):
+            error.path = path
+        raise
 
 
 @contextmanager

@@ -44,11 +44,18 @@ from profharness.traces.columns import (
     KINETO_KEYS,
     MAX_NS,
     MAX_TEXT,
+    THREAD_GRIDS,
+    UNNAMED_GPU,
+    GpuRows,
     Ints,
+    LaunchRows,
     Spool,
     Tables,
+    blocks_of,
+    distinct,
     hashed,
     make_device,
+    map_values,
     nothing,
 )
 from profharness.traces.graphs import GraphCapture, find_captures, read_annotations, replayed
@@ -71,6 +78,8 @@ MAX_FRAME = 1 << 12  # maximum size of the event of a Python frame, in bytes
 # Repeated ops are reported only if they are more than this fraction of all ops, because short ops
 # that start in the same microsecond also look repeated.
 REPEATED_OPS = 0.05
+
+HIP = "hip"  # prefix of the names of ROCm's API calls
 
 _EVENTS_KEY = b'"traceEvents"'
 _ARRAY = re.compile(rb"\s*+:\s*+\[")
@@ -152,7 +161,8 @@ def _assemble(
     if not isinstance(base, int) or isinstance(base, bool) or abs(base) >= MAX_NS:
         base = 0
         doubts = ["baseTimeNanoseconds is not a valid number, so times start at 0"]
-    devices, odd = _devices(header)
+    is_rocm = any(name.startswith(HIP) for name in tables.apis)
+    devices, odd = _devices(header, UNNAMED_GPU if is_rocm else "")
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     flows, lone = _flows(tables.arrows)
     at = Attribution(tables, flows, threads, base, slice_rows=slice_rows)
@@ -165,31 +175,36 @@ def _assemble(
     )
     stacks = np.array([at.stacks.number(names) for names in ops.stacks], np.int64)
     counts, hashes = Counter[str](), [nothing(0)]
+    used: set[int] = set()  # the devices of launches
 
     def gpu_chunks() -> Iterator[Chunk]:
         first = 0
         for gpu, launched in linked_chunks(tables, counts, chunk_rows):
             counts["unmatched"] += int(np.count_nonzero(launched.thread < 0))
             hashes.append(hashed(gpu))
+            used.update(distinct(gpu.device))
+            gpu = in_blocks(gpu, launched)
             paths = at.stacks.lookup(launched.thread, launched.start)
             low, high = np.searchsorted(ops.rows, [first, first + len(paths)])
             paths[ops.rows[low:high] - first] = stacks[ops.row_stacks[low:high]]
             first += len(paths)
             yield gpu, launched, paths
 
+    configs = [
+        LaunchConfig(grid, block, registers, shared_bytes=shared)
+        for grid, block, registers, shared in tables.configs
+    ]
+    in_blocks = GridConverter(tables, configs)
     if tables.gpu:
-        chunks, kernels, configs = gpu_chunks(), list(tables.kernels), list(tables.configs)
+        chunks, kernels = gpu_chunks(), list(tables.kernels)
     else:
         chunks, kernels = at.op_chunks(), [("op", name) for name in tables.names]
-        configs = [(None,) * 4]
+        configs = [LaunchConfig(None, None)]
     trace = at.make_trace(
         stack,
         chunks,
         kernels,
-        [
-            LaunchConfig(grid, block, registers, shared_bytes=shared)
-            for grid, block, registers, shared in configs
-        ],
+        configs,
         profiler=TORCH,
         devices=devices,
         environment=_environment(header),
@@ -222,7 +237,52 @@ def _assemble(
     if at.stacks.paths.deep:
         found.append(f"stacks of more than {MAX_DEPTH} ops are recorded only in part")
     warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)
-    return replace(trace, close=stack.pop_all().close, warnings=warnings)
+    if is_rocm:
+        devices = _with_agents(devices, used)
+    return replace(trace, close=stack.pop_all().close, warnings=warnings, devices=devices)
+
+
+class GridConverter:
+    """Converts grids that are recorded in threads to blocks.
+
+    ROCm's Kineto records the arguments of the call that launched a kernel. New launch
+    configurations are appended to `configs`.
+    """
+
+    def __init__(self, tables: Tables, configs: list[LaunchConfig]) -> None:
+        self._configs = configs
+        self._apis = [tables.apis[name] for name in THREAD_GRIDS if name in tables.apis]
+        self._converted: dict[int, int] = {}
+
+    def __call__(self, gpu: GpuRows, launched: LaunchRows) -> GpuRows:
+        """Return the launches with grids in blocks."""
+        rows = np.flatnonzero(np.isin(launched.api, self._apis)) if self._apis else ()
+        if not len(rows):
+            return gpu
+        config = gpu.config.copy()
+        config[rows] = map_values(config[rows], self._convert)
+        return gpu._replace(config=config)
+
+    def _convert(self, config: int) -> int:
+        if config not in self._converted:
+            given = self._configs[config]
+            self._converted[config] = len(self._configs)
+            self._configs.append(replace(given, grid=blocks_of(given.grid, given.block)))
+        return self._converted[config]
+
+
+def _with_agents(devices: tuple[Device, ...], used: set[int]) -> tuple[Device, ...]:
+    """Return the GPUs of a trace of ROCm, with those that the launches use.
+
+    ROCm numbers the GPUs of launches as agents, and CPUs are agents too, so these numbers are
+    larger than those of the header. This does not matter if all GPUs have the same properties.
+    """
+    if not devices or any(
+        replace(each, index=0) != replace(devices[0], index=0) for each in devices
+    ):
+        return devices
+    missing = sorted(used - {each.index for each in devices} - {-1})
+    return (*devices, *(replace(devices[0], index=index) for index in missing))
 
 
 def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
@@ -261,13 +321,13 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < 1 << 62)
 
 
-def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
+def _devices(header: dict[str, Any], unnamed: str) -> tuple[tuple[Device, ...], list[str]]:
     rows = header.get("deviceProperties", [])
     given = rows if isinstance(rows, list) else [rows]
     made = [
         make_device(
             row.get("id"),
-            row.get("name"),
+            unnamed if row.get("name") == "" else row.get("name"),
             {limit: row.get(key) for limit, key in KINETO_KEYS.items()},
         )
         for row in given

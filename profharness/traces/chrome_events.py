@@ -59,10 +59,11 @@ The result contains None for a broken op.
 MAX_DURATION_US = float(1 << 43)
 MAX_ARGUMENTS = 4096  # maximum number of distinct op arguments in the cache
 MODULE_MARK = f'"{MODULE}'.encode()
-OP = "cpu_op"
+# The capitalized categories are those of PyTorch 1.8 and 1.9.
+OPS = ("cpu_op", "Operator")
 RANGE = "user_annotation"
-GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH = ("cuda_runtime", "cuda_driver")
+GPU = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
+LAUNCH = ("cuda_runtime", "cuda_driver", "Runtime")
 ARROWS = ("fwdbwd", "forward_backward")  # arrows from a forward op to its backward op
 MODULES = "python_function"  # Python frames; the decoder reads only those that are calls of modules
 IGNORED = (
@@ -143,20 +144,25 @@ def _structs(categories: Iterable[str], fields: Sequence[Any]) -> list[Any]:
     ]
 
 
+def kind_of(category: str) -> str:
+    """Return the kind of the kernels of a category: `kernel`, `memcpy` or `memset`."""
+    return category.lower().removeprefix("gpu_")
+
+
 _TIMED: list[Any] = [("name", str), ("ts", Decimal), ("dur", float)]
 _THREADED: list[Any] = [("pid", Thread, None), ("tid", Thread, None)]
 CLASSES = {
     "gpu": _structs(GPU, [*_TIMED, ("args", GpuArgs)]),
     "launch": _structs(LAUNCH, [*_TIMED[:2], ("args", LaunchArgs), *_THREADED]),
-    "op": _structs([OP], [*_TIMED, *_THREADED, ("args", msgspec.Raw, msgspec.Raw())]),
+    "op": _structs(OPS, [*_TIMED, *_THREADED, ("args", msgspec.Raw, msgspec.Raw())]),
     "arrow": _structs(
         ARROWS, [("ph", str, ""), ("id", Any, None), ("ts", Decimal, Decimal(0)), *_THREADED]
     ),
     "range": _structs([RANGE], [*_TIMED, *_THREADED]),
     "ignored": _structs(IGNORED, []),
 }
-KINDS = dict(zip(CLASSES["gpu"], (name.removeprefix("gpu_") for name in GPU), strict=True))
-KNOWN = {*GPU, *LAUNCH, *ARROWS, OP, RANGE, *IGNORED}
+KINDS = dict(zip(CLASSES["gpu"], map(kind_of, GPU), strict=True))
+KNOWN = {*GPU, *LAUNCH, *ARROWS, *OPS, RANGE, *IGNORED}
 
 _Event: Any = Union[(*chain.from_iterable(CLASSES.values()),)]
 _EVENT: Any = msgspec.json.Decoder(_Event)
@@ -518,7 +524,7 @@ class Column(IntEnum):
 
 ROLES = {
     **dict.fromkeys(IGNORED, Role.DROP),
-    OP: Role.OP,
+    **dict.fromkeys(OPS, Role.OP),
     **dict.fromkeys(LAUNCH, Role.CALL),
     **dict.fromkeys(GPU, Role.DEVICE),
     MODULES: Role.FRAME,
@@ -610,7 +616,7 @@ class EventColumns:
             return -1
         category, role = [*ROLES.items()][kind]
         if role == Role.DEVICE:
-            return tables.kernels[category.removeprefix("gpu_"), name]
+            return tables.kernels[kind_of(category), name]
         if role == Role.FRAME:
             self._modules.append(name)
             return len(self._modules) - 1

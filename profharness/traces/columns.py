@@ -10,9 +10,10 @@ import os
 import re
 import tempfile
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -31,6 +32,8 @@ MAX_KEY_BITS = 62
 MAX_NS = 1 << 61
 # prefixes of the names of API calls in CUDA's runtime, in its driver, and in ROCm
 CUDA_API = r"(?:cuda|cu|hip)"
+# Calls of ROCm that get the size of a grid in threads. All others get it in blocks.
+THREAD_GRIDS = ("hipExtModuleLaunchKernel", "hipHccModuleLaunchKernel")
 MAX_TEXT = 200  # maximum number of characters of a text from a header
 # The names of each property of a GPU in Kineto, nsys and ncu. nsys does not record the number of
 # threads per multiprocessor.
@@ -57,6 +60,7 @@ del NSYS_KEYS["max_threads_per_sm"]
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
 LARGEST_OF_OTHERS = 1 << 24
+UNNAMED_GPU = "AMD GPU"  # ROCm may leave the name of a GPU empty
 REPLACED = "\ufffd"  # replaces invalid characters
 SHOWN = 40  # maximum number of characters of a value in a message
 
@@ -216,6 +220,26 @@ def distinct(values: Ints) -> list[int]:
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
 
+def int_columns(rows: Sequence[Sequence[Any]], width: int) -> Ints:
+    """Return the first `width` values of each row as an array of shape (width, rows)."""
+    flat = chain.from_iterable(row[:width] for row in rows)
+    values: Ints = np.fromiter(flat, np.int64, width * len(rows))
+    return np.ascontiguousarray(values.reshape(len(rows), width).T)
+
+
+def map_values(values: Ints, number: Callable[[int], int]) -> Ints:
+    """Return `number(value)` for each value. Call `number` only once for equal values."""
+    each, inverse = np.unique(values, return_inverse=True)
+    return np.array([number(value) for value in each.tolist()], np.int64)[inverse]
+
+
+def is_near(times: Ints) -> Flags:
+    """Return which times are small enough to be stored."""
+    # abs() would return a negative number for the lowest int64
+    near: Flags = (times > -MAX_NS) & (times < MAX_NS)
+    return near
+
+
 def hashed(columns: Iterable[Ints]) -> Ints:
     """Return a 64-bit hash of each row."""
     value: Any = np.uint64(0)
@@ -251,6 +275,16 @@ def whole(value: object) -> int | None:
     """Return the value if it is an integer from 0 to 2**62 - 1. Otherwise, return None."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
     return cast(int, value) if is_whole else None
+
+
+def blocks_of(
+    threads: tuple[int, int, int] | None, block: tuple[int, int, int] | None
+) -> tuple[int, int, int] | None:
+    """Return the size of a grid in blocks, given its size in threads, or None if it is unknown."""
+    if threads is None or block is None or min(block) < 1:
+        return None
+    x, y, z = (-(-size // width) for size, width in zip(threads, block, strict=True))
+    return x, y, z
 
 
 def make_device(

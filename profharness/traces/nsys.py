@@ -17,16 +17,14 @@ import sys
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from profharness.errors import TraceFormatError
 from profharness.recording.profilers import require_tool
@@ -37,7 +35,6 @@ from profharness.traces import nsys_export as schema
 from profharness.traces.attribution import MAX_DEPTH, Attribution, Chunk, linked_chunks
 from profharness.traces.columns import (
     MAX_NS,
-    Flags,
     GpuRows,
     Ids,
     Ints,
@@ -47,6 +44,9 @@ from profharness.traces.columns import (
     Tables,
     distinct,
     hashed,
+    int_columns,
+    is_near,
+    map_values,
     nothing,
     pack,
     whole,
@@ -324,7 +324,7 @@ class Reader:
         for batch in self._export.batches(schema.RUNTIME, columns, where, filled=4):
             numbers, _ = self._numbers(schema.RUNTIME, batch, 4)
             key = self._to_keys(numbers[0], numbers[2])
-            keep = (key >= 0) & (numbers[2] != -1) & _is_near(numbers[3])
+            keep = (key >= 0) & (numbers[2] != -1) & is_near(numbers[3])
             self._skip(schema.RUNTIME, len(key) - int(keep.sum()))
             key, (_, name, thread, start) = key[keep], numbers[:, keep]
             at = np.searchsorted(self._needed, key)
@@ -336,7 +336,10 @@ class Reader:
             text = f"{{n}} calls in {schema.RUNTIME} have the id of an earlier call, which is used"
             self._doubt(text, repeated)
             self._found[at[hit]] = True
-            api, thread = _mapped(name[needed], self._api), _mapped(thread[needed], self._thread)
+            api, thread = (
+                map_values(name[needed], self._api),
+                map_values(thread[needed], self._thread),
+            )
             self._write(LaunchRows(key[needed], api, thread, start[needed]))
 
     def _read_activities(self, table: str) -> None:
@@ -345,7 +348,7 @@ class Reader:
             rows, batch = self._numbers(table, batch, width)
             start, end, device, stream, correlation, process, node, size = rows
             variant = self.variants.column([(table, row[width:]) for row in batch])
-            keep = _is_near(start) & _is_near(end) & (end >= start)
+            keep = is_near(start) & is_near(end) & (end >= start)
             keep &= (end - start < MAX_DURATION_NS) & (device >= NONE) & (device < MAX_SMALL)
             self._skip(table, int((~keep).sum()))
             early = int((start[keep] < 0).sum())
@@ -425,15 +428,15 @@ class Reader:
         Rows that have a value other than an integer in these columns are skipped and counted.
         """
         try:
-            return _array(batch, width), batch
+            return int_columns(batch, width), batch
         except (TypeError, ValueError, OverflowError):
             good = [row for row in batch if all(isinstance(v, int) for v in row[:width])]
             self._skip(table, len(batch) - len(good))
-            return _array(good, width), good
+            return int_columns(good, width), good
 
     def _to_keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
         """Return a key for each row, or -1 if the correlation ID or the process is invalid."""
-        process = _mapped(thread_or_process >> 24, self._process)
+        process = map_values(thread_or_process >> 24, self._process)
         valid = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
         return np.where(valid, process * CORRELATIONS + correlation, -1)
 
@@ -462,24 +465,6 @@ class Reader:
         borders = np.flatnonzero(np.diff(rows.correlation[order] >> PROCESS_SHIFT)) + 1
         for part in np.split(order, borders):
             self._tables.write(type(rows)(*(column[part] for column in rows)))
-
-
-def _array(batch: list[_Row], width: int) -> Ints:
-    flat = chain.from_iterable(row[:width] for row in batch)
-    values: NDArray[np.int64] = np.fromiter(flat, np.int64, width * len(batch))
-    return np.ascontiguousarray(values.reshape(len(batch), width).T)
-
-
-def _mapped(values: Ints, number: Callable[[int], int]) -> Ints:
-    """Return `number(value)` for each value. Call `number` only once for equal values."""
-    each, inverse = np.unique(values, return_inverse=True)
-    return np.array([number(value) for value in each.tolist()], np.int64)[inverse]
-
-
-def _is_near(times: Ints) -> Flags:
-    # abs() would return a negative number for the lowest int64
-    near: Flags = (times > -MAX_NS) & (times < MAX_NS)
-    return near
 
 
 def _is_time(value: object) -> bool:

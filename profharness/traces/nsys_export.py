@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
-from profharness.files import open_input
 from profharness.traces.columns import (
     CORE_FIELDS,
     MAX_NS,
@@ -25,6 +24,7 @@ from profharness.traces.columns import (
     make_device,
     whole,
 )
+from profharness.traces.sqlite_file import PLAIN_TABLES, Form, database, quoted
 
 # Kineto's words for the numbers in nsys's ENUM tables
 COPY_KINDS = {
@@ -35,10 +35,12 @@ MEMORY_KINDS = {
     0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static",
     6: "Managed Static", 7: "Unknown",
 }  # fmt: skip
-MAGIC = b"SQLite format 3\0"
 EXPECTED = "an SQLite export of nsys"
 AGAIN = (
     "export it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
+)
+FORM = Form(
+    EXPECTED, AGAIN, "the file is empty; nsys leaves such a file behind if its export fails"
 )
 META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # EXPORT_META_DATA is used until nsys 2022.4
 MAX_STRING = 65536  # maximum number of characters that are read from a string
@@ -205,24 +207,21 @@ class Export:
         If a table exists in several versions, prefer the table without a suffix, then the highest
         version. Versions that have no rows are used only if no version has rows.
         """
-        sql = (
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-        )
         versions: dict[str, list[tuple[int, str]]] = {}
-        for (name,) in self.connection.execute(sql).fetchall():
+        for (name,) in self.connection.execute(PLAIN_TABLES).fetchall():
             match = _VERSIONED.fullmatch(str(name))
             base, number = (match["base"], int(match["number"])) if match else (str(name), 0)
             versions.setdefault(base, []).append((number, str(name)))
         tables = {}
         for base, names in versions.items():
             ordered = sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))
-            quoted = {'"' + name.replace('"', '""') + '"': name for _, name in ordered}
-            best = next(iter(quoted))
-            if len(quoted) > 1:
+            named = {quoted(name): name for _, name in ordered}
+            best = next(iter(named))
+            if len(named) > 1:
                 sql = "SELECT 1 FROM {} LIMIT 1"
-                filled = [q for q in quoted if self.connection.execute(sql.format(q)).fetchone()]
+                filled = [q for q in named if self.connection.execute(sql.format(q)).fetchone()]
                 best = next(iter(filled), best)
-                self.passed_over += [quoted[other] for other in filled if other != best]
+                self.passed_over += [named[other] for other in filled if other != best]
             columns = self.connection.execute(f"PRAGMA table_info({best})").fetchall()
             tables[base] = best, frozenset(str(column[1]) for column in columns)
         return tables
@@ -235,52 +234,14 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
     Raise TraceFormatError if the file is not a complete export. SQLite's errors inside the `with`
     block are also converted to TraceFormatError.
     """
-    _check_file(path, shown)
-    try:
-        # With `immutable`, SQLite creates neither a -shm file nor locks
-        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"
-        with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as connection:
-            connection.text_factory = lambda data: data.decode("utf-8", "replace")
-            connection.execute("PRAGMA trusted_schema = OFF")
-            export = Export(shown, connection)
-            if not any(map(_MARK.fullmatch, export.tables)):
-                message = f"an SQLite file without tables; {AGAIN}"
-                if export.tables:
-                    message = "an SQLite file, but not of nsys: it has no table of CUDA activities or NVTX ranges"
-                raise TraceFormatError(shown, message, expected=EXPECTED)
-            yield export
-    # UnicodeDecodeError is raised if a damaged schema is not UTF-8, because sqlite3 then cannot
-    # build its error message
-    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
-        raise TraceFormatError(shown, f"damaged: {error}; {AGAIN}", expected=EXPECTED) from None
-
-
-def _check_file(path: Path, shown: Path) -> None:
-    """Raise TraceFormatError if a file is not a complete export, or is still being written."""
-    try:
-        with open_input(path) as file:
-            size, head = file.size, file.read(100)
-    except OSError as error:
-        raise TraceFormatError(shown, f"cannot be read: {error.strerror}") from None
-    if not size:
-        message = "the file is empty; nsys leaves such a file behind if its export fails"
-        raise TraceFormatError(shown, f"{message}; {AGAIN}", expected=EXPECTED)
-    if not head.startswith(MAGIC) or len(head) < 100:
-        raise TraceFormatError(shown, "not an SQLite file", offset=0, expected=EXPECTED)
-    page = int.from_bytes(head[16:18], "big")
-    page = 65536 if page == 1 else page
-    pages = int.from_bytes(head[28:32], "big")
-    counted = head[24:28] == head[92:96]  # whether the number of pages in the header is valid
-    if counted and size < page * pages:
-        message = f"cut off: {size} of {page * pages} bytes; {AGAIN}"
-        raise TraceFormatError(shown, message, offset=size, expected=EXPECTED)
-    for suffix in ("-journal", "-wal"):
-        beside = path.with_name(path.name + suffix)
-        if beside.exists() and beside.stat().st_size:
-            message = (
-                f"incomplete: {beside.name} exists beside it; wait until it is written, or {AGAIN}"
-            )
+    with database(path, shown, FORM) as connection:
+        export = Export(shown, connection)
+        if not any(map(_MARK.fullmatch, export.tables)):
+            message = f"an SQLite file without tables; {AGAIN}"
+            if export.tables:
+                message = "an SQLite file, but not of nsys or an AMD profiler: it has no table of launches or ranges"
             raise TraceFormatError(shown, message, expected=EXPECTED)
+        yield export
 
 
 def check_schema(export: Export) -> list[str]:

@@ -18,6 +18,7 @@ from profharness.errors import NotFoundError, StoreError, UsageError
 from profharness.store import Selection, ingest_path, open_store, query, to_frame
 from profharness.store.insert import insert_trace, sdpa_op
 from profharness.store.schema import FIRST_VERSION, SCHEMA_VERSION, connect, transaction
+from profharness.store.tables import ROCM_RESOURCES, VIEWS
 from profharness.trace import LaunchBatch, LaunchConfig, Range, Trace
 
 Folder = Callable[..., Path]
@@ -153,6 +154,12 @@ def test_a_store_of_the_first_version_is_read_as_it_is_and_migrated_to_write(sto
             connection.execute(f"ALTER TABLE configs DROP COLUMN {name}")
         for name in ("ended", "duration_ns", "lanes_ns", "recorded_with", "engine"):
             connection.execute(f"ALTER TABLE runs DROP COLUMN {name}")
+        for view in VIEWS:
+            connection.execute(f"DROP VIEW {view}")
+        for name in ROCM_RESOURCES.removeprefix(", ").split(", "):
+            connection.execute(f"ALTER TABLE launch_configs DROP COLUMN {name}")
+        for view, select in VIEWS.items():
+            connection.execute(f"CREATE VIEW {view} AS {select.replace(ROCM_RESOURCES, '')}")
         connection.execute("DELETE FROM _sqlite_migrations WHERE name > '016'")
         connection.execute(f"PRAGMA user_version = {FIRST_VERSION}")
         connection.commit()
@@ -163,12 +170,12 @@ def test_a_store_of_the_first_version_is_read_as_it_is_and_migrated_to_write(sto
             return connection.execute("PRAGMA user_version").fetchone()[0], "window" in columns
 
     with open_store(store) as opened:
-        before = opened.cells("all")
+        before, kernels = opened.cells("all"), opened.kernels()
         assert {run.duration_ns for run in opened.runs()} == {None}
         assert opened.engine(before[0].run) is None
     assert state() == (FIRST_VERSION, False)
     with open_store(store, write=True) as opened:
-        assert opened.cells("all") == before
+        assert (opened.cells("all"), opened.kernels()) == (before, kernels)
     assert state() == (SCHEMA_VERSION, True)
 
 

@@ -85,3 +85,14 @@ def test_a_demangled_name_beyond_the_limit_stays_mangled() -> None:
     names, warnings = canonical_names([name, FLASH])
     assert names == {name: name, FLASH: FLASH_CANONICAL}
     assert warnings == ["1 kernel names are too complex to demangle and stay mangled"]
+
+
+def test_types_that_old_demanglers_do_not_know_are_demangled() -> None:
+    names = {
+        "_ZN7ck_tile6kentryIDF16_EEvT_": "void ck_tile::kentry<_Float16>(_Float16)",
+        "_ZN7ck_tile6kentryIDF16bDF16_EEvT_T0_": (
+            "void ck_tile::kentry<__bf16, _Float16>(__bf16, _Float16)"
+        ),
+        "_ZN7ck_tile6kentryIDF16_": "_ZN7ck_tile6kentryIDF16_",  # cut off
+    }
+    assert {name: canonical(name) for name in names} == names

@@ -306,3 +306,23 @@ def test_a_number_too_long_for_a_size_is_omitted(name: str) -> None:
     found = parse_kernel_name(name)
     sizes = (found.head_dim, found.tile_m, found.tile_n, found.tile_k, found.stages, found.warps)
     assert all(size is None or size < 10**9 for size in sizes)
+
+
+# From vLLM on an MI300X, recorded with rpd. The first template argument is the block size.
+CK_FMHA = (
+    "_ZN7ck_tile6kentryILi256ELi2ENS_13FmhaFwdKernelINS_26FmhaFwdTilePartitioner_HBSINS_13TileFmha"
+    "ShapeINS_8sequenceIJLi128ELi128ELi32ELi128ELi32ELi128EEEENS4_IJLi4ELi1ELi1EEEENS4_IJLi32ELi32E"
+    "Li16EEEES6_S7_Lb1EEEEENS_28BlockFmhaPipelineQRKSVSAsyncINS_24BlockFmhaPipelineProblemIDF16_DF16"
+    "_DF16_ffDF16_hfDF16_fDF16_S8_Lb1ENS_30SimplifiedGenericAttentionMaskILb1EEENS_14TileFmhaTraits"
+    "ILb1ELb1ELb1ELb1ELNS_22BlockAttentionBiasEnumE0ELb0ELb1ELb0ELb0ELin1EEEEENS_35BlockFmhaPipeline"
+    "QXKSVSCustomPolicyILb1ELb1ELb0ELi3ELi3EEEEENS_17Default2DEpilogueINS_24Default2DEpilogueProblem"
+    "IfDF16_Lb1ELb1EEEvEEEEJNSP_21FmhaFwdGroupModeKargsEEEEvDpT2_"
+)
+
+
+def test_a_kernel_of_composable_kernel_with_two_numbers_is_attention() -> None:
+    for name in (CK_FMHA, canonical(CK_FMHA)):
+        kernel = parse_kernel_name(name, "kernel")
+        assert (kernel.family, kernel.backend, kernel.direction) == ("fmha", "ck", "fwd")
+        assert (kernel.head_dim, kernel.tile_m, kernel.tile_n) == (128, 128, 128)
+        assert kernel.dtype == "fp16"

@@ -49,7 +49,7 @@ from profharness.measurements.agreement import (
     unmet_expectations,
 )
 from profharness.render.document import Document
-from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, preferred_profiler_rows
+from profharness.rows import LAUNCH_PROFILERS, CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import (
     ALL_RUNS,
     KERNELS_ELSE_CELLS,
@@ -87,8 +87,8 @@ Profilers = Annotated[
         check=require_profilers,
         help="Show only the launches that this profiler recorded; all compares the profilers. Repeatable.  "
         "[default: the first of torch, nsys and ncu that the run has]",
-        tool=f"{', '.join(TRACE_PROFILERS)}, or all to compare them.",
-        click={"type": click.Choice([*TRACE_PROFILERS, EVERY_PROFILER])},
+        tool=f"{', '.join(LAUNCH_PROFILERS)}, or all to compare them.",
+        click={"type": click.Choice([*LAUNCH_PROFILERS, EVERY_PROFILER])},
     ),
 ]
 GpuName = Annotated[
@@ -224,7 +224,7 @@ def kernels(
         if doubt:
             hint_after(doubt)
         return KernelsFound(rows, cells)
-    watched = TRACE_PROFILERS if EVERY_PROFILER in named else named
+    watched = LAUNCH_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:
         raise UsageError("--breakdown uses one profiler; choose it with --profiler")
     path, selection = store_path(store), select(run_text(run), chosen, names, watched)

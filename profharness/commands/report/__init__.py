@@ -82,7 +82,7 @@ from profharness.render.document import (
     record,
 )
 from profharness.render.renderers import RENDERERS
-from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow
 from profharness.stats import THRESHOLD
 from profharness.store import Store, open_store
 
@@ -322,7 +322,7 @@ def _run_blocks(
     blocks += selection_blocks(cells)
     profilers = {row.profiler for row in kernels}
     # Use the rows of one profiler only, because several profilers record the same launches.
-    best = next((name for name in TRACE_PROFILERS if name in profilers), None)
+    best = next((name for name in LAUNCH_PROFILERS if name in profilers), None)
     if cells:
         blocks += top_kernel_blocks([row for row in kernels if row.profiler == best])
     told = _disagreement_blocks(cells, kernels)

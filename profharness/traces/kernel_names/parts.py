@@ -342,7 +342,7 @@ _EXPECTED = {
 }
 _SHORT_TOKEN = re.compile(r"\d+x\d+|(?:fp|bf)\d+(?:/\w+)*")
 _SHORT = re.compile(r"[^():&*]+")
-_WRAPPED = re.compile(r"<\s?(?:\d+, ?)?(?:typename )?(?:\w+::)*(\w+)", re.ASCII)
+_WRAPPED = re.compile(r"<\s?(?:\d+, ?)*(?:typename )?(?:\w+::)*(\w+)", re.ASCII)
 _FA3_BASE = re.compile(r"FlashAttn\w+", re.ASCII)
 _EXTENTS = re.compile(r"(?:C<|int, )(\d+)>")
 

@@ -138,9 +138,9 @@ _PRODUCT = re.compile(
 _CONVOLUTION = re.compile(r"conv|bwd_weight|bwd_data|wgrad|dgrad")
 
 _SPLIT = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-_WRAPPED = re.compile(r"<(?:\d+, ?)?(?:typename )?([\w:]+)", re.ASCII)
+_WRAPPED = re.compile(r"<(?:\d+, ?)*(?:typename )?([\w:]+)", re.ASCII)
 _LENGTH = re.compile(r"\d{1,3}", re.ASCII)
-_MANGLED_ARGUMENT = re.compile(r"I(?:L[a-z]\d+E)?N(?P<same>S_)?(?=\d)", re.ASCII)
+_MANGLED_ARGUMENT = re.compile(r"I(?:L[a-z]\d+E)*N(?P<same>S_)?(?=\d)", re.ASCII)
 
 _LIBRARIES = re.compile(
     r"(?P<flashinfer>flashinfer::|kernel_cutlass_kernel_flashinfer)"

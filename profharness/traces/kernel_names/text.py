@@ -13,6 +13,12 @@ from typing import Any
 from profharness.dtypes import OF_CPP_TYPE
 
 MAX_DEMANGLED = 8192  # Kineto does not demangle names that are longer than this
+# Types that older demanglers do not know, and types that no kernel uses, which stand in for them
+# while a name is demangled. Each with its mangled and its plain name.
+STAND_INS = (
+    ("DF16_", "De", "decimal128", "_Float16"),
+    ("DF16b", "Dd", "decimal64", "__bf16"),
+)
 MAX_READ = 16384  # maximum number of characters of a name that are parsed
 MAX_SHORT = 64  # maximum length of a short name, in characters
 
@@ -94,13 +100,27 @@ def canonical(name: str) -> str:
     """Demangle a name that starts with `_Z`, as c++filt and Kineto do. Never raise an exception."""
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
+    if (text := _demangled(name)) is not None:
+        return text
+    known = name
+    for mangled, other, _, _ in STAND_INS:
+        known = known.replace(mangled, other)
+    text = _demangled(known) if known != name else None
+    if text is None:
+        return name
+    for _, _, other, plain in STAND_INS:
+        text = re.sub(rf"\b{other}\b", plain, text)
+    return text
+
+
+def _demangled(name: str) -> str | None:
     # Import cxxfilt here, because it loads ctypes, which most commands do not need.
     import cxxfilt
 
     try:
         return str(cxxfilt.demangle(name))
     except (cxxfilt.Error, UnicodeError, OSError):
-        return name
+        return None
 
 
 def normalise(name: str) -> str:
