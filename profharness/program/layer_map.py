@@ -75,7 +75,13 @@ class LayerRow:
         str, column(meaning="`sdpa`, `inner`, `fast_path`, `flex`, `custom`, `eager` or `replay`")
     ]
     config: Annotated[
-        Text, column("config", importance="key", meaning="label of the call of median length")
+        Text,
+        column(
+            "config",
+            importance="key",
+            shrink=True,
+            meaning="label of the call of median length",
+        ),
     ]
     lengths: Annotated[
         tuple[int, int] | None, column(meaning="the smallest and the largest seq_kv")

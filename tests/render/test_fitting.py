@@ -309,6 +309,14 @@ def test_each_width_hides_details_in_one_order() -> None:
     assert len(shown) == len(columns)
 
 
+def test_names_of_kernels_keep_their_end() -> None:
+    names = ("cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64", "nvjet_sm90_hsh_128x96_64x7_bias_TNT")
+    assert distinct_cuts(names, 30) == {
+        names[0]: "cudnn_sdpa_sm90_fpr…_64x128x64",
+        names[1]: "nvjet_sm90_hsh_128x…7_bias_TNT",
+    }
+
+
 def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     names = ("vectorized_elementwise<8, float16_copy>", "elementwise<128, 2, where, bf16>")
     assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<8…float16_copy>"}
@@ -320,17 +328,36 @@ def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     ]
 
 
-def test_the_label_of_a_config_keeps_its_end() -> None:
+def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
     columns = pick(LayerRow, "module", "config", "phase", "mode", "ran", "forward_ns")
     label = "b2-h32-kv8-s1024-d64-bf16-mask=bool-causal"
     row = ("model.layers.{0-2}.LlamaAttention_{0-2}", label, "prefill", "eager", "flash", 7_440)
+    starts = {60: "b2-h32-kv8-s1024…  ", 80: "b2-h32-kv8-s1024-d64-bf16-mask=bool…  "}
     for width in (60, 80, 100, 120):
-        text = "\n".join(fitted(columns, row, width=width))
-        assert label in text
+        last = fitted(columns, row, width=width)
+        lines = [line for line in last if "LlamaAttention_{0-2}" in line]
+        assert len(lines) == 1
+        assert f"  {starts.get(width, label)}" in lines[0]
     long = label.replace("-mask", "-q_strides=1x2x3x4-layout=bshd-mask")
     assert label.replace("-mask", "-strides…-mask") in "\n".join(
-        fitted(columns, (row[0], long, *row[2:]), width=60)
+        fitted(columns, (row[0], long, *row[2:]), width=100)
     )
+    assert "-strides…  " in "\n".join(fitted(columns, (row[0], long, *row[2:]), width=80))
+
+
+def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> None:
+    columns = pick(LayerRow, "module", "config", "ran", "forward_ns")
+    modules = ("EncoderLayer_{0-1}.WhisperAttention_{0-1}", "Decoder.WhisperAttention_{3,5}")
+    configs = ("b2-h8-s1500-d64-fp16-scale=1", "b2-h8-sq32-skv1500-d64-fp16-scale=1")
+    rows = [(*pair, "cudnn", 7_440) for pair in zip(modules, configs, strict=True)]
+    for width in (60, 66, 72):
+        lines = fitted(columns, *rows, width=width)[2:4]
+        assert [line.split()[0] for line in lines] == [
+            "…WhisperAttention_{0-1}",
+            "…WhisperAttention_{3,5}",
+        ]
+    assert [line.split()[1] for line in lines] == [*configs[:1], "b2-h8-sq32-skv1500-d64-fp16…"]
+    assert configs[1] in "".join(fitted(columns, *rows, width=78))
 
 
 def test_columns_without_values_are_left_out() -> None:

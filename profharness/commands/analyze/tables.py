@@ -53,7 +53,7 @@ from profharness.render.document import (
 
 MB = 1e6
 _RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
-CONFIG = Column("label", "config", importance="key", repeat=False)
+CONFIG = Column("label", "config", importance="key", shrink=True, repeat=False)
 COLUMNS = (
     *pick(CellAnalysis, "module", "backend", "bottleneck"),
     *pick(Figures, "duration_ns", "basis"),
@@ -238,7 +238,8 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
 
 def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> Iterator[Block]:
     """Yield the table of the bottlenecks and rates of cells, if any cell has figures."""
-    columns = (*((CONFIG,) if with_config else ()), *COLUMNS)
+    module, *others = COLUMNS
+    columns = (module, *((CONFIG,) if with_config else ()), *others)
     if rows := [_row_parts(analysis) for analysis in cells if analysis.figures]:
         yield Table.of(filled_columns(columns, rows), rows)
 
