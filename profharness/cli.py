@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
-from profharness.errors import Interrupted, ProfharnessError, printable
+from profharness.errors import Interrupted, ProfharnessError, printable, wrapped_for
 
 # Maps each command to (its module, its help line). The module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -198,9 +198,9 @@ def _near_options(error: click.NoSuchOption) -> list[str]:
 
 
 def _say(text: str) -> None:
-    """Print a line to stderr. Ignore the error if stderr cannot be written to."""
+    """Print a message to stderr. Ignore the error if stderr cannot be written to."""
     try:
-        click.echo(printable(text), err=True)
+        click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
     except OSError:
         _silence(sys.stderr)
 

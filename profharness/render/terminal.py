@@ -200,11 +200,9 @@ def _print_hidden(console: Console, layouts: Layouts, width: int, full: bool | N
     titles = dict.fromkeys(
         one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
     )
-    how = "a wider terminal" if full is None else "--full or a wider terminal"
     names = join_few([title for title in titles if title], SHOWN_TITLES)
-    text = (
-        f"hidden at {width} columns: {names} ({how} shows {'it' if len(titles) == 1 else 'them'})"
-    )
+    how = "needs a wider terminal" if full is None else "see --full"
+    text = f"hidden at {width} columns: {names} ({how})"
     console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
 
 
