@@ -307,7 +307,11 @@ class KernelRow:
     duration_ns: Annotated[
         int | None,
         column(
-            "µs", "us", importance="answer", scale="launch", meaning="median time of one launch"
+            "median µs",
+            "us",
+            importance="answer",
+            scale="launch",
+            meaning="median time of one launch",
         ),
     ]
     total_ns: Annotated[

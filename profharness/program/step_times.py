@@ -47,7 +47,7 @@ class KernelTime:
             meaning="the modules whose attention launched it, otherwise the op that did",
         ),
     ]
-    launches: Annotated[float, column("calls/step", "count", meaning="launches per step")]
+    launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
     total_ns: Annotated[float, column("µs/step", "us", meaning="time of these launches")]
     share: Annotated[float, column("share%", "percent", meaning="share of the time of all kernels")]
     backend: Annotated[str | None, column(meaning="the attention backend")] = None

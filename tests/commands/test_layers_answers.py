@@ -17,7 +17,7 @@ from profharness.commands.report.program import advice_blocks
 from profharness.errors import GateError
 from profharness.program.layer_map import LayerMap, find_layers, suggestions
 from profharness.render.document import Note
-from profharness.store import ingest_path, open_store
+from profharness.store import Selection, ingest_path, open_store
 
 MODELS = Path(__file__).parents[2] / "traces" / "models"
 
@@ -80,7 +80,8 @@ def ask(store: Path, *words: str) -> Any:
             [
                 "Attention takes 61 % of the GPU time (210 µs of 343 µs); all 6 layers run on cuDNN, "
                 "none on math.",
-                "The GPU is idle for 95 % of the traced step: launch overhead is a limit too.",
+                "The GPU is idle for 95 % of the traced step: launch overhead, not attention, is the "
+                "limit.",
             ],
         ),
         (
@@ -100,6 +101,20 @@ def test_the_answer_of_a_model(store: Path, name: str, sentences: list[str]) -> 
     # every format shows the answer first
     text = " ".join(ask(store, layers.run).stdout.split())
     assert text.startswith(" ".join(sentences))
+
+
+def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
+    """Bug: `kernels` gave 115 µs and `layers` 120 µs, because only `layers` counts memsets."""
+    layers = the_map(store, "whisper")
+    done = CliRunner().invoke(cli, ["kernels", layers.run, "--store", str(store)])
+    text = " ".join(done.stdout.split())
+    assert "137 launches of 32 different kernels" in text
+    alone = "Attention kernels (cuDNN) take 115 µs, 16 %, without memsets and other launches of their calls."
+    assert alone in text
+    with open_store(store) as opened:
+        rows, _ = opened.rows(Selection(layers.run))
+    counted = [row for row in rows if row.sdpa_op]
+    assert sum(row.total_ns or 0 for row in counted) == pytest.approx(layers.attention_ns)
 
 
 def test_layers_are_counted_once(store: Path) -> None:

@@ -174,9 +174,9 @@ def test_the_longest_kernels_of_a_trace_come_first() -> None:
         for number in range(1, 21)
     ]
     text = render_table(kernels_document(rows))
-    assert "the 15 longest of 20 pairs of kernel and grid" in text
+    assert "the 15 longest of 20 rows, one per kernel and grid" in text
     assert re.findall(r"^k\d+", text, re.MULTILINE) == [f"k{n}" for n in range(20, 5, -1)]
-    assert "5 more take 15.0 µs (7 %)\n--full shows all kernels." in text
+    assert "5 more rows take 15.0 µs (7 %)\n--full shows all kernels." in text
     full = kernels_document(rows, full=True)
     assert sum(len(block.rows) for block in full.blocks if isinstance(block, Table)) == 20
     assert "more take" not in render_table(full)

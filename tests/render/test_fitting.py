@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from profharness.attention.cases import VerificationRow
 from profharness.cli import find_command
 from profharness.columns import Column, Importance, pick
 from profharness.commands import bench, report
+from profharness.commands.kernels.tables import shown_names
 from profharness.commands.verify import verify_document
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import LayerRow
@@ -39,7 +41,7 @@ from profharness.render.fitting import OPTIONAL, Layout, distinct_cuts, fit_colu
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
-from profharness.store import ingest_path
+from profharness.store import Selection, ingest_path, open_store
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (80, 100, 120, 200)
@@ -196,6 +198,36 @@ def test_tables_of_layers_fit(
     assert check_fit(shown)
     if "--full" not in options:
         assert check_fit(documents("kernels", "--run", runs[name], "--store", str(store))[0])
+
+
+@pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
+def test_different_values_of_real_traces_differ_at_every_width(
+    models: tuple[Path, dict[str, str]], name: str
+) -> None:
+    store, runs = models
+    for command in ("kernels", "layers", "analyze"):
+        try:
+            (shown,) = documents(command, "--run", runs[name], "--store", str(store))
+        except NotFoundError:  # a trace without the shapes of its calls
+            continue
+        for width in range(60, 204, 4):
+            for table, layout in layouts(for_reading(shown), width, full=False):
+                check_layout(table, layout, full=False)
+
+
+@pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
+def test_different_kernels_have_different_names(
+    models: tuple[Path, dict[str, str]], name: str
+) -> None:
+    store, runs = models
+    with open_store(store) as opened:
+        rows, _ = opened.rows(Selection(runs[name]))
+    names = shown_names(rows)
+    assert len(set(names.values())) == len({row.kernel for row in rows})
+    shorts = Counter({row.kernel: row.kernel_short for row in rows}.values())
+    assert all(
+        names[row.kernel] == row.kernel_short for row in rows if shorts[row.kernel_short] == 1
+    )
 
 
 def test_tables_of_a_diff_of_programs_fit(models: tuple[Path, dict[str, str]]) -> None:
