@@ -23,7 +23,7 @@ from profharness.attention.cases import VerificationRow
 from profharness.cli import find_command
 from profharness.columns import Column, Importance, pick
 from profharness.commands import bench, report
-from profharness.commands.kernels.tables import shown_names
+from profharness.commands.kernels.tables import longer_names
 from profharness.commands.verify import verify_document
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import LayerRow
@@ -222,12 +222,11 @@ def test_different_kernels_have_different_names(
     store, runs = models
     with open_store(store) as opened:
         rows, _ = opened.rows(Selection(runs[name]))
-    names = shown_names(rows)
-    assert len(set(names.values())) == len({row.kernel for row in rows})
-    shorts = Counter({row.kernel: row.kernel_short for row in rows}.values())
-    assert all(
-        names[row.kernel] == row.kernel_short for row in rows if shorts[row.kernel_short] == 1
-    )
+    shorts = {row.kernel: row.kernel_short for row in rows}
+    longer = longer_names(rows)
+    assert len({longer.get(kernel, short) for kernel, short in shorts.items()}) == len(shorts)
+    counts = Counter(shorts.values())
+    assert set(longer) == {kernel for kernel, short in shorts.items() if counts[short] > 1}
 
 
 def test_tables_of_a_diff_of_programs_fit(models: tuple[Path, dict[str, str]]) -> None:

@@ -146,6 +146,12 @@ def kernels_document(
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
     longer = longer_names(rows)
+
+    def line(row: KernelRow) -> tuple[dict[str, Any], KernelRow]:
+        name = longer.get(row.kernel, row.kernel_short)
+        backend = row.backend and sourced(row.backend, row.source)
+        return {"backend": backend, "kernel_short": name}, row
+
     blocks: list[Block] = []
     omitted: list[Note] = []
     most = MOST_KERNELS
@@ -166,10 +172,7 @@ def kernels_document(
         left: list[Note] = []
         if foreign:
             own.sort(key=lambda row: -(row.total_ns or 0))
-            lines = [
-                ({"kernel_short": longer.get(row.kernel, row.kernel_short)}, row) for row in own
-            ]
-            blocks.append(Table.of(columns, lines if full else lines[:most]))
+            blocks.append(Table.of(columns, map(line, own if full else own[:most])))
             left = _rest(own[most:])
             if config is None:
                 most = FEW_KERNELS
@@ -178,17 +181,7 @@ def kernels_document(
             place = {backend: number for number, backend in enumerate(backends)}
             own.sort(key=lambda row: (place[row.backend], row.profiler, row.device, row.first_ns))
             shown = own if full else [row for row in own if not is_minor(row)]
-            lines = [
-                (
-                    {
-                        "backend": sourced(row.backend, row.source),
-                        "kernel_short": longer.get(row.kernel, row.kernel_short),
-                    },
-                    row,
-                )
-                for row in shown
-            ]
-            blocks.append(Table.of(columns, lines))
+            blocks.append(Table.of(columns, map(line, shown)))
             left = _left_out(own)
         if not full:
             blocks += left
