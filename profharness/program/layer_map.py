@@ -99,7 +99,7 @@ class LayerRow:
         column(
             "mode",
             importance="detail",
-            meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph)",
+            meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph); tables omit `eager`",
         ),
     ]
     asked: Annotated[

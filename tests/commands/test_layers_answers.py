@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.layers import savings
 from profharness.commands.layers.answer import layers_answer, told_change
+from profharness.commands.layers.tables import layers_document
 from profharness.commands.report.program import advice_blocks
 from profharness.errors import GateError
 from profharness.program.layer_map import LayerMap, find_layers, suggestions
 from profharness.render.document import Note
+from profharness.render.terminal import render_table
 from profharness.store import Selection, ingest_path, open_store
 
 MODELS = Path(__file__).parents[2] / "traces" / "models"
@@ -115,6 +119,30 @@ def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
         rows, _ = opened.rows(Selection(layers.run))
     counted = [row for row in rows if row.sdpa_op]
     assert sum(row.total_ns or 0 for row in counted) == pytest.approx(layers.attention_ns)
+
+
+def test_a_report_counts_launches_and_says_what_its_rows_are(store: Path) -> None:
+    run = the_map(store, "whisper").run
+    done = CliRunner().invoke(cli, ["report", run, "--format", "md", "--store", str(store)])
+    _, _, top = done.stdout.partition("## Top kernels")
+    assert "the 15 longest of" in top and "rows, one per kernel and kind" in top
+    assert "| launches/step |" in top
+
+
+def test_only_modes_other_than_eager_are_shown(store: Path) -> None:
+    """`eager` in the column `ran` is a kind of attention."""
+    runs = {name: the_map(store, name).run for name in ("llama_eager", "llama_compile")}
+    eager, compiled = (ask(store, run).stdout for run in runs.values())
+    assert " mode " not in eager and " eager " in eager
+    assert " mode " in compiled and " compile " in compiled
+    record = json.loads(ask(store, runs["llama_eager"], "--format", "json").stdout)["rows"][0]
+    assert record["mode"] == "eager"
+
+
+def test_recomputed_layers_differ_in_a_narrow_terminal(store: Path) -> None:
+    document = layers_document(the_map(store, "llama_checkpoint"))
+    text = render_table(document, width=80, cut=True, full=False)
+    assert re.findall(r"train|recompute", text) == ["train", "recompute"]
 
 
 def test_layers_are_counted_once(store: Path) -> None:

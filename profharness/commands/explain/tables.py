@@ -31,16 +31,24 @@ from profharness.commands.explain.answer import (
 )
 from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
 from profharness.errors import join_few
-from profharness.render.document import Block, Code, Document, Heading, Note, Table
+from profharness.render.document import (
+    Block,
+    Code,
+    Document,
+    Heading,
+    Note,
+    Table,
+    filled_columns,
+)
 from profharness.rows import Refusal
 
 COLUMNS = (
     *pick(BackendAnswer, "backend", "eligible"),
-    Column("first", "", importance="answer"),
+    Column("first", "checked", importance="answer"),
     *pick(Refusal, "code", "source", "message"),
 )
 PREDICTED_COLUMNS = tuple(
-    replace(each, title="predicted eligible") if each.key == "eligible" else each
+    replace(each, title="eligible (predicted)") if each.key == "eligible" else each
     for each in COLUMNS
 )
 LIST_COLUMNS = (
@@ -94,13 +102,15 @@ def answer_blocks(
     if answer.backends and not _nothing_known(answer):
         rows: list[tuple[Any, ...]] = []
         for side in answer.backends:
-            state = {"eligible": _STATES[side.eligible]}
+            mark = ", chosen" if side.backend == chosen(answer) else ""
+            state = {"eligible": f"{_STATES[side.eligible]}{mark}"}
             if not side.reasons:
                 rows.append((state | NO_REASON, side))
             for reason in side.reasons:
                 stops = reason is side.reasons[0] and side.eligible is False
                 rows.append((state | {"first": FIRST if stops else ""}, side, reason))
-        yield Table.of(PREDICTED_COLUMNS if answer.source == "rules" else COLUMNS, rows)
+        columns = PREDICTED_COLUMNS if answer.source == "rules" else COLUMNS
+        yield Table.of(filled_columns(columns, rows, NO_REASON), rows)
     if answer.agree is not None:
         witnesses = {
             "the rules predict": answer.predicted,

@@ -28,7 +28,6 @@ from profharness.render.document import (
     status_note,
     time_text,
 )
-from profharness.render.fitting import distinct_cuts
 from profharness.rows import (
     ACTIVE_WARPS,
     DRAM_READ,
@@ -125,6 +124,8 @@ def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
     names: dict[str, str] = {}
     for plain in alike.values():
         if len(plain) > 1:
+            from profharness.render.fitting import distinct_cuts  # loads rich
+
             cuts = distinct_cuts(plain.values(), MOST_CHARACTERS)
             names |= {kernel: cuts.get(text, text) for kernel, text in plain.items()}
     return names
