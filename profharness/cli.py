@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
-from profharness.errors import Interrupted, ProfharnessError, printable
+from profharness.errors import Interrupted, ProfharnessError, printable, wrapped_for
 
 # Maps each command to (its module, its help line). The module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -203,14 +203,9 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def _say(text: str) -> None:
-    """Print a line to stderr. Ignore the error if stderr cannot be written to."""
+    """Print a message to stderr. Ignore the error if stderr cannot be written to."""
     try:
-        text = printable(text)
-        if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns
-            lines = (textwrap.wrap(line, width, **_WHOLE_WORDS) for line in text.split("\n"))
-            text = "\n".join("\n".join(line) for line in lines)
-        click.echo(text, err=True)
+        click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
     except OSError:
         _silence(sys.stderr)
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import copyreg
+import re
+import shutil
+import textwrap
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+# Matches a command at the end of a message, or in backticks, which one may want to copy.
+_COMMAND = re.compile(r"(?<=: )(?:profharness|pip) .*$|`[^`]*`")
+_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -30,6 +37,28 @@ def one_line(text: str) -> str:
 def printable_path(path: str | Path) -> str:
     """Return a path as one printable line."""
     return printable(str(path), kept="")
+
+
+def wrapped_for(stream: TextIO, text: str) -> str:
+    """Wrap the lines of a message to the width of the terminal if the stream is one.
+
+    Commands are not broken, so that they can be copied.
+    """
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.splitlines():
+        whole = _COMMAND.sub(lambda match: match[0].replace(" ", _SPACE), line)
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            whole,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines).replace(_SPACE, " ")
 
 
 def join_few(names: Collection[str], most: int) -> str:

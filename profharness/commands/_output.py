@@ -29,6 +29,7 @@ from profharness.errors import (
     install_command,
     one_line,
     printable,
+    wrapped_for,
 )
 from profharness.files import atomic_file, check_output
 from profharness.render.document import PLAIN_KINDS, Chart, Document
@@ -119,10 +120,10 @@ def echo(text: str) -> None:
 
 
 def hint(text: str) -> None:
-    """Print a line to stderr, but only on the command line. Errors of writing are ignored."""
+    """Print a message to stderr, but only on the command line. Errors of writing are ignored."""
     if is_command_line():
         with contextlib.suppress(OSError):
-            click.echo(printable(text), err=True)
+            click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
 
 
 def hint_after(text: str) -> None:

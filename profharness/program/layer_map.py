@@ -77,7 +77,10 @@ class LayerRow:
     config: Annotated[
         Text,
         column(
-            "config", importance="key", shrink=True, meaning="label of the call of median length"
+            "config",
+            importance="key",
+            shrink=True,
+            meaning="label of the call of median length",
         ),
     ]
     lengths: Annotated[
@@ -96,7 +99,7 @@ class LayerRow:
         column(
             "mode",
             importance="detail",
-            meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph)",
+            meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph); tables omit `eager`",
         ),
     ]
     asked: Annotated[

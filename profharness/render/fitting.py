@@ -25,6 +25,8 @@ LONGEST_WORD = 40  # words of wrapped texts are cut into lines from this width o
 NARROWEST = 20  # a terminal is taken to have at least this width
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
 OPTIONAL = ("normal", "detail")  # columns that may be hidden, in the order in which they are kept
+_LABEL = re.compile(r"b\d+-h\d+-\S+")
+_IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _WORD_END = re.compile(r"[^\W_]*$")
 _DOTTED = re.compile(r"[\w{}\[\],-]+(\.[\w{}\[\],-]+)+")
 
@@ -91,27 +93,46 @@ def fit_columns(
     if full:
         whole = tuple(map(max, titles, map(_longest, texts)))
         choice = _Choice(every, _widest(columns, every, whole, width), tuple(map(_Shrunk, whole)))
-        widths = _narrowed(whole, choice, width)
+        widths = _narrowed(whole, choice, width, ())
         return Layout(_lines(choice, widths, width), tuple(widths))
     strides = [_shorter_labels(own) for own in texts]
     texts = [[cuts[text] for text in own] for cuts, own in zip(strides, texts, strict=True)]
     most = tuple(map(max, titles, map(_longest, texts)))
     choice = _choice(columns, rows, texts, titles, most, width)
-    widths = _narrowed(most, choice, width)
-    cuts = {}
+    # The last parts of dotted names are usually enough to recognize them.
+    dotted = {at for at in every if any(map(_DOTTED.fullmatch, texts[at]))}
+    widths = _narrowed(most, choice, width, dotted)
+    shortened: dict[int, Mapping[str, str]] = {}
     for place in choice.kept:
-        if columns[place].wrap:
-            continue
-        shown: Mapping[str, str] = distinct_cuts(texts[place], widths[place])
-        if not are_distinct(texts[place], shown):
-            # Texts that are distinct at the least width are not always so at a greater one.
-            shown = choice.shrunk[place].cuts
-        if shown:
-            longest = _longest(shown.get(text, text) for text in texts[place])
-            widths[place] = min(widths[place], max(titles[place], longest))
-        cuts[place] = {text: shown.get(cut, cut) for text, cut in strides[place].items()}
+        if not columns[place].wrap:
+            widths[place], shortened[place] = _cut(
+                texts[place], titles[place], widths[place], choice.shrunk[place]
+            )
+    # Cut texts may be shorter than their column was, which leaves width to texts of other columns.
+    for place in sorted(choice.figures, key=lambda place: most[place] - widths[place]):
+        spare = width - (INDENT if choice.stacked else 0) - _line_width(widths, choice.figures)
+        if spare > 0 and shortened.get(place):
+            widest = min(widths[place] + spare, most[place])
+            widths[place], shortened[place] = _cut(
+                texts[place], titles[place], widest, choice.shrunk[place]
+            )
+    cuts = {
+        place: {text: own.get(cut, cut) for text, cut in strides[place].items()}
+        for place, own in shortened.items()
+    }
     hidden = tuple(place for place in every if place not in choice.kept)
     return Layout(_lines(choice, widths, width), tuple(widths), hidden, cuts)
+
+
+def _cut(texts: Texts, title: int, width: int, shrunk: _Shrunk) -> tuple[int, Mapping[str, str]]:
+    """Cut the texts of a column to a width. Return the width that they still need, and the cuts."""
+    cuts: Mapping[str, str] = distinct_cuts(texts, width)
+    if not are_distinct(texts, cuts):
+        # Texts that are distinct at the least width are not always so at a greater one.
+        cuts = shrunk.cuts
+    if not cuts:
+        return width, cuts
+    return min(width, max(title, _longest(cuts.get(text, text) for text in texts))), cuts
 
 
 def _choice(
@@ -126,13 +147,15 @@ def _choice(
     kinds = [_importance(column, place) for place, column in enumerate(columns)]
     required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
 
-    def shrink(floor: int) -> tuple[_Shrunk, ...]:
+    def shrink(floor: int, *, names: bool = True) -> tuple[_Shrunk, ...]:
+        """Shrink all columns. If `names` is set, the last names of dotted names remain whole."""
         each_column = zip(columns, texts, titles, most, strict=True)
         return tuple(
-            _shrunk(column, own, floor, title, whole) for column, own, title, whole in each_column
+            _shrunk(column, own, max(floor, _last_names(own) if names else 0), title, whole)
+            for column, own, title, whole in each_column
         )
 
-    roomy = [each.width for each in shrink(COMFORTABLE)]
+    readable, roomy = ([each.width for each in shrink(size)] for size in (READABLE, COMFORTABLE))
     details = sorted(
         (place for place, kind in enumerate(kinds) if kind == "detail"),
         key=lambda place: columns[place].spare,
@@ -151,7 +174,7 @@ def _choice(
             return None
         normal = [place for place, kind in enumerate(kinds) if kind == "normal"]
         for place in normal:
-            if fits(least, (*kept, place)):
+            if fits(readable, (*kept, place)):
                 kept.append(place)
         # Stop at the first detail that does not fit, so that each width hides them in one order.
         for place in details:
@@ -165,8 +188,8 @@ def _choice(
             kind == "normal" and place not in choice.kept for place, kind in enumerate(kinds)
         )
 
-    for floor in (READABLE, MIN_SHRUNK):
-        shrunk = shrink(floor)
+    for floor, names in ((READABLE, True), (MIN_SHRUNK, True), (MIN_SHRUNK, False)):
+        shrunk = shrink(floor, names=names)
         choices = [with_optional(stacked, shrunk) for stacked in ((), *_groups(columns, rows))]
         if found := [choice for choice in choices if choice is not None]:
             # Groups get a line of their own only if this shows more columns.
@@ -185,6 +208,12 @@ def _shrunk(column: Column, texts: Texts, floor: int, title: int, whole: int) ->
         return _Shrunk(whole)
     cuts = distinct_cuts(texts, _distinct_width(texts, max(floor, title)))
     return _Shrunk(max(title, _longest(cuts.get(text, text) for text in texts)), cuts)
+
+
+def _last_names(texts: Texts) -> int:
+    """Return the width in which the last names of dotted names are whole, if it is comfortable."""
+    longest = _longest(f"…{text.rpartition('.')[2]}" for text in texts if _DOTTED.fullmatch(text))
+    return longest if longest <= COMFORTABLE else 0
 
 
 def _importance(column: Column, place: int) -> str:
@@ -226,8 +255,13 @@ def _lines(choice: _Choice, widths: Sequence[int], width: int) -> tuple[tuple[in
     return tuple(map(tuple, lines))
 
 
-def _narrowed(most: Sequence[int], choice: _Choice, width: int) -> list[int]:
-    """Narrow the widest columns until the table fits, but not below their least widths."""
+def _narrowed(
+    most: Sequence[int], choice: _Choice, width: int, first: Collection[int]
+) -> list[int]:
+    """Narrow the widest columns until the table fits, but not below their least widths.
+
+    The columns `first` are narrowed before the others.
+    """
     sizes = [min(size, width - INDENT) for size in most]
     figures = choice.figures
     excess = _line_width(sizes, figures) - width + (INDENT if choice.stacked else 0)
@@ -235,7 +269,7 @@ def _narrowed(most: Sequence[int], choice: _Choice, width: int) -> list[int]:
         wide = [place for place in figures if sizes[place] > choice.shrunk[place].width]
         if not wide:
             break
-        sizes[max(wide, key=lambda place: sizes[place])] -= 1
+        sizes[max(wide, key=lambda place: (place in first, sizes[place]))] -= 1
     return sizes
 
 
@@ -337,22 +371,23 @@ def _shortened_label(label: str, width: int) -> str:
 
 
 def _shortened(text: str, width: int) -> str:
-    """Cut the end of a text, the beginning of a dotted name, the middle of a config's label, or a
-    kernel's template arguments.
-    """
-    if is_label(text):
-        return _shortened_label(text, width)
+    """Cut the end of a text, the beginning of a dotted name, or the middle of a kernel's name."""
     if _DOTTED.fullmatch(text):
         parts = text.split(".")
         for start in range(1, len(parts)):
             if cell_len(tail := ".".join(parts[start:])) < width:
                 return f"…{tail}"
-        return f"…{fitting(text[::-1], width - 1)[::-1]}"
+    if _LABEL.fullmatch(text):
+        head = fitting(text, width - 1)
+        return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"
     start, last = text.find("<") + 1, text.rfind(",") + 1
     if start and text.endswith(">"):
         tail = text[max(start, last) :].lstrip()
         if start + cell_len(tail) < width:
             return f"{fitting(text, width - 1 - cell_len(tail))}…{tail}"
+    elif width >= READABLE and _IDENTIFIER.fullmatch(text):
+        tail = text[len(text) - width // 3 :]
+        return f"{text[: width - 1 - len(tail)]}…{tail}"
     return f"{fitting(text, width - 1)}…"
 
 

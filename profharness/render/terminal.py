@@ -37,6 +37,7 @@ from profharness.render.fitting import (
 
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
 SHOWN_TITLES = 8  # maximum number of hidden columns that are named
+NO_BREAK = "\N{NO-BREAK SPACE}"
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 Rows = list[list[str]]
@@ -201,8 +202,11 @@ def _print_hidden(console: Console, layouts: Layouts, width: int, full: bool | N
         one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
     )
     names = join_few([title for title in titles if title], SHOWN_TITLES)
-    text = f"hidden at {width} columns: {names}{'' if full is None else ' (see --full)'}"
-    console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
+    how = "needs a wider terminal" if full is None else "see --full"
+    # No line consists of the end of the last words.
+    end = f"({how})".replace(" ", NO_BREAK)
+    lines = "\n".join(_wrapped(f"hidden at {width} columns: {names} {end}", width))
+    console.print(Text(lines.replace(NO_BREAK, " "), style="dim"), soft_wrap=True)
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:

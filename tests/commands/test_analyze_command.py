@@ -206,6 +206,21 @@ def test_a_foreign_trace_is_analyzed_by_its_calls(tmp_path: Path) -> None:
     assert "captured run" in run(kernels, "--store", path, "--steps").stdout
 
 
+def test_the_table_of_a_program_does_not_contradict_its_findings(tmp_path: Path) -> None:
+    """Bugs: `limited by memory traffic` beside 0.9 % of the bandwidth, which is the rate of the
+    compulsory bytes, blocks of an unnamed kernel, and a mean that looks like the median of `diff`.
+    """
+    path = tmp_path / "s.db"
+    for name in ("llama_eager", "unet"):
+        ingest_path(path, TRACES / "models" / f"{name}.json.gz")
+    (eager,) = rows(analyze, "--run", "llama_eager.json.gz", "--store", path)
+    assert eager["bottleneck"] == "score traffic" and eager["bandwidth_share"] < 0.01
+    text = run(analyze, "--run", "llama_eager.json.gz", "--store", path).stdout
+    assert "GB/s " not in text and "bw%" not in text
+    assert " mean µs/call " in text and "unrolled_elementwise<direct_copy>  131,072" in text
+    assert "bw%" in run(analyze, "--run", "unet.json.gz", "--store", path).stdout
+
+
 def test_a_run_without_counters_is_analyzed_by_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     ingest_path(path, TRACES / "h200-torch2.11")

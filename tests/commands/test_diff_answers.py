@@ -11,8 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
+from profharness.commands.diff import diff_document
 from profharness.commands.diff.answer import _most, _range, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
+from profharness.render.document import Note
+from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -22,7 +25,7 @@ UNTOLD = "Cannot compare environments: the traces do not record their PyTorch ve
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("diffs") / "s.db"
-    names = ("llama_prefill", "llama_eager", "llama_train", "unet")
+    names = ("llama_prefill", "llama_eager", "llama_compile", "llama_train", "unet")
     sources = [TRACES / "models" / f"{name}.json.gz" for name in names]
     for source in (*sources, TRACES / "h200-torch2.11", TRACES / "h200-torch-nsys-ncu"):
         ingest_path(path, source)
@@ -108,6 +111,36 @@ def test_the_kernels_of_a_program_need_full(store: Path) -> None:
     assert len(short.splitlines()) < 15 and "softmax_warp_forward" not in short
     assert "--full also compares the kernels of the whole trace" in short
     assert "softmax_warp_forward" in full and "--full" not in full
+
+
+def test_differences_of_layers_are_one_short_note(store: Path) -> None:
+    """Bug: five lines of module, config with all strides, and mode."""
+    with open_store(store) as opened:
+        sides = find_sides(opened, "llama_eager.json.gz", "llama_compile.json.gz")
+    found = diff_cells(*sides)
+    (note,) = [
+        block.text
+        for block in diff_document(found).blocks
+        if isinstance(block, Note) and block.level != "hint"
+    ]
+    assert note == (
+        "mode: - → compile; module: …LlamaAttention_{0-2} → …LlamaForCausalLM_0; config: "
+        "b2-h32-s1024-d64-bf16 → …-mask=float-mask_shape=b1qk-strides…"
+    )
+    full = render_table(diff_document(found, full=True))
+    assert "q_strides=2097152x64x2048x1" in full and "mode: eager → compile" in full
+    assert "forward median µs/call" in " ".join(render_table(diff_document(found)).split())
+
+
+def test_added_and_removed_layers_are_marked_alike(store: Path) -> None:
+    with open_store(store) as opened:
+        sides = find_sides(opened, "llama_prefill.json.gz", "unet.json.gz")
+    levels = {
+        block.level
+        for block in diff_document(diff_cells(*sides)).blocks
+        if isinstance(block, Note) and "no matching layer" in block.text
+    }
+    assert levels == {"warning"}
 
 
 def test_a_kernel_of_attention_and_of_other_ops_is_split(store: Path) -> None:

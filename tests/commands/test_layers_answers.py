@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.layers import savings
 from profharness.commands.layers.answer import layers_answer, told_change
+from profharness.commands.layers.tables import layers_document
 from profharness.commands.report.program import advice_blocks
 from profharness.errors import GateError
 from profharness.program.layer_map import LayerMap, find_layers, suggestions
 from profharness.render.document import Note
-from profharness.store import ingest_path, open_store
+from profharness.render.terminal import render_table
+from profharness.store import Selection, ingest_path, open_store
 
 MODELS = Path(__file__).parents[2] / "traces" / "models"
 
@@ -101,6 +105,44 @@ def test_the_answer_of_a_model(store: Path, name: str, sentences: list[str]) -> 
     # every format shows the answer first
     text = " ".join(ask(store, layers.run).stdout.split())
     assert text.startswith(" ".join(sentences))
+
+
+def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
+    """Bug: `kernels` gave 115 µs and `layers` 120 µs, because only `layers` counts memsets."""
+    layers = the_map(store, "whisper")
+    done = CliRunner().invoke(cli, ["kernels", layers.run, "--store", str(store)])
+    text = " ".join(done.stdout.split())
+    assert "137 launches of 32 different kernels" in text
+    alone = "Attention kernels (cuDNN) take 115 µs, 16 %, without memsets and other launches of their calls."
+    assert alone in text
+    with open_store(store) as opened:
+        rows, _ = opened.rows(Selection(layers.run))
+    counted = [row for row in rows if row.sdpa_op]
+    assert sum(row.total_ns or 0 for row in counted) == pytest.approx(layers.attention_ns)
+
+
+def test_a_report_counts_launches_and_says_what_its_rows_are(store: Path) -> None:
+    run = the_map(store, "whisper").run
+    done = CliRunner().invoke(cli, ["report", run, "--format", "md", "--store", str(store)])
+    _, _, top = done.stdout.partition("## Top kernels")
+    assert "the 15 longest of" in top and "rows, one per kernel and kind" in top
+    assert "| launches/step |" in top
+
+
+def test_only_modes_other_than_eager_are_shown(store: Path) -> None:
+    """`eager` in the column `ran` is a kind of attention."""
+    runs = {name: the_map(store, name).run for name in ("llama_eager", "llama_compile")}
+    eager, compiled = (ask(store, run).stdout for run in runs.values())
+    assert " mode " not in eager and " eager " in eager
+    assert " mode " in compiled and " compile " in compiled
+    record = json.loads(ask(store, runs["llama_eager"], "--format", "json").stdout)["rows"][0]
+    assert record["mode"] == "eager"
+
+
+def test_recomputed_layers_differ_in_a_narrow_terminal(store: Path) -> None:
+    document = layers_document(the_map(store, "llama_checkpoint"))
+    text = render_table(document, width=80, cut=True, full=False)
+    assert re.findall(r"train|recompute", text) == ["train", "recompute"]
 
 
 def test_layers_are_counted_once(store: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -21,6 +22,7 @@ from profharness.commands.diff.compare import Change, Cost, Diff, DiffRow
 from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
 from profharness.commands.verify import verify_document
+from profharness.errors import wrapped_for
 from profharness.program.changes import EnvChange
 from profharness.render.document import Heading, Table
 from profharness.render.renderers import RENDERERS, render_markdown
@@ -50,6 +52,43 @@ def shown(*words: str) -> list[str]:
     return [sys.executable, "-m", "profharness", "kernels", "--config", TEXT, *words]
 
 
+def on_terminal(*call: str, stream: str = "stdout") -> tuple[str, int]:
+    """Run a command with a stream on a terminal of 80 columns. Return its output and exit code."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | {stream: theirs}
+    with subprocess.Popen(call, env=environment, **streams) as child:
+        os.close(theirs)
+        text = b""
+        while True:
+            try:
+                text += os.read(ours, 1 << 16)
+            except OSError:  # the command closed its end
+                break
+    os.close(ours)
+    return text.decode(), child.returncode
+
+
+def test_messages_are_wrapped_on_a_terminal_only() -> None:
+    call = [sys.executable, "-m", "profharness", "layers", "--store", "/no/store.db"]
+    text, code = on_terminal(*call, stream="stderr")
+    lines = text.splitlines()
+    assert code == 1 and len(lines) > 1 and max(map(len, lines)) <= 80
+    piped = subprocess.run(call, capture_output=True, text=True, check=False).stderr
+    assert piped.splitlines() == [" ".join(lines)]
+
+
+def test_commands_in_messages_are_not_broken() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    command = "profharness layers " + "long/path/of/a/trace.json.gz " * 4
+    text = f"see its attention layer by layer with: {command}".rstrip()
+    assert wrapped_for(Terminal(), text).splitlines()[1:] == [command.rstrip()]
+    assert wrapped_for(io.StringIO(), text) == text
+
+
 def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
     environment = os.environ | {"COLUMNS": "60"}
     call = shown("--profiler", "all", "--store", str(store))
@@ -60,20 +99,9 @@ def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
 
 
 def test_terminal_cuts_names_to_distinct_ones(store: Path, rows: list[KernelRow]) -> None:
-    ours, theirs = pty.openpty()
-    call = shown("--backend", "math", "--store", str(store))
-    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
-    with subprocess.Popen(call, env=environment, stdout=theirs, stderr=subprocess.DEVNULL) as child:
-        os.close(theirs)
-        text = b""
-        while True:
-            try:
-                text += os.read(ours, 1 << 16)
-            except OSError:  # the reader closed its end
-                break
-    os.close(ours)
-    assert child.returncode == 0
-    lines = [line.removeprefix("math").strip() for line in text.decode().splitlines()]
+    text, code = on_terminal(*shown("--backend", "math", "--store", str(store)))
+    assert code == 0
+    lines = [line.removeprefix("math").strip() for line in text.splitlines()]
     names = [line[: line.index("  ")] for line in lines if "…" in line]
     assert len(names) > 5
     short = {row.kernel_short for row in rows if (row.config, row.backend) == (CONFIG, "math")}
@@ -146,9 +174,9 @@ def test_the_longest_kernels_of_a_trace_come_first() -> None:
         for number in range(1, 21)
     ]
     text = render_table(kernels_document(rows))
-    assert "the 15 longest of 20 pairs of kernel and grid" in text
+    assert "the 15 longest of 20 rows, one per kernel and grid" in text
     assert re.findall(r"^k\d+", text, re.MULTILINE) == [f"k{n}" for n in range(20, 5, -1)]
-    assert "5 more take 15.0 µs (7 %)\n--full shows all kernels." in text
+    assert "5 more rows take 15.0 µs (7 %)\n--full shows all kernels." in text
     full = kernels_document(rows, full=True)
     assert sum(len(block.rows) for block in full.blocks if isinstance(block, Table)) == 20
     assert "more take" not in render_table(full)

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from profharness.attention.cases import VerificationRow
 from profharness.cli import find_command
 from profharness.columns import Column, Importance, pick
 from profharness.commands import bench, report
+from profharness.commands.kernels.tables import longer_names
 from profharness.commands.verify import verify_document
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import LayerRow
@@ -32,6 +34,7 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    for_reading,
     formatted_rows,
     with_time_units,
 )
@@ -39,7 +42,7 @@ from profharness.render.fitting import OPTIONAL, Layout, distinct_cuts, fit_colu
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
-from profharness.store import ingest_path
+from profharness.store import Selection, ingest_path, open_store
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (80, 100, 120, 200)
@@ -160,6 +163,28 @@ def test_tables_of_each_command_fit(traces: Path, words: tuple[str, ...]) -> Non
     assert sum(map(check_fit, shown))
 
 
+def titles(document: Document, *, full: bool) -> tuple[set[str], set[str]]:
+    """Return the titles of the columns that a narrow terminal shows, and of those that it hides."""
+    shown, hidden = set[str](), set[str]()
+    for table, layout in layouts(for_reading(document), 80, full=full):
+        shown |= {table.columns[at].title for line in layout.lines for at in line}
+        hidden |= {table.columns[at].title for at in layout.hidden}
+    return shown, hidden
+
+
+@pytest.mark.parametrize("words", ON_TRACES, ids=" ".join)
+def test_full_shows_the_columns_that_a_narrow_terminal_hides(
+    traces: Path, words: tuple[str, ...]
+) -> None:
+    options = {name for each in find_command(words[0]).params for name in each.opts}
+    if "--full" not in options or "--full" in words:
+        pytest.skip("has no --full, or has it already")
+    place = ("--store", str(traces)) if "--store" in options else ()
+    hidden = {title for each in documents(*words, *place) for title in titles(each, full=False)[1]}
+    whole = documents(*words, "--full", *place)
+    assert hidden <= {title for each in whole for title in titles(each, full=True)[0]}
+
+
 @pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
 @pytest.mark.parametrize("options", [(), ("--full",), GPU, ("--gpu", "H100,H200")], ids=" ".join)
 def test_tables_of_layers_fit(
@@ -174,6 +199,35 @@ def test_tables_of_layers_fit(
     assert check_fit(shown)
     if "--full" not in options:
         assert check_fit(documents("kernels", "--run", runs[name], "--store", str(store))[0])
+
+
+@pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
+def test_different_values_of_real_traces_differ_at_every_width(
+    models: tuple[Path, dict[str, str]], name: str
+) -> None:
+    store, runs = models
+    for command in ("kernels", "layers", "analyze"):
+        try:
+            (shown,) = documents(command, "--run", runs[name], "--store", str(store))
+        except NotFoundError:  # a trace without the shapes of its calls
+            continue
+        for width in range(60, 204, 4):
+            for table, layout in layouts(for_reading(shown), width, full=False):
+                check_layout(table, layout, full=False)
+
+
+@pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
+def test_different_kernels_have_different_names(
+    models: tuple[Path, dict[str, str]], name: str
+) -> None:
+    store, runs = models
+    with open_store(store) as opened:
+        rows, _ = opened.rows(Selection(runs[name]))
+    shorts = {row.kernel: row.kernel_short for row in rows}
+    longer = longer_names(rows)
+    assert len({longer.get(kernel, short) for kernel, short in shorts.items()}) == len(shorts)
+    counts = Counter(shorts.values())
+    assert set(longer) == {kernel for kernel, short in shorts.items() if counts[short] > 1}
 
 
 def test_tables_of_a_diff_of_programs_fit(models: tuple[Path, dict[str, str]]) -> None:
@@ -310,6 +364,14 @@ def test_each_width_hides_details_in_one_order() -> None:
     assert len(shown) == len(columns)
 
 
+def test_names_of_kernels_keep_their_end() -> None:
+    names = ("cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64", "nvjet_sm90_hsh_128x96_64x7_bias_TNT")
+    assert distinct_cuts(names, 30) == {
+        names[0]: "cudnn_sdpa_sm90_fpr…_64x128x64",
+        names[1]: "nvjet_sm90_hsh_128x…7_bias_TNT",
+    }
+
+
 def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     names = ("vectorized_elementwise<8, float16_copy>", "elementwise<128, 2, where, bf16>")
     assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<8…float16_copy>"}
@@ -321,20 +383,36 @@ def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     ]
 
 
-def test_a_cut_label_of_a_config_keeps_its_start_and_its_end() -> None:
+def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
     columns = pick(LayerRow, "module", "config", "phase", "mode", "ran", "forward_ns")
     label = "b2-h32-kv8-s1024-d64-bf16-mask=bool-causal"
     row = ("model.layers.{0-2}.LlamaAttention_{0-2}", label, "prefill", "eager", "flash", 7_440)
+    starts = {60: "b2-h32-kv8-s1024…  ", 80: "b2-h32-kv8-s1024-d64-bf16-mask=bool…  "}
     for width in (60, 80, 100, 120):
-        text = "\n".join(fitted(columns, row, width=width))
-        # The name of the module stays whole before the label does.
-        assert "LlamaAttention_{0-2}" in text
-        assert re.search(r"b2-h32-kv8\S*(…|-)\S*causal", text)
-    assert label in text
+        last = fitted(columns, row, width=width)
+        lines = [line for line in last if "LlamaAttention_{0-2}" in line]
+        assert len(lines) == 1
+        assert f"  {starts.get(width, label)}" in lines[0]
     long = label.replace("-mask", "-q_strides=1x2x3x4-layout=bshd-mask")
     assert label.replace("-mask", "-strides…-mask") in "\n".join(
-        fitted(columns, (row[0], long, *row[2:]), width=130)
+        fitted(columns, (row[0], long, *row[2:]), width=100)
     )
+    assert "-strides…  " in "\n".join(fitted(columns, (row[0], long, *row[2:]), width=80))
+
+
+def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> None:
+    columns = pick(LayerRow, "module", "config", "ran", "forward_ns")
+    modules = ("EncoderLayer_{0-1}.WhisperAttention_{0-1}", "Decoder.WhisperAttention_{3,5}")
+    configs = ("b2-h8-s1500-d64-fp16-scale=1", "b2-h8-sq32-skv1500-d64-fp16-scale=1")
+    rows = [(*pair, "cudnn", 7_440) for pair in zip(modules, configs, strict=True)]
+    for width in (60, 66, 72):
+        lines = fitted(columns, *rows, width=width)[2:4]
+        assert [line.split()[0] for line in lines] == [
+            "…WhisperAttention_{0-1}",
+            "…WhisperAttention_{3,5}",
+        ]
+    assert [line.split()[1] for line in lines] == [*configs[:1], "b2-h8-sq32-skv1500-d64-fp16…"]
+    assert configs[1] in "".join(fitted(columns, *rows, width=78))
 
 
 def test_columns_without_values_are_left_out() -> None:
@@ -418,11 +496,10 @@ def test_one_line_per_document_names_the_hidden_columns() -> None:
     blocks = (Heading("a"), table, Heading("b"), table, Note("last"))
     document = Document("t/1", "t", blocks, (), ())
     text = render_table(document, width=60, cut=True, full=False)
-    line = "hidden at 60 columns: note (see --full)"
-    assert " ".join(text.split()).count(line) == 1
+    assert text.count("hidden at 60 columns: note (see --full)\n") == 1
     assert text.index("hidden") > text.index("b\n")
     assert "hidden" not in render_table(document, width=60, cut=True, full=True)
-    assert "hidden at 60 columns: note\n" in render_table(document, width=60, cut=True)
+    assert "note (needs a wider terminal)\n" in render_table(document, width=60, cut=True)
 
 
 TIMES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from profharness.attention.config import Config
@@ -50,21 +50,22 @@ from profharness.render.document import (
     filled_columns,
     status_note,
 )
+from profharness.rows import KERNEL
 
 MB = 1e6
 _RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
-UNFUSED = ("eager", "math")
-# Several kernels move more than the compulsory bytes, and each has its own grid.
-OF_ONE_KERNEL = dict.fromkeys(
-    ("bytes_per_s", "bandwidth_share", "blocks", "waves", "occupancy"), None
-)
-CONFIG = Column("label", "config", importance="key", repeat=False, shrink=True)
+CONFIG = Column("label", "config", importance="key", shrink=True, repeat=False)
 COLUMNS = (
     *pick(CellAnalysis, "module", "backend", "bottleneck"),
     *pick(Figures, "duration_ns", "basis"),
     *_RATES,
     *pick(Figures, "dram_bytes"),
-    *pick(KernelFigures, "blocks", "waves", "occupancy"),
+    Column("kernel", "main kernel", importance="detail", shrink=True),
+    # Narrow terminals hide these before the kernel to which they belong.
+    *(
+        replace(column, importance="detail", spare=1)
+        for column in pick(KernelFigures, "blocks", "waves", "occupancy")
+    ),
 )
 SWEEP_COLUMNS = (
     *pick(Figures, "duration_ns"),
@@ -238,18 +239,23 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
         "module": short_module(analysis.module),
         "places": places,
     }
+    if analysis.finding("score_traffic"):
+        # These are rates of the compulsory bytes, of which unfused attention moves many more.
+        shown |= {"bytes_per_s": None, "bandwidth_share": None}
     return shown, analysis, analysis.figures, analysis.main
 
 
 def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> Iterator[Block]:
     """Yield the table of the bottlenecks and rates of cells, if any cell has figures."""
-    columns = (*((CONFIG,) if with_config else ()), *COLUMNS)
-    rows = [
-        (OF_ONE_KERNEL if analysis.backend in UNFUSED else {}, *_row_parts(analysis))
-        for analysis in cells
-        if analysis.figures
-    ]
-    if rows:
+    module, *others = COLUMNS
+    columns = (module, *((CONFIG,) if with_config else ()), *others)
+    if all(each.figures.basis == KERNEL for each in cells if each.figures):
+        # Unlike the other measurements, the time of the kernels is a mean.
+        columns = tuple(
+            replace(each, title="mean µs/call") if each.key == "duration_ns" else each
+            for each in columns
+        )
+    if rows := [_row_parts(analysis) for analysis in cells if analysis.figures]:
         yield Table.of(filled_columns(columns, rows), rows)
 
 

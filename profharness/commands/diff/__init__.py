@@ -185,6 +185,30 @@ def _phase_blocks(phases: Sequence[PhaseDiff]) -> Iterator[Block]:
     yield Table.of((SIDE, *pick(PhaseRow)), [{"side": mark} | record(row) for mark, row in lines])
 
 
+def _difference(reason: str) -> str:
+    """Shorten a difference such as `config: b2-h8 → b2-h8-causal` to `config: b2-h8 → …-causal`.
+
+    Configs lose their strides unless these are all that differs, and modules all but their last
+    name. `-` replaces the mode of a call that is neither compiled nor in a graph.
+    """
+    what, _, change = reason.partition(": ")
+    before, arrow, after = change.partition(" → ")
+    if not arrow:
+        return reason
+    if what == "config":
+        from profharness.render.fitting import without_strides  # loads rich
+
+        short = without_strides(before), without_strides(after)
+        before, after = (before, after) if short[0] == short[1] else short
+        after = f"…{after.removeprefix(before)}" if after.startswith(f"{before}-") else after
+    elif what == "module":
+        last = [f"…{name.rpartition('.')[2]}" if "." in name else name for name in (before, after)]
+        before, after = (before, after) if last[0] == last[1] else last
+    elif what == "mode":
+        before, after = (MISSING if mode == "eager" else mode for mode in (before, after))
+    return f"{what}: {before} → {after}"
+
+
 def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
     if not layers:
         return
@@ -197,18 +221,25 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
         lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
         if row.verdict != "same" or len(row.reasons) > 1:
-            level = "warning" if "slower" in (row.verdict, row.speed) else "note"
+            odd = {row.verdict, row.speed} & {"slower", "removed", "added"}
+            level = "warning" if odd else "note"
             clear = not full and row.speed in OF_TIMES
             for reason in row.reasons:
                 if clear and " calls: " in reason:
                     continue  # the table shows the times and the verdict
-                notes.setdefault((reason if full else _brief(reason), level), []).append(name)
+                text = reason if full else _difference(reason)
+                notes.setdefault((text, level), []).append(name)
     counts = Counter(row.verdict for row in layers).most_common()
     yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
     yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
+    shared: dict[tuple[tuple[str, ...], str], list[str]] = {}  # reasons by layers and level
     for (reason, level), names in notes.items():
-        label = "" if len(names) == len(lines) else join_few(names, LABELS_SHOWN)
-        yield Note(reason, label, level)
+        shared.setdefault((tuple(names), level), []).append(reason)
+    for (names_of, level), reasons in shared.items():
+        label = "" if len(names_of) == len(lines) else join_few(names_of, LABELS_SHOWN)
+        # Short differences come first, so that several of them fit a line.
+        joined = reasons if full else ["; ".join(sorted(reasons, key=len))]
+        yield from (Note(reason, label, level) for reason in joined)
 
 
 def _brief(reason: str) -> str:

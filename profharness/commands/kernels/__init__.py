@@ -195,8 +195,8 @@ def kernels(
     stored run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use the latest run
     that has the configs; if there is none, capture them first.
 
-    Columns: smem KiB is shared memory and smem% its share of an SM's; launches is the number of launches per call; µs
-    is the median of one launch; µs/call is the mean time of all its launches in a call (in a
+    Columns: smem KiB is shared memory and smem% its share of an SM's; launches is the number of launches per call;
+    median µs is the median time of one launch; µs/call is the mean time of all its launches in a call (in a
     program's trace: total µs); share% is the share of the cell's time on the device; occ% is the
     theoretical occupancy. `-` means that the profiler does not record the value.
 

@@ -194,7 +194,9 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     count = sum(row.launches for row in rows)
     names = len({row.kernel for row in rows})
     what = counted(count, "launch", "launches") if of == "kernel" else counted(count, "call")
-    lead = f"The trace has {what} of {counted(names, of)}, {time_text(total)} in all."
+    lead = (
+        f"The trace has {what} of {counted(names, 'different ' + of)}, {time_text(total)} in all."
+    )
     if of == "op":
         return (lead,)
     if not fused:
@@ -202,4 +204,11 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     own = sum(row.total_ns or 0 for row in fused)
     backends = join_and([*dict.fromkeys(backend_text(FAMILY_BACKENDS[r.family]) for r in fused)])
     share = f", {share_text(own / total)}" if total else ""
-    return (lead, f"The attention kernels alone ({backends}) take {time_text(own)}{share}.")
+    # `layers` counts all launches of the attention calls.
+    others = any(
+        row.kernel_kind != "kernel" or row.sdpa_op
+        for row in rows
+        if row.family not in FAMILY_BACKENDS
+    )
+    alone = ", without memsets and other launches of their calls" if others else ""
+    return (lead, f"Attention kernels ({backends}) take {time_text(own)}{share}{alone}.")

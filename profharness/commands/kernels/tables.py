@@ -92,6 +92,8 @@ _COUNTERS = (
     Column("value", "value", "count", importance="answer"),
     Column("unit", "unit", importance="answer"),
 )
+MOST_CHARACTERS = 64  # maximum length of a name that replaces an ambiguous short name
+_NAMESPACES = re.compile(r"^void |\w+::|\(anonymous namespace\)::")
 # Prefixes of launch and machine attributes, which ncu lists among its counters.
 _ATTRIBUTES = ("c2clink__", "device__", "launch__", "numa__", "nvlink__", "pcie__", "profiler__")
 
@@ -114,6 +116,21 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
     return record(cell, CELL_FIELDS)
 
 
+def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
+    """Map each kernel that shares its short name with other kernels to a name of its own."""
+    alike: dict[str, dict[str, str]] = {}
+    for row in rows:
+        alike.setdefault(row.kernel_short, {})[row.kernel] = _NAMESPACES.sub("", row.kernel)
+    names: dict[str, str] = {}
+    for plain in alike.values():
+        if len(plain) > 1:
+            from profharness.render.fitting import distinct_cuts  # loads rich
+
+            cuts = distinct_cuts(plain.values(), MOST_CHARACTERS)
+            names |= {kernel: cuts.get(text, text) for kernel, text in plain.items()}
+    return names
+
+
 def kernels_document(
     rows: Sequence[KernelRow],
     cells: Sequence[CellRow] = (),
@@ -129,6 +146,13 @@ def kernels_document(
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
+    longer = longer_names(rows)
+
+    def line(row: KernelRow) -> tuple[dict[str, Any], KernelRow]:
+        name = longer.get(row.kernel, row.kernel_short)
+        backend = row.backend and sourced(row.backend, row.source)
+        return {"backend": backend, "kernel_short": name}, row
+
     blocks: list[Block] = []
     omitted: list[Note] = []
     most = MOST_KERNELS
@@ -149,7 +173,7 @@ def kernels_document(
         left: list[Note] = []
         if foreign:
             own.sort(key=lambda row: -(row.total_ns or 0))
-            blocks.append(Table.of(columns, own if full else own[:most]))
+            blocks.append(Table.of(columns, map(line, own if full else own[:most])))
             left = _rest(own[most:])
             if config is None:
                 most = FEW_KERNELS
@@ -158,8 +182,7 @@ def kernels_document(
             place = {backend: number for number, backend in enumerate(backends)}
             own.sort(key=lambda row: (place[row.backend], row.profiler, row.device, row.first_ns))
             shown = own if full else [row for row in own if not is_minor(row)]
-            lines = [({"backend": sourced(row.backend, row.source)}, row) for row in shown]
-            blocks.append(Table.of(columns, lines))
+            blocks.append(Table.of(columns, map(line, shown)))
             left = _left_out(own)
         if not full:
             blocks += left
@@ -220,7 +243,9 @@ def _shown_ranges(rows: Sequence[KernelRow]) -> dict[_Scope, int]:
 
 
 def _few(rows: Sequence[KernelRow], most: int) -> str:
-    return f"the {most} longest of {len(rows)} pairs of kernel and grid" if len(rows) > most else ""
+    """Return how many rows a table shows. A kernel with several grids has several rows."""
+    whole = f"{len(rows)} rows, one per kernel and grid"
+    return f"the {most} longest of {whole}" if len(rows) > most else ""
 
 
 def _rest(rows: Sequence[KernelRow]) -> list[Note]:
@@ -229,7 +254,7 @@ def _rest(rows: Sequence[KernelRow]) -> list[Note]:
         return []
     time = time_text(sum(row.total_ns or 0 for row in rows))
     share = share_text(sum(row.share or 0 for row in rows))
-    return [Note(f"{len(rows)} more {_take(len(rows))} {time} ({share})")]
+    return [Note(f"{counted(len(rows), 'more row')} {_take(len(rows))} {time} ({share})")]
 
 
 def _other_ranges(rows: Sequence[KernelRow], shown: Collection[_Scope]) -> list[Note]:
@@ -451,20 +476,22 @@ def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
 def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
     hidden = "kernel_short" if full else "kernel"
     columns = [column for column in JOINED_COLUMNS if column.key != hidden]
-    lines = [_line(kernel) for kernel in joined]
+    longer = longer_names(kernel.first for kernel in joined)
+    lines = [_line(kernel, longer) for kernel in joined]
     return Table.of(filled_columns(columns, lines), lines)
 
 
-def _line(kernel: JoinedKernel) -> dict[str, Any]:
+def _line(kernel: JoinedKernel, longer: Mapping[str, str]) -> dict[str, Any]:
     ncu = kernel.rows.get(NCU)
     metrics = ncu.metrics if ncu else {}
     counters = read_counters(metrics)
     moved = [metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in metrics]
-    own = ("backend", "kernel_short", "kernel", "grid", "block")
+    own = ("backend", "kernel", "grid", "block")
     common = ("shared_bytes", "shared_share", "registers_per_thread", "launches_per_call")
     times = kernel.values("duration_ns")
     return {
         **{name: getattr(kernel.first, name) for name in own},
+        "kernel_short": longer.get(kernel.first.kernel, kernel.first.kernel_short),
         **{name: next(iter(kernel.values(name).values()), None) for name in common},
         **{name: times.get(name) for name in TRACE_PROFILERS},
         "achieved": metrics[ACTIVE_WARPS][0] / 100 if ACTIVE_WARPS in metrics else None,

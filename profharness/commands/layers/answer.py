@@ -15,6 +15,7 @@ from profharness.render.document import FORMATS, share_text, time_text
 from profharness.rows import WHOLE_TRACE
 
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
+LIMITING = 0.1  # attention of a smaller share of a step does not limit it
 IDLE = 0.1  # a smaller idle share is not worth a sentence
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
 USE_SDPA = "use scaled_dot_product_attention"
@@ -204,9 +205,8 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
         yield f"{text}."
     elif idle < LAUNCH_BOUND:
         yield f"{text}, where it waits for the CPU to launch kernels."
-    elif layers.attention_ns < step - busy:
-        so = ", so the step itself may not get shorter" if change and change.saves_ns else ""
-        yield f"{text}: launch overhead, not attention, is the limit{so}."
+    elif layers.attention_ns < LIMITING * layers.gpu_step_ns:
+        yield f"{text}: launch overhead, not attention, is the limit."
     else:
         so = ", so the step itself may not get shorter" if change and change.saves_ns else ""
         yield f"{text}: launch overhead is a limit too{so}."

@@ -43,7 +43,7 @@ COLUMNS = pick(
     *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked", "ran"),
     *("forward_ns", "backward_ns", "share", "step_share", "site"),
 )
-OF_SOME = ("module", "backward_ns", "program_calls", "mask", "asked", "site")
+OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "kernels")
 GAPS = (
@@ -81,8 +81,11 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     lines = [_line(row, full) for row in layers.rows]
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
-    if all(row.mode == EAGER for row in layers.rows):  # nothing to tell apart
-        columns = tuple(each for each in columns if each.key != "mode")
+    if any(row.direction != "forward" for row in layers.rows):
+        # Rows of one module may differ in their direction alone, which this column shows.
+        columns = tuple(
+            replace(each, importance="key") if each.key == "phase" else each for each in columns
+        )
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
@@ -221,8 +224,9 @@ def _line(row: LayerRow, full: bool) -> dict[str, Any]:
         line["module"] = short_module(row.module)
     if row.direction != "forward":
         line["phase"] = row.direction
-    if row.kind == "fast_path" and row.mode == "eager":
-        line["mode"] = "fast path"
+    if row.mode == "eager":
+        # Only the exceptions are shown, because `eager` is also a kind of attention.
+        line["mode"] = "fast path" if row.kind == "fast_path" else None
     line["config"] = _config(row)
     if row.mask == NO_MASK:
         line["mask"] = None

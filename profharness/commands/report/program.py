@@ -213,11 +213,8 @@ def _layer_bars(
 def _kernel_blocks(times: ProgramTimes) -> Iterator[Block]:
     shown = times.kernels[:MOST_KERNELS]
     whole = len(times.kernels)
-    detail = (
-        f"the {len(shown)} longest of {whole} pairs of kernel and kind"
-        if whole > len(shown)
-        else ""
-    )
+    rows = f"{whole} rows, one per kernel and kind"
+    detail = f"the {len(shown)} longest of {rows}" if whole > len(shown) else ""
     yield Heading("Top kernels", detail)
     yield Table.of(TOP_KERNELS, shown)
 
