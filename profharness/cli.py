@@ -6,10 +6,8 @@ import errno
 import io
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -197,9 +195,6 @@ def _near_options(error: click.NoSuchOption) -> list[str]:
     shown = [each for each in given if isinstance(each, click.Option) and not each.hidden]
     flags = [flag for each in shown for flag in (*each.opts, *each.secondary_opts)]
     return difflib.get_close_matches(error.option_name, flags, cutoff=0.7)
-
-
-_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def _say(text: str) -> None:

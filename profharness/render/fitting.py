@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rich.cells import cell_len
 
-from profharness.attention.config import is_label, without_strides
+from profharness.attention.config import without_strides
 from profharness.columns import Column
 from profharness.errors import one_line
 

@@ -50,7 +50,7 @@ def ask(store: Path, *words: str) -> Any:
                 "Eager attention in LlamaAttention_{0-2} takes 58 % of the GPU time (2.36 ms of 4.08 "
                 "ms): use scaled_dot_product_attention (in transformers: attn_implementation='sdpa'), "
                 "predicted to save about 2.23 ms of GPU time per step.",
-                "The GPU is idle for 58 % of the traced step: launch overhead, not attention, is the "
+                "The GPU is idle for 58 % of the traced step: launch overhead is a limit too, so the "
                 "limit, so the step itself may not get shorter.",
             ],
         ),

@@ -196,8 +196,6 @@ def _difference(reason: str) -> str:
     if not arrow:
         return reason
     if what == "config":
-        from profharness.render.fitting import without_strides  # loads rich
-
         short = without_strides(before), without_strides(after)
         before, after = (before, after) if short[0] == short[1] else short
         after = f"…{after.removeprefix(before)}" if after.startswith(f"{before}-") else after
@@ -240,15 +238,6 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
         # Short differences come first, so that several of them fit a line.
         joined = reasons if full else ["; ".join(sorted(reasons, key=len))]
         yield from (Note(reason, label, level) for reason in joined)
-
-
-def _brief(reason: str) -> str:
-    """Shorten the modules and the strides in a reason such as `config: A → B`."""
-    what, colon, values = reason.partition(": ")
-    if what == "module":
-        sides = [short_module(each) or each for each in values.split(" → ")]
-        return f"{what}{colon}{' → '.join(sides)}"
-    return " → ".join(map(without_strides, reason.split(" → ")))
 
 
 def _backends(*backends: str | None) -> str:

@@ -31,26 +31,19 @@ from profharness.commands.explain.answer import (
 )
 from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
 from profharness.errors import join_few
-from profharness.render.document import (
-    Block,
-    Code,
-    Document,
-    Heading,
-    Note,
-    Table,
-    filled_columns,
-)
+from profharness.render.document import Block, Code, Document, Heading, Note, Table, filled_columns
 from profharness.rows import Refusal
 
-COLUMNS = (
-    *pick(BackendAnswer, "backend", "eligible"),
-    Column("first", "checked", importance="answer"),
-    *pick(Refusal, "code", "source", "message"),
-)
-PREDICTED_COLUMNS = tuple(
-    replace(each, title="eligible (predicted)") if each.key == "eligible" else each
-    for each in COLUMNS
-)
+VERDICTS = {True: "could run", False: "cannot", None: "unknown"}
+RUNS = "runs"
+
+
+def _columns(title: str) -> tuple[Column, ...]:
+    eligible = replace(pick(BackendAnswer, "eligible")[0], title=title)
+    return *pick(BackendAnswer, "backend"), eligible, *pick(Refusal, "code", "source", "message")
+
+
+COLUMNS, PREDICTED_COLUMNS = _columns("verdict"), _columns("predicted")
 LIST_COLUMNS = (
     Column("config", "config", importance="key"),
     Column("choice", "runs", importance="answer"),
@@ -101,13 +94,9 @@ def answer_blocks(
     if answer.backends and not _nothing_known(answer):
         rows: list[tuple[Any, ...]] = []
         for side in answer.backends:
-            mark = ", chosen" if side.backend == chosen(answer) else ""
-            state = {"eligible": f"{_STATES[side.eligible]}{mark}"}
-            if not side.reasons:
-                rows.append((state | NO_REASON, side))
-            for reason in side.reasons:
-                stops = reason is side.reasons[0] and side.eligible is False
-                rows.append((state | {"first": FIRST if stops else ""}, side, reason))
+            runs = side.backend == chosen(answer)
+            state = {"eligible": RUNS if runs else VERDICTS[side.eligible]}
+            rows += [(state, side, reason) for reason in side.reasons or (NO_REASON,)]
         columns = PREDICTED_COLUMNS if answer.source == "rules" else COLUMNS
         yield Table.of(filled_columns(columns, rows, NO_REASON), rows)
     if answer.agree is not None:
