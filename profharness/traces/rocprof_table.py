@@ -7,6 +7,7 @@ differ between versions, in their case too, so a column is found by any of its n
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from profharness.errors import TraceFormatError
+from profharness.files import open_input
 from profharness.rows import ROCPROF, ROCPROFV3
 from profharness.trace import Trace
 from profharness.traces.columns import whole
@@ -78,7 +80,9 @@ def parse_rocprof_csv(path: Path) -> Trace:
     """
     path = Path(path)
     with ExitStack() as stack:
-        file = stack.enter_context(path.open(encoding="utf-8-sig", errors="replace", newline=""))
+        file = stack.enter_context(
+            io.TextIOWrapper(open_input(path), encoding="utf-8-sig", errors="replace", newline="")
+        )
         try:
             rows = csv.reader(file)
             head = next(rows, [])

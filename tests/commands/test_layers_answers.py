@@ -51,7 +51,7 @@ def ask(store: Path, *words: str) -> Any:
                 "ms): use scaled_dot_product_attention (in transformers: attn_implementation='sdpa'), "
                 "predicted to save about 2.23 ms of GPU time per step.",
                 "The GPU is idle for 58 % of the traced step: launch overhead is a limit too, so the "
-                "limit, so the step itself may not get shorter.",
+                "step itself may not get shorter.",
             ],
         ),
         (
