@@ -286,7 +286,7 @@ def test_hanging_scheduler_is_reported(
     monkeypatch.setattr(clusters, "time", Clock(mark))
     monkeypatch.setattr(clusters, "CONNECT_S", 1.0)
     with contextlib.closing(Cluster(hosts.url)) as cluster:
-        assert cluster.lanes()
+        until(cluster.lanes)
         hosts.scheduler.send_signal(signal.SIGSTOP)
         mark.write_text(str(hosts.scheduler.pid))
         with pytest.raises(CaptureError, match="the scheduler has ended"):
