@@ -205,7 +205,7 @@ class Reader:
     def _read_counters(self, launches: dict[int, int], counters: Counters) -> None:
         sql = (
             f"SELECT v.event_id, substr(c.name, 1, 200), v.value, substr(c.units, 1, 40) "
-            f"FROM {self._from('pmc_event')} v JOIN {self._from('info_pmc')} c ON c.id = v.pmc_id"
+            f"FROM {self._from('pmc_event')} v CROSS JOIN {self._from('info_pmc')} c ON c.id = v.pmc_id"
         )
         for batch in self._batches(sql) if launches else ():
             for event, name, value, unit in batch:
@@ -245,8 +245,9 @@ class Reader:
             elif category not in NOT_RANGES:
                 left[number] = category
         table = self._tables[REGION][0]
+        # with CROSS JOIN, SQLite does not start at the events, which have no index
         regions = (
-            f"{self._from(REGION)} r JOIN {self._from(EVENT)} e ON e.id = r.event_id "
+            f"{self._from(REGION)} r CROSS JOIN {self._from(EVENT)} e ON e.id = r.event_id "
             f"LEFT JOIN {self._from('info_process')} p ON p.id = r.pid "
             f"LEFT JOIN {self._from('info_thread')} t ON t.id = r.tid "
             f"LEFT JOIN {self._from('string')} n ON n.id = r.name_id"
@@ -256,14 +257,14 @@ class Reader:
             f"SELECT ifnull(e.stack_id, -1), {place}, r.start, substr(n.string, 1, 200) "
             f"FROM {regions} WHERE e.category_id IN ({_listed(calls)})"
         )
-        for batch in self._batches(sql):
+        for batch in self._batches(sql) if calls else ():
             self._recording.add_calls(batch, table)
         sql = (
             f"SELECT r.start, r.end, {place}, substr(n.string, 1, {MAX_TEXT}), "
             f"substr(e.extdata, 1, {MAX_TEXT}) FROM {regions} "
             f"WHERE e.category_id IN ({_listed(ranges)}) ORDER BY r.start, r.end DESC"
         )
-        for batch in self._batches(sql):
+        for batch in self._batches(sql) if ranges else ():
             for start, end, process, thread, function, details in batch:
                 if not isinstance(process, int) or not isinstance(thread, int):
                     self._recording.skip(table, 1)
@@ -273,8 +274,10 @@ class Reader:
         sql = (
             f"SELECT DISTINCT e.category_id FROM {regions} WHERE e.category_id IN ({_listed(left)})"
         )
-        if unread := sorted(left[number] for batch in self._batches(sql) for (number,) in batch):
-            self._recording.doubt(f"regions of {', '.join(unread)[:200]} are not read")
+        numbers = [row[0] for batch in (self._batches(sql) if left else ()) for row in batch]
+        if numbers:
+            unread = ", ".join(sorted(left[number] for number in numbers))
+            self._recording.doubt(f"regions of {unread[:200]} are not read")
 
     def describe(self, values: Sequence[Any]) -> tuple[str, Dispatch]:
         """Return the kind and the properties of an activity."""

@@ -106,7 +106,8 @@ class _Reader:
         sql = (
             "SELECT a.start, a.end, a.pid, a.tid, substr(t.string, 1, :length), g.seq, g.op_id, "
             f"substr(g.sizes, 1, :length) FROM {self._from(API)} a "
-            f"JOIN {self._from('rocpd_string')} n ON n.id = a.apiName_id "
+            # with CROSS JOIN, SQLite does not start at the strings, which have no index
+            f"CROSS JOIN {self._from('rocpd_string')} n ON n.id = a.apiName_id "
             f"LEFT JOIN {self._from('rocpd_string')} t ON t.id = a.args_id "
             f"LEFT JOIN {self._from('ext_autogradapi')} g ON g.api_ptr_id = a.id "
             "WHERE n.string = :marker ORDER BY a.start, a.end DESC"
