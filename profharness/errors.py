@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 # Matches a command at the end of a message, or in backticks, which one may want to copy.
 _COMMAND = re.compile(r"(?<=: )(?:profharness|pip) .*$|`[^`]*`")
-_SPACE = "\N{NO-BREAK SPACE}"
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -49,16 +49,17 @@ def wrapped_for(stream: TextIO, text: str) -> str:
     width = shutil.get_terminal_size().columns
     lines = []
     for line in text.splitlines():
-        whole = _COMMAND.sub(lambda match: match[0].replace(" ", _SPACE), line)
+        whole = _COMMAND.sub(lambda match: match[0].replace(" ", NO_BREAK), line)
         indent = line[: len(line) - len(line.lstrip())]
-        lines += textwrap.wrap(
-            whole,
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
-    return "\n".join(lines).replace(_SPACE, " ")
+        lines += wrapped(whole, width, indent) or [""]
+    return "\n".join(lines).replace(NO_BREAK, " ")
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Break a text into lines at blanks. Lines after the first begin with `indent`."""
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def join_few(names: Collection[str], most: int) -> str:

@@ -46,17 +46,11 @@ MAX_CONFIGS = 100_000
 
 
 _STRIDES = re.compile(r"(-(?:[a-z]+_strides=[0-9x]+|layout=[a-z_]+))+")
-_LABEL = re.compile(r"b\d+-h\d+-\S+")
 
 
 def without_strides(text: str) -> str:
     """Replace the strides and the layout in a config's label by `strides…`."""
     return _STRIDES.sub("-strides…", text)
-
-
-def is_label(text: str) -> bool:
-    """Return whether a text has the form of a config's label."""
-    return _LABEL.fullmatch(text) is not None
 
 
 def backend_text(backend: str) -> str:

@@ -350,26 +350,6 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
     return cuts
 
 
-def _shortened_label(label: str, width: int) -> str:
-    """Keep as many parts of a label as fit, from its start and from its end."""
-    parts = label.split("-")
-    before, after = 1, 0  # numbers of parts that are kept
-
-    def cut(before: int, after: int) -> str:
-        return f"{'-'.join(parts[:before])}…{'-'.join(parts[len(parts) - after :])}"
-
-    while before + after < len(parts) - 1:
-        more = [(before + 1, after), (before, after + 1)]
-        if 3 * after < before - 2:  # the sizes at the start tell more than the options
-            more.reverse()
-        fits = next((each for each in more if cell_len(cut(*each)) <= width), None)
-        if fits is None:
-            break
-        before, after = fits
-    short = cut(before, after)
-    return short if cell_len(short) <= width else f"{fitting(label, width - 1)}…"
-
-
 def _shortened(text: str, width: int) -> str:
     """Cut the end of a text, the beginning of a dotted name, or the middle of a kernel's name."""
     if _DOTTED.fullmatch(text):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from profharness.attention.config import without_strides
 from profharness.columns import Column
-from profharness.errors import join_few, one_line, printable
+from profharness.errors import NO_BREAK, join_few, one_line, printable, wrapped
 from profharness.render.document import (
     Block,
     Chart,
@@ -37,7 +37,6 @@ from profharness.render.fitting import (
 
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
 SHOWN_TITLES = 8  # maximum number of hidden columns that are named
-NO_BREAK = "\N{NO-BREAK SPACE}"
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 Rows = list[list[str]]
@@ -137,7 +136,7 @@ def _print_heading(console: Console, heading: Heading, width: int | None) -> Non
 def _wrapped(text: str, width: int | None) -> list[str]:
     if width is None or cell_len(text) <= width:
         return [text]
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return wrapped(text, width)
 
 
 def _print_table(console: Console, columns: Sequence[Column], rows: Rows, layout: Layout) -> None:
