@@ -15,7 +15,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -149,16 +149,26 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     only if a copied row refers to them. Raise TraceFormatError if it is not an nsys export.
     """
     # `opened` raises an error if the file is not an export, is cut off or is still being written
-    with opened(path, path) as export, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
+    with opened(path, path) as export, new_database(path, out, scrubber) as target:
+        copied = _Export(export.connection, target, scrubber)
+        if not copied.kept:
+            raise TraceFormatError(path, "no table of nsys", expected=EXPECTED)
+        copied.copy()
+
+
+@contextmanager
+def new_database(path: Path, out: IO[bytes], scrubber: Scrubber) -> Iterator[sqlite3.Connection]:
+    """Open a new database, and write it to `out` if the `with` block raises no error.
+
+    `path` is the database of which it is a copy. Record texts in deleted rows of that database.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
         with closing(sqlite3.connect(file.name)) as target:
             # no journal and no fsync are necessary, because an incomplete copy is deleted
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-            copied = _Export(export.connection, target, scrubber)
-            if not copied.kept:
-                raise TraceFormatError(path, "no table of nsys", expected=EXPECTED)
-            copied.copy()
+            yield target
             target.commit()
-        if scrubber.looks_for_deleted and has_deleted(path, Path(file.name)):
+        if scrubber.looks_for_deleted and _has_deleted(path, Path(file.name)):
             scrubber.record("deleted rows", "parts of the file that no table uses", "pages")
         with Path(file.name).open("rb") as copy:
             shutil.copyfileobj(copy, out)
@@ -313,7 +323,7 @@ class _Export:
         return {value: number for number, value in enumerate([0, *sorted(ids - {0})])}
 
 
-def has_deleted(path: Path, copy: Path) -> bool:
+def _has_deleted(path: Path, copy: Path) -> bool:
     """Return whether the unused parts of an SQLite file contain a text that is not in the copy.
 
     Sections 1.5 and 1.6 of the SQLite file format describe the unused parts. When SQLite moves a

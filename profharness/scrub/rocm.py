@@ -12,10 +12,7 @@ import csv
 import io
 import json
 import re
-import shutil
 import sqlite3
-import tempfile
-from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +20,7 @@ import msgspec
 
 from profharness.errors import TraceFormatError
 from profharness.scrub.allowed import NUMBER_CELL, Scrubber
-from profharness.scrub.nsys import has_deleted
+from profharness.scrub.nsys import new_database
 from profharness.traces.rocm import plain_name
 from profharness.traces.rocpd import FORM
 from profharness.traces.rocprof_table import COLUMNS
@@ -120,19 +117,11 @@ def scrub_rocm_database(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     Each process or thread id is replaced with the same small number in all tables. Texts are copied
     only if a copied row refers to them. Raise TraceFormatError if it is no such database.
     """
-    with database(path, path, FORM) as source, tempfile.NamedTemporaryFile(suffix=".db") as file:
-        with closing(sqlite3.connect(file.name)) as target:
-            # no journal and no fsync are necessary, because an incomplete copy is deleted
-            target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-            copied = _Copy(source, target, scrubber)
-            if not copied.tables:
-                raise TraceFormatError(path, "no table of AMD's profilers", expected=FORM.expected)
-            copied.copy()
-            target.commit()
-        if scrubber.looks_for_deleted and has_deleted(path, Path(file.name)):
-            scrubber.record("deleted rows", "parts of the file that no table uses", "pages")
-        with Path(file.name).open("rb") as copy:
-            shutil.copyfileobj(copy, out)
+    with database(path, path, FORM) as source, new_database(path, out, scrubber) as target:
+        copied = _Copy(source, target, scrubber)
+        if not copied.tables:
+            raise TraceFormatError(path, "no table of AMD's profilers", expected=FORM.expected)
+        copied.copy()
 
 
 def clean_name(text: str, scrubber: Scrubber, where: str) -> str:
@@ -283,7 +272,7 @@ class _Copy:
         return self.source.execute(sql).fetchone() is not None
 
     def _numbers(self, mark: str) -> dict[int, int]:
-        """Return the numbers 0, 1, 2, … that replace ids in the copy, by id."""
+        """Map each id to the number (0, 1, 2, …) that replaces it in the copy."""
         ids = {0}
         for table in self.tables:
             for column in [name for name, each in table.marks.items() if each == mark]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -383,3 +383,60 @@ class Counters:
         for (launch, name), value in self._values.items():
             values[launch, place[name]] = value
         return HardwareMetrics(names, [self._units[name] for name in names], values)
+
+
+class Part(Protocol):
+    """One part of a file, such as the records of a process."""
+
+    def read_activities(self, counters: Counters) -> None:
+        """Read the dispatches, their counters, and the copies."""
+
+    def read_calls(self) -> None:
+        """Read the API calls that started activities, and the roctx ranges."""
+
+    def devices(self) -> Iterable[Device]:
+        """Return the GPUs."""
+
+    def describe(self, variant: Sequence[int]) -> tuple[str, Dispatch]:
+        """Return the kind and the properties of an activity."""
+
+    def environment(self) -> dict[str, object]:
+        """Return what the file tells about the machine and its software."""
+
+
+def read_parts(
+    recording: Recording,
+    stack: ExitStack,
+    parts: Sequence[Part],
+    profiler: str,
+    *,
+    has_calls: bool = True,
+) -> Trace:
+    """Read all parts of a file, and return their Trace.
+
+    The first value of each variant is the index of its part. `has_calls` is False if the form of the
+    file never contains API calls.
+    """
+    counters = Counters(recording.path)
+    for part in parts:
+        part.read_activities(counters)
+    for part in parts:
+        part.read_calls()
+    devices: dict[int, Device] = {}
+    for part in parts:
+        for device in part.devices():
+            devices.setdefault(device.index, device)
+
+    def describe(variant: Hashable) -> tuple[str, Dispatch]:
+        index, *values = cast("tuple[int, ...]", variant)
+        return parts[index].describe(values)
+
+    return recording.make_trace(
+        stack,
+        describe,
+        profiler=profiler,
+        devices=[devices[index] for index in sorted(devices)],
+        environment=parts[0].environment() if parts else {},
+        metrics=counters.metrics(recording.count),
+        has_calls=has_calls,
+    )

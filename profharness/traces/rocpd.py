@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
@@ -30,6 +30,7 @@ from profharness.traces.rocm import (
     gpu,
     limits_of,
     plain_name,
+    read_parts,
     triple,
 )
 from profharness.traces.sqlite_file import Form, columns_or_null, database, table_columns
@@ -96,28 +97,7 @@ def parse_rocpd(path: Path) -> Trace:
             Reader(connection, recording, tables, index)
             for index, tables in enumerate(_recordings(connection, path))
         ]
-        counters = Counters(path)
-        for reader in readers:
-            reader.read_activities(counters)
-        for reader in readers:
-            reader.read_regions()
-        devices: dict[int, Device] = {}
-        for reader in readers:
-            for device in reader.devices():
-                devices.setdefault(device.index, device)
-
-        def describe(variant: Hashable) -> tuple[str, Dispatch]:
-            index, *values = cast("tuple[int, ...]", variant)
-            return readers[index].describe(values)
-
-        return recording.make_trace(
-            stack,
-            describe,
-            profiler=ROCPROFV3,
-            devices=[devices[index] for index in sorted(devices)],
-            environment=readers[0].environment(),
-            metrics=counters.metrics(recording.count),
-        )
+        return read_parts(recording, stack, readers, ROCPROFV3)
 
 
 def _recordings(connection: sqlite3.Connection, path: Path) -> list[dict[str, tuple[str, Any]]]:
@@ -230,7 +210,7 @@ class Reader:
         for batch in self._batches(sql):
             self._recording.add_activities(batch, self._tables[COPY][0])
 
-    def read_regions(self) -> None:
+    def read_calls(self) -> None:
         """Read the API calls that started activities, and the roctx ranges."""
         if REGION not in self._tables:
             return

@@ -5,7 +5,7 @@ The whole file is decoded at once, so its size is limited. A rocpd database has 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from profharness.traces.rocm import (
     gpu,
     limits_of,
     plain_name,
+    read_parts,
     triple,
 )
 
@@ -158,33 +159,13 @@ def parse_rocprofv3_json(path: Path) -> Trace:
     path = Path(path)
     processes = decode_file(path)[1].processes
     with ExitStack() as stack:
-        recording, counters = Recording(path, stack), Counters(path)
+        recording = Recording(path, stack)
         readers = [_Reader(process, recording, index) for index, process in enumerate(processes)]
-        for reader in readers:
-            reader.read_activities(counters)
-        for reader in readers:
-            reader.read_calls()
-        devices: dict[int, Device] = {}
-        for reader in readers:
-            for device in reader.devices():
-                devices.setdefault(device.index, device)
-
-        def describe(variant: Hashable) -> tuple[str, Dispatch]:
-            index, *values = cast("tuple[int, ...]", variant)
-            return readers[index].describe(values)
-
         has_calls = any(
             process.buffer_records.hip_api or process.buffer_records.hsa_api
             for process in processes
         )
-        return recording.make_trace(
-            stack,
-            describe,
-            profiler=ROCPROFV3,
-            devices=[devices[index] for index in sorted(devices)],
-            metrics=counters.metrics(recording.count),
-            has_calls=has_calls,
-        )
+        return read_parts(recording, stack, readers, ROCPROFV3, has_calls=has_calls)
 
 
 def decode_file(path: Path) -> tuple[bytearray, File]:
@@ -308,6 +289,10 @@ class _Reader:
                     text, mark.start_timestamp, mark.end_timestamp, pid, _number(mark.thread_id),
                     wide=function.startswith(WIDE),
                 )  # fmt: skip
+
+    def environment(self) -> dict[str, object]:
+        """Return nothing, because the file tells neither the machine nor a version."""
+        return {}
 
     def describe(self, values: Sequence[Any]) -> tuple[str, Dispatch]:
         """Return the kind and the properties of an activity."""
