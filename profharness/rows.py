@@ -13,7 +13,7 @@ Triple = tuple[int, int, int]
 TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
 """Names of the profilers. `profilers.PROFILERS` describes each profiler."""
 ROCPROFV3, RPD, ROCPROF = "rocprofv3", "rpd", "rocprof"
-"""Names of AMD's profilers: rocprofiler-sdk's, rocmProfileData, and the first rocprof."""
+"""Names of AMD's profilers: rocprofiler-sdk's, rocmProfileData, and rocprof v1."""
 TRACE_PROFILERS = (TORCH, NSYS, NCU)
 """Profilers that `capture` runs and that record kernel launches, in order of preference."""
 LAUNCH_PROFILERS = (*TRACE_PROFILERS, ROCPROFV3, RPD, ROCPROF)

@@ -72,7 +72,7 @@ REPLACED = {  # functions that would ask the host, the network or a running engi
 
 
 class Anything:
-    """An object that accepts any use, and returns itself or another of its kind."""
+    """A stand-in that accepts any operation, and returns itself or another stand-in."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["name"] = name
@@ -171,7 +171,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class NothingSet:
-    """Settings of an engine that a user left alone: each is None."""
+    """Engine settings of which none is set: every attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -231,7 +231,7 @@ def forget() -> None:
 
 
 class Release:
-    """The selection of one release, asked for one capability and one kind of attention."""
+    """The backend selection of one release for one capability and one kind of attention."""
 
     def __init__(self, modules: SimpleNamespace, capability: tuple[int, int], *, mla: bool) -> None:
         self.modules, self.mla = modules, mla

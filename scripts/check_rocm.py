@@ -75,7 +75,7 @@ def read_rpd(path: Path) -> Iterator[Launch]:
 
 
 def read_rocprof(path: Path) -> Iterator[Launch]:
-    """Yield the kernels of a database of the first rocprof, which has no dimensions."""
+    """Yield the kernels of a database of rocprof v1, which has no dimensions."""
     sql = """SELECT trim(KernelName, '"'), BeginNs, DurationNs, "gpu-id", "queue-id", NULL, NULL,
         arch_vgpr, accum_vgpr, sgpr, lds, scr FROM KERN"""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as db:

@@ -83,7 +83,7 @@ def ask_vllm(source: Path) -> dict[str, Any]:
 
 
 class UnknownNameError(Exception):
-    """A condition of an engine has a name whose value is not known here."""
+    """A condition in an engine's source uses a name that this script does not know."""
 
 
 def default_chain(source: Path) -> ast.If:
@@ -215,7 +215,7 @@ def ask_sglang(source: Path) -> dict[str, Any]:
 
 
 def merged(answers: dict[str, dict[str, Any]], table: str, keys: tuple[str, ...]) -> list[Any]:
-    """Return the rows of a table of all releases, in which equal rows are one row.
+    """Return one table for all releases. Equal rows of consecutive releases become one row.
 
     `answers` maps each release to its answer, oldest first. A row of the result has the first and the
     last release (`since`, `until`) and the capabilities that it applies to.

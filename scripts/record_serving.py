@@ -47,7 +47,7 @@ def paged_attention(
     values: Tensor,  # noqa: ARG001
     layer: int,
 ) -> Tensor:
-    """Run the prepared call of a layer, as an op whose shapes a trace records, like engines do."""
+    """Run a layer's prepared call as an op, so that a trace records its shapes, as with engines."""
     out: Tensor = CALLS[layer]()
     return out
 
@@ -123,7 +123,7 @@ def sums(config: Config) -> BatchPart:
 
 
 def tensors_of(config: Config) -> tuple[Tensor, Tensor]:
-    """Return the queries and the paged keys of a config, as its prepared calls use them."""
+    """Return the queries and the paged keys that the prepared calls of a config use."""
     inputs = make_inputs(config, "cuda", 0)
     assert config.page is not None
     table = page_table(config.lengths, config.page, "cuda")

@@ -7,7 +7,6 @@ which the engine refuses each of them. The engine takes the first candidate that
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,8 @@ from profharness.errors import UsageError, join_few
 
 FOLDER = Path(__file__).with_name("engine_rules")
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+# How many numbers a line of releases has: vLLM 0.25.1 belongs to 0.25. SGLang has no patch releases.
+LINE_NUMBERS = {"vllm": 2, "sglang": 3}
 FLASH_ATTN = "FLASH_ATTN"
 FEW_HEADS = 16  # vLLM orders the sparse MLA backends by whether a GPU has at most 16 query heads
 DEFAULT_DTYPE = "bf16"  # engines run a model in the dtype of its weights
@@ -52,7 +53,7 @@ class Selection:
     candidates: tuple[Candidate, ...]
     """In the order in which the engine tries them."""
     variant: str = ""
-    """The version of the chosen backend's library, such as `FlashAttention 3`, if rules tell it."""
+    """The version of the chosen backend's library, such as `FlashAttention 3`, if the rules cover it."""
     doubts: tuple[str, ...] = ()
 
     @property
@@ -90,10 +91,10 @@ class Rules:
     def candidates(
         self, release: str, capability: str, *, mla: bool, facts: Mapping[str, Any]
     ) -> list[Candidate]:
-        """Return the candidates in the order of the engine, with the reasons against each.
+        """Return the candidates in the order in which the engine tries them, and the reasons against each.
 
         `facts` has `heads`, `head_dim`, `dtype`, `kv_dtype`, `page`, `sinks`, `causal` and `window`.
-        A missing fact counts as what no rule mentions. Return an empty list if no rule covers the
+        A rule about a missing fact does not apply. Return an empty list if no rule covers the
         capability.
         """
         values = {
@@ -176,8 +177,9 @@ def engine_releases(engine: str, text: str | None) -> list[str]:
             inside = [each for each in known if low <= _numbers(each, engine) <= _end(high)]
             if not inside:
                 raise UsageError(_unknown(engine, part))
-            lines = itertools.groupby(inside, key=_line)
-            found |= dict.fromkeys(list(group)[-1] for _, group in lines)
+            count = LINE_NUMBERS[engine]
+            newest = {_numbers(each, engine)[:count]: each for each in inside}
+            found |= dict.fromkeys(newest.values())
         else:
             wanted = _numbers(first, engine)
             same = [each for each in known if _numbers(each, engine)[: len(wanted)] == wanted]
@@ -196,12 +198,6 @@ def _numbers(text: str, engine: str) -> tuple[int, ...]:
 def _end(release: tuple[int, ...]) -> tuple[int, ...]:
     """Return a bound that no release of the same line exceeds."""
     return (*release, 9999)
-
-
-def _line(release: str) -> str:
-    """Return the line of a release: `0.25` for vLLM's 0.25.1, `0.5.9` for SGLang's 0.5.9.post1."""
-    parts = release.split(".")
-    return ".".join(parts[: 3 if parts[:2] == ["0", "5"] or parts[:2] == ["0", "4"] else 2])
 
 
 def _unknown(engine: str, text: str) -> str:

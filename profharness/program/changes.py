@@ -41,7 +41,7 @@ _EXPLAINS = {
         "the number of splits"
     ),
     "engine|engine_version": (
-        "another release of an engine has another order of backends and other kernels; see "
+        "engine releases differ in the order of their backends and in their kernels; see "
         "`explain --engine`"
     ),
     "attention_backend": "the engine runs other attention kernels",

@@ -296,10 +296,10 @@ def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None,
 
 
 def described_calls(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
-    """Return the calls, of which those in an engine's steps have a config with mean lengths.
+    """Return the calls, and give those in an engine's steps a config with the mean lengths of the step.
 
-    Calls that have a config keep it. So do calls whose shapes or lengths are unknown, and calls that
-    compute prefilled and decoded requests at once.
+    A call stays as it is if it has a config, if its shapes or lengths are unknown, or if it computes
+    prefilled and decoded requests at once.
     """
     batches = {(step.trace, step.step): parse_engine_step(step.name) for step in steps}
     made = []
@@ -338,7 +338,7 @@ def _median_points(
 
 
 def part_config(part: BatchPart, call: CallRow) -> Config | None:
-    """Return the config of a call on some requests, all with their mean lengths.
+    """Return the config of a call whose requests all have the mean length.
 
     The page size is that of a cache [pages, page, heads, dim], else USUAL_PAGE. Return None if the
     shapes, the dtype or the lengths are unknown, and for a batch that no config can express.

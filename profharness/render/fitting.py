@@ -148,7 +148,7 @@ def _choice(
     required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
 
     def shrink(floor: int, *, names: bool = True) -> tuple[_Shrunk, ...]:
-        """Shrink all columns. If `names` is set, the last names of dotted names remain whole."""
+        """Shrink all columns. If `names` is set, keep the last name of each dotted name whole."""
         each_column = zip(columns, texts, titles, most, strict=True)
         return tuple(
             _shrunk(column, own, max(floor, _last_names(own) if names else 0), title, whole)
@@ -211,7 +211,7 @@ def _shrunk(column: Column, texts: Texts, floor: int, title: int, whole: int) ->
 
 
 def _last_names(texts: Texts) -> int:
-    """Return the width in which the last names of dotted names are whole, if it is comfortable."""
+    """Return the width that the last name of every dotted name needs, or 0 if it exceeds COMFORTABLE."""
     longest = _longest(f"…{text.rpartition('.')[2]}" for text in texts if _DOTTED.fullmatch(text))
     return longest if longest <= COMFORTABLE else 0
 

@@ -58,7 +58,7 @@ ROCPD = {
         "@region_name_id event_id"
     ),
 }
-# The tables of the first rocprof, and those of rpd, whose names do not end with an id.
+# The tables of rocprof v1, and those of rpd, whose names do not end with an id.
 OTHERS = {
     "KERN": (
         "Index $KernelName gpu-id queue-id queue-index %pid %tid grd wgr lds scr arch_vgpr "

@@ -297,7 +297,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def errors_that_name(plain: Path, path: Path) -> Iterator[None]:
-    """Let errors inside the `with` block name `path` instead of the temporary file `plain`."""
+    """Name `path` instead of the temporary file `plain` in errors inside the `with` block."""
     try:
         yield
     except ProfharnessError as error:

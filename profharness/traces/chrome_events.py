@@ -145,7 +145,7 @@ def _structs(categories: Iterable[str], fields: Sequence[Any]) -> list[Any]:
 
 
 def kind_of(category: str) -> str:
-    """Return the kind of the kernels of a category: `kernel`, `memcpy` or `memset`."""
+    """Return the kind of activity in a category of events: `kernel`, `memcpy` or `memset`."""
     return category.lower().removeprefix("gpu_")
 
 

@@ -48,6 +48,7 @@ BEGIN = re.compile(rf"{CUDA_API}StreamBeginCapture\w*")
 END = re.compile(rf"{CUDA_API}StreamEndCapture\w*")
 NODE = re.compile(rf"{CUDA_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
 KINDS = ("kernel", "memcpy", "memset")
+SNIFFED = 4096  # bytes that show whether a file contains annotations
 MAX_ANNOTATIONS = 64 << 20  # bytes
 _ANNOTATIONS = re.compile(rb'\s*\{\s*(?:\}|"\d+"\s*:)')
 
@@ -111,8 +112,11 @@ def read_annotations(path: Path) -> dict[int, str] | None:
     another form, and raise OSError if it cannot be read.
     """
     with closing(open_input(path)) as file:
-        data = file.read(MAX_ANNOTATIONS + 1)
-    if len(data) > MAX_ANNOTATIONS or not _ANNOTATIONS.match(data):
+        data = file.read(SNIFFED)
+        if not _ANNOTATIONS.match(data):  # do not read all of a trace, which is read later
+            return None
+        data += file.read(MAX_ANNOTATIONS + 1 - len(data))
+    if len(data) > MAX_ANNOTATIONS:
         return None
     try:
         found = msgspec.json.decode(data, type=dict[int, Any])

@@ -1,4 +1,4 @@
-"""Collect what the readers of AMD's profilers find, and make a Trace of it.
+"""Build a Trace from the rows that the readers of AMD's profilers find.
 
 All of AMD's profilers record the same things: dispatches of kernels, copies, API calls and roctx
 ranges. A dispatch has the size of its grid in threads; here it becomes blocks.
@@ -46,7 +46,7 @@ Row = Sequence[Any]
 Triple = tuple[int, int, int]
 
 NO_NAME = "unknown"
-KERNELS_OF_V1 = "KERN"  # the table of the first rocprof
+KERNELS_OF_V1 = "KERN"  # the table of rocprof v1
 # The first values of the row of an activity. Times are in ns. An unknown value is -1.
 ACTIVITY = ("start", "end", "device", "stream", "call", "process", "bytes")
 # Each process counts its calls separately, so calls and activities are matched by a key, which is
@@ -259,7 +259,7 @@ class Recording:
         has_calls: bool = True,
         created_s: int | None = None,
     ) -> Trace:
-        """Return a Trace of all that was added.
+        """Return a Trace of everything that was added.
 
         `describe` returns the kind and the properties of a variant. `has_calls` is False if the
         form of the file never contains API calls.

@@ -301,7 +301,7 @@ class Reader:
                 yield device
 
     def environment(self) -> dict[str, object]:
-        """Return the version of the schema, which the file records."""
+        """Return the schema version that the file records."""
         for tag, value in self._rows("metadata", ("tag", "value")):
             if tag == "schema_version" and _VERSION.fullmatch(str(value)):
                 text = str(value)

@@ -1,4 +1,4 @@
-"""Parse tables of kernels: the CSVs of rocprofv3, and the CSVs and databases of the first rocprof.
+"""Parse tables of kernels: the CSVs of rocprofv3, and the CSVs and databases of rocprof v1.
 
 A row describes a dispatch of a kernel, a copy, or a counter of a dispatch. The names of the columns
 differ between versions, in their case too, so a column is found by any of its names.
@@ -92,7 +92,7 @@ def parse_rocprof_csv(path: Path) -> Trace:
 
 
 def parse_rocprof(path: Path) -> Trace:
-    """Parse a database of the first rocprof. The caller must close the returned Trace.
+    """Parse a database of rocprof v1. The caller must close the returned Trace.
 
     Raise TraceFormatError if the file is not such a database, or is damaged or incomplete.
     """

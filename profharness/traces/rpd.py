@@ -142,7 +142,7 @@ class _Reader:
         )
 
     def environment(self) -> dict[str, object]:
-        """Return the version of the schema, which the file records."""
+        """Return the schema version that the file records."""
         sql = f"SELECT value FROM {self._from('rocpd_metadata')} WHERE tag = 'schema_version'"
         for batch in self._batches(sql):
             for (value,) in batch:

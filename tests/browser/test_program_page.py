@@ -76,7 +76,11 @@ def send(page: Any, kind: str, **values: object) -> None:
 
 def test_the_sections_stand_in_their_order(page: Any, program_pages: dict[str, Path]) -> None:
     assert console(page) == []
-    asked = [url for url in requests(page) if not url.startswith(("data:", "chrome:", "chrome-untrusted:"))]
+    asked = [
+        url
+        for url in requests(page)
+        if not url.startswith(("data:", "chrome:", "chrome-untrusted:"))
+    ]
     assert asked == [program_pages["training"].as_uri()]
     assert page.find_element("tag name", "h1").text == "llama_train.json.gz"
     assert "NVIDIA H200" in page.find_element("css selector", ".subtitle").text

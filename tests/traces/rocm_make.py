@@ -205,7 +205,7 @@ def write_csv(path: Path, columns: str, *changes: dict[str, object]) -> Path:
 
 
 def write_v1(path: Path, *changes: dict[str, object]) -> Path:
-    """Write a database of the first rocprof."""
+    """Write a database of rocprof v1."""
     names = V1.split()
     declared = ", ".join(f'"{name}"' for name in names)
     with closing(sqlite3.connect(path)) as db, db:

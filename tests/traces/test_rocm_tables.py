@@ -1,4 +1,4 @@
-"""CSVs of rocprofv3, and CSVs and databases of the first rocprof."""
+"""CSVs of rocprofv3, and CSVs and databases of rocprof v1."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from profharness.attention.backends.base import (
@@ -46,6 +46,11 @@ class PageTable:
     starts: Any  # int32 [requests + 1]
     last: Any  # int32 [requests]
 
+    def of_requests(self) -> list[Any]:
+        """Return the pages of each request, as int32."""
+        starts = self.starts.tolist()
+        return [self.pages[low:high] for low, high in itertools.pairwise(starts)]
+
 
 def page_table(lengths: tuple[int, ...], page: int, device: Any = None) -> PageTable:
     """Return a page table for requests of these lengths. The pages of a request are scattered over
@@ -61,7 +66,7 @@ def page_table(lengths: tuple[int, ...], page: int, device: Any = None) -> PageT
         return torch.as_tensor(values, dtype=torch.int32).to(device)
 
     last = [length - (count - 1) * page for length, count in zip(lengths, counts, strict=True)]
-    return PageTable(int32(order), int32([0, *accumulate(counts)]), int32(last))
+    return PageTable(int32(order), int32([0, *itertools.accumulate(counts)]), int32(last))
 
 
 def fill_pages(tensor: Any, lengths: tuple[int, ...], page: int, table: PageTable) -> Any:
@@ -70,9 +75,8 @@ def fill_pages(tensor: Any, lengths: tuple[int, ...], page: int, table: PageTabl
     Slots after the last token of a request contain zeros.
     """
     cache = tensor.new_zeros((len(table.pages), page, tensor.shape[1], tensor.shape[3]))
-    starts, order = table.starts.tolist(), table.pages.long()
-    for at, length in enumerate(lengths):
-        mine = order[starts[at] : starts[at + 1]]
+    for at, (length, pages) in enumerate(zip(lengths, table.of_requests(), strict=True)):
+        mine = pages.long()
         rows = tensor.new_zeros((len(mine) * page, tensor.shape[1], tensor.shape[3]))
         rows[:length] = tensor[at, :, :length].transpose(0, 1)
         cache[mine] = rows.view(len(mine), page, *rows.shape[1:])
@@ -109,7 +113,7 @@ def _scale(config: Config) -> float:
 
 
 def _paged(kernels: str, config: Config, inputs: Inputs) -> Prepared:
-    """Prepare BatchPrefillWithPagedKVCacheWrapper, whose kernels also decode, or its form with sinks."""
+    """Prepare FlashInfer's paged prefill wrapper, or the one with sinks. Their kernels also decode."""
     import torch
     from flashinfer import (
         BatchAttentionWithAttentionSinkWrapper,
@@ -171,9 +175,7 @@ def _cudnn(config: Config, inputs: Inputs) -> Prepared:
     pages = torch.zeros(
         (config.batch, math.ceil(max(config.lengths) / page)), dtype=torch.int32, device=device
     )
-    starts = table.starts.tolist()
-    for at in range(config.batch):
-        mine = table.pages[starts[at] : starts[at + 1]]
+    for at, mine in enumerate(table.of_requests()):
         pages[at, : len(mine)] = mine
 
     def per_request(values: Any) -> Any:
@@ -207,7 +209,7 @@ def _cudnn(config: Config, inputs: Inputs) -> Prepared:
 
 
 def _flex(config: Config, inputs: Inputs) -> Prepared:
-    """Prepare flex_attention whose block mask follows the page table.
+    """Prepare flex_attention with a block mask that follows the page table.
 
     All requests share the cache as one sequence of slots. The mask of a request covers its own pages,
     so the kernels skip all others.
@@ -224,10 +226,9 @@ def _flex(config: Config, inputs: Inputs) -> Prepared:
     slots = keys.shape[2]
     owner = torch.full((slots,), -1, dtype=torch.int32, device=device)
     place = torch.zeros(slots, dtype=torch.int32, device=device)
-    starts = table.starts.tolist()
-    for at, length in enumerate(config.lengths):
-        mine = table.pages[starts[at] : starts[at + 1]].long()
-        own = (mine[:, None] * page + torch.arange(page, device=device)).flatten()[:length]
+    for at, (length, mine) in enumerate(zip(config.lengths, table.of_requests(), strict=True)):
+        slots_of = mine.long()[:, None] * page + torch.arange(page, device=device)
+        own = slots_of.flatten()[:length]
         owner[own] = at
         place[own] = torch.arange(length, dtype=torch.int32, device=device)
     lengths = torch.tensor(config.lengths, device=device)
@@ -300,7 +301,7 @@ def _starts(counts: tuple[int, ...], device: Any) -> Any:
     """Return the number of the first row of each request, and the number of rows, as int32."""
     import torch
 
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
 
 
 def paged_supports(kernels: str, config: Config) -> str | None:

@@ -36,8 +36,12 @@ def platform_text(environment: Mapping[str, Any]) -> tuple[str, str]:
     """Return the PyTorch release and the device for a sentence: `PyTorch 2.11`, `an H100`."""
     release = re.sub(r"\.0$", "", str(environment.get("torch") or "").split("+")[0])
     gpu = str(environment.get("gpu") or "").removeprefix("NVIDIA ")
-    article = "an" if gpu[:1] in "AEFHILMNORSXs" else "a"
-    return f"PyTorch {release}".rstrip(), f"{article} {gpu}" if gpu else "the CPU"
+    return f"PyTorch {release}".rstrip(), with_article(gpu) if gpu else "the CPU"
+
+
+def with_article(gpu: str) -> str:
+    """Return the name of a GPU with its article, such as `an H100`."""
+    return f"{'an' if gpu[:1] in 'AEFHILMNORSXs' else 'a'} {gpu}"
 
 
 def explain_answer(answer: Explanation) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 from profharness.attention.config import Config
 from profharness.attention.engines import ENGINES, Candidate, Selection, select
 from profharness.columns import column, pick
+from profharness.commands.explain.answer import with_article
 from profharness.devices import Gpu
 from profharness.errors import join_and
 from profharness.render.document import Block, Document, Heading, Note, Table
@@ -93,24 +95,22 @@ def selections_of(
 
 def candidate_rows(selection: Selection, config: Config, gpu: Gpu) -> list[CandidateRow]:
     """Return a row for each candidate, in the order in which the engine tries them."""
-    made = []
-    for place, each in enumerate(selection.candidates, 1):
-        made.append(
-            CandidateRow(
-                config=selection.config,
-                engine=selection.engine,
-                release=selection.release,
-                gpu=selection.gpu,
-                place=place,
-                backend=each.backend,
-                verdict=_verdict(selection, each),
-                reason=each.reasons[0] if each.reasons else "",
-                setting=_setting(selection, each, config, gpu),
-                since=each.since,
-                reasons=each.reasons,
-            )
+    return [
+        CandidateRow(
+            config=selection.config,
+            engine=selection.engine,
+            release=selection.release,
+            gpu=selection.gpu,
+            place=place,
+            backend=each.backend,
+            verdict=_verdict(selection, each),
+            reason=each.reasons[0] if each.reasons else "",
+            setting=_setting(selection, each, config, gpu),
+            since=each.since,
+            reasons=each.reasons,
         )
-    return made
+        for place, each in enumerate(selection.candidates, 1)
+    ]
 
 
 def _verdict(selection: Selection, candidate: Candidate) -> str:
@@ -195,9 +195,8 @@ def _named(selection: Selection) -> str:
 def _sentence(selection: Selection) -> str:
     """Return the answer for one release, such as `vLLM 0.25.1 runs FLASH_ATTN on an H100`."""
     name = f"{ENGINES[selection.engine]} {selection.release}"
-    article = "an" if selection.gpu[:1] in "AEFHILMNORSX8" else "a"
     named = not selection.gpu.startswith("sm")
-    where = f"on {article} {selection.gpu}" if named else f"on SM {selection.capability}"
+    where = f"on {with_article(selection.gpu) if named else f'SM {selection.capability}'}"
     if selection.chosen is None:
         return f"{name} refuses this config {where}: every candidate has a reason against it."
     told = f"{name} runs {_named(selection)} {where}"
@@ -249,8 +248,6 @@ def _history(spans: Sequence[Sequence[Selection]]) -> str:
 
 
 def _several(selections: Sequence[Selection]) -> str:
-    counts: dict[str, int] = {}
-    for each in selections:
-        counts[_named(each)] = counts.get(_named(each), 0) + 1
+    counts = Counter(map(_named, selections))
     texts = [f"{name} for {count:,}" for name, count in counts.items()]
     return f"{ENGINES[selections[0].engine]} runs {join_and(texts)} of {len(selections):,} cases."

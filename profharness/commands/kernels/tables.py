@@ -117,7 +117,7 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
 
 
 def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
-    """Map each kernel that shares its short name with other kernels to a name of its own."""
+    """Map each kernel that shares its short name with other kernels to a distinct name."""
     alike: dict[str, dict[str, str]] = {}
     for row in rows:
         alike.setdefault(row.kernel_short, {})[row.kernel] = _NAMESPACES.sub("", row.kernel)
@@ -243,7 +243,7 @@ def _shown_ranges(rows: Sequence[KernelRow]) -> dict[_Scope, int]:
 
 
 def _few(rows: Sequence[KernelRow], most: int) -> str:
-    """Return how many rows a table shows. A kernel with several grids has several rows."""
+    """Return a text such as `the 15 longest of 46 rows, one per kernel and grid`, or "" if all are shown."""
     whole = f"{len(rows)} rows, one per kernel and grid"
     return f"the {most} longest of {whole}" if len(rows) > most else ""
 
