@@ -3,7 +3,7 @@
 Prints one line per config: the median time of a CUDA graph replay on each backend, the data-sheet
 floor of the config, and the ratio of the fastest backend to it. Writes all rows as JSON.
 
-    python scripts/bench_serving.py out.json [--seconds 240]
+    python scripts/bench_serving.py out.json [--seconds 240] [--backend flex-paged --only page=64]
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from profharness.attention.config import Config, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.devices import data_sheet
 
-BACKENDS = ("flashinfer-fa2", "flashinfer-fa3")
+BACKENDS = "flashinfer-fa2,flashinfer-fa3,flashinfer-cudnn"
 CHUNK = 10  # configs per call of bench, which starts one worker process
-MOST_TOKENS = 1 << 20  # tokens of all requests together, 4 GiB of keys and values
+MOST_TOKENS = 1 << 22  # tokens of all requests together, 16 GiB of keys and values
 HEADS = "32,1,128,bf16,kv_heads=8"
 
 
@@ -50,6 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--backend", default=BACKENDS, help="backends, separated by commas")
+    parser.add_argument("--only", default="", help="only the configs that contain this text")
     arguments = parser.parse_args()
     store = arguments.output.with_suffix(".db")
     begin, rows = time.monotonic(), []
@@ -57,12 +59,12 @@ def main() -> None:
 
     name = torch.cuda.get_device_name()
     print(f"{name}: median of a CUDA graph replay in µs; floor of the data sheet", flush=True)
-    waiting = configs()
+    waiting = [config for config in configs() if arguments.only in config]
     while waiting and time.monotonic() - begin < arguments.seconds:
         chunk, waiting = waiting[:CHUNK], waiting[CHUNK:]
         frame = profharness.bench(
             configs=chunk,
-            backends=list(BACKENDS),
+            backends=arguments.backend.split(","),
             measurements=["graph"],
             processes=1,
             max_time_s=0.3,

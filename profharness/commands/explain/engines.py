@@ -18,6 +18,9 @@ from profharness.render.document import Block, Document, Heading, Note, Table
 
 SCHEMA = "profharness.engine/1"
 RUNS, ACCEPTED, REFUSED, NOT_TRIED = "runs", "accepted", "refused", "not tried"
+# SGLang's source says which backend is the default, not which others would work.
+NOT_DEFAULT = "not default"
+DEFAULTS_ONLY = frozenset({"sglang"})
 SELECT = "--attention-backend"
 # What a user can set for a layer: the field of Config, its values, and the option of the engine.
 SETTINGS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
@@ -28,6 +31,10 @@ SETTINGS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
     ),
     "sglang": (),
 }
+OTHERS_UNKNOWN = (
+    "the rules of SGLang only cover its default; whether another backend works on this GPU is unknown "
+    "until SGLang starts with it"
+)
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8"}
 
 
@@ -49,7 +56,8 @@ class CandidateRow:
         column(
             "verdict",
             importance="answer",
-            meaning="`runs`, `accepted`, `refused`, or `not tried` after the one that runs",
+            meaning="`runs`, `accepted` or `refused`; for SGLang `runs`, `not default`, or `not tried` "
+            "after the one that runs",
         ),
     ]
     reason: Annotated[
@@ -114,19 +122,18 @@ def candidate_rows(selection: Selection, config: Config, gpu: Gpu) -> list[Candi
 
 
 def _verdict(selection: Selection, candidate: Candidate) -> str:
-    if candidate.reasons:
-        return REFUSED
     if candidate.backend == selection.chosen:
         return RUNS
-    # SGLang's rules say which backend is the default, not which others would work.
-    return ACCEPTED if selection.engine == "vllm" else NOT_TRIED
+    if selection.engine in DEFAULTS_ONLY:
+        return NOT_DEFAULT if candidate.reasons else NOT_TRIED
+    return REFUSED if candidate.reasons else ACCEPTED
 
 
 def _setting(selection: Selection, candidate: Candidate, config: Config, gpu: Gpu) -> str:
     """Return the engine's options with which the candidate runs. Return "" if none are known."""
     if candidate.backend == selection.chosen:
         return ""
-    if not candidate.reasons or selection.engine != "vllm":
+    if not candidate.reasons or selection.engine in DEFAULTS_ONLY:
         return f"{SELECT} {candidate.backend}"
     for field, values, option in SETTINGS[selection.engine]:
         for value in values:
@@ -170,6 +177,8 @@ def engine_document(
             blocks.append(Table(pick(ReleaseRow), tuple(_history_row(span) for span in spans)))
         doubts = dict.fromkeys(text for each in found for text in each.doubts)
         blocks += [Note(text, "caveat", "warning") for text in doubts]
+    if selections[0].engine in DEFAULTS_ONLY:
+        blocks.append(Note(OTHERS_UNKNOWN, "caveat", "warning"))
     answer = tuple(told) if len(told) <= 2 else (_several(selections),)
     return Document(
         SCHEMA, "Backend of a serving engine", tuple(blocks), FIELDS, tuple(records), answer=answer
@@ -198,6 +207,8 @@ def _sentence(selection: Selection) -> str:
     named = not selection.gpu.startswith("sm")
     where = f"on {with_article(selection.gpu) if named else f'SM {selection.capability}'}"
     if selection.chosen is None:
+        if selection.engine in DEFAULTS_ONLY:
+            return f"{name} has no default backend for this config {where}."
         return f"{name} refuses this config {where}: every candidate has a reason against it."
     told = f"{name} runs {_named(selection)} {where}"
     before = list(
@@ -205,7 +216,9 @@ def _sentence(selection: Selection) -> str:
     )
     if before:
         reasons = join_and([f"{each.backend} ({each.reasons[0]})" for each in before[:3]])
-        told += f", because it refuses {reasons}" if selection.engine == "vllm" else f"; {reasons}"
+        if selection.engine in DEFAULTS_ONLY:
+            return f"{told}, its default there. It does not select {reasons}."
+        told += f", because it refuses {reasons}"
     return f"{told}."
 
 
