@@ -147,6 +147,20 @@ def test_explain_shows_where_the_choice_changed() -> None:
     assert len(releases) == len(engine_releases("vllm", "0.16..0.33"))
 
 
+def test_a_backend_that_is_not_the_default_of_sglang_is_not_called_refused() -> None:
+    words = ("1,32,1,128", "--engine", "sglang", "--engine-version", "0.5.23", "--gpu", "A100")
+    rows = {row["backend"]: row for row in answer(*words)["rows"]}
+    assert {name: row["verdict"] for name, row in rows.items()} == {
+        "fa3": "not default",
+        "trtllm_mha": "not default",
+        "flashinfer": "runs",
+        "triton": "not tried",
+    }
+    assert "whether another backend works on this GPU is unknown" in " ".join(
+        ask(*words).stdout.split()
+    )
+
+
 def test_a_page_that_no_candidate_before_takes_is_a_reason() -> None:
     paged = "1,128,1,576,kv_heads=1,mla=512+64,page=32"
     rows = answer(paged, "--engine", "vllm", "--engine-version", "0.25", "--gpu", "H100")["rows"]

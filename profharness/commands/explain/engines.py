@@ -83,7 +83,12 @@ class ReleaseRow:
     choice: Annotated[str, column("runs", importance="answer", meaning="the selected backend")]
     accepted: Annotated[str, column("would also run", wrap=True, meaning="other accepted backends")]
     refused: Annotated[
-        str, column("refused, with the first reason", wrap=True, meaning="refused backends")
+        str,
+        column(
+            "not selected, with the first reason",
+            wrap=True,
+            meaning="backends that the engine refuses, or that are not its default",
+        ),
     ]
 
 
@@ -223,13 +228,8 @@ def _sentence(selection: Selection) -> str:
 
 
 def _spans(selections: Sequence[Selection]) -> Iterator[list[Selection]]:
-    """Yield the selections of consecutive releases with the same candidates and choice."""
-
-    def outcome(each: Selection) -> tuple[Any, ...]:
-        reasons = [(candidate.backend, candidate.reasons[:1]) for candidate in each.candidates]
-        return each.chosen, each.variant, reasons
-
-    for _, group in itertools.groupby(selections, key=outcome):
+    """Yield the selections of consecutive releases that are equal in everything a row shows."""
+    for _, group in itertools.groupby(selections, key=lambda each: _history_row([each])[1:]):
         yield list(group)
 
 
