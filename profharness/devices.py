@@ -62,6 +62,21 @@ def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
     return peak[1] / peaks.bandwidth_bytes_per_s
 
 
+def roofline_ns(
+    peaks: Peaks | None, dtype: str | None, flops: int | None, moved: int | None
+) -> float | None:
+    """Return the least time in ns of work that needs these FLOPs and moves these bytes.
+
+    It is the longer of two times: the FLOPs divided by the matrix rate, and the bytes divided by the
+    memory bandwidth. Return None if one of the values is unknown.
+    """
+    rate = flop_peak(peaks, dtype) if peaks and dtype else None
+    if peaks is None or rate is None or flops is None or moved is None:
+        return None
+    bandwidth = peaks.bandwidth_bytes_per_s
+    return None if not bandwidth else 1e9 * max(flops / rate[1], moved / bandwidth)
+
+
 class Gpu(NamedTuple):
     """One row of the table of GPUs.
 

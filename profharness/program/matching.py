@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 from profharness import stats
 from profharness.attention.config import Config, parse_config
+from profharness.attention.costs import compulsory_bytes, flops
 from profharness.columns import column
+from profharness.devices import Peaks, roofline_ns
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.program.layer_map import (
     NUMBER,
@@ -45,6 +47,7 @@ class Program:
     untraced: tuple[CallRow, ...] = ()
     observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
     phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
+    peaks: Peaks | None = None  # the limits of the program's GPU, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,20 @@ class LayerSide:
     # This is a number per step, or for the whole program if no step was recorded. The tuple is
     # empty if no config replays the calls.
     points: tuple[tuple[str, float], ...] = ()
+    kernels: Annotated[
+        tuple[str, ...],
+        column("kernels", "names", meaning="forward kernels of one call, the longest first"),
+    ] = ()
+    roofline_share: Annotated[
+        float | None,
+        column(
+            "roofline%",
+            "percent",
+            importance="detail",
+            right=True,
+            meaning="the least time of the forward by the GPU's peaks, divided by its actual time",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +230,10 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
         return None
     devices = store.devices(run)
     device = (devices[0].name or "a GPU without a name") if devices else None
-    phases = find_phases(steps, calls, store.peaks(run))
+    peaks = store.peaks(run)
+    phases = find_phases(steps, calls, peaks)
     traced = tuple(steps) if calls else ()
-    return Program(tuple(calls), traced, device, tuple(untraced), observed, phases)
+    return Program(tuple(calls), traced, device, tuple(untraced), observed, phases, peaks)
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
@@ -431,6 +449,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     if all(call.config and not call.reason for call in calls):
         points = points_of(traced, steps) if program.calls else program.observed.points(calls)
     recorded = {name: _recorded(program, calls, name) for name in RECORDED}
+    forward_ns = median(times[0] for times in spent) if spent else None
     return LayerSide(
         module=merge_numbered(module_names(calls)),
         config=middle.config,
@@ -439,12 +458,30 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         mode=middle.mode,
         ran=_ran(program, calls),
         sdpa_op=middle.sdpa_op,
-        forward_ns=median(times[0] for times in spent) if spent else None,
+        forward_ns=forward_ns,
         backward_ns=median(backward) if backward else None,
         program_calls=program.observed.counts([calls])[0],
         points=points,
+        kernels=_forward_kernels(middle),
+        roofline_share=_roofline_share(program.peaks, middle, forward_ns),
         **recorded,
     )
+
+
+def _forward_kernels(call: CallRow) -> tuple[str, ...]:
+    """Return the short names of a call's forward kernels, the longest first."""
+    own = [kernel for kernel in call.kernels if kernel.direction != "backward"]
+    own.sort(key=lambda kernel: -kernel.total_ns)
+    return tuple(dict.fromkeys(kernel.kernel_short for kernel in own))
+
+
+def _roofline_share(peaks: Peaks | None, call: CallRow, forward_ns: float | None) -> float | None:
+    """Return the least time of a call's forward divided by its time, or None if unknown."""
+    if not call.config or not forward_ns or peaks is None:
+        return None
+    config = replace(parse_config(call.config), bwd=False)
+    least = roofline_ns(peaks, config.dtype, flops(config), compulsory_bytes(config))
+    return least and least / forward_ns
 
 
 def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:

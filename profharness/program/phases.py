@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 
 from profharness.attention.config import CACHE_DTYPES, Config, parse_config
 from profharness.columns import column
-from profharness.devices import Peaks, flop_peak
+from profharness.devices import Peaks, roofline_ns
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
 from profharness.errors import counted
 from profharness.rows import CallRow, StepRow
@@ -229,7 +229,7 @@ def _phase(
     sizes = [work.bytes for work in whole]
     moved = None if not sizes or None in sizes else sum(size or 0 for size in sizes)
     dtype = _dtype(calls)
-    limit = _floor_ns(flops, moved, dtype, peaks)
+    limit = roofline_ns(peaks, dtype, flops, moved)
     tokens = [batch.new_tokens for _, batch in group]
     rows = [each for each in tokens if each is not None]
     requests = [batch.requests for _, batch in group if batch.requests is not None]
@@ -414,14 +414,3 @@ def _item_bytes(dtype: str | None) -> int | None:
 def _dtype(calls: Iterable[Sequence[CallRow]]) -> str | None:
     names = {(call.tensors[0] or {}).get("dtype") for each in calls for call in each}
     return names.pop() if len(names) == 1 else None
-
-
-def _floor_ns(
-    flops: int | None, moved: int | None, dtype: str | None, peaks: Peaks | None
-) -> float | None:
-    """Return the least time of the work on a GPU in ns, or None if a limit is unknown."""
-    rate = flop_peak(peaks, dtype) if peaks and dtype else None
-    if peaks is None or rate is None or flops is None or moved is None:
-        return None
-    bandwidth = peaks.bandwidth_bytes_per_s
-    return None if not bandwidth else 1e9 * max(flops / rate[1], moved / bandwidth)

@@ -44,6 +44,7 @@ STYLES = {
     "flashinfer-fa2": (ORANGE, "square"),
     "flashinfer-fa3": (ORANGE, "cross"),
     "flashinfer-cudnn": (ORANGE, "triangle-right"),
+    "flashinfer-trtllm": (BROWN, "triangle-right"),
     "flex-paged": (INDIGO, "triangle-right"),
 }
 """The colour and the shape of each backend in every chart. Each combination occurs only once."""

@@ -91,7 +91,8 @@ def test_each_class_is_a_column(store: dict[str, str]) -> None:
     for title in (f"{H100} ran", f"{H200} µs", f"speed-up of {H200}", f"speed-up of {L40S}"):
         assert title in header
     figures = ["cudnn", "44.48", "cudnn", "35.74", "cudnn", "140.57", "1.24x", "0.32x"]
-    assert first.split()[-8:] == figures
+    assert first.split()[-11:-3] == figures
+    assert all(f"{gpu} roofline%" in header for gpu in (H100, H200, L40S))
     assert "another backend" not in table
     answer = (
         f"Attention of a step takes 148 µs on {H100} and 120 µs on {H200}: {H200} is 1.24 times "
@@ -110,6 +111,16 @@ def test_programs_read_the_same_figures(store: dict[str, str]) -> None:
         assert 1.2 < ratio < 1.3
         assert [side["ran"] for side in row["sides"]] == ["cudnn", "cudnn"]
     assert told["layers"][0]["sides"][0]["module"] == ENCODER
+    side = told["layers"][0]["sides"][1]
+    config = parse_config(side["config"])
+    batch, heads, queries, keys, dim = (
+        *(config.batch, config.num_heads, config.seq_len_q, config.seq_len_kv, config.head_dim),
+    )
+    work = 4 * batch * heads * queries * keys * dim
+    moved = 2 * batch * heads * dim * 2 * (queries + keys)
+    least = max(work / 989.5e12, moved / 4.8e12)  # the data sheet of the H200
+    assert side["roofline_share"] == pytest.approx(1e9 * least / side["forward_ns"])
+    assert side["kernels"] and "cudnn" in side["kernels"][0]
     alone = answer(store, "whisper")
     assert {"classes", "layers"}.isdisjoint(alone)
 

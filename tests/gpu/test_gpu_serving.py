@@ -29,7 +29,7 @@ DECODE = "8,32,1,128,bf16,kv_heads=8,lens=100x2+777x3+2048+4096x2,page=16"
 PREFILL = "4,32,200,128,bf16,kv_heads=8,lens=60+200+331+1024,page=16,causal"
 LATENT = "4,128,1,576,bf16,lens=64+100+1000+2048,page=64,mla=512+64"
 FA2, FA3 = "flashinfer-fa2", "flashinfer-fa3"
-CUDNN, FLEX = "flashinfer-cudnn", "flex-paged"
+CUDNN, TRTLLM, FLEX = "flashinfer-cudnn", "flashinfer-trtllm", "flex-paged"
 RUNS = [
     (FA2, DECODE),
     (FA2, PREFILL),
@@ -46,6 +46,9 @@ RUNS = [
     (FA3, f"{PREFILL},sinks"),
     (CUDNN, DECODE),
     (CUDNN, PREFILL),
+    (TRTLLM, DECODE),
+    (TRTLLM, f"{DECODE},sinks"),
+    (TRTLLM, f"{DECODE},causal,window=77"),
     (FLEX, DECODE),
     (FLEX, PREFILL),
     (FLEX, f"{PREFILL},window=77"),
@@ -69,7 +72,15 @@ def test_paged_attention_is_right(tmp_path: Path, backend: str, config: str) -> 
 
 @pytest.mark.parametrize(
     ("backend", "config"),
-    [(FA2, DECODE), (FA2, PREFILL), (FA2, LATENT), (FA3, PREFILL), (CUDNN, DECODE), (FLEX, DECODE)],
+    [
+        (FA2, DECODE),
+        (FA2, PREFILL),
+        (FA2, LATENT),
+        (FA3, PREFILL),
+        (CUDNN, DECODE),
+        (TRTLLM, DECODE),
+        (FLEX, DECODE),
+    ],
 )
 def test_a_page_table_that_is_off_by_one_is_found(
     monkeypatch: pytest.MonkeyPatch, backend: str, config: str
@@ -112,7 +123,7 @@ def test_a_page_table_that_is_off_by_one_is_found(
     assert passes() is False
 
 
-@pytest.mark.parametrize("backend", [FA2, FA3, CUDNN, FLEX])
+@pytest.mark.parametrize("backend", [FA2, FA3, CUDNN, TRTLLM, FLEX])
 def test_a_prepared_call_runs_in_a_cuda_graph(backend: str) -> None:
     import torch
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness.attention.backends.base import (
@@ -30,6 +30,8 @@ WORKSPACE_BYTES = 256 << 20  # FlashInfer's documentation recommends 128 MiB; lo
 PAGE_SEED = 20  # of the order of the pages in the cache
 HEAD_DIMS = (64, 128, 256)
 FLEX_PAGES = (16, 32, 64, 128)  # a page is a block of the mask, which kernels read as one tile
+TRTLLM_PAGES = (16, 32, 64, 128)  # `page_size` of flashinfer.xqa.xqa
+TRTLLM_CAPABILITIES = (9, 10, 12)  # the same function refuses others
 CACHE = ("lens", "page", "kv_dtype")
 INSTALL = "pip install flashinfer-python"
 
@@ -50,6 +52,12 @@ class PageTable:
         """Return the pages of each request, as int32."""
         starts = self.starts.tolist()
         return [self.pages[low:high] for low, high in itertools.pairwise(starts)]
+
+    def padded(self) -> Any:
+        """Return the pages as int32 [requests, most pages of a request], padded with zeros."""
+        from torch.nn.utils.rnn import pad_sequence
+
+        return pad_sequence(self.of_requests(), batch_first=True)
 
 
 def page_table(lengths: tuple[int, ...], page: int, device: Any = None) -> PageTable:
@@ -172,11 +180,7 @@ def _cudnn(config: Config, inputs: Inputs) -> Prepared:
         fill_pages(tensor, config.lengths, page, table).transpose(1, 2)
         for tensor in (inputs.key, inputs.value)
     )
-    pages = torch.zeros(
-        (config.batch, math.ceil(max(config.lengths) / page)), dtype=torch.int32, device=device
-    )
-    for at, mine in enumerate(table.of_requests()):
-        pages[at, : len(mine)] = mine
+    pages = table.padded()
 
     def per_request(values: Any) -> Any:
         return torch.as_tensor(values, dtype=torch.int32, device=device).view(-1, 1, 1, 1)
@@ -205,6 +209,36 @@ def _cudnn(config: Config, inputs: Inputs) -> Prepared:
         )
         return out
 
+    return Prepared(call, functools.partial(unpacked, config))
+
+
+def _trtllm(config: Config, inputs: Inputs) -> Prepared:
+    """Prepare TensorRT-LLM's decoding kernels: trtllm-gen on SM 10.x, XQA on SM 9.x and 12.x."""
+    import torch
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    device, page = inputs.query.device, config.page or TRTLLM_PAGES[0]
+    table = page_table(config.lengths, page, device)
+    cache = tuple(
+        _cached(config, fill_pages(tensor, config.lengths, page, table))
+        .transpose(1, 2)
+        .contiguous()
+        for tensor in (inputs.key, inputs.value)
+    )
+    query = packed_queries(config, inputs.query)
+    out = torch.empty_like(query)
+    call = functools.partial(
+        trtllm_batch_decode_with_kv_cache,
+        *(query, cache),
+        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        table.padded(),
+        torch.tensor(config.lengths, dtype=torch.int32, device=device),
+        max(config.lengths),
+        bmm1_scale=_scale(config),
+        window_left=-1 if config.window is None else config.window - 1,
+        sinks=None if inputs.sinks is None else inputs.sinks.float(),
+        out=out,
+    )
     return Prepared(call, functools.partial(unpacked, config))
 
 
@@ -334,6 +368,19 @@ def cudnn_supports(config: Config) -> str | None:
     return paged_supports("fa2", config)
 
 
+def trtllm_supports(config: Config) -> str | None:
+    """Return why TensorRT-LLM's decoding kernels cannot compute the config, or None if they can."""
+    if reason := outside_contract(config, (*CACHE, "window", "sinks")):
+        return reason
+    if config.seq_len_q != 1:
+        return "only decodes; use seq_q=1"
+    if reason := paged_supports("fa2", replace(config, window=None)):
+        return reason
+    if config.page not in TRTLLM_PAGES:
+        return f"supports only pages of {', '.join(map(str, TRTLLM_PAGES))} tokens"
+    return None
+
+
 def flex_supports(config: Config) -> str | None:
     """Return why flex_attention cannot compute the config over a paged cache, or None if it can."""
     if reason := outside_contract(config, ("lens", "page", "window", "softcap")):
@@ -351,6 +398,13 @@ def _of_flex() -> Attention:
     from torch.nn.attention import flex_attention
 
     return _prepared(_flex, f"{flex_attention.__name__} of torch {torch.__version__}")
+
+
+def _of_trtllm() -> Attention:
+    """Return TensorRT-LLM's decoding kernels. Raise ImportError without FlashInfer."""
+    import flashinfer
+
+    return _prepared(_trtllm, flashinfer.__version__)
 
 
 def _of_cudnn() -> Attention:
@@ -380,8 +434,8 @@ def _load(kernels: str) -> Attention:
     return _prepared(prepare, flashinfer.__version__)
 
 
-def _absent(major: int) -> Callable[[], str | None]:
-    """Return a function that tells why the kernels of a compute capability cannot run here."""
+def _absent(*majors: int) -> Callable[[], str | None]:
+    """Return a function that tells why kernels of these compute capabilities cannot run here."""
 
     def absent() -> str | None:
         import torch
@@ -389,9 +443,12 @@ def _absent(major: int) -> Callable[[], str | None]:
         if reason := needs_module("flashinfer", INSTALL)():
             return reason
         found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        if found is None or found[0] == major:
+        if found is None or found[0] in majors:
             return None
-        return f"its kernels require compute capability {major}.x, and this GPU has {found[0]}.{found[1]}"
+        wanted = " or ".join(f"{major}.x" for major in majors)
+        return (
+            f"its kernels require compute capability {wanted}; this GPU has {found[0]}.{found[1]}"
+        )
 
     return absent
 
@@ -419,6 +476,15 @@ SERVING_BACKENDS = (
         supports=cudnn_supports,
         absent=needs_module("cudnn", "pip install flashinfer-python nvidia-cudnn-frontend"),
         packages=("flashinfer-python", "nvidia-cudnn-frontend"),
+        isolated=True,
+    ),
+    GpuBackend(
+        "flashinfer-trtllm",
+        "TensorRT-LLM's paged decoding kernels, as FlashInfer calls them",
+        load=refuse_if_unloadable("flashinfer", _of_trtllm),
+        supports=trtllm_supports,
+        absent=_absent(*TRTLLM_CAPABILITIES),
+        packages=("flashinfer-python",),
         isolated=True,
     ),
     GpuBackend(

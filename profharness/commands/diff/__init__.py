@@ -83,6 +83,7 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
     "ran": str,
     "forward_ns": lambda ns: f"{ns / 1e3:,.2f}",
     "backward_ns": lambda ns: f"{ns / 1e3:,.2f}",
+    "roofline_share": lambda share: f"{100 * share:.1f}",
 }
 """Maps a field of LayerSide to a function that formats it for the table of layers."""
 LAYER_COLUMNS = (
@@ -105,7 +106,9 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     hidden = bool(diff.layers) and not full
     blocks: list[Block] = [Heading(" → ".join(diff.names), "" if hidden else counts)]
     blocks += _phase_blocks(diff.phases)
-    blocks += _layer_blocks(diff.layers, full)
+    # A share of the GPU's limit only adds something to a time if the GPUs differ.
+    gpus = any(change.key == "gpu" for change in diff.environment)
+    blocks += _layer_blocks(diff.layers, full, shares=gpus)
     if diff.environment:
         blocks.append(Table.of(pick(EnvChange), diff.environment))
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
@@ -207,7 +210,7 @@ def _difference(reason: str) -> str:
     return f"{what}: {before} → {after}"
 
 
-def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
+def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> Iterator[Block]:
     if not layers:
         return
     lines: list[dict[str, Any]] = []
@@ -217,6 +220,8 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
         name = row.name if full else short_module(side.module if side else None) or row.name
         name = name if row.direction == "forward" else f"{name} ({row.direction})"
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
+        if not shares:
+            texts["roofline_share"] = None
         lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
         if row.verdict != "same" or len(row.reasons) > 1:
             odd = {row.verdict, row.speed} & {"slower", "removed", "added"}
@@ -230,6 +235,8 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
     counts = Counter(row.verdict for row in layers).most_common()
     yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
     yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
+    if shares:
+        yield Note("to compare GPUs, name both runs in `profharness layers`", level="hint")
     shared: dict[tuple[tuple[str, ...], str], list[str]] = {}  # reasons by layers and level
     for (reason, level), names in notes.items():
         shared.setdefault((tuple(names), level), []).append(reason)

@@ -26,11 +26,13 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    filled_columns,
     record,
     time_text,
 )
 from profharness.store import Selection, Store
 
+GPU = Column("gpu", "GPU", importance="key")
 SUFFIX = re.compile(r"\.(?:pt\.trace\.)?json(?:\.gz)?$|\.(?:sqlite|nsys-rep)$")
 SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # versions in an environment
 
@@ -345,9 +347,20 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         side = row.first
         line = {"module": _name(row, full=full), "config": side.config, "calls": side.calls}
         ran = [each.ran if each else None for each in row.sides]
-        rows.append(line | figures(list(zip(ran, row.call_ns, strict=True))))
+        line |= figures(list(zip(ran, row.call_ns, strict=True)))
+        shares = [each.roofline_share if each else None for each in row.sides]
+        rows.append(line | {f"roofline{at}": share for at, share in enumerate(shares)})
     titles = figure_columns(_short(names), ["ran"] * len(names))
-    yield Table.of((*GPU_LAYER, *pick(LayerRow, "calls"), *titles), rows)
+    for at, name in enumerate(_short(names)):
+        titles.append(Column(f"roofline{at}", f"{name} roofline%", "percent", importance="detail"))
+    columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *titles)
+    optional = [column.key for column in titles if column.importance == "detail"]
+    yield Table.of(filled_columns(columns, rows, optional), rows)
+    if full:
+        yield Heading("Kernels compared", "of one call, the longest first", 3)
+        yield Table.of(
+            (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")), _kernels(answer)
+        )
     yield from map(Note, _step_texts(answer))
     for row, line in zip(ordered, rows, strict=True):
         label = str(line["module"] or line["config"] or "a call")
@@ -360,6 +373,15 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
             each and each.backward_ns is not None for each in row.sides
         ):
             yield Note("Only the forward is compared, because not all runs have a backward.", label)
+
+
+def _kernels(answer: LayersByGpu) -> Iterator[dict[str, Any]]:
+    """Yield the forward kernels of each layer on each GPU."""
+    for row in sorted(answer.rows, key=lambda row: -_spent(row)):
+        for each, side in zip(answer.classes, row.sides, strict=True):
+            if side and side.kernels:
+                module = _name(row, full=True)
+                yield {"module": module, "gpu": each.name, "kernels": side.kernels}
 
 
 def _short(names: Sequence[str]) -> list[str]:
