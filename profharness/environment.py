@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 CPU_INFO = "/proc/cpuinfo"
+AMD_MODULE = Path("/sys/module/amdgpu")
+AOTRITON = re.compile(r"libaotriton_v2\.so\.(\d+(?:\.\d+)*)")
 CHANGED = ", changed"  # appended to a commit hash if the file differs from the committed version
 
 
@@ -100,6 +103,28 @@ def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, or None if there is no driver."""
     with _opened_nvml() as nvml:
         return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
+
+
+def amd_driver_version(module: Path = AMD_MODULE) -> str | None:
+    """Return the version of the amdgpu driver, or None if there is none.
+
+    The driver that is part of the Linux kernel has no version of its own, so it is `in the kernel`.
+    """
+    with contextlib.suppress(OSError):
+        return (module / "version").read_text().strip()[:100] or None
+    return "in the kernel" if module.is_dir() else None
+
+
+def rocm_libraries(folder: Path) -> dict[str, Any]:
+    """Return what the library folder of a ROCm build of torch contains.
+
+    `aotriton` is the version of AOTriton, or None if there is no such library. `roctracer` lists the
+    copies of the tracing libraries, which are used in place of those of the system.
+    """
+    names = sorted(path.name for path in folder.glob("*.so*")) if folder.is_dir() else []
+    versions = [match[1] for name in names if (match := AOTRITON.fullmatch(name))]
+    tracers = [name for name in names if name.startswith(("libroctracer", "librocprofiler"))]
+    return {"aotriton": max(versions, key=len, default=None), "roctracer": tracers}
 
 
 def operating_system() -> dict[str, str]:

@@ -15,7 +15,7 @@ TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
 ROCPROFV3, RPD, ROCPROF = "rocprofv3", "rpd", "rocprof"
 """Names of AMD's profilers: rocprofiler-sdk's, rocmProfileData, and rocprof v1."""
 TRACE_PROFILERS = (TORCH, NSYS, NCU)
-"""Profilers that `capture` runs and that record kernel launches, in order of preference."""
+"""Profilers that `capture` runs on NVIDIA GPUs and that record kernel launches, in order of preference."""
 LAUNCH_PROFILERS = (*TRACE_PROFILERS, ROCPROFV3, RPD, ROCPROF)
 """All profilers whose files contain kernel launches, in order of preference."""
 COUNTERS = (NCU,)
@@ -460,9 +460,9 @@ _R = TypeVar("_R", KernelRow, LaunchRow)
 
 
 def preferred_profiler_rows(rows: Iterable[_R]) -> list[_R]:
-    """For each run, keep only the rows of one profiler, the first in TRACE_PROFILERS with rows."""
+    """For each run, keep only the rows of one profiler, the first in LAUNCH_PROFILERS with rows."""
     kept = list(rows)
-    order = {name: number for number, name in enumerate(TRACE_PROFILERS)}
+    order = {name: number for number, name in enumerate(LAUNCH_PROFILERS)}
     seen = {(row.run, row.profiler) for row in kept}
     chosen = dict(sorted(seen, key=lambda pair: order.get(pair[1], len(order)), reverse=True))
     return [row for row in kept if row.profiler == chosen[row.run]]

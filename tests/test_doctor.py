@@ -24,6 +24,7 @@ from profharness.commands.doctor import (
     check_importer,
     check_injection,
     check_ncu_driver,
+    check_rocm,
     check_sandbox,
     check_store,
     check_tmpdir,
@@ -35,7 +36,7 @@ from profharness.commands.doctor import (
     process_names,
     run_checks,
 )
-from profharness.environment import EXTRAS
+from profharness.environment import EXTRAS, amd_driver_version, rocm_libraries
 from profharness.recording.profilers.base import Tool
 from profharness.store.schema import connect
 
@@ -396,3 +397,62 @@ def test_the_command_prints_them_as_json(tmp_path: Path) -> None:
     assert set(document["rows"][0]) == {"name", "state", "detail", "remedy"}
     missing = any(row["state"] == "missing" for row in document["rows"])
     assert done.returncode == int(missing)
+
+
+ROCM = {
+    "torch": "2.9.1+rocm7.2.4",
+    "torch_hip": "7.2.53211",
+    "gpu": "AMD Instinct MI300X",
+    "gcn_arch": "gfx942",
+    "num_sms": 304,
+    "driver": "6.16.13",
+    "aotriton": "0.11.1",
+    "roctracer": ["libroctracer64.so.4.1.70200"],
+}
+
+
+def test_a_rocm_build_of_torch_is_checked() -> None:
+    checks = {check.name: check for check in check_rocm(ROCM, {}, vllm=True)}
+    assert checks["GPU"].detail == "AMD Instinct MI300X, gfx942, 304 compute units"
+    assert checks["driver"].detail == "amdgpu 6.16.13"
+    assert checks["AOTriton"].state == "ok" and "0.11.1" in checks["AOTriton"].detail
+    assert checks["roctracer"].state == "warning"
+    assert checks["vLLM"].state == "warning" and "VLLM_ROCM_USE_AITER=1" in checks["vLLM"].remedy
+
+
+def test_a_sound_rocm_build_has_no_warning() -> None:
+    sound = ROCM | {"roctracer": ["libroctracer64.so.4.1.70204"]}
+    checks = check_rocm(sound, {"VLLM_ROCM_USE_AITER": "0"}, vllm=True)
+    assert {check.state for check in checks} == {"ok"}
+    assert all(check.name != "vLLM" for check in check_rocm(sound, {}, vllm=False))
+    old = check_rocm(sound | {"gcn_arch": "gfx90a"}, {}, vllm=True)
+    assert all(check.name != "vLLM" for check in old)  # AITER does not support gfx90a
+    (without,) = (
+        c for c in check_rocm(sound | {"aotriton": None}, {}, vllm=False) if c.state != "ok"
+    )
+    assert without.name == "AOTriton"
+
+
+def test_libraries_of_a_rocm_build_are_found(tmp_path: Path) -> None:
+    for name in (
+        "libaotriton_v2.so",
+        "libaotriton_v2.so.0.11.1",
+        "libroctracer64.so.4.1.70200",
+        "libc10.so",
+    ):
+        (tmp_path / name).touch()
+    assert rocm_libraries(tmp_path) == {
+        "aotriton": "0.11.1", "roctracer": ["libroctracer64.so.4.1.70200"],
+    }  # fmt: skip
+    assert rocm_libraries(tmp_path / "none") == {"aotriton": None, "roctracer": []}
+    (tmp_path / "amdgpu").mkdir()
+    assert amd_driver_version(tmp_path / "amdgpu") == "in the kernel"
+    (tmp_path / "amdgpu" / "version").write_text("6.16.13\n")
+    assert amd_driver_version(tmp_path / "amdgpu") == "6.16.13"
+    assert amd_driver_version(tmp_path / "missing") is None
+
+
+def test_a_rocm_build_needs_no_tool_of_nvidia(tmp_path: Path) -> None:
+    names = [check.name for check in run_checks(tmp_path / "s.db", lambda: ROCM)]
+    assert "rocprofv3" in names and "roctracer" in names
+    assert not {"nsys", "ncu", "CUDA", "cuDNN", "counters"} & set(names)

@@ -43,7 +43,7 @@ OTHERS = {
     "traces/sqlite_file.py": "SQLite, after open_input",
     "store/archives.py": "an archive that open_file opened",
     "attention/engines.py": "the package's own tables",
-    "recording/profilers/nsys.py": "SQLite, after open_input",
+    "recording/profilers/base.py": "SQLite, after open_input",
     "store/schema.py": "SQLite, and /proc",
     "scrub": "reads what the parsers have read before",
     "attention/backends": "files of code, which the worker runs",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,10 +28,10 @@ from profharness.environment import EXTRAS, driver_version, installed_versions, 
 from profharness.errors import NotFoundError, ProfharnessError, install_command, join_and
 from profharness.files import open_input
 from profharness.processes import run_briefly
-from profharness.recording.profilers import PROFILERS, find_tool, tool_missing
+from profharness.recording.profilers import NVIDIA, PROFILERS, find_tool, tool_missing
 from profharness.recording.profilers.base import Tool, ToolError, version_key
 from profharness.render.document import Block, Document, Note, Table, record
-from profharness.rows import NCU, NSYS
+from profharness.rows import NCU, NSYS, ROCPROFV3
 from profharness.run import Fleet
 from profharness.store import open_store, to_frame
 from profharness.traces import Scanner
@@ -43,6 +44,10 @@ IMPORTER = "QdstrmImporter"
 TORCH_MIN = (2, 5)
 SQLITE_MIN = (3, 37, 0)  # for STRICT tables
 DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
+# Such as libroctracer64.so.4.1.70200. With ROCm 7.2.0 and 7.2.1, a trace contains only some of the
+# kernels of a replayed graph: https://github.com/sgl-project/sglang/pull/35390.
+LOSES_KERNELS = re.compile(r"\.7020[01]$")
+AITER_ARCHITECTURES = ("gfx942", "gfx950")  # vLLM's pull request 36702: gfx90a is not supported
 LOCK_FILE = "nsight-compute-lock"
 CAP_SYS_ADMIN = 21
 ROOM_BYTES = 32 << 20  # free space needed for a small run with its traces, and for the store
@@ -194,15 +199,23 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
                 "--no-deps"
             ),
         )
+    rocm = not isinstance(environment, str) and bool(environment.get("torch_hip"))
+    if rocm:
+        assert not isinstance(environment, str)
+        of_gpu = check_rocm(environment, os.environ, vllm=find_spec("vllm") is not None)
+        tools, counters = [check_tool(ROCPROFV3)[1]], []
+    else:
+        of_gpu = _check_cuda(environment)
+        tools = [*_check_profilers(driver or driver_version()), check_ncu_reader()]
+        counters = [check_counters(_read(DRIVER_PARAMETERS), privileged=may_administer())]
     return [
         Check("Python", "ok", f"{platform.python_version()} ({sys.implementation.name})"),
         _check_torch(environment),
-        *_check_cuda(environment),
+        *of_gpu,
         *check_compilers(environment),
-        *_check_profilers(driver or driver_version()),
-        check_ncu_reader(),
+        *tools,
         *map(check_extra, ("report", "web", "mcp", "cluster")),
-        check_counters(_read(DRIVER_PARAMETERS), privileged=may_administer()),
+        *counters,
         check_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
         *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),
         *check_dcgm(process_names()),
@@ -309,6 +322,43 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
     ]
 
 
+def check_rocm(
+    environment: Mapping[str, Any], variables: Mapping[str, str], *, vllm: bool
+) -> list[Check]:
+    """Check a ROCm build of torch, the GPU, the driver, AOTriton and the tracing libraries.
+
+    `vllm` is whether vLLM is installed.
+    """
+    hip, arch = str(environment["torch_hip"]), environment.get("gcn_arch")
+    gpu = ", ".join(filter(None, (environment.get("gpu"), arch)))
+    checks = [
+        Check("ROCm", "ok", f"{hip} (as torch was built)"),
+        Check("GPU", "ok", f"{gpu or 'unknown'}, {environment.get('num_sms')} compute units"),
+        Check("driver", "ok", f"amdgpu {environment.get('driver', 'unknown')}"),
+    ]
+    if aotriton := environment.get("aotriton"):
+        checks.append(Check("AOTriton", "ok", f"{aotriton} (in torch)"))
+    else:
+        remedy = "flash and efficient need it; install the ROCm build of torch from pytorch.org"
+        checks.append(Check("AOTriton", "warning", "not found in torch", remedy))
+    if tracers := environment.get("roctracer"):
+        state, remedy = "ok", ""
+        if any(map(LOSES_KERNELS.search, tracers)):
+            state = "warning"
+            remedy = (
+                "traces of HIP graphs lack kernels with ROCm 7.2.0 and 7.2.1, even if a newer ROCm is "
+                "installed, because torch uses its own copy; use a torch built for another ROCm, or "
+                "preload the system's libroctracer64.so"
+            )
+        checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
+    if vllm and arch in AITER_ARCHITECTURES and "VLLM_ROCM_USE_AITER" not in variables:
+        remedy = "set VLLM_ROCM_USE_AITER=1 to let vLLM use AITER's kernels, then compare both"
+        checks.append(
+            Check("vLLM", "warning", "VLLM_ROCM_USE_AITER is not set: AITER is off", remedy)
+        )
+    return checks
+
+
 def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
     """Check Triton and NVRTC, which compile implementations in kernels/.
 
@@ -372,7 +422,8 @@ def _may(path: Path, mode: int) -> bool:
 def _check_profilers(driver: str | None) -> list[Check]:
     """Check nsys and its importer, and check ncu and that the driver is new enough for it."""
     checks = []
-    for name in (profiler.name for profiler in PROFILERS.values() if profiler.session):
+    own = [each.name for each in PROFILERS.values() if each.session and each.vendor == NVIDIA]
+    for name in own:
         tool, check = check_tool(name)
         checks.append(check)
         if tool and name == NSYS:

@@ -171,7 +171,9 @@ def test_other_backends_refuse_what_only_engines_use() -> None:
     assert able == {"flashinfer-fa2", "flashinfer-fa3", "flex-paged"}
     without = parse_config("2,8,1,128,bf16,seq_kv=64,page=16")
     able = {name for name, each in BACKENDS.items() if each.supports(without) is None}
-    assert able == {f"flashinfer-{each}" for each in ("fa2", "fa3", "cudnn", "trtllm")} | {"flex-paged"}
+    assert able == {f"flashinfer-{each}" for each in ("fa2", "fa3", "cudnn", "trtllm")} | {
+        "flex-paged"
+    }
 
 
 def test_work_of_a_config_equals_the_work_of_its_sums_of_lengths() -> None:

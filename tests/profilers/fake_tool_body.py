@@ -1,4 +1,4 @@
-"""The program of the fake `nsys` and `ncu`, using only the standard library. `fake_tools.install`
+"""The program of the fake `nsys`, `ncu` and `rocprofv3`, using only the standard library. `fake_tools.install`
 copies it.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 HERE = Path(sys.argv[0]).parent
 NAME = Path(sys.argv[0]).name
 FLAGS = {"--nvtx", "--disable-extra-suffixes", "-f", "--csv"}
+FLAGS |= {"--kernel-trace", "--hip-runtime-trace", "--memory-copy-trace", "--marker-trace"}
 EMPTY_NCU = b"NVR\0" + bytes(4)  # the magic number, and an empty file header
 STOP: list[int] = []
 
@@ -24,7 +25,7 @@ def options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options up to the first word that is none, and the rest."""
     found: dict[str, str] = {}
     words = list(words)
-    while words and words[0].startswith("-"):
+    while words and words[0].startswith("-") and words[0] != "--":
         word = words.pop(0)
         name, equals, value = word.partition("=")
         found[name] = value if equals or word in FLAGS else words.pop(0)
@@ -124,6 +125,18 @@ def nsys(scenario: dict[str, Any], verb: str, words: list[str]) -> int:
     return profile(scenario["nsys"], output, rest, None)
 
 
+def rocprofv3(scenario: dict[str, Any], words: list[str]) -> int:
+    """Like the real tool, name the database after the process, which real rocprofv3 becomes."""
+    if words[:1] == ["--version"]:
+        print(f"             version: {scenario['rocprofv3_version']}")
+        print("        rocm_version: 7.0.2")
+        return 0
+    found, rest = options(words)
+    name = found["--output-file"].replace("%pid%", str(os.getpid()))
+    output = Path(found["--output-directory"]) / f"{name}_results.db"
+    return profile(scenario["rocprofv3"], output, rest[1:], None)
+
+
 def ncu(scenario: dict[str, Any], words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print("NVIDIA (R) Nsight Compute Command Line Profiler")
@@ -144,7 +157,10 @@ def main() -> int:
     with (HERE / "invocations.jsonl").open("a") as file:
         file.write(line)
     words = sys.argv[1:]
-    code = nsys(scenario, words[0], words[1:]) if NAME == "nsys" else ncu(scenario, words)
+    if NAME == "nsys":
+        code = nsys(scenario, words[0], words[1:])
+    else:
+        code = ncu(scenario, words) if NAME == "ncu" else rocprofv3(scenario, words)
     sys.stdout.flush()
     return code
 

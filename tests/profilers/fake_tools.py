@@ -1,4 +1,4 @@
-"""Fake executables `nsys` and `ncu`.
+"""Fake executables `nsys`, `ncu` and `rocprofv3`.
 
 They print recorded texts, exit with recorded codes, may run their target, and may leave a report.
 
@@ -46,10 +46,12 @@ class Scenario:
 
     nsys: Behaviour = field(default_factory=Behaviour)
     ncu: Behaviour = field(default_factory=Behaviour)
+    rocprofv3: Behaviour = field(default_factory=Behaviour)
     export: Behaviour = field(default_factory=Behaviour)  # copies its report_file
     csv_text: str = ""  # printed by `ncu --import`
     nsys_version: str = "2025.3.1.90-253135822126v0"
     ncu_version: str = "2025.3.1.0"
+    rocprofv3_version: str = "1.0.0"
 
 
 def install(folder: Path, scenario: Scenario) -> Path:
@@ -60,7 +62,7 @@ def install(folder: Path, scenario: Scenario) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scenario.json").write_text(json.dumps(asdict(scenario)), encoding="utf-8")
-    for name in ("nsys", "ncu"):
+    for name in ("nsys", "ncu", "rocprofv3"):
         tool = folder / name
         # -IS: the target's PYTHONPATH and folder must not affect the tool itself.
         tool.write_text(f"#!{sys.executable} -IS\n" + BODY.read_text(encoding="utf-8"), "utf-8")

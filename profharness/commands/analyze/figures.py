@@ -41,7 +41,7 @@ from profharness.rows import (
     GRAPH,
     HOST,
     KERNEL,
-    TRACE_PROFILERS,
+    LAUNCH_PROFILERS,
     WALL,
     CellRow,
     KernelRow,
@@ -339,10 +339,10 @@ def kernel_figures(
 ) -> tuple[KernelFigures, ...]:
     """Return the figures of all kernels of one cell in launch order.
 
-    The times come from the first profiler in TRACE_PROFILERS that recorded the cell. The counters
+    The times come from the first profiler in LAUNCH_PROFILERS that recorded the cell. The counters
     come from ncu.
     """
-    timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
+    timed = next((name for name in LAUNCH_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
     counted = {(row.kernel, row.grid, row.block): row for row in rows if row.profiler in COUNTERS}
     whole = sum(row.total_ns or 0 for _, row in roles)

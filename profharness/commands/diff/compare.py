@@ -34,7 +34,7 @@ from profharness.program.roles import ROLES, by_role, launches_per_call, role_or
 from profharness.rows import (
     CALL_MEASUREMENTS,
     KERNEL,
-    TRACE_PROFILERS,
+    LAUNCH_PROFILERS,
     WHOLE_TRACE,
     CellRow,
     KernelRow,
@@ -799,7 +799,7 @@ def _common_profilers(baseline: _Cell, candidate: _Cell) -> list[str | None]:
     """Return the profiler whose kernel rows are compared, for each side.
 
     It is the same profiler if both sides have one in common. Otherwise, each side uses the first
-    profiler in TRACE_PROFILERS that recorded it.
+    profiler in LAUNCH_PROFILERS that recorded it.
     """
     base, cand = ({row.profiler for row in side.kernels} for side in (baseline, candidate))
     return [
@@ -807,7 +807,7 @@ def _common_profilers(baseline: _Cell, candidate: _Cell) -> list[str | None]:
         min(
             (base & cand) or own,
             key=lambda name: (
-                TRACE_PROFILERS.index(name) if name in TRACE_PROFILERS else len(TRACE_PROFILERS),
+                LAUNCH_PROFILERS.index(name) if name in LAUNCH_PROFILERS else len(LAUNCH_PROFILERS),
                 name,
             ),
             default=None,

@@ -20,10 +20,12 @@ from profharness.processes import run_briefly
 from profharness.recording.profilers.base import Tool, ToolError, ToolSession, version_key
 from profharness.recording.profilers.ncu import NcuSession
 from profharness.recording.profilers.nsys import NsysSession
-from profharness.rows import EVENTS, NCU, NSYS, TORCH
+from profharness.recording.profilers.rocprofv3 import Rocprofv3Session
+from profharness.rows import EVENTS, NCU, NSYS, ROCPROFV3, TORCH
 from profharness.run import Problem, Protocol
 
 VERSION_TIMEOUT_S = 20.0
+NVIDIA, AMD = "NVIDIA", "AMD"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Profiler:
     # several files match the same pattern, the newest version is preferred.
     patterns: tuple[str, ...] = ()
     remedy: str = ""  # appended to the remedy if the tool is missing
+    vendor: str = NVIDIA  # whose GPUs the tool profiles
 
 
 PROFILERS: dict[str, Profiler] = {
@@ -75,6 +78,17 @@ PROFILERS: dict[str, Profiler] = {
             product="NVIDIA Nsight Compute",
             variable="PROFHARNESS_NCU",
             patterns=("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu"),
+        ),
+        Profiler(
+            ROCPROFV3,
+            "rocprofv3 of ROCm around the worker (not tested on an AMD GPU)",
+            "db",
+            Rocprofv3Session,
+            patience=2.0,
+            product="ROCm 7.0 or newer (package rocprofiler-sdk)",
+            variable="PROFHARNESS_ROCPROFV3",
+            patterns=("opt/rocm/bin/rocprofv3", "opt/rocm-*/bin/rocprofv3"),
+            vendor=AMD,
         ),
     )
 }
@@ -157,7 +171,7 @@ def tool_missing(name: str) -> Problem:
     return Problem(
         name,
         "tool_missing",
-        f"{name} was not found on PATH or in the folders of NVIDIA's installers",
+        f"{name} was not found on PATH or in the folders of {profiler.vendor}'s installers",
         f"install {profiler.product}, or set {profiler.variable} to the executable"
         f"{profiler.remedy}; `--profiler torch` works without it",
     )
@@ -179,7 +193,7 @@ def _ask_version(path: str, _mtime_ns: int, _size: int) -> str | None:
 
 def parse_version(text: str) -> str | None:
     """Return the version in the output of a tool's `--version`, such as `2025.3.1.0`, or None."""
-    match = re.search(r"\bversion\s+(\d+(?:\.\d+)+)", text, re.IGNORECASE)
+    match = re.search(r"\bversion:?\s+(\d+(?:\.\d+)+)", text, re.IGNORECASE)
     return match[1] if match else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import tempfile
 import time
@@ -12,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from profharness.errors import ProfharnessError
+from profharness.errors import ProfharnessError, TraceFormatError
+from profharness.files import open_input
 from profharness.processes import find_workers, kill, kill_group, wait_for
 from profharness.run import Problem, Protocol, TraceFile
 
+SQLITE_MAGIC = b"SQLite format 3\0"
 SHUTDOWN_TIMEOUT_S = 20.0
 SHUTDOWN_AT_ONCE_S = 3.0
 # A file written after `started` may have an earlier modification time. The kernel uses the time of
@@ -168,6 +171,37 @@ def report_state(report: Path, started: float) -> str:
         return "empty"
     slack = WHOLE_SECONDS_S if stat.st_mtime_ns % 1_000_000_000 == 0 else TICK_S
     return "stale" if stat.st_mtime < started - slack else "fresh"
+
+
+def count_rows(path: Path, table: str, expected: str) -> int:
+    """Return the number of rows of all tables of an SQLite file whose name matches a GLOB pattern.
+
+    Return 0 if there is no such table. Raise TraceFormatError, which names what was `expected`, for a
+    damaged file.
+    """
+    with open_input(path) as file:
+        size, header = file.size, file.read(100)
+    if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
+        raise TraceFormatError(path.name, "not an SQLite file", expected=expected)
+    page = int.from_bytes(header[16:18], "big")
+    # A page size of 65,536 is stored as 1. The number of pages in the header is valid only if both
+    # change counters in the header are equal.
+    whole = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
+    if header[24:28] == header[92:96] and size < whole:
+        raise TraceFormatError(path.name, "cut off", offset=size, expected=f"{whole} bytes")
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        select = "SELECT name FROM sqlite_master WHERE type = 'table' AND name GLOB ?"
+        names = [name for (name,) in connection.execute(select, (table,))]
+        quoted_names = ['"' + name.replace('"', '""') + '"' for name in names]
+        return sum(
+            int(connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0])
+            for name in quoted_names
+        )
+    except sqlite3.DatabaseError as error:
+        raise TraceFormatError(path.name, f"damaged: {error}") from None
+    finally:
+        connection.close()
 
 
 def quoted(text: str) -> str:

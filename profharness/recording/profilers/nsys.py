@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,12 @@ from profharness.recording.profilers.base import (
     LIBRARY_MISSING,
     NO_SANDBOX,
     OWN_TMPDIR,
+    SQLITE_MAGIC,
     TOOL_OPTIONS,
     FailureRule,
     ToolError,
     ToolSession,
+    count_rows,
     diagnose,
     match_rules,
     output_argument,
@@ -40,7 +41,6 @@ SUFFIX = ".nsys-rep"
 EXPORT_BASE_S = 120.0
 EXPORT_BYTES_PER_S = 100_000  # assumed minimum rate of exports; nsys is usually much faster
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
-SQLITE_MAGIC = b"SQLite format 3\0"
 _SAME_VERSION = (
     "capture, import and export with the same nsys on the same machine, and copy the "
     ".sqlite file from there"
@@ -354,7 +354,7 @@ class NsysSession(ToolSession):
         exported = self.report.with_suffix(".sqlite")
         export_report(self.report, exported, self.tool.path)
         try:
-            kernels = count_kernels(exported)
+            kernels = count_rows(exported, KERNEL_TABLE, "an export of nsys")
         except TraceFormatError as error:
             return report_damaged(NSYS, exported, str(error)), None
         if kernels == 0:
@@ -372,29 +372,3 @@ class NsysSession(ToolSession):
         """
         session = f"--session=profile-{pid}"
         run_briefly([str(self.tool.path), "shutdown", "--kill=sigterm", session], timeout_s)
-
-
-def count_kernels(export: Path) -> int:
-    """Count the kernels in an nsys export. Return 0 if it has no kernel table.
-
-    Raise TraceFormatError for a damaged file.
-    """
-    with open_input(export) as file:
-        size, header = file.size, file.read(100)
-    if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
-        raise TraceFormatError(export.name, "not an SQLite file", expected="an export of nsys")
-    page = int.from_bytes(header[16:18], "big")
-    # A page size of 65,536 is stored as 1. The number of pages in the header is valid only if both
-    # change counters in the header are equal.
-    expected = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
-    if header[24:28] == header[92:96] and size < expected:
-        raise TraceFormatError(export.name, "cut off", offset=size, expected=f"{expected} bytes")
-    connection = sqlite3.connect(f"{export.absolute().as_uri()}?mode=ro", uri=True)
-    try:
-        return int(connection.execute(f"SELECT count(*) FROM {KERNEL_TABLE}").fetchone()[0])
-    except sqlite3.OperationalError:
-        return 0
-    except sqlite3.DatabaseError as error:
-        raise TraceFormatError(export.name, f"damaged: {error}") from None
-    finally:
-        connection.close()

@@ -74,11 +74,14 @@ def open_range(name: str) -> Iterator[None]:
 
     `record_function` and NVTX push/pop ranges contain only launches of this thread. The NVTX
     start/end range contains launches of the whole process, such as backward kernels, which autograd
-    launches on another thread.
+    launches on another thread. With ROCm, torch.cuda.nvtx opens roctx ranges.
     """
     process_wide = nvtx.start_range(name, domain=NVTX_DOMAIN)
+    roctx = torch.cuda.nvtx.range_start(name) if torch.version.hip else None
     with nvtx.annotate(name, domain=NVTX_DOMAIN), record_function(name):
         yield
+    if roctx is not None:
+        torch.cuda.nvtx.range_end(roctx)
     nvtx.end_range(process_wide)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from profharness.environment import (
     MIG,
     RELEVANT_VARIABLES,
     VISIBLE,
+    amd_driver_version,
     driver_version,
     hashed_key,
     operating_system,
     processor,
+    rocm_libraries,
     visible_gpus,
 )
 
@@ -87,6 +90,18 @@ def _cuda() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         **({"gpu_key": hashed_key(uuid)} if (uuid := gpu_uuid()) else {}),
         **({"driver": driver} if (driver := driver_version()) is not None else {}),
+        **(_rocm(device) if torch.version.hip else {}),
+    }
+
+
+def _rocm(device: Any) -> dict[str, Any]:
+    """Return the versions of a ROCm build of torch, and the architecture of the GPU, such as gfx942."""
+    driver = amd_driver_version()
+    return {
+        "torch_hip": torch.version.hip,
+        "gcn_arch": str(getattr(device, "gcnArchName", "")).partition(":")[0] or None,
+        **({"driver": driver} if driver else {}),
+        **rocm_libraries(Path(torch.__file__).parent / "lib"),
     }
 
 
