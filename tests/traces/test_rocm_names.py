@@ -7,7 +7,7 @@ from pathlib import Path
 
 import check_rocm_names
 import pytest
-from rocm_make import Rocpd
+from test_rocm_kineto import launch, write
 
 from profharness.measurements.agreement import FAMILY_BACKENDS
 from profharness.program.roles import role
@@ -191,9 +191,7 @@ def test_attention_of_llama_cpp_has_its_head_dimension() -> None:
 def test_the_check_finds_unknown_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    maker = Rocpd()
-    maker.launch(1)
-    maker.write(tmp_path / "t.db")
+    write(tmp_path / "t.json", launch(1, "hipLaunchKernel"))
     assert check_rocm_names.main(tmp_path) == 0
     assert "0.00% of the time of 1 kernels" in capsys.readouterr().out
     text, is_known = check_rocm_names.check(check_rocm_names.Counter(attn_fwd=97, mystery=3))
