@@ -191,14 +191,17 @@ def find_instinct(device_name: str) -> Instinct | None:
 ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rtxa6000"}
 
 
-def data_sheet(device_name: str) -> Peaks | None:
+def data_sheet(device_name: str, num_sms: int | None = None) -> Peaks | None:
     """Return the data-sheet values of the device with a given name, such as `NVIDIA H200` or `AMD
     Instinct MI300X`.
+
+    `num_sms` is the number of SMs or compute units that a trace records, or None if it is unknown.
+    A partition of an AMD GPU has the name of the GPU, but fewer compute units.
 
     Return None if the tables have no data sheet for the device.
     """
     row = find_instinct(device_name)
-    if row is not None and row.rates:
+    if row is not None and row.rates and num_sms in (None, row.compute_units):
         return Peaks(
             device=device_name,
             source=DATA_SHEET,

@@ -46,7 +46,7 @@ def check(times: Counter[str]) -> tuple[str, bool]:
     share = unknown.total() / total
     computes = bool(ATTENTION & set(families.values()))
     kind = "" if computes else ", no attention"
-    lines = [f"{share:.2%} of the time of {len(times)} kernels is of the family other{kind}"]
+    lines = [f"{share:.2%} of the time of {len(times)} kernels belongs to the family other{kind}"]
     lines += [f"  {time / total:.2%} {name[:WIDTH]}" for name, time in unknown.most_common(SHOWN)]
     return "\n".join(lines), not computes or share <= LIMIT
 

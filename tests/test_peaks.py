@@ -121,6 +121,12 @@ def test_data_sheets_of_amd(name: str) -> None:
     assert "AMD Instinct" in found.origin
 
 
+def test_a_partition_has_no_data_sheet() -> None:
+    assert data_sheet("AMD Instinct MI300X", 304) == data_sheet("AMD Instinct MI300X")
+    assert data_sheet("AMD Instinct MI300X", 38) is None  # one of eight dies (CPX)
+    assert data_sheet("NVIDIA H200", 16) == data_sheet("NVIDIA H200")
+
+
 def test_facts_of_an_amd_gpu() -> None:
     device = Device(0, "AMD Instinct MI210", 9, 0, 104, 68702699520, warp_size=64)
     facts = {fact.name: fact.value for fact in device_facts(device, [])}

@@ -201,7 +201,10 @@ class Store(RunFinder):
             )
             if measured:
                 return measured[0]
-        return None if source == MEASURED else data_sheet(device)
+        if source == MEASURED:
+            return None
+        sizes = (each.num_sms for each in self.devices(run) if each.name == device)
+        return data_sheet(device, next(sizes, None))
 
     def add_peaks(self, peaks: Peaks, created: str, environment: Mapping[str, Any]) -> None:
         """Insert peaks with the environment in which they were measured.

@@ -110,7 +110,7 @@ class RunMachine:
 
     def facts(self) -> tuple[DeviceFact, ...]:
         """Return all known facts about the device, including its data sheet and its peak rates."""
-        known = (data_sheet(self.name or ""), self.peaks)
+        known = (data_sheet(self.name or "", self.num_sms), self.peaks)
         return device_facts(
             self.device,
             [*{peaks.source: peaks for peaks in known if peaks}.values()],

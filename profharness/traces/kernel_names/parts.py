@@ -231,7 +231,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
             "types of operands, output and sums: B bf16, H fp16, S fp32, D fp64, F8 e4m3, B8 e5m2",
         ),
         (r"Bias[A-Z]*", "can add a bias"),
-        (r"HAS?|AS", "can apply an activation"),
+        (r"HA_S|HAS?|AS", "can apply an activation"),
         (r"SAB", "can scale A and B"),
         (r"SAV|ScaleAlphaVec", "can scale rows by a vector"),
         (r"UserArgs", "can read its arguments from device memory"),
@@ -613,4 +613,6 @@ def _facts(
             continue
         meaning = FACTS[name]
         text = meaning if isinstance(meaning, str) else meaning[value]  # type: ignore[index]
+        if str(value).startswith("gfx"):  # other than SASS or PTX, it does not run on newer GPUs
+            text = "code for AMD GPUs of this architecture"
         yield NamePart(str(value).lower() if isinstance(value, bool) else str(value), name, text)
