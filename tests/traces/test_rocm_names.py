@@ -70,6 +70,7 @@ NAMES = [
     ("_ZN5aiter44PA_A16W8_BLK256_1TG_4W_16mx1_64nx4_MTP_PS_PBE", "aiter", "aiter", "attention"),
     ("aiter::mla_dec_stage1_bf16_a16w16_subQ16_mqa16", "aiter", "aiter", "attention"),
     ("fmha_v3_bwd_hd128_bf16", "aiter_bwd", "aiter", "attention_bwd"),
+    ("mha_batch_prefill_bf16_causal", "fmha", "unknown", "attention"),
     (
         "_ZN5aiter59fmoe_stage1_bf16_pertokenFp8_blockscale_g1u1_32x128_3tg_pf3E",
         "moe",

@@ -52,7 +52,7 @@ _ROWS = (
     ("fmha_bwd", "fmha_bwd_ fmha_v3_bwd", rf"{_WORD}(?:sm\d+_)?fmha_(?:v3_)?bwd(?:_|$)"),
     (
         "fmha",
-        "attention attn fmha mla_ pa_ _stage1 _with_ kernel_mha qk_int sage_fwd",
+        "attention attn mha_ mla_ pa_ _stage1 _with_ kernel_mha qk_int sage_fwd",
         # Triton kernels in vLLM triton_unified_attention.py and chunked_prefill_paged_decode.py,
         # and in SGLang
         r"^_?kernel_(?:unified|paged)_attention_\w*\dd|^_fwd_(?:grouped_)?kernel_stage1"
@@ -119,7 +119,7 @@ _ROWS = (
     (
         "convolution",
         "conv igemm_ im2 im3 col2im xdlops_bwd winograd grad",
-        r"^(?:mi_?open|naive)\w*?_conv|^(?:void )?gridwise_convolution|^igemm_(?:fwd|bwd|wrw)_"
+        r"^(?:mi_?open|naive)\w*?_conv|^gridwise_convolution|^igemm_(?:fwd|bwd|wrw)_"
         r"|^im[23]d?2?_?col|^col2_?im|^(?:mi_?open_?)?winograd|^ck::\w[\w:]*(?:_conv\d?d?(?:_|nd)"
         r"|xdlops_bwd_(?:weight|data))|^conv\d{1,2}x\d{1,2}"
         r"|^(?:im|ex)plicit_convolve|^cudnn::[\w:]*(?:[dw]grad|winograd|conv)",
