@@ -148,14 +148,84 @@ TABLE = (
     Gpu("DGX Spark", (12, 1), 48),
 )  # fmt: skip
 GPUS = tuple(gpu for gpu in TABLE if gpu.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Instinct:
+    """One row of the table of AMD's data-center GPUs.
+
+    `pattern` is a regular expression that matches the names that ROCm reports. `gfx` is the name of
+    the architecture. The other fields are values of the data sheet: the number of compute units,
+    the bandwidth in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. They
+    are None or empty if the name does not identify the GPU.
+    """
+
+    pattern: str
+    gfx: str
+    compute_units: int | None = None
+    gb_per_s: float = 0.0
+    rates: Mapping[str, float] = field(default_factory=dict)
+    l2_mib: float | None = None
+    origin: str = ""
+
+
+def _rates(half: float, fp32: float, fp64: float, **others: float) -> dict[str, float]:
+    return {"fp16": half, "bf16": half, "fp32": fp32, "fp64": fp64, **others}
+
+
+_ONE_DIE = "data sheet, one of two dies, which is a device of its own"
+_CDNA3 = _rates(1307.4, 163.4, 163.4, tf32=653.7, fp8=2614.9)
+
+# The first row whose pattern matches is used. The L2 sizes are those of "AMD GPU specifications" in
+# the documentation of ROCm 7.
+INSTINCT = (
+    Instinct(r"\bMI210\b", "gfx90a", 104, 1638.4, _rates(181, 45.3, 45.3), 8,
+             "AMD Instinct MI210 data sheet"),
+    Instinct(r"\bMI250X ?/ ?MI250\b", "gfx90a"),
+    Instinct(r"\bMI250X\b", "gfx90a", 110, 1638.4, _rates(191.5, 47.9, 47.9), 8,
+             f"AMD Instinct MI250X {_ONE_DIE}"),
+    Instinct(r"\bMI250\b", "gfx90a", 104, 1638.4, _rates(181, 45.3, 45.3), 8,
+             f"AMD Instinct MI250 {_ONE_DIE}"),
+    Instinct(r"\bMI300A\b", "gfx942", 228, 5300,
+             _rates(980.6, 122.6, 122.6, tf32=490.3, fp8=1961.2), 24,
+             "AMD Instinct MI300A data sheet"),
+    Instinct(r"\bMI300X\b", "gfx942", 304, 5300, _CDNA3, 32, "AMD Instinct MI300X data sheet"),
+    Instinct(r"\bMI325X\b", "gfx942", 304, 6000, _CDNA3, 32, "AMD Instinct MI325X data sheet"),
+    Instinct(r"\bMI350X\b", "gfx950", 256, 8000, _rates(2306.9, 144.2, 72.1, fp8=4613.7), 32,
+             "AMD Instinct MI350X data sheet"),
+    Instinct(r"\bMI355X\b", "gfx950", 256, 8000, _rates(2516.6, 157.3, 78.6, fp8=5033.2), 32,
+             "AMD Instinct MI355X data sheet"),
+)  # fmt: skip
+
+
+def find_instinct(device_name: str) -> Instinct | None:
+    """Return the row of an AMD GPU, such as `AMD Instinct MI300X VF`, or None if it is unknown."""
+    return next((row for row in INSTINCT if re.search(row.pattern, device_name)), None)
+
+
 ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rtxa6000"}
 
 
-def data_sheet(device_name: str) -> Peaks | None:
-    """Return the data-sheet values of the device with a given CUDA name, such as `NVIDIA H200`.
+def data_sheet(device_name: str, num_sms: int | None = None) -> Peaks | None:
+    """Return the data-sheet values of the device with a given name, such as `NVIDIA H200` or `AMD
+    Instinct MI300X`.
 
-    Return None if the table has no data sheet for the device.
+    `num_sms` is the number of SMs or compute units that a trace records, or None if it is unknown.
+    A partition of an AMD GPU has the name of the GPU, but fewer compute units.
+
+    Return None if the tables have no data sheet for the device.
     """
+    row = find_instinct(device_name)
+    if row is not None and row.rates and num_sms in (None, row.compute_units):
+        return Peaks(
+            device=device_name,
+            source=DATA_SHEET,
+            bandwidth_bytes_per_s=row.gb_per_s * 1e9,
+            flops_per_s={name: rate * 1e12 for name, rate in row.rates.items()},
+            l2_bytes=None if row.l2_mib is None else round(row.l2_mib * MB),
+            num_sms=row.compute_units,
+            origin=row.origin,
+        )
     matches = (gpu for gpu in TABLE if gpu.pattern and re.search(gpu.pattern, device_name))
     gpu = next(matches, None)
     if gpu is None:
@@ -284,15 +354,50 @@ _NO_TENSOR_CORES = re.compile(r"\bGTX 16\d\d")
 _CARVE_OUTS_KIB = (8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
+_AMD_NAME = re.compile(r"\b(?:AMD|Radeon|Instinct)\b|\bgfx\d|^MI\d")
+_GFX_NAME = re.compile(r"\bgfx(?:9[0-9a-f]{2}|1\d[0-9a-f]{2})\b")
+WAVE = 64  # threads of a wave on CDNA; the warps of all NVIDIA GPUs have 32 threads
+
+
+def is_amd(device: Device) -> bool:
+    """Return whether a device is an AMD GPU. ROCm gives GPUs compute capabilities too, such as 9.0,
+    which stand for other architectures than those of NVIDIA.
+    """
+    return device.warp_size == WAVE or _AMD_NAME.search(device.name) is not None
+
+
+def gfx_name(device: Device) -> str | None:
+    """Return the architecture of an AMD GPU, such as `gfx942`, or None if it is unknown.
+
+    It follows from the name of the device, or else from its version, if that is unambiguous.
+    """
+    if not is_amd(device):
+        return None
+    if row := find_instinct(device.name):
+        return row.gfx
+    if match := _GFX_NAME.search(device.name):
+        return match[0]
+    return _GFX_OF_VERSION.get((device.compute_major, device.compute_minor))
+
+
+# All architectures of these versions have the same limits. Version 9.0 stands for gfx900 to gfx90a.
+_GFX_OF_VERSION = {(9, 4): "gfx942", (9, 5): "gfx950"}
+
+
+def _capability_of(device: Device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU. That of an AMD GPU is not in any table."""
+    return (0, 0) if is_amd(device) else (device.compute_major, device.compute_minor)
+
+
 def unified_l1_bytes(device: Device) -> int | None:
     """Return the combined size of L1 and shared memory per SM, or None if it is unknown."""
-    facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
+    facts = _SM_FACTS.get(_capability_of(device))
     return facts[3] * KIB if facts else None
 
 
 def cores(device: Device) -> tuple[int | None, int | None]:
     """Return the numbers of CUDA cores and of tensor cores. A number is None if it is unknown."""
-    cuda, tensor = _CORES.get((device.compute_major, device.compute_minor), (None, None))
+    cuda, tensor = _CORES.get(_capability_of(device), (None, None))
     if cuda is None or tensor is None:
         return None, None
     has_tensor_cores = not _NO_TENSOR_CORES.search(device.name)
@@ -336,8 +441,53 @@ class SmLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class CuLimits:
+    """The resources of one compute unit (CU) of an AMD GPU, and the limits of one block.
+
+    A CU has several SIMDs, which share its local data share (LDS). Each SIMD has its own registers.
+    `vector_registers` is the number of VGPRs of a SIMD for each thread of a wave.
+    """
+
+    waves_per_simd: int
+    vector_registers: int
+    vector_unit: int
+    """The number of vector registers of a wave is rounded up to a multiple of this number."""
+    has_unified_registers: bool
+    """Whether accumulation registers are part of the vector registers."""
+    lds_bytes: int = 64 * KIB
+    lds_unit_bytes: int = 512
+    simds: int = 4
+    scalar_registers: int = 800
+    scalar_unit: int = 16
+    scalar_reserved: int = 16
+    """Scalar registers of each wave that the trap handler of ROCm reserves."""
+    max_blocks: int = 16
+    """Maximum number of blocks with more than one wave, which need a barrier."""
+    max_threads_per_block: int = 1024
+
+
+# Sources: AMDGPUBaseInfo.cpp of LLVM (getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU,
+# getMaxWorkGroupsPerCU, getTotalNumSGPRs) and its test occupancy-levels.ll; "AMD GPU specifications"
+# in the documentation of ROCm 7 (512 KiB of VGPRs, 12.5 KiB of SGPRs, and 64 or 160 KiB of LDS per
+# CU); "Register pressure in AMD CDNA2 GPUs", AMD lab notes.
+_GCN = CuLimits(10, 256, 4, has_unified_registers=False)
+_CDNA = CuLimits(8, 512, 8, has_unified_registers=True)
+_CDNA4 = CuLimits(8, 512, 8, has_unified_registers=True, lds_bytes=160 * KIB, lds_unit_bytes=1280)
+CU_LIMITS = {
+    **dict.fromkeys(("gfx900", "gfx906", "gfx908"), _GCN),
+    **dict.fromkeys(("gfx90a", "gfx940", "gfx941", "gfx942"), _CDNA),
+    "gfx950": _CDNA4,
+}
+
+
+def cu_limits(device: Device) -> CuLimits | None:
+    """Return the limits of an AMD GPU, or None if its architecture is unknown."""
+    return CU_LIMITS.get(gfx_name(device) or "")
+
+
+@dataclass(frozen=True, slots=True)
 class Occupancy:
-    """The theoretical occupancy of an SM.
+    """The theoretical occupancy of an SM, or of a compute unit (CU) of an AMD GPU.
 
     `fraction` is the number of resident warps divided by the maximum of the SM, from 0 to 1.
     `limiter` is the first of LIMITERS that prevents one more resident block. `shared_share` is the
@@ -351,11 +501,11 @@ class Occupancy:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """Return the limits of a device, or None if the compute capability is unknown.
+    """Return the limits of an NVIDIA GPU, or None if the compute capability is unknown.
 
     If the trace does not contain a limit, the default for the compute capability is used.
     """
-    facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
+    facts = _SM_FACTS.get(_capability_of(device))
     if facts is None:
         return None
     threads, blocks, shared_kib, _ = facts
@@ -381,20 +531,30 @@ def occupancy(
     block_threads: int | None,
     registers_per_thread: int | None,
     shared_bytes: int | None,
-    limits: SmLimits | Device | None,
+    limits: SmLimits | CuLimits | Device | None,
+    *,
+    accum_registers: int | None = None,
+    scalar_registers: int | None = None,
 ) -> Occupancy | None:
-    """Return the theoretical occupancy according to the formulas of cuda_occupancy.h.
+    """Return the theoretical occupancy according to the formulas of cuda_occupancy.h, or of LLVM
+    for AMD GPUs.
 
     The formulas assume the largest shared-memory carve-out and opt-in. `shared_bytes` is the static
     and dynamic shared memory of one block, without the part that the driver reserves. Named
-    barriers, which only ncu reports, and clusters are ignored.
+    barriers, which only ncu reports, and clusters are ignored. `accum_registers` (per thread) and
+    `scalar_registers` (per wave) are used for AMD GPUs only.
 
     Return None if a value is unknown, or if the device cannot launch such a block. Therefore the
     result never has an occupancy of 0.
     """
     if block_threads is None or registers_per_thread is None or shared_bytes is None:
         return None
-    sm = sm_limits(limits) if isinstance(limits, Device) else limits
+    if isinstance(limits, Device):
+        limits = cu_limits(limits) if is_amd(limits) else sm_limits(limits)
+    if isinstance(limits, CuLimits):
+        registers = (registers_per_thread, accum_registers, scalar_registers)
+        return _occupancy_of_cu(block_threads, registers, shared_bytes, limits)
+    sm = limits
     if sm is None or not 0 < block_threads <= sm.max_threads_per_block:
         return None
     if not 0 <= registers_per_thread <= MAX_REGISTERS_PER_THREAD:
@@ -416,6 +576,43 @@ def occupancy(
     limiter = LIMITERS[counts.index(blocks)]
     part = shared_bytes / sm.shared_bytes_per_sm
     return Occupancy(blocks * warps / max_warps, blocks, limiter, part) if blocks else None
+
+
+def _occupancy_of_cu(
+    block_threads: int,
+    registers: tuple[int, int | None, int | None],
+    shared_bytes: int,
+    cu: CuLimits,
+) -> Occupancy | None:
+    """Return the occupancy of a CU. `registers` are vector, accumulation and scalar registers.
+
+    The waves of a block are spread over the SIMDs. If the number of scalar registers is unknown,
+    they are assumed not to limit the occupancy.
+    """
+    vector, accum, scalar = registers
+    if cu.has_unified_registers:
+        if accum is None:
+            return None
+        vector += accum
+    else:  # accumulation registers have a file of the same size
+        vector = max(vector, accum or 0)
+    if not 0 < block_threads <= cu.max_threads_per_block:
+        return None
+    if not (0 <= vector <= cu.vector_registers and 0 <= shared_bytes <= cu.lds_bytes):
+        return None
+    waves, most = -(-block_threads // WAVE), cu.waves_per_simd * cu.simds
+    fitting = cu.vector_registers // _round_up(max(vector, 1), cu.vector_unit)
+    if scalar is not None and scalar > 0:
+        of_wave = _round_up(scalar, cu.scalar_unit) + cu.scalar_reserved
+        fitting = min(fitting, cu.scalar_registers // of_wave)
+    allocated = _round_up(shared_bytes, cu.lds_unit_bytes)
+    by_shared = cu.lds_bytes // allocated if allocated else most
+    by_block = cu.max_blocks if waves > 1 else most
+    counts = (most // waves, by_block, fitting * cu.simds // waves, by_shared)
+    blocks = min(counts)
+    limiter = LIMITERS[counts.index(blocks)]
+    part = shared_bytes / cu.lds_bytes
+    return Occupancy(blocks * waves / most, blocks, limiter, part) if blocks else None
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -444,6 +641,26 @@ _HOST_FACTS = {
 }
 _TRACE = "trace"
 _GUIDE = "CUDA C++ Programming Guide, by compute capability"
+_LLVM = "LLVM and ROCm documentation, by architecture"
+_Fact = tuple[str, float | str | None, str, str]
+
+
+def _amd_facts(device: Device) -> list[_Fact]:
+    """Return the sizes of an AMD GPU."""
+    memory, cu = device.total_memory_bytes, cu_limits(device)
+    facts: list[_Fact] = [
+        ("architecture", gfx_name(device), "", _TRACE),
+        ("compute units", device.num_sms, "", _TRACE),
+        ("memory", memory and memory / GIB, "GiB", _TRACE),
+    ]
+    if cu is not None:
+        facts += [
+            ("LDS per compute unit", cu.lds_bytes / KIB, "KiB", _LLVM),
+            ("VGPRs per SIMD and lane", cu.vector_registers, "", _LLVM),
+            ("SIMDs per compute unit", cu.simds, "", _LLVM),
+            ("maximum waves per SIMD", cu.waves_per_simd, "", _LLVM),
+        ]
+    return facts
 
 
 def device_facts(
@@ -462,8 +679,10 @@ def device_facts(
     system in the environment `host`.
     """
     clocks = "NVML, median while cells were timed"
-    facts: list[tuple[str, float | str | None, str, str]] = []
-    if device is not None:
+    facts: list[_Fact] = []
+    if device is not None and is_amd(device):
+        facts += _amd_facts(device)
+    elif device is not None:
         limits = sm_limits(device)
         unified = unified_l1_bytes(device)
         cuda_cores, tensor_cores = cores(device)

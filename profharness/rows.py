@@ -454,6 +454,8 @@ class LaunchRow(NamedTuple):
     launch_ns: int | None
     bytes: int | None
     launch_id: int
+    accum_registers_per_thread: int | None = None
+    scalar_registers: int | None = None
 
 
 _R = TypeVar("_R", KernelRow, LaunchRow)
@@ -497,6 +499,8 @@ class CallKernel(NamedTuple):
     block: Triple | None = None
     registers_per_thread: int | None = None
     shared_bytes: int | None = None
+    accum_registers_per_thread: int | None = None
+    scalar_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

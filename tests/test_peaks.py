@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from profharness.devices import TABLE, Device, Peaks, cores, data_sheet, flop_peak, ridge
+from profharness.devices import (
+    TABLE,
+    Device,
+    Peaks,
+    cores,
+    data_sheet,
+    device_facts,
+    flop_peak,
+    ridge,
+)
 from profharness.errors import CaptureError
 from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
@@ -66,10 +75,66 @@ def test_each_device_gets_its_own_row(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L400", "NVIDIA A1000", "AMD MI300X"]
+    "name",
+    [
+        "",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA L400",
+        "NVIDIA A1000",
+        "AMD Radeon Graphics",
+        "AMD Instinct MI100",
+        "AMD Instinct MI250X / MI250",
+    ],
 )
 def test_a_device_outside_of_the_table_has_no_peaks(name: str) -> None:
     assert data_sheet(name) is None
+
+
+INSTINCTS = {  # compute units of a device, bandwidth, clock in MHz, generation
+    "AMD Instinct MI210": (104, 1.6384e12, 1700, 2),
+    "AMD Instinct MI250X": (110, 1.6384e12, 1700, 2),
+    "AMD Instinct MI300A": (228, 5.3e12, 2100, 3),
+    "AMD Instinct MI300X": (304, 5.3e12, 2100, 3),
+    "AMD Instinct MI300X OAM": (304, 5.3e12, 2100, 3),
+    "AMD Instinct MI300X VF": (304, 5.3e12, 2100, 3),
+    "AMD Instinct MI325X": (304, 6e12, 2100, 3),
+    "AMD Instinct MI350X": (256, 8e12, 2200, 4),
+    "AMD Instinct MI355X": (256, 8e12, 2400, 4),
+}
+# FLOPs per clock of the matrix cores of a compute unit: white papers of CDNA 2, 3 and 4
+PER_CLOCK = {
+    2: {"fp16": 1024, "bf16": 1024, "fp32": 256, "fp64": 256},
+    3: {"fp8": 4096, "fp16": 2048, "bf16": 2048, "tf32": 1024, "fp32": 256, "fp64": 256},
+    4: {"fp8": 8192, "fp16": 4096, "bf16": 4096, "fp32": 256, "fp64": 128},
+}
+
+
+@pytest.mark.parametrize("name", INSTINCTS)
+def test_data_sheets_of_amd(name: str) -> None:
+    units, bandwidth, mhz, generation = INSTINCTS[name]
+    found = data_sheet(name)
+    assert found is not None
+    assert (found.bandwidth_bytes_per_s, found.num_sms) == (pytest.approx(bandwidth), units)
+    rates = {key: units * mhz * 1e6 * flops for key, flops in PER_CLOCK[generation].items()}
+    assert found.flops_per_s == pytest.approx(rates, rel=2e-3)
+    assert found.l2_bytes in (8 << 20, 24 << 20, 32 << 20)
+    assert "AMD Instinct" in found.origin
+
+
+def test_a_partition_has_no_data_sheet() -> None:
+    assert data_sheet("AMD Instinct MI300X", 304) == data_sheet("AMD Instinct MI300X")
+    assert data_sheet("AMD Instinct MI300X", 38) is None  # one of eight dies (CPX)
+    assert data_sheet("NVIDIA H200", 16) == data_sheet("NVIDIA H200")
+
+
+def test_facts_of_an_amd_gpu() -> None:
+    device = Device(0, "AMD Instinct MI210", 9, 0, 104, 68702699520, warp_size=64)
+    facts = {fact.name: fact.value for fact in device_facts(device, [])}
+    assert facts["architecture"] == "gfx90a"
+    assert (facts["compute units"], facts["LDS per compute unit"]) == (104, 64)
+    assert (facts["VGPRs per SIMD and lane"], facts["maximum waves per SIMD"]) == (512, 8)
+    assert "CUDA cores (fp32)" not in facts  # version 9.0 of ROCm is not that of Hopper
+    assert cores(device) == (None, None)
 
 
 def test_the_table_is_sane() -> None:

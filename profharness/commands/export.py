@@ -501,7 +501,14 @@ def _launch_event(
         args["flow"] = flow
     if row.duration_ns is None:  # ncu did not collect the metric for time
         args["duration"] = "not measured"
-    if result := occupancy(threads, row.registers_per_thread, row.shared_bytes, device):
+    if result := occupancy(
+        threads,
+        row.registers_per_thread,
+        row.shared_bytes,
+        device,
+        accum_registers=row.accum_registers_per_thread,
+        scalar_registers=row.scalar_registers,
+    ):
         args["theoretical occupancy %"] = round(100 * result.fraction, 1)
         args["occupancy limiter"] = result.limiter
     for name, (value, unit) in counters(row.launch_id).items() if counters else ():

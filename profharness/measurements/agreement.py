@@ -34,7 +34,13 @@ FAMILY_BACKENDS = {
     "triton": "triton",
     # Kernels of libraries other than PyTorch. The kernel name contains the name of the library.
     **dict.fromkeys(("fmha", "fmha_combine", "fmha_bwd"), "fmha"),
+    **dict.fromkeys(("aotriton", "aotriton_bwd"), "aotriton"),
+    **dict.fromkeys(("ck", "ck_combine", "ck_bwd"), "ck"),
+    **dict.fromkeys(("aiter", "aiter_combine", "aiter_bwd"), "aiter"),
 }
+# Libraries that PyTorch contains on ROCm, and the backends whose ops run their kernels
+AMD_LIBRARIES = ("aotriton", "ck", "aiter")
+_ROCM_BACKENDS = ("flash", "efficient")
 EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
 # The math backend has no kernels of its own. It runs kernels of these families.
 _MATH_FAMILIES = {"gemm", "softmax"}
@@ -126,14 +132,28 @@ def backend_that_ran(cell: CellRow) -> str | None:
     return backend_of_op(cell.sdpa_op) or cell.choice
 
 
+def backend_of_family(family: str, sdpa_op: str | None = None) -> str | None:
+    """Return the backend that a kernel belongs to, or None if it does not compute attention.
+
+    On ROCm, PyTorch's flash and efficient ops run kernels of AMD's libraries. Such a kernel belongs
+    to the backend of its op `sdpa_op`. Outside of these ops, it belongs to its library.
+    """
+    backend, of_op = FAMILY_BACKENDS.get(family), backend_of_op(sdpa_op)
+    return of_op if backend in AMD_LIBRARIES and of_op in _ROCM_BACKENDS else backend
+
+
 def is_another(backend: str, cell: CellRow) -> bool:
     """Return whether a cell neither requested a backend nor ran it."""
     return backend not in (cell.backend, backend_that_ran(cell))
 
 
-def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
-    """Return the backends of the kernels' families. `math` has no families of its own."""
-    return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}
+def ran_backends(rows: Iterable[KernelRow], sdpa_op: str | None = None) -> set[str]:
+    """Return the backends that the kernels belong to. `math` has no families of its own.
+
+    `sdpa_op` is the op of the kernels whose own op was not recorded.
+    """
+    names = {backend_of_family(row.family, row.sdpa_op or sdpa_op) for row in rows}
+    return {name for name in names if name is not None}
 
 
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
@@ -158,7 +178,7 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
         name = "overrideable" if backend == "fused" else backend
         clauses.append(("op", [name], f"the op that ran is {op} ({name})"))
     families = {row.family for row in rows}
-    ran, named = ran_backends(rows), families & FAMILY_BACKENDS.keys()
+    ran, named = ran_backends(rows, op), families & FAMILY_BACKENDS.keys()
     if not ran and families >= _MATH_FAMILIES:
         ran, named = {"math"}, _MATH_FAMILIES
     if ran and cell.status == "ok":
@@ -222,16 +242,16 @@ Sign = tuple[str, str | None, str]
 
 def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
-    families = dict.fromkeys(row.family for row in rows)
+    families = dict.fromkeys((row.family, row.sdpa_op or sdpa_op) for row in rows)
     signs: list[Sign] = [
         (backend, None, f"op {op}") for op in ops if (backend := backend_of_op(op))
     ]
-    signs += [
-        (FAMILY_BACKENDS[family], family, f"{family} kernels")
-        for family in families
-        if family in FAMILY_BACKENDS
-    ]
-    if not signs and families.keys() >= _MATH_FAMILIES:
+    signs += dict.fromkeys(
+        (backend, family, f"{family} kernels")
+        for family, op in families
+        if (backend := backend_of_family(family, op))
+    )
+    if not signs and {family for family, _ in families} >= _MATH_FAMILIES:
         signs.append(("math", None, "gemm and softmax kernels"))
     return signs
 
@@ -240,14 +260,21 @@ def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
     """Return whether an op or a family of kernels was expected. `family` is None for an op.
 
     An expected backend accepts its op and all its families. An expected family accepts itself and
-    the op of its backend.
+    the ops that run it.
     """
     return any(
         name in (backend, family)
         or family in _IMPLIED.get(name, ())
-        or (family is None and FAMILY_BACKENDS.get(name) == backend)
+        or (FAMILY_BACKENDS.get(family or "") == name)
+        or (family is None and backend in _backends_of_ops(name))
         for name in expected
     )
+
+
+def _backends_of_ops(family: str) -> tuple[str | None, ...]:
+    """Return the backends whose ops run kernels of a family."""
+    backend = FAMILY_BACKENDS.get(family)
+    return _ROCM_BACKENDS if backend in AMD_LIBRARIES else (backend,)
 
 
 def check_expected_names(expected: Sequence[str]) -> None:

@@ -28,9 +28,16 @@ MATH_OP = "aten::_scaled_dot_product_attention_math"
 
 
 _GEMM_OPS = frozenset({"aten::bmm", "aten::mm", "aten::addmm", "aten::baddbmm"})
-_FUSED = frozenset({"flash", "flash_splitkv", "efficient", "cudnn", "flex", "triton", "fmha"})
-_FUSED_BWD = frozenset({"flash_bwd", "efficient_bwd", "cudnn_bwd", "fmha_bwd"})
-_COMBINE = frozenset({"flash_combine", "fmha_combine"})
+_FUSED = frozenset(
+    {
+        *("flash", "flash_splitkv", "efficient", "cudnn", "flex", "triton", "fmha"),
+        *("aotriton", "ck", "aiter"),
+    }
+)
+_FUSED_BWD = frozenset(
+    ("flash_bwd", "efficient_bwd", "cudnn_bwd", "fmha_bwd", "aotriton_bwd", "ck_bwd", "aiter_bwd")
+)
+_COMBINE = frozenset({"flash_combine", "fmha_combine", "ck_combine", "aiter_combine"})
 AUTOGRAD = "autograd::engine::evaluate_function"
 _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
@@ -63,7 +70,9 @@ _NAMED = _compiled(
     ("combine", r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction"),
     ("combine", r"\bcombine_splits\b"),
     ("bwd_preprocess", r"dot_do_o|FlashAttnBwdPreprocess|flash_bwd_preprocess"),
-    ("bwd_preprocess", r"^flash_backward_delta$"),
+    ("bwd_preprocess", r"^flash_backward_delta$|^bwd_preprocess|FmhaBwdOGradDotO|fmha_bwd_\w*odo_"),
+    ("bwd_postprocess", r"^bwd_postprocess|FmhaBwdConvertQGrad|fmha_bwd_\w*dq_convert"),
+    ("helper", r"^debug_(?:fill_dropout_rng|simulate_encoded_softmax)"),
     ("bwd_postprocess", r"convert_dq|convert_dkv|FlashAttnBwdPostprocess|flash_bwd_postprocess"),
     ("bwd_postprocess", r"fmha_reduce_head"),
     ("softmax_bwd", r"^triton_\w*softmax_backward"),

@@ -201,7 +201,10 @@ class Store(RunFinder):
             )
             if measured:
                 return measured[0]
-        return None if source == MEASURED else data_sheet(device)
+        if source == MEASURED:
+            return None
+        sizes = (each.num_sms for each in self.devices(run) if each.name == device)
+        return data_sheet(device, next(sizes, None))
 
     def add_peaks(self, peaks: Peaks, created: str, environment: Mapping[str, Any]) -> None:
         """Insert peaks with the environment in which they were measured.
@@ -309,12 +312,20 @@ class Store(RunFinder):
 
         @cache
         def occupancy_of(
-            run_id: int, index: int, block: Triple | None, registers: int | None, shared: int | None
+            run_id: int,
+            index: int,
+            block: Triple | None,
+            registers: tuple[int | None, int | None, int | None],
+            shared: int | None,
         ) -> Occupancy | None:
             device = devices.get((run_id, index))
-            if device is None or block is None or registers is None or shared is None:
+            vector, accum, scalar = registers
+            if device is None or block is None or vector is None or shared is None:
                 return None
-            return occupancy(block[0] * block[1] * block[2], registers, shared, device)
+            threads = block[0] * block[1] * block[2]
+            return occupancy(
+                threads, vector, shared, device, accum_registers=accum, scalar_registers=scalar
+            )
 
         return occupancy_of
 
@@ -462,7 +473,8 @@ class Store(RunFinder):
             "SELECT k.call_id, k.direction, n.name, n.short, n.family, k.launches, k.total_ns, "
             "n.kind, l.grid_x, l.grid_y, l.grid_z, l.block_x, l.block_y, l.block_z, "
             "l.registers_per_thread, "
-            "coalesce(l.shared_bytes, l.static_shared_bytes + l.dynamic_shared_bytes) "
+            "coalesce(l.shared_bytes, l.static_shared_bytes + l.dynamic_shared_bytes), "
+            "l.accum_registers_per_thread, l.scalar_registers "
             "FROM call_kernels k JOIN kernels n ON n.id = k.kernel_id "
             "JOIN calls c ON c.id = k.call_id JOIN launch_configs l ON l.id = k.launch_config_id "
             "JOIN traces t ON t.id = c.trace_id JOIN runs r ON r.id = t.run_id WHERE r.run = ? "
@@ -650,6 +662,9 @@ def open_store(path: Path, *, write: bool = False) -> Store:
     return Store(path, connect(path, write=write))
 
 
+_REGISTERS = ("registers_per_thread", "accum_registers_per_thread", "scalar_registers")
+
+
 def _kernel_row(
     row: Record, occupancy_of: Callable[..., Occupancy | None], metrics: Metrics
 ) -> KernelRow:
@@ -657,9 +672,8 @@ def _kernel_row(
     shared = row["shared_bytes"]
     if shared is None and None not in (row["static_shared_bytes"], row["dynamic_shared_bytes"]):
         shared = row["static_shared_bytes"] + row["dynamic_shared_bytes"]
-    occupied = occupancy_of(
-        row["run_id"], row["device"], block, row["registers_per_thread"], shared
-    )
+    registers = tuple(row[name] for name in _REGISTERS)
+    occupied = occupancy_of(row["run_id"], row["device"], block, registers, shared)
     return KernelRow(
         **{name: row[name] for name in _KERNEL_FIELDS if name in row},
         grid=grid,

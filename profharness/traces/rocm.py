@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from profharness.devices import Device
+from profharness.devices import CU_LIMITS, Device, find_instinct
 from profharness.errors import TraceFormatError
 from profharness.trace import NONE, HardwareMetrics, LaunchConfig, Trace
 from profharness.traces.attribution import Attribution, Chunk, linked_chunks
@@ -124,12 +124,16 @@ def gpu(
 ) -> tuple[Device | None, list[str]]:
     """Return a Device and warnings. The name is the first of `names` that is not empty.
 
-    `target` is the version of the instruction set as a number, such as 90402 for gfx942.
+    `target` is the version of the instruction set as a number, such as 90402 for gfx942. If the
+    name does not show the architecture, as with `AMD Radeon Graphics`, it is appended.
     """
     number = whole(target)
     major, minor = (None, None) if number is None else (number // 10000, number // 100 % 100)
     limits |= {"compute_major": major, "compute_minor": minor}
     name = next((each for each in names if isinstance(each, str) and each.strip()), UNNAMED_GPU)
+    gfx = "" if number is None else f"gfx{major}{minor}{number % 100:x}"
+    if gfx in CU_LIMITS and find_instinct(name) is None and gfx not in name:
+        name = f"{name} ({gfx})"
     return make_device(index, name, limits)
 
 

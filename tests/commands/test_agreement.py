@@ -32,7 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 H200 = ROOT / "traces" / "h200-torch2.11"
 CUDNN_OP = "aten::_scaled_dot_product_cudnn_attention"
 FLASH_OP = "aten::_scaled_dot_product_flash_attention"
+EFFICIENT_OP = "aten::_scaled_dot_product_efficient_attention"
 MATH_OP = "aten::_scaled_dot_product_attention_math"
+CK = "void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<int> >(int)"
 FA3 = (
     "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<"
     "flash::CollectiveMainloopFwdSm90<2, 3> > > >(Params)"
@@ -103,6 +105,16 @@ def test_a_chosen_backend_that_raises_is_a_disagreement(tmp_path: Path) -> None:
             ["rules predict flash, but", "chose cudnn", CUDNN_OP, "family cudnn"],
         ),
         ({"sdpa_op": MATH_OP}, kernel(sdpa_op=MATH_OP), ["(math)", "family flash"]),
+        # on ROCm, the flash op runs kernels of AMD's libraries
+        ({}, kernel(family="aotriton", kernel="attn_fwd"), None),
+        ({}, kernel(family="ck", kernel=CK, sdpa_op=None), None),
+        ({}, kernel(family="aiter_bwd", kernel="aiter::fmha_bwd_hd128_bf16_causal_a32"), None),
+        (
+            {"backend": "efficient", "choice": "efficient", "sdpa_op": EFFICIENT_OP},
+            kernel(family="aotriton", kernel="attn_fwd", sdpa_op=EFFICIENT_OP),
+            None,
+        ),
+        ({"sdpa_op": MATH_OP}, kernel(family="ck", sdpa_op=MATH_OP), ["(math)", "family ck"]),
     ],
 )
 def test_witnesses_that_disagree_are_named(
@@ -221,6 +233,8 @@ SERVING = [
     kernel(family=family, sdpa_op=None, **FOREIGN)
     for family in ("fmha", "fmha_combine", "moe", "norm", "collective")
 ]
+ON_ROCM = [kernel(family="ck"), kernel(family="ck_combine", sdpa_op=None)]
+BARE_ROCM = [kernel(family="ck", sdpa_op=None, **FOREIGN)]
 RANGES = [
     kernel(**FOREIGN, range="a"),
     kernel(**FOREIGN, range="b", family="gemm", sdpa_op=None),
@@ -241,6 +255,13 @@ RANGES = [
         ("flash_splitkv", SPLIT, [cell()], None),
         ("flash_combine", SPLIT, [cell()], "expected flash_combine"),
         ("flash", SPLIT, [cell()], None),
+        # on ROCm, a backend covers AMD's libraries, and a library covers the backends that run it
+        ("flash", ON_ROCM, [cell()], None),
+        ("ck", ON_ROCM, [cell()], None),
+        ("aotriton", ON_ROCM, [cell()], "expected aotriton, but flash ran (ck kernels; ck_combine"),
+        ("efficient", ON_ROCM, [cell()], "but flash ran"),
+        ("ck", BARE_ROCM, [], None),
+        ("flash", BARE_ROCM, [], "but ck ran (ck kernels)"),
         ("fmha", SERVING, [], None),
         ("flash", SERVING, [], "but fmha ran (fmha kernels; fmha_combine kernels)"),
         # math without an op shows by its kernels

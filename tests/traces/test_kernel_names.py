@@ -181,10 +181,10 @@ AND = (
         ),
         (
             "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x32",
-            "other",
+            "convolution",
             None,
         ),
-        ("ampere_scudnn_128x64_relu_medium_nn_v1", "other", None),
+        ("ampere_scudnn_128x64_relu_medium_nn_v1", "convolution", None),
         ("ampere_bf16_s16816gemm_bf16_64x128_ldg8_f2f_stages_64x3_tn", "gemm", None),
         ("void gemv2T_kernel_val<int, int, float, float, float, float, 128>(int)", "gemv", None),
         ("void gemmSN_TN_kernel<float, 128, 16, 2, 4, 4, 4, true>(int)", "gemm", None),

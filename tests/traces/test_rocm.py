@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from rocm_make import HSA, MARKER, NAME, OTHER, PID, RCCL, ROCPD, TID, Rocpd, launches
+from rocm_make import FACTS, HSA, MARKER, NAME, OTHER, PID, RCCL, ROCPD, TID, Rocpd, launches
 
 from profharness.errors import TraceFormatError
 from profharness.store import open_store
@@ -214,4 +215,42 @@ def test_the_store_has_the_registers_of_amd(tmp_path: Path) -> None:
         (row,) = store.kernels()
     assert (row.accum_registers_per_thread, row.scalar_registers) == (64, 96)
     assert (row.scratch_bytes_per_thread, row.registers_per_thread) == (16, 128)
-    assert row.occupancy is None  # the formulas are those of NVIDIA's GPUs
+    # 8 waves of a block, and all of the local memory
+    assert (row.occupancy, row.occupancy_limiter, row.shared_share) == (0.25, "registers", 1)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "block", "shared", "expected"),
+    [
+        ({}, (256, 1), 0, (2 / 8, "registers")),  # 128 VGPRs and 64 AGPRs, rounded to 192
+        ({"arch_vgpr_count": 32, "accum_vgpr_count": 0}, (256, 1), 32768, (2 / 8, "shared_memory")),
+        ({"arch_vgpr_count": 32, "accum_vgpr_count": 0, "sgpr_count": 112}, (256, 1), 0, (6 / 8, "registers")),
+        ({"accum_vgpr_count": None}, (256, 1), 0, (None, None)),
+    ],
+)  # fmt: skip
+def test_a_kernel_has_the_occupancy_of_its_gpu(
+    tmp_path: Path,
+    symbol: dict[str, int | None],
+    block: tuple[int, int],
+    shared: int,
+    expected: tuple[float | None, str | None],
+) -> None:
+    maker = Rocpd()
+    maker.rows["info_kernel_symbol"][0].update(symbol)
+    x, y = block
+    maker.launch(1, workgroup_size_x=x, workgroup_size_y=y, group_segment_size=shared)
+    ingest_path(tmp_path / "s.db", maker.write(tmp_path / "t.db"))
+    with open_store(tmp_path / "s.db") as store:
+        (row,) = store.kernels()
+    assert (row.occupancy, row.occupancy_limiter) == expected
+
+
+def test_a_gpu_without_a_name_is_known_by_its_architecture(tmp_path: Path, opened: Open) -> None:
+    maker = Rocpd()
+    maker.rows["info_agent"][1] |= {
+        "product_name": "AMD Radeon Graphics",
+        "extdata": json.dumps(FACTS | {"gfx_target_version": 90010}),
+    }
+    maker.launch(1)
+    (device,) = opened(maker.write(tmp_path / "t.db")).devices
+    assert device.name == "AMD Radeon Graphics (gfx90a)"

@@ -12,6 +12,7 @@ import pytest
 from rocm_make import NAME, PID, TID, launches, rocprofv3_json
 
 from profharness.errors import TraceFormatError
+from profharness.store import open_store
 from profharness.store.ingest import ingest_path
 from profharness.trace import NONE, LaunchConfig
 from profharness.traces import open_trace
@@ -47,6 +48,14 @@ def test_a_json_has_launches_copies_ranges_and_counters(tmp_path: Path, name: st
     assert (kernel["pid"], kernel["tid"], kernel["device"]) == (PID, TID, 0)
     assert (copy["kernel"], copy["bytes"]) == ("Memcpy HtoD (Host -> Device)", 4096)
     assert (device.name, device.num_sms, device.warp_size) == ("AMD Instinct MI300X", 304, 64)
+
+
+def test_a_kernel_of_a_json_has_its_occupancy(tmp_path: Path) -> None:
+    ingest_path(tmp_path / "s.db", write(tmp_path / "t.json", rocprofv3_json()))
+    with open_store(tmp_path / "s.db") as store:
+        row = next(row for row in store.kernels() if row.kernel_kind == "kernel")
+    # 192 vector registers and all of the local memory for a block of 8 waves
+    assert (row.occupancy, row.occupancy_limiter) == (8 / 32, "registers")
 
 
 def test_dispatches_with_counters_only_are_launches(tmp_path: Path) -> None:

@@ -344,7 +344,14 @@ def _kernel_rows(
         launches, total = sum(k.launches for k in same), sum(k.total_ns for k in same)
         mean = round(total / launches) if launches else None
         threads = math.prod(kind.block) if kind.block else None
-        fit = occupancy(threads, kind.registers_per_thread, kind.shared_bytes, device)
+        fit = occupancy(
+            threads,
+            kind.registers_per_thread,
+            kind.shared_bytes,
+            device,
+            accum_registers=kind.accum_registers_per_thread,
+            scalar_registers=kind.scalar_registers,
+        )
         same_fields = kind._asdict() | {"launches": launches, "total_ns": total}
         del same_fields["direction"]
         yield KernelRow(

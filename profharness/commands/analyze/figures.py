@@ -110,7 +110,7 @@ class RunMachine:
 
     def facts(self) -> tuple[DeviceFact, ...]:
         """Return all known facts about the device, including its data sheet and its peak rates."""
-        known = (data_sheet(self.name or ""), self.peaks)
+        known = (data_sheet(self.name or "", self.num_sms), self.peaks)
         return device_facts(
             self.device,
             [*{peaks.source: peaks for peaks in known if peaks}.values()],
@@ -352,7 +352,14 @@ def kernel_figures(
         metrics = ncu.metrics if ncu else {}
         blocks = math.prod(row.grid) if row.grid else None
         threads = math.prod(row.block) if row.block else None
-        fit = occupancy(threads, row.registers_per_thread, row.shared_bytes, machine.device)
+        fit = occupancy(
+            threads,
+            row.registers_per_thread,
+            row.shared_bytes,
+            machine.device,
+            accum_registers=row.accum_registers_per_thread,
+            scalar_registers=row.scalar_registers,
+        )
         waves = metric(metrics, WAVES)
         if waves is None and blocks and fit and machine.num_sms:
             waves = blocks / (fit.blocks_per_sm * machine.num_sms)

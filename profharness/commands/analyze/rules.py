@@ -22,7 +22,7 @@ from profharness.commands.analyze.figures import (
     KernelFigures,
     stored_score_dtype,
 )
-from profharness.devices import KIB, l1_bytes
+from profharness.devices import KIB, is_amd, l1_bytes
 from profharness.errors import counted
 from profharness.program.roles import FUSED_ROLES, GEMMS
 from profharness.recording.profilers import ncu
@@ -441,12 +441,17 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         Evidence("shared memory", main.shared_bytes or 0, "B per block", "trace"),
     ]
     if main.occupancy <= LOW_OCCUPANCY:
+        device = cell.machine.device
+        of_amd = device is not None and is_amd(device)
+        whose, which = (
+            ("a CU's waves", "matrix-core") if of_amd else ("an SM's warps", "tensor-core")
+        )
         yield derived(
             "low_occupancy",
             (
-                f"{main.kernel} keeps at most {percent(main.occupancy)} of an SM's warps resident, "
-                f"limited by {(main.limiter or '').replace('_', ' ')}. This is usual for tensor-core "
-                "kernels, which hide latency inside a block."
+                f"{main.kernel} keeps at most {percent(main.occupancy)} of {whose} resident, limited "
+                f"by {(main.limiter or '').replace('_', ' ')}. This is usual for {which} kernels, "
+                "which hide latency inside a block."
             ),
             "note",
             *evidence,

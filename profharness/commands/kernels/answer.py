@@ -11,6 +11,7 @@ from profharness.commands._answers import refused_and_failed, split_text
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import (
     FAMILY_BACKENDS,
+    backend_of_family,
     backend_that_ran,
     ran_backends,
     witnesses,
@@ -202,7 +203,8 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     if not fused:
         return (lead, "No kernel of a fused attention backend ran.")
     own = sum(row.total_ns or 0 for row in fused)
-    backends = join_and([*dict.fromkeys(backend_text(FAMILY_BACKENDS[r.family]) for r in fused)])
+    ran = (backend_of_family(row.family, row.sdpa_op) for row in fused)
+    backends = join_and([*dict.fromkeys(backend_text(str(name)) for name in ran)])
     share = f", {share_text(own / total)}" if total else ""
     # `layers` counts all launches of the attention calls.
     others = any(

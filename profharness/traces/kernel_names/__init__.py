@@ -42,7 +42,7 @@ __all__ = [
 ATTENTION_FAMILIES = frozenset(
     family
     for family in FAMILIES
-    if family.startswith(("flash", "efficient", "cudnn", "flex", "fmha"))
+    if family.startswith(("flash", "efficient", "cudnn", "flex", "fmha", "aotriton", "ck", "aiter"))
 )
 """The families whose kernels compute only attention."""
 COLLECTIVE = "collective"
@@ -106,7 +106,7 @@ def _native(text: str, head: Head) -> KernelName | None:
         return _reduce(text, head)
     if "CatArrayBatchedCopy" in base or base in _COPIES:
         family = "copy"
-    elif base.startswith(("triu_tril_kernel", "fused_dropout_kernel")):
+    elif base.startswith(_ON_ELEMENTS):
         family = "elementwise"
     elif head.path.startswith(("at::", "c10::", "at_cuda_detail::")):
         family = "norm" if _NORM.search(base) else "other"
@@ -123,7 +123,12 @@ _SOFTMAX = re.compile(
     r"cunn_(?:Spatial)?SoftMax(?:Forward|Backward)|(?:masked_)?(?:log_)?softmax_warp_(?:for|back)ward"
 )
 _ELEMENTWISE = re.compile(r"\w*elementwise\w*_kernel", re.ASCII)
-_COPIES = {"copy_device_to_device", "batched_copy", "copy_kernel"}
+_COPIES = {
+    *("copy_device_to_device", "batched_copy", "copy_kernel", "vectorized_gather_kernel"),
+    *("indexSelectSmallIndex", "indexSelectLargeIndex"),
+}
+# The last kernel applies an operation, such as a step of an optimizer, to each tensor of a list.
+_ON_ELEMENTS = ("triu_tril_kernel", "fused_dropout_kernel", "multi_tensor_apply_kernel")
 _TYPES = "|".join(sorted(map(re.escape, OF_CPP_TYPE), key=len, reverse=True))
 _PLAIN_TYPE = rf"{_TYPES}|bool|unsigned char|signed char|short|int|long"
 _FUNCTION = re.compile(r"([A-Za-z_]\w*?)(?:<[^<>()]{0,200}>)?\(at::(?:Tensor|TensorIter\w*)\b")

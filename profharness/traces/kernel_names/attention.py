@@ -1,8 +1,8 @@
 """Parse kernel names that start like the names of a known library.
 
 The rules cover attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN,
-flex_attention, Triton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS, TensorRT-LLM
-and Tensile) and the kernels of CUB.
+flex_attention, Triton, AOTriton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS,
+TensorRT-LLM, Tensile and rocBLAS) and the kernels of CUB, rocPRIM and the HIP runtime.
 """
 
 from __future__ import annotations
@@ -273,9 +273,11 @@ def _gemm(text: str, _head: Head, match: re.Match[str]) -> Fields:
     inside `cutlass::Kernel2<…>`.
     """
     name = match["name"]
-    if _CONVOLUTION.search(name) or "gemm" not in name:
+    is_convolution = _CONVOLUTION.search(name) is not None
+    if is_convolution or "gemm" not in name:
         backend = "cudnn" if "cudnn" in text[:200] else "cutlass"
-        return {"short": name, "family": "other", "backend": backend}
+        family = "convolution" if is_convolution else "other"
+        return {"short": name, "family": family, "backend": backend}
     stages = _STAGES.search(name)
     number = re.match(r"cutlass(?:3x)?_(?:sm)?(\d+)", name)
     return {
@@ -289,9 +291,10 @@ def _gemm(text: str, _head: Head, match: re.Match[str]) -> Fields:
 
 def _xmma(_text: str, _head: Head, match: re.Match[str]) -> Fields:
     """Parse a name such as `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
-    if match["gemm"] is None:
-        return {"family": "other", "backend": "cudnn", "arch": match["sm"]}
     tail = match["tail"]
+    if match["gemm"] is None:
+        family = "convolution" if _CONVOLUTION.search(tail) else "other"
+        return {"family": family, "backend": "cudnn", "arch": match["sm"]}
     formats = re.match(r"_([a-z\d]+?)_([a-z\d]+?)_([a-z\d]+)_([tn]{2})_", tail)
     tile = re.search(r"tilesize((\d+)x(\d+)x(\d+))", tail)
     fields = {
@@ -357,6 +360,22 @@ def _cub(text: str, head: Head, _match: re.Match[str]) -> Fields:
     return {"short": generic_short(text, head), "family": family}
 
 
+def _rocprim(text: str, head: Head, _match: re.Match[str]) -> Fields:
+    # a kernel named trampoline_kernel has the algorithm only in its first template argument
+    algorithm = f"{head.base} {(template_arguments(text, head.end, limit=1) or [''])[0]}"
+    is_reduce = re.search(r"(?<!by_key_)reduce(?!_by_key)", algorithm)
+    return {"short": generic_short(text, head), "family": "reduce" if is_reduce else "other"}
+
+
+def _rocblas(text: str, head: Head, match: re.Match[str]) -> Fields:
+    family = next((name for name in _ROCBLAS if match[name]), "other")
+    dtype = _first_dtype(template_arguments(text, head.end))
+    return {"short": generic_short(text, head), "family": family, "dtype": dtype}
+
+
+_ROCBLAS = ("gemv", "gemm", "reduce", "elementwise", "copy")
+
+
 def _trtllm_product(_text: str, _head: Head, match: re.Match[str]) -> Fields:
     """Parse a name such as `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`.
 
@@ -371,16 +390,29 @@ def _trtllm_product(_text: str, _head: Head, match: re.Match[str]) -> Fields:
     }
 
 
+# The type of the operands is the first part of the types in a name of Tensile, such as BBS.
+_TENSILE_TYPES = {
+    "F8": "fp8_e4m3",
+    "B8": "fp8_e5m2",
+    "B": "bf16",
+    "H": "fp16",
+    "S": "fp32",
+    "D": "fp64",
+}
+
+
 def _tensile(_text: str, head: Head, match: re.Match[str]) -> Fields:
     """Parse a name from rocBLAS or hipBLASLt, such as
-    `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…`.
+    `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…`, or `Cijk_SB_BiasS_HAS_PostGSU8_VW2`, which
+    adds up the parts of a split product.
     """
-    isa = re.search(r"_ISA(\d+)", head.base)
+    isa = re.search(r"_(?:ISA|gfx)(\d{3,}|90[a-c])(?=_|$)", head.base)
+    types = re.match(r"F8B8|B8F8|[FB]8|[BHSD](?=[BHSD]*$)", match["type"] or "")
     return {
         "short": match[0],  # the rest of the name contains about sixty settings
         # ISA942 stands for gfx942. ISA90 is ambiguous, because it lacks the letter of gfx90a.
-        "arch": f"gfx{isa[1]}" if isa and len(isa[1]) > 2 else None,
-        "dtype": {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64"}.get(match["type"][0]),
+        "arch": f"gfx{isa[1]}" if isa else None,
+        "dtype": _TENSILE_TYPES.get(types[0]) if types else None,
         **integers(match, tile_m="m", tile_n="n", tile_k="k"),
     }
 
@@ -434,6 +466,13 @@ _ATTENTION = _rules(
         *("flex", "flex", _triton_attention),
     ),
     (r"triton_", "triton", "triton", _no_fields),
+    # tritonsrc/flash.py of AOTriton 0.11. Other Triton kernels begin with an underscore. Old
+    # releases of Triton append the specialisation of the arguments, such as _0d1d2d3d.
+    (
+        r"(?:attn_fwd|bwd_(?:preprocess(?:_varlen)?|postprocess|kernel_(?:dk_dv|dq|fuse))"
+        r"|debug_(?:fill_dropout_rng(?:_tensor)?|simulate_encoded_softmax))(?:_\d+[a-z]\w*)?$",
+        *("aotriton", "aotriton", _triton_attention),
+    ),
     (
         r"(?:_?attn_(?:fwd|bwd)|_(?:fwd|bwd)_(?:kernel(?!_stage)|preprocess)"
         r"|bwd_kernel_(?:dk_dv|dq|fuse)|_splitK_reduce)\w*$",
@@ -468,6 +507,15 @@ _PRODUCTS = _rules(
         *("gemm", "cutlass", _cutlass3),
     ),
     (r"(?:\w+::){0,3}cub::", "other", "cub", _cub),
+    (r"(?:\w+::){0,3}(?:rocprim|hipcub)::", "other", "rocprim", _rocprim),
+    (r"__amd_rocclr_copyBuffer", "memcpy", "rocclr", _no_fields),
+    (r"__amd_rocclr_fillBuffer", "memset", "rocclr", _no_fields),
+    (r"__amd_rocclr_", "other", "rocclr", _no_fields),
+    (
+        r"rocblas_(?:\w*?(?:(?P<gemv>gemv)|(?P<gemm>gemm|trsm|syrk|herk)|(?P<reduce>dot|nrm2|asum|reduc)"
+        r"|(?P<elementwise>axpy|scal)|(?P<copy>copy|transpose)))?\w*",
+        *("other", "rocblas", _rocblas),
+    ),
     (r"fmhaSm(?P<sm>1\d\d)[a-z]?Kernel_", "fmha", "trtllm", _trtllm),
     (
         r"(?:bmm|gemm)_(?:Mx)?(?:Bfloat16|Fp16|Fp32|E[2-5]m[1-3])_(?P<ab>[A-Z]\w*?)_Fp32_\w*?"
@@ -475,8 +523,8 @@ _PRODUCTS = _rules(
         *("gemm", "trtllm", _trtllm_product),
     ),
     (
-        r"(?:Custom_)?Cijk_[A-Z][a-z]+_[A-Z][a-z]+_(?P<type>[A-Z]\w*?)_\w*?"
-        r"(?<=_)MT(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)",
+        r"(?:Custom_)?Cijk_(?:A[il]+k_B[jl]+k_)?(?P<type>[A-Z]\w*?)(?:_\w*?"
+        r"(?:(?<=_)MT(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)|PostGSU\d*|$)|$)",
         *("gemm", "tensile", _tensile),
     ),
 )

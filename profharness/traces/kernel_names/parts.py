@@ -21,6 +21,7 @@ from profharness.traces.kernel_names.meanings import (
     TILED,
     TILED_FLAGS,
 )
+from profharness.traces.kernel_names.serving import subject
 from profharness.traces.kernel_names.text import (
     WRAPPER,
     Head,
@@ -162,6 +163,81 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"d[qkv](?:_?d[qkv])*|delta", "gradients, or the sums that they need"),
         (r"kernel", ""),
     ),
+    "aotriton": _words(
+        (r"attn", "attention"),
+        (r"dk_dv", "gradients of keys and values"),
+        (r"dq", "gradient of queries"),
+        (r"fuse", "all gradients in one kernel"),
+        (r"preprocess", "sums output times gradient over rows, before the backward"),
+        (r"postprocess", "converts the fp32 gradient of the queries to the type of the tensors"),
+        (r"varlen", "packed sequences of different lengths"),
+        (r"debug", "for tests of dropout"),
+        (r"fill_dropout_rng(?:_tensor)?", "writes the random numbers of dropout"),
+        (r"simulate_encoded_softmax", "writes the random numbers of dropout as a softmax"),
+        (r"kernel", ""),
+    ),
+    "aiter": (
+        *_words(
+            (r"fmha", "fused multi-head attention"),
+            (r"mla", "multi-head latent attention"),
+            (r"pa", "paged attention"),
+            (r"hd(?P<head_dim>\d+)(?:_hd\d+)?", "head dimension {1}; a second number is of values"),
+            (r"group", "packed sequences of different lengths"),
+            (
+                r"rtn[ea]|rtz",
+                "rounding of sums to bf16: to nearest even (rtne), away (rtna), to 0 (rtz)",
+            ),
+            (r"a(?:16|32)", "gradient of queries summed in {0}'s number of bits"),
+            (r"odo", "sums output times gradient over rows, before the backward"),
+            (r"dq_convert", "converts the fp32 gradient of the queries to 16 bits"),
+            (r"gqa(\d+)", "{1} query heads share a head of keys"),
+            (r"stage1", "each part of the keys; the parts are combined later"),
+            (r"dec|decode", "one query token at a time"),
+            (r"pfl|prefill", "the prompt (prefill)"),
+            (r"reduce\w*", "combines the parts of the split keys"),
+            (r"pertokenFp8", "8-bit floats with a scale for each token"),
+            (r"kn|kernel", ""),
+        ),
+        *_words((r"causal", "a query does not attend to later keys"), causal=True),
+    ),
+    "ck": (
+        *_words(
+            (r"Fmha", "fused multi-head attention"),
+            (r"Fwd", "forward"),
+            (r"Bwd", "backward"),
+            (r"SplitKVCombine", "combines the outputs for the parts of the split keys"),
+            (r"SplitKV", "the keys are split over blocks"),
+            (r"PagedKV|WithPagedKVCache", "keys and values in pages"),
+            (r"BatchPrefill", "the prompts of a batch (prefill)"),
+            (r"AppendKV", "writes new keys and values into the cache"),
+            (r"DQDKDV", "gradients of queries, keys and values"),
+            (r"OGradDotO", "sums output times gradient over rows, before the backward"),
+            (r"ConvertQGrad", "converts the fp32 gradient of the queries to 16 bits"),
+            (r"Gemm", "matrix product"),
+            (r"Kernel", ""),
+        ),
+    ),
+    "tensile": _words(
+        (r"Custom", "tuned by hand"),
+        (r"Cijk", "product with rows i, columns j and batch k"),
+        (r"Alik", "A is transposed"),
+        (r"Ailk", "A is not transposed"),
+        (r"Bjlk", "B is transposed"),
+        (r"Bljk", "B is not transposed"),
+        (r"BH?", "adds the old output; H: sums in a wider type"),
+        (r"[SDC]B", "type of operands, output and sums: S fp32, D fp64; B: adds the old output"),
+        (
+            r"(?:[BHSDZC]|F8|B8|I8|X){2,4}",
+            "types of operands, output and sums: B bf16, H fp16, S fp32, D fp64, F8 e4m3, B8 e5m2",
+        ),
+        (r"Bias[A-Z]*", "can add a bias"),
+        (r"HA_S|HAS?|AS", "can apply an activation"),
+        (r"SAB", "can scale A and B"),
+        (r"SAV|ScaleAlphaVec", "can scale rows by a vector"),
+        (r"UserArgs", "can read its arguments from device memory"),
+        (r"PostGSU\d*", "sums the parts of a product that was split along its depth"),
+        _PRODUCT_TILE,
+    ),
     "trtllm": _words(
         (r"fmha", "fused multi-head attention"),
         (r"(?:Sm|sm)(?P<sm>1\d\d)[a-z]?", "code for this architecture"),
@@ -210,7 +286,7 @@ WORDS["fa3"] = _words(
 )
 # Maps a library to a less specific one, because short names do not show the build of the library.
 SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
-CAMEL = frozenset({"fa3", "trtllm"})  # libraries whose words begin with a capital letter
+CAMEL = frozenset({"fa3", "trtllm", "ck"})  # libraries whose words begin with a capital letter
 _FLASH = r"flash_|FlashAttn"
 _ATTENTION_WORDS = _words(
     (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
@@ -487,6 +563,10 @@ def _subject(text: str, head: Head, library: str) -> str:
     if library == "fa3":
         match = _FA3_BASE.search(text)
         return match[0] if match else head.base
+    if library == "tensile":  # the rest of the name contains about sixty settings
+        return parse_kernel_name(text).short
+    if head.path.startswith("_ZN"):
+        return subject(text, head)[0].rpartition("::")[2]
     inner = _WRAPPED.match(text, head.end) if WRAPPER.search(head.path) else None
     if inner:
         return inner[1]
@@ -533,4 +613,6 @@ def _facts(
             continue
         meaning = FACTS[name]
         text = meaning if isinstance(meaning, str) else meaning[value]  # type: ignore[index]
+        if str(value).startswith("gfx"):  # other than SASS or PTX, it does not run on newer GPUs
+            text = "code for AMD GPUs of this architecture"
         yield NamePart(str(value).lower() if isinstance(value, bool) else str(value), name, text)

@@ -3,7 +3,8 @@
 These kernels compute attention (in libraries outside of PyTorch), collectives, experts, rotary
 embeddings, norms and quantization, or write to caches. The words come from the source files that
 are named in comments, and from public traces of vLLM, SGLang and xDiT in TraceLens (171dd74). The
-traces were recorded on H100, B200, MI210 and MI300.
+traces were recorded on H100, B200, MI210 and MI300. The words of kernels in llama.cpp (ggml-cuda)
+and MIOpen come from public traces too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _WORD, _END = r"(?<![a-z\d])", r"(?![a-z])"
 _ROWS = (
     (
         "fmha_combine",
-        "reduc merge_ _stage2 combine attention_sum",
+        "reduc merge_ _stage2 combine attention_sum _fixup",
         # Triton kernels in vLLM triton_unified_attention.py, SGLang and vLLM decode_attention.py
         r"^reduce_segments$|^_fwd_kernel_stage2|merge_attn_states"
         # kernels from vLLM csrc/attention/attention_kernels.cuh and csrc/rocm/attention.cu
@@ -42,14 +43,16 @@ _ROWS = (
         rf"|{_WORD}mla_(?:decode_fwd_|prefill_|softmax_)?reduce|fmha_fwd_split_kv_combine"
         # kernels from FlashInfer 0.6.18 (attention/cascade.cuh, fmhaReduction) and FlashMLA 9241ae3
         r"|flashinfer::[\w:]*(?:merge_states?_|attention_sum_kernel)|fmha_reduction_kernel"
-        r"|flash_fwd_(?:splitkv_)?mla_combine",
+        r"|flash_fwd_(?:splitkv_)?mla_combine"
+        # kernels from llama.cpp, ggml-cuda/fattn-common.cuh
+        r"|^flash_attn_(?:combine_results|stream_k_fixup)",
     ),
     # kernels from aiter 0.1.20 (hsa/*/fmha_v3_bwd), Composable Kernel (FmhaBwd…) and CUTLASS
     # (examples/77)
-    ("fmha_bwd", "fmha_bwd_", rf"{_WORD}(?:sm\d+_)?fmha_bwd_"),
+    ("fmha_bwd", "fmha_bwd_ fmha_v3_bwd", rf"{_WORD}(?:sm\d+_)?fmha_(?:v3_)?bwd(?:_|$)"),
     (
         "fmha",
-        "attention attn fmha mla_ pa_ _stage1 _with_ kernel_mha qk_int sage_fwd",
+        "attention attn mha_ mla_ pa_ _stage1 _with_ kernel_mha qk_int sage_fwd",
         # Triton kernels in vLLM triton_unified_attention.py and chunked_prefill_paged_decode.py,
         # and in SGLang
         r"^_?kernel_(?:unified|paged)_attention_\w*\dd|^_fwd_(?:grouped_)?kernel_stage1"
@@ -66,7 +69,18 @@ _ROWS = (
         rf"|flash_fwd_(?:splitkv_)?mla_|(?:^|::)sparse_attn_fwd|{_WORD}sm\d+_fmha_"
         # kernels from aiter 0.1.20 (hsa/*/{fmha_v3_fwd,mla,pa}) and Composable Kernel (Fmha…Kernel)
         r"|^aiter::(?:fmha_fwd_|mla_(?:dec|pfl|prefill|a\d+w\d+|stage1)|pa_(?:[bf]+p?16|a\d|decode))"
-        r"|^ck_tile::fmha_(?!fwd_append)|^_mla_(?:decode|prefill)_fwd_kernel",
+        rf"|{_WORD}fmha_v3_fwd|{_WORD}mha_batch_prefill|^_mla_(?:decode|prefill)_fwd_kernel"
+        r"|^ck_tile::(?:fmha_(?!fwd_append)|unified_attention)"
+        # kernels from llama.cpp, ggml-cuda/fattn-*.cuh
+        r"|^flash_attn_(?:tile|vec|ext_f16|ext_vec|vec_ext)(?:_|$)",
+    ),
+    # kernels from flash-linear-attention, Mamba (causal_conv1d, selective_scan, ssd_*.py), vLLM and
+    # SGLang, and from llama.cpp (gated_delta_net.cu, ssm-*.cu, wkv.cu, gla.cu)
+    (
+        "recurrence",
+        "delta ssm_ causal_conv1d selective_scan rwkv linear_attn chunk_scan state_passing",
+        r"gated_delta|delta_rule|(?:^|::)ssm_(?:conv|scan)|causal_conv1d|selective_scan|rwkv_wkv"
+        r"|^gated_linear_attn|^_(?:chunk_scan|state_passing)_fwd",
     ),
     (
         "collective",
@@ -98,6 +112,18 @@ _ROWS = (
         "norm _rms_ ::ln_",
         rf"(?:rms|layer|group|batch|qk|l2)_?norm(?:2d)?{_END}|_fused_rms_|::ln_[fb]wd",
     ),
+    # kernels from llama.cpp, ggml-cuda/mmv*.cu, dmmv.cu and mm*.cu
+    ("gemv", "mul_mat_vec", r"^(?:dequantize_)?mul_mat_vec"),
+    ("gemm", "mul_mat_", r"^mul_mat_"),
+    # kernels from MIOpen (src/kernels), Composable Kernel and cuDNN
+    (
+        "convolution",
+        "conv igemm_ im2 im3 col2im xdlops_bwd winograd grad",
+        r"^(?:mi_?open|naive)\w*?_conv|^gridwise_convolution|^igemm_(?:fwd|bwd|wrw)_"
+        r"|^im[23]d?2?_?col|^col2_?im|^(?:mi_?open_?)?winograd|^ck::\w[\w:]*(?:_conv\d?d?(?:_|nd)"
+        r"|xdlops_bwd_(?:weight|data))|^conv\d{1,2}x\d{1,2}"
+        r"|^(?:im|ex)plicit_convolve|^cudnn::[\w:]*(?:[dw]grad|winograd|conv)",
+    ),
     # kernels from vLLM (csrc/quantization), SGLang (per_token_group_quant), FlashInfer and
     # SageAttention 2.2 (csrc/fused, in which mean_scale writes V in 8 bits)
     (
@@ -107,19 +133,34 @@ _ROWS = (
     ),
     (
         "copy",
-        "cache kv_buffer paged_kv copy_ swap_ concat_mla transpose",
+        "cache kv_buffer paged_kv copy_ swap_ concat transpose append_kv cpy_ _rows convert_unary"
+        " sub_tensor",
         # kernels from vLLM (csrc/cache_kernels.cu), SGLang (kvcache.cuh) and FlashInfer (page.cuh)
         r"(?:reshape|concat|cat)_and_cache|store_(?:mla_)?kv_?cache|set_(?:mla_)?kv_buffer"
         r"|append_paged_kv|(?:^|::)(?:copy_blocks|swap_blocks|gather_cache|concat_mla)"
         # kernels that change a layout, from MIOpen, and from SageAttention for the layout of V
-        r"|^batched_transpose_\d|^transpose_pad_permute_kernel",
+        r"|^batched_transpose_\d|^transpose_(?:[ncdhw]+2_?[ncdhw]+|pad_permute_kernel)"
+        r"|^sub_tensor_op_with_(?:cast|sub)_?tensor|^ck_tile::fmha_fwd_append_kv"
+        # kernels from llama.cpp, ggml-cuda/{cpy,concat,getrows,set-rows,convert}.cu
+        r"|^cpy_(?:scalar|blck|f|q)|^concat_(?:cont|non_cont|f\d)|^k_[gs]et_rows|^convert_unary",
     ),
+    # kernels from MIOpen and from llama.cpp, ggml-cuda/{softmax,sumrows,reduce_rows}.cu
+    (
+        "softmax",
+        "softmax soft_max",
+        r"^(?:mi_open_)?softmax_(?:for|back)ward$|^soft_max_(?:back_)?f\d",
+    ),
+    ("reduce", "_rows", r"^(?:sum|mean|reduce)_rows"),
     # kernels from vLLM (csrc/activation_kernels.cu), copies in other libraries, and kernels from
     # SageAttention that subtract a mean
     (
         "elementwise",
-        "and_mul activation_kernel sub_mean",
-        rf"_and_mul{_END}|::activation_kernel|^sub_mean_kernel",
+        "and_mul activation_kernel sub_mean bin_bcast unary_ scale_f32 op_with_scalar tensor"
+        " mi_open_",
+        rf"_and_mul{_END}|::activation_kernel|^sub_mean_kernel"
+        # kernels from MIOpen, and from llama.cpp, ggml-cuda/{binbcast,unary,scale}.cu
+        r"|^sub_tensor_op_with_scalar|^op(?:\dd)?_tensor_|^mi_open_(?:neuron|active|dropout)"
+        r"|^k_bin_bcast|^unary_(?:gated_)?op_kernel|^scale_f32$",
     ),
 )
 _FAMILIES = tuple(
@@ -127,11 +168,14 @@ _FAMILIES = tuple(
     for family, texts, pattern in _ROWS
 )
 _ATTENTION = frozenset({"fmha", "fmha_combine", "fmha_bwd"})
+# Libraries whose attention kernels have families of their own, because PyTorch contains these
+# libraries on ROCm. For example, the family of a kernel of `ck` is `ck_bwd` instead of `fmha_bwd`.
+_OWN_FAMILIES = ("aiter", "ck")
 # Matrix products are recognized by the name of the function itself, because a namespace such as
 # deep_gemm also contains other kernels.
-_PRODUCT_TEXTS = ("gemm", "matmul", "split", "marlin")
+_PRODUCT_TEXTS = ("gemm", "matmul", "split", "splt", "marlin")
 _PRODUCT = re.compile(
-    rf"(?<![a-z])(?:(?:f4|f8|fp8|bf16|i8|mx\w{{0,8}}?)?gemm\d?|matmul){_END}|^wv_?split_?kq?_"
+    rf"(?<![a-z])(?:(?:f4|f8|fp8|bf16|i8|mx\w{{0,8}}?)?gemm\d?|matmul){_END}|^wv_?spli?t_?kq?_"
     r"|^marlin$",
     re.ASCII,
 )
@@ -148,10 +192,14 @@ _LIBRARIES = re.compile(
     r"|(?P<nccl>nccl_|rccl_)"
     r"|(?P<sage>qk_int\d*_sv_f|_?sage_|(?:quant_int8|mean_scale|transpose_pad_permute|sub_mean)_kernel)"
     r"|(?P<flashmla>(?:\w{1,40}::){0,4}(?:flash_fwd_(?:splitkv_)?mla_|sparse_attn_fwd))"
-    r"|(?P<vllm>vllm::)|(?P<aiter>aiter::)|(?P<sglang>(?:sgl_hip|sgl_kernel|sglang)::)"
+    r"|(?P<vllm>vllm::)|(?P<aiter>aiter::|kn_mla_|fmha_v3_)|(?P<sglang>(?:sgl_hip|sgl_kernel|sglang)::)"
     r"|(?P<deepgemm>deep_gemm::)|(?P<ck>ck(?:_tile)?::)"
     r"|(?P<triton>_?kernel_(?:unified|paged)_attention|_fwd_(?:grouped_)?kernel_|reduce_segments$"
     r"|_p?_?matmul_ogs)"
+    r"|(?P<miopen>mi_?open|naive_conv_|igemm_(?:fwd|bwd|wrw)_|gridwise_convolution|batched_transpose_\d"
+    r"|sub_tensor_op_with|op(?:\dd)?_tensor_|transpose_[ncdhw]+2_?[ncdhw]+)"
+    r"|(?P<ggml>(?:dequantize_)?mul_mat_(?:vec|q|f)|flash_attn_(?:tile|vec|ext_|combine_results|stream_k)"
+    r"|k_bin_bcast|k_[gs]et_rows|unary_(?:gated_)?op_kernel|quantize_(?:mmq|q8)|soft_max_f)"
     r"|(?P<cudnn>cudnn)|(?P<cutlass>cutlass\w*::|kernel_cutlass_)",
     re.ASCII,
 )
@@ -159,7 +207,7 @@ _LIBRARIES = re.compile(
 
 def parse_serving(text: str, head: Head) -> KernelName | None:
     """Classify a kernel by the words in its name. Return None if no rule matches."""
-    path, is_mangled = _subject(text, head)
+    path, is_mangled = subject(text, head)
     words = _SPLIT.sub("_", path[:400]).lower()
     family = _family(words)
     library = _LIBRARIES.match(words)
@@ -170,10 +218,11 @@ def parse_serving(text: str, head: Head) -> KernelName | None:
     if family is None:
         return KernelName(head.name, short, "other", backend)
     start = text[:_READ]
+    is_own = family in _ATTENTION and backend in _OWN_FAMILIES
     return KernelName(
         head.name,
         short,
-        family,
+        family.replace("fmha", backend) if is_own else family,
         backend,
         dtype=_dtype(start, head, words, family),
         **_fields(start, head, words, family),
@@ -192,7 +241,7 @@ def _family(words: str) -> str | None:
     return "gemm" if is_product else found
 
 
-def _subject(text: str, head: Head) -> tuple[str, bool]:
+def subject(text: str, head: Head) -> tuple[str, bool]:
     """Return the path of the kernel without wrappers, and whether the name is mangled.
 
     A name that contains newer types (`DF16b`) or is very long may not have been demangled.
@@ -231,6 +280,7 @@ _MANGLED_TYPES = re.compile(
 _TYPE_WORD = re.compile(
     r"(?<![a-z\d])(?:(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|f16)|(?P<fp8_e4m3>e4m3))(?![a-z\d])"
 )
+_TYPED = ("gemm", "collective", "convolution")  # families whose words contain the type
 # Matches types of fewer than 16 bits. If a product has operands of such a type, a 16-bit type in
 # the name is the type of the result.
 _NARROW = re.compile(r"fp8|fp4|mx|i8|int\d|a\d+w\d")
@@ -245,7 +295,7 @@ def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
     arguments = template_arguments(text, head.end)
     if found := _TYPES.search(", ".join(arguments)):
         return OF_CPP_TYPE[found[0]]
-    if family in _ATTENTION or (family in ("gemm", "collective") and not _NARROW.search(words)):
+    if family in _ATTENTION or (family in _TYPED and not _NARROW.search(words)):
         match = _TYPE_WORD.search(words)
         if match:
             return match.lastgroup
@@ -275,6 +325,8 @@ _CK = re.compile(
 # Matches names such as
 # fmha_v2_flash_attention_bf16_64_128_S_q_paged_kv_128_causal_tma_ws_sm90_kernel.
 _FMHA_V2 = re.compile(r"_(?P<m>\d+)_(?P<n>\d+)_s_[a-z_]+?_(?P<d>\d+)(?=_|x)(?:\w*?_sm(?P<sm>\d+))?")
+# The template in llama.cpp is <D of K, D of V, …>.
+_GGML = re.compile(r"flash_attn_(?:tile|vec|ext_f16|combine_results)<(\d+)")
 _MASK = re.compile(r"\((?:flashinfer::)?MaskMode\)(\d)")
 _HEAD_DIM = re.compile(r"_hd(\d+)")
 _TILE = re.compile(r"(?<![a-z\d])(\d+)x(\d+)(?:x(\d+))?(?=_|x\d|$)")
@@ -308,6 +360,6 @@ def _fields(text: str, head: Head, words: str, family: str) -> dict[str, Any]:
     elif words.startswith("fmha_v2_") and (match := _FMHA_V2.search(words)):
         fields |= integers(match, tile_m="m", tile_n="n", head_dim="d")
         fields["arch"] = f"sm{match['sm']}" if match["sm"] else None
-    elif match := _HEAD_DIM.search(words):
+    elif match := _GGML.match(text, head.end - len(head.path)) or _HEAD_DIM.search(words):
         fields |= integers(match, head_dim=1)
     return fields
