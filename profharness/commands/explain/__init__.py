@@ -51,8 +51,7 @@ from profharness.attention.dispatch.machine import (
     skipped_releases,
     with_flags,
 )
-from profharness.attention.dispatch.predict import predict
-from profharness.attention.dispatch.rules import hazards
+from profharness.attention.dispatch.predict import hazards, predict
 from profharness.attention.engines import ENGINES, Selection, engine_releases
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
