@@ -132,14 +132,14 @@ def installed_release() -> Release | None:
         return None
 
 
-def default_release(measured: Collection[Release] = ()) -> Release:
+def default_release(measured: Collection[Release] = (), architecture: str | None = None) -> Release:
     """Return the release that answers for another GPU if none is given.
 
-    It is the environment's release, or the newest one with known rules. `measured` contains the
-    releases with an atlas of the GPU. If there are any, the release is one of them, because only they
-    have times.
+    It is the environment's release, or the newest one with known rules, on AMD GPUs if an
+    architecture is given. `measured` contains the releases with an atlas of the GPU. If there are
+    any, the release is one of them, because only they have times.
     """
-    known, installed = measured or RELEASES, installed_release()
+    known, installed = measured or known_releases(architecture), installed_release()
     return installed if installed is not None and installed in known else max(known)
 
 
@@ -182,6 +182,12 @@ def machine_for(
         if cudnn_compiled is None
         else parse_cudnn(cudnn_compiled),
     )
+
+
+def gpu_title(gpu: str) -> str:
+    """Return the name of a GPU in the tables. Raise UsageError for an unknown GPU."""
+    amd = rocm.find_amd_gpu(gpu)
+    return find_gpu(gpu).name if amd is None else amd.name
 
 
 def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
@@ -424,7 +430,11 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     capability = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", str(environment.get("capability")))
     if (amd := _amd_gpu(environment)) is not None:
         # A ROCm build whose GPU is unknown has no known rules.
-        return Machine((0, 0, 0)) if amd.architecture == "" else _amd_machine(release, amd, environment)
+        return (
+            Machine((0, 0, 0))
+            if amd.architecture == ""
+            else _amd_machine(release, amd, environment)
+        )
     return Machine(
         torch=release,
         capability=(int(capability[1]), int(capability[2])) if capability else (0, 0),

@@ -238,7 +238,9 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
         if answers == {False}:
             continue
         text = rule.text(params, machine)
-        if answers != {True}:
+        if machine.is_rocm and answers == {None}:
+            text = f"It is unknown whether this release has this check; PyTorch might say: {text}"
+        elif answers != {True}:
             text = f"This depends on versions that were not given; PyTorch might say: {text}"
         reasons.append(Refusal(rule.code, text, "rule"))
         certain += reasons[-1:] if answers == {True} else []

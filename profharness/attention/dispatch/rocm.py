@@ -124,10 +124,13 @@ def find_amd_gpu(text: str) -> AmdGpu | None:
     plain = text.strip().lower()
     if match := re.fullmatch(r"gfx([0-9]{1,2}[0-9][0-9a-f])(?:[:-].*)?", plain):
         return AmdGpu(f"gfx{match[1]}", f"gfx{match[1]}")
-    for name, architecture in ARCHITECTURES.items():
-        if re.search(rf"(?:^|[^a-z0-9]){name.lower()}(?:$|[^a-z0-9])", plain):
-            return AmdGpu(name, architecture)
-    return None
+    # such as `AMD Instinct MI300X VF`, whose last word marks a virtual function
+    match = re.fullmatch(r"(?:amd )?(?:instinct )?(mi\d{3}[ax]?)(?: [\w ./-]*)?", plain)
+    names = {name.lower(): name for name in ARCHITECTURES}
+    if match is None or match[1] not in names:
+        return None
+    name = names[match[1]]
+    return AmdGpu(name, ARCHITECTURES[name])
 
 
 def capability_of(architecture: str) -> tuple[int, int]:

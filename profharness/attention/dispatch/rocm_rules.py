@@ -12,9 +12,11 @@ from profharness.attention.dispatch.rocm import (
     AOTRITON,
     CK,
     EXPERIMENTAL_VARIABLE,
+    PREFERS_CK,
     Version,
     ck_architectures,
     kernels_of,
+    version_text,
 )
 from profharness.attention.dispatch.rules import (
     DIMS,
@@ -48,8 +50,16 @@ def library(machine: Machine) -> str:
     """Return the library that computes flash and efficient, which is CK only where PyTorch accepts
     it.
     """
-    accepted = machine.architecture in ck_architectures(machine.torch)
+    known = machine.torch >= PREFERS_CK
+    accepted = known and machine.architecture in ck_architectures(machine.torch)
     return CK if machine.fa_library == CK and accepted else AOTRITON
+
+
+def library_text(machine: Machine) -> str:
+    """Return the library that computes flash and efficient, such as `AOTriton 0.11.2b` or `CK`."""
+    if library(machine) == CK:
+        return "CK"
+    return f"AOTriton {' or '.join(map(version_text, machine.aotriton_versions))}".rstrip()
 
 
 def max_head_dim(machine: Machine) -> int:
@@ -213,6 +223,7 @@ ROCM_HAZARDS: dict[str, tuple[Rule, ...]] = {
              (2, 7)),
         Rule("alignment", "kernel", lambda p, _: misaligned_dims(p),
              "PyTorch accepts this head_dim, but the efficient kernels need rows of a multiple of 16 bytes, and "
-             "PyTorch pads them only for flash. Pad head_dim first.", until=(2, 9)),
+             "PyTorch pads them only for flash. The call may fail or return wrong values; pad head_dim first.",
+             until=(2, 9)),
     ),
 }  # fmt: skip
