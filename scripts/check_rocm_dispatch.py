@@ -41,6 +41,25 @@ OPS = {
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
     "aten::_scaled_dot_product_attention_math": "math",
 }
+
+
+class Places(NamedTuple):
+    """The positions of arguments of an op. None means that the op does not have the argument."""
+
+    mask: int | None
+    dropout: int
+    causal: int
+    gqa: int | None
+
+
+# torch.compile calls the op of the chosen backend without the outer op.
+PLACES = {
+    OUTER: Places(3, 4, 5, 7),
+    "aten::_scaled_dot_product_flash_attention": Places(None, 3, 4, None),
+    "aten::_scaled_dot_product_efficient_attention": Places(3, 5, 6, None),
+    "aten::_scaled_dot_product_cudnn_attention": Places(3, 5, 6, None),
+    "aten::_scaled_dot_product_attention_math": Places(3, 4, 5, 8),
+}
 DTYPES = {
     "c10::Half": "fp16",
     "c10::BFloat16": "bf16",
@@ -87,27 +106,30 @@ def calls(trace: dict[str, Any]) -> Iterator[Call]:
     for events in lanes.values():
         # An op encloses the ops that it calls, which start at the same time or later.
         events.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
-        for outer, inner in pairwise(events):
-            end = float(outer["ts"]) + float(outer["dur"])
-            inside = outer["name"] == OUTER and float(inner["ts"]) <= end
-            if inside and inner["name"] in OPS and (params := params_of(outer["args"])) is not None:
-                yield Call(params, OPS[inner["name"]])
+        for before, op in pairwise([{"name": "", "ts": 0, "dur": 0}, *events]):
+            if op["name"] not in OPS:
+                continue
+            end = float(before["ts"]) + float(before["dur"])
+            inside = before["name"] == OUTER and float(op["ts"]) <= end
+            if (params := params_of(before if inside else op)) is not None:
+                yield Call(params, OPS[op["name"]])
 
 
-def params_of(args: dict[str, Any]) -> AttentionParams | None:
+def params_of(event: dict[str, Any]) -> AttentionParams | None:
     """Return the parameters of a call, or None if the trace does not contain its sizes.
 
     A trace does not say whether an input requires a gradient.
     """
+    args, places = event.get("args", {}), PLACES[event["name"]]
     sizes, types = args.get("Input Dims"), args.get("Input type")
-    values, strides = args.get("Concrete Inputs"), args.get("Input Strides") or [[]] * 4
+    values, strides = args.get("Concrete Inputs"), args.get("Input Strides") or [[]] * 9
     if not sizes or not types or not values or any(len(each) != 4 for each in sizes[:3]):
         return None
     query, key, value = sizes[:3]
     mask = None
-    if sizes[3]:
-        kind = "bool" if types[3] in ("bool", "c10::Bool") else "float"
-        mask = Mask(tuple(sizes[3]), kind, last_stride=(strides[3] or [1])[-1])
+    if (at := places.mask) is not None and sizes[at]:
+        kind = "bool" if types[at] in ("bool", "c10::Bool") else "float"
+        mask = Mask(tuple(sizes[at]), kind, last_stride=(strides[at] or [1])[-1])
     return AttentionParams(
         batch=query[0],
         heads=query[1],
@@ -119,10 +141,10 @@ def params_of(args: dict[str, Any]) -> AttentionParams | None:
         kv_heads_v=value[1],
         head_dim_v=value[3],
         dtype=DTYPES.get(types[0], types[0]),
-        enable_gqa=len(values) > 7 and values[7] == "True",
-        is_causal=values[5] == "True",
+        enable_gqa=places.gqa is not None and values[places.gqa : places.gqa + 1] == ["True"],
+        is_causal=values[places.causal] == "True",
         mask=mask,
-        dropout=float(values[4] or 0),
+        dropout=float(values[places.dropout] or 0),
         last_stride=max((each[-1] for each in strides[:3] if each), default=1),
     )
 

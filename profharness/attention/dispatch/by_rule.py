@@ -248,7 +248,7 @@ def named_platforms(
     if (gpu or "").lower() == CPU:
         if given:
             raise UsageError(
-                f"{join_few([f'--{option}' for option in given], 6)} cannot apply to a CPU; leave it out"
+                f"options about a GPU build, such as --{given[0]}, do not apply to a CPU; leave them out"
             )
         return [Platform(Machine(torch=release), CPU, None) for release in releases]
     wrong = [option for option in given if (option in for_amd) is (amd is None)]
