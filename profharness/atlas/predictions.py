@@ -32,11 +32,13 @@ from profharness.atlas.data import (
 from profharness.atlas.model import Estimate, estimate, measured_estimate, measured_rows
 from profharness.atlas.shards import read_shards
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, backend_text
+from profharness.attention.dispatch import rocm
 from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.machine import (
     Release,
     default_release,
     from_config,
+    gpu_title,
     installed_release,
     machine_for,
     machine_of,
@@ -224,7 +226,7 @@ def find_place(
     found = [entry for entry in fitting if parse_release(entry.atlas.machine.torch) == release]
     if asked := [entry for entry in found if driver in (None, entry.atlas.machine.driver)]:
         return replace(_best_place(asked, like or {}), release_note=note), ""
-    rules, name = machine_for(gpu, release_text(release)), find_gpu(gpu).name
+    rules, name = machine_for(gpu, release_text(release)), gpu_title(gpu)
     full = name if same_gpu(gpu, name) else gpu
     place = Place(full, release_text(rules.torch), rules, name, release_note=note)
     what = f"{place.gpu} with torch {place.release}"
@@ -246,7 +248,9 @@ def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
     """
     machines = [entry.atlas.machine for entry in entries]
     releases = {parse_release(each.torch) for each in machines if same_gpu(gpu, each.gpu)}
-    release, installed = default_release(releases), installed_release()
+    amd = rocm.find_amd_gpu(gpu)
+    release = default_release(releases, None if amd is None else amd.architecture)
+    installed = installed_release()
     if installed in (None, release):
         return release, ""
     newest = (

@@ -24,8 +24,7 @@ from profharness.attention.dispatch.machine import (
     machine_for,
     parse_release,
 )
-from profharness.attention.dispatch.predict import predict
-from profharness.attention.dispatch.rules import hazards
+from profharness.attention.dispatch.predict import hazards, predict
 from profharness.measurements.agreement import backend_of_op
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,6 +15,7 @@ from typing import Annotated, NamedTuple
 from profharness.attention.config import AUTO, SDP_BACKENDS, Config, SdpaSetting, sdpa_setting
 from profharness.attention.dispatch.machine import AttentionParams, Machine, from_config, permitted
 from profharness.attention.dispatch.predict import Eligibility, judge, predict
+from profharness.attention.dispatch.rocm import EXPERIMENTAL_VARIABLE
 from profharness.columns import column
 from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES
@@ -653,6 +654,19 @@ def _switch(_: Config, backend: str) -> Advice:
     return Advice(sentence, code, steps=("switch",))
 
 
+def _enable_experimental(_: Config, backend: str) -> Advice:
+    code = (
+        "import os\n\n"
+        "# before the first call of SDPA, because PyTorch reads it only once\n"
+        f'os.environ["{EXPERIMENTAL_VARIABLE}"] = "1"'
+    )
+    sentence = (
+        f"set {EXPERIMENTAL_VARIABLE}=1 before the first call: {backend} has kernels for this GPU, "
+        "but AOTriton calls its support experimental"
+    )
+    return Advice(sentence, code, steps=("experimental",))
+
+
 def _four_d(config: Config, _: str) -> Advice:
     lines = call_code(config, config).split("\n")
     lines.insert(3, "q, k, v = (each.unsqueeze(0) for each in (q, k, v))")
@@ -665,6 +679,7 @@ OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
     "mask": _flex,
     "runtime_disabled": _switch,
     "not_4d": _four_d,
+    "experimental": _enable_experimental,
 }
 
 

@@ -22,6 +22,7 @@ from profharness.attention.config import (
     setting_name,
 )
 from profharness.attention.costs import score_count
+from profharness.attention.dispatch import rocm
 from profharness.attention.dispatch.advice import BackendAnswer, advise, rule_choice, rule_oracle
 from profharness.attention.dispatch.machine import (
     RELEASES,
@@ -32,16 +33,25 @@ from profharness.attention.dispatch.machine import (
     build_of,
     default_release,
     from_config,
+    gpu_title,
+    known_releases,
     machine_for,
     parse_release,
     parse_releases,
     permitted,
     release_text,
 )
-from profharness.attention.dispatch.predict import CPU_ORDER, Prediction, predict, undecided
+from profharness.attention.dispatch.predict import (
+    CPU_ORDER,
+    ROCM_ORDER,
+    Prediction,
+    predict,
+    undecided,
+)
+from profharness.attention.dispatch.rocm_rules import library, library_text
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
-from profharness.devices import GPUS, find_gpu
+from profharness.devices import GPUS
 from profharness.environment import gpu_name
 from profharness.errors import UsageError, join_few
 
@@ -83,6 +93,12 @@ class Explanation:
         dict[str, Any] | None,
         column(meaning="time and best backend according to the machine's atlas"),
     ] = None
+    computed_by: Annotated[
+        str | None,
+        column(
+            meaning="the library that computes the predicted backend on an AMD GPU, such as `AOTriton 0.11.2b`"
+        ),
+    ] = None
 
 
 FIELDS = tuple(field.name for field in fields(Explanation))
@@ -123,6 +139,7 @@ def environment_text(answer: Explanation) -> str:
     device = environment.get("gpu") or {"cpu": "CPU"}.get(str(environment.get("device_type")))
     parts += [str(device)] if device else []
     parts += [f"cuDNN {environment['cudnn']}"] if environment.get("cudnn") else []
+    parts += [f"AOTriton {environment['aotriton']}"] if environment.get("aotriton") else []
     parts += ["by rule" if answer.source == "rules" else "live"]
     return ", ".join([*parts, *([answer.asked] if answer.asked != AUTO else [])])
 
@@ -158,7 +175,12 @@ class Platform:
     def environment(self) -> dict[str, Any]:
         """The platform with the keys of a run's environment. Unknown values are None."""
         machine = self.machine
-        gpu = {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
+        gpu: dict[str, Any] = {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
+        if machine.is_rocm:
+            version = machine.aotriton and rocm.version_text(machine.aotriton)
+            gpu |= {"architecture": machine.architecture, "aotriton": version}
+            gpu |= {"fa_library": machine.fa_library}
+            gpu |= {"env": {rocm.EXPERIMENTAL_VARIABLE: "1"}} if machine.experimental else {}
         return {
             "torch": release_text(machine.torch),
             "torch_cuda": machine.cuda,
@@ -173,6 +195,8 @@ class Platform:
         release = f"torch {release_text(machine.torch)}"
         if not is_gpu(self.device):
             return f"{release}, CPU"
+        if machine.is_rocm:
+            return f"{release}, {self.gpu} ({machine.architecture}), {library_text(machine)}"
         return (
             f"{release}, {self.gpu} (sm {machine.sm}), cuDNN {machine.cudnn or 'unknown'}, "
             f"CUDA {machine.cuda or 'unknown'}"
@@ -185,6 +209,10 @@ def named_platforms(
     cudnn: str | None = None,
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
+    *,
+    aotriton: str | None = None,
+    fa_library: str | None = None,
+    experimental: bool = False,
 ) -> list[Platform]:
     """Return the platforms that the options name, one per release, oldest first. Return an empty
     list if neither `torch` nor `gpu` is given, which means that PyTorch itself is queried.
@@ -192,13 +220,18 @@ def named_platforms(
     `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. The default is `default_release`.
     `gpu` is a name, a capability such as sm90, or `cpu`. The default is the GPU of this machine.
     `cudnn` is the version at run time, and `cudnn_compiled` is the version that PyTorch was built
-    with.
+    with. `aotriton`, `fa_library` and `experimental` describe a ROCm build, as in `Machine`.
 
-    Raise UsageError for an invalid version, for an unknown GPU, and if a cuDNN or CUDA version is
-    given without `torch` and `gpu`.
+    Raise UsageError for an invalid version, for an unknown GPU, if a version is given without
+    `torch` and `gpu`, and if an option does not apply to the GPU.
     """
     versions = {"cudnn": cudnn, "cuda": cuda, "cudnn-compiled": cudnn_compiled}
-    given = [option for option, version in versions.items() if version is not None]
+    for_amd = {
+        "aotriton": aotriton,
+        "rocm-fa": fa_library,
+        "aotriton-experimental": experimental or None,
+    }
+    given = [option for option, value in (versions | for_amd).items() if value is not None]
     if torch is None and gpu is None:
         if given:
             raise UsageError(
@@ -206,23 +239,48 @@ def named_platforms(
                 "with its own version"
             )
         return []
-    releases = [default_release()] if torch is None else parse_releases(torch)
+    amd = None if gpu is None else rocm.find_amd_gpu(gpu)
+    architecture = None if amd is None else amd.architecture
+    newest = default_release(architecture=architecture)
+    releases = [newest] if torch is None else parse_releases(torch)
     if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
         raise UsageError(f"invalid CUDA version {cuda!r}; write, for example, 12.8")
     if (gpu or "").lower() == CPU:
         if given:
             raise UsageError(
-                "--cudnn, --cuda and --cudnn-compiled do not apply to a CPU; leave them out"
+                f"options about a GPU build, such as --{given[0]}, do not apply to a CPU; leave them out"
             )
         return [Platform(Machine(torch=release), CPU, None) for release in releases]
+    wrong = [option for option in given if (option in for_amd) is (amd is None)]
+    if wrong:
+        maker = "an AMD" if amd is None else "an NVIDIA"
+        raise UsageError(
+            f"--{wrong[0]} applies only to {maker} GPU, not to {gpu or 'this machine'}"
+        )
+    if amd is not None:
+        return [
+            Platform(
+                machine_for(
+                    amd.architecture,
+                    release,
+                    aotriton=aotriton,
+                    fa_library=fa_library or rocm.AOTRITON,
+                    experimental=experimental,
+                ),
+                CUDA,
+                amd.name,
+                pinned=aotriton is None,
+            )
+            for release in releases
+        ]
     name = gpu or gpu_name()
     if name is None:
-        names = ", ".join(entry.name for entry in GPUS)
+        names = ", ".join(dict.fromkeys([*(gpu.name for gpu in GPUS), *rocm.ARCHITECTURES]))
         raise UsageError(
             f"this machine has no NVIDIA GPU; add --gpu with one of {names}, a capability such as "
             "sm90, or cpu"
         )
-    full_name = find_gpu(name).name
+    full_name = gpu_title(name)
     return [
         Platform(
             machine_for(name, release, cudnn, cuda, cudnn_compiled),
@@ -291,7 +349,8 @@ def explain_by_rule(
     machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
     params = permitted(from_config(config, device), setting)
     prediction = predict(params, machine)
-    order = prediction.priority_order or (SDPA_BACKENDS if is_gpu(device) else CPU_ORDER)
+    usual = ROCM_ORDER if machine.is_rocm else SDPA_BACKENDS if is_gpu(device) else CPU_ORDER
+    order = prediction.priority_order or usual
     sides = sides_by_rule(prediction, order)
     if advice:
         oracle, choose = rule_oracle(machine, device), rule_choice(machine, device, setting)
@@ -317,7 +376,17 @@ def explain_by_rule(
         ),
         error=NO_ORDER if too_early else None,
         asked=asked,
+        computed_by=computed_by(prediction.choice, machine),
     )
+
+
+def computed_by(choice: str, machine: Machine) -> str | None:
+    """Return the library that computes a backend on an AMD GPU. Return None if the op itself says
+    which kernels run.
+    """
+    if not machine.is_rocm or choice not in FUSED_BACKENDS:
+        return None
+    return library_text(machine)
 
 
 NO_ORDER = (
@@ -384,6 +453,9 @@ def _changes(before: Explanation, after: Explanation) -> list[str]:
     old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
     if changes and None not in (old_cudnn, new_cudnn) and old_cudnn != new_cudnn:
         changes.append(f"cuDNN {old_cudnn} → {new_cudnn}")
+    old_aotriton, new_aotriton = (each.environment.get("aotriton") for each in (before, after))
+    if changes and None not in (old_aotriton, new_aotriton) and old_aotriton != new_aotriton:
+        changes.append(f"AOTriton {old_aotriton} → {new_aotriton}")
     return changes
 
 
@@ -425,7 +497,9 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
     machine, on_gpu = platform.machine, is_gpu(platform.device)
     release = release_text(machine.torch)
     if not machine.known:
-        yield _unread([machine.torch])
+        yield _unread([machine.torch], machine.architecture)
+    elif machine.is_rocm:
+        yield from _rocm_caveats(platform)
     elif on_gpu and platform.pinned:
         pypi = RELEASES[machine.torch].cuda == machine.cuda
         wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
@@ -451,18 +525,54 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
             )
         yield f"The rules cannot decide this call: {'; '.join(gaps)}."
     yield COMPILED
+    if machine.is_rocm:
+        yield ALLOW_SET
+        return
     if params.priority and (not on_gpu or machine.torch >= (2, 9)):
         yield FIRST_CHOICE if on_gpu else CPU_IGNORES
     if on_gpu:
         yield from (ALLOW_SET, LEGACY)
 
 
+def _rocm_caveats(platform: Platform) -> Iterator[str]:
+    """Yield what the answer for an AMD GPU assumes about the build of PyTorch."""
+    machine, release = platform.machine, release_text(platform.machine.torch)
+    versions = " or ".join(map(rocm.version_text, machine.aotriton_versions))
+    another = "AMD's wheels and other builds can contain another version"
+    if platform.pinned and machine.aotriton is not None:
+        yield (
+            f"The answer assumes AOTriton {versions}, which PyTorch's own ROCm wheels of {release} "
+            f"contain. {another}; give it with --aotriton VERSION."
+        )
+    elif machine.aotriton is None:
+        yield (
+            f"It is unknown whether PyTorch's own ROCm wheels of {release} contain AOTriton "
+            f"{versions}. {another}; give the version with --aotriton VERSION."
+        )
+    if machine.fa_library != rocm.CK:
+        return
+    if library(machine) != rocm.CK:
+        why = f"on {machine.architecture}"
+        if machine.torch < rocm.PREFERS_CK:
+            why = f"in {release}: preferred_rocm_fa_library exists from 2.7 on"
+        yield f"PyTorch does not accept CK {why}. AOTriton therefore computes the call."
+    elif machine.torch < rocm.BUILDS_CK:
+        yield (
+            "CK computes the call only if PyTorch was built with USE_ROCM_CK_SDPA (before 2.9: "
+            f"USE_CK_FLASH_ATTENTION). It is unknown whether the ROCm wheels of {release} were; "
+            "those of 2.13 are."
+        )
+
+
 def unread(answers: Iterable[Explanation]) -> str | None:
     """Return a sentence about the releases whose rules are unknown, or None if all are known."""
-    texts = [answer.environment["torch"] for answer in answers if answer.source == "rules"]
-    releases = dict.fromkeys(map(parse_release, texts))
-    missing = [release for release in releases if release not in RELEASES]
-    return _unread(missing) if missing else None
+    by_rule = [answer.environment for answer in answers if answer.source == "rules"]
+    missing = [
+        (parse_release(environment["torch"]), environment.get("architecture"))
+        for environment in by_rule
+    ]
+    missing = [each for each in dict.fromkeys(missing) if each[0] not in known_releases(each[1])]
+    return _unread([release for release, _ in missing], missing[0][1]) if missing else None
 
 
 def skipped_text(releases: Sequence[str]) -> str:
@@ -470,9 +580,11 @@ def skipped_text(releases: Sequence[str]) -> str:
     return f"left out because the dispatch rules are unknown: PyTorch {join_few(releases, 6)}"
 
 
-def _unread(missing: Sequence[Release]) -> str:
-    same = [number for number in RELEASES if {number[:2]} == {release[:2] for release in missing}]
-    near = same or RELEASES
+def _unread(missing: Sequence[Release], architecture: str | None = None) -> str:
+    known = known_releases(architecture)
+    same = [number for number in known if {number[:2]} == {release[:2] for release in missing}]
+    near = same or known
     names = ", ".join(map(release_text, near))
     releases = ", ".join(map(release_text, missing))
-    return f"The dispatch rules of PyTorch {releases} are unknown; known: {names}."
+    where = "" if architecture is None else " on AMD GPUs"
+    return f"The dispatch rules of PyTorch {releases}{where} are unknown; known: {names}."

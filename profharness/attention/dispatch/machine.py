@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Any, NamedTuple, TypeVar
 
 from profharness.attention.config import SDPA_BACKENDS, Config, SdpaSetting, outside_sdpa
+from profharness.attention.dispatch import rocm
 from profharness.device_types import CPU, CUDA
 from profharness.devices import find_gpu
 from profharness.dtypes import DTYPES
@@ -82,11 +83,31 @@ class Machine:
     """False if the environment lowers the priority of cuDNN, with TORCH_CUDNN_SDPA_DEPRIORITIZED=1
     (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0 (2.9). None means PyTorch's default.
     """
+    architecture: str | None = None
+    """The architecture of an AMD GPU, such as `gfx942`. None on any other GPU."""
+    aotriton: rocm.Version | None = None
+    """The version of AOTriton on an AMD GPU."""
+    fa_library: str = rocm.AOTRITON
+    """The library that the program prefers on an AMD GPU, which is one of rocm.LIBRARIES."""
+    experimental: bool = False
+    """Whether the environment enables AOTriton's experimental architectures."""
 
     @property
     def known(self) -> bool:
         """Whether the rules cover this release."""
-        return self.torch in RELEASES
+        return self.torch in known_releases(self.architecture)
+
+    @property
+    def is_rocm(self) -> bool:
+        """Whether the machine is an AMD GPU."""
+        return self.architecture is not None
+
+    @property
+    def aotriton_versions(self) -> tuple[rocm.Version, ...]:
+        """The versions of AOTriton that the machine may have."""
+        if self.aotriton is not None:
+            return (self.aotriton,)
+        return rocm.RELEASES.get(self.torch, ())
 
     @property
     def major(self) -> int:
@@ -98,6 +119,11 @@ class Machine:
         return f"{self.capability[0]}.{self.capability[1]}"
 
 
+def known_releases(architecture: str | None = None) -> Collection[Release]:
+    """Return the releases whose rules are known, on AMD GPUs if an architecture is given."""
+    return RELEASES.keys() if architecture is None else rocm.RELEASES.keys()
+
+
 def installed_release() -> Release | None:
     """Return the release of the environment's PyTorch, or None. PyTorch is not imported."""
     try:
@@ -106,14 +132,14 @@ def installed_release() -> Release | None:
         return None
 
 
-def default_release(measured: Collection[Release] = ()) -> Release:
+def default_release(measured: Collection[Release] = (), architecture: str | None = None) -> Release:
     """Return the release that answers for another GPU if none is given.
 
-    It is the environment's release, or the newest one with known rules. `measured` contains the
-    releases with an atlas of the GPU. If there are any, the release is one of them, because only they
-    have times.
+    It is the environment's release, or the newest one with known rules, on AMD GPUs if an
+    architecture is given. `measured` contains the releases with an atlas of the GPU. If there are
+    any, the release is one of them, because only they have times.
     """
-    known, installed = measured or RELEASES, installed_release()
+    known, installed = measured or known_releases(architecture), installed_release()
     return installed if installed is not None and installed in known else max(known)
 
 
@@ -123,13 +149,29 @@ def machine_for(
     cudnn: int | str | None = None,
     cuda: str | None = None,
     cudnn_compiled: int | str | None = None,
+    *,
+    aotriton: str | None = None,
+    fa_library: str = rocm.AOTRITON,
+    experimental: bool = False,
 ) -> Machine:
     """Return the machine that has this GPU and the release's build for this CUDA version.
 
     If `cuda` is None, the build is the PyPI wheel. `cudnn` and `cudnn_compiled` replace the
-    versions of the build. Raise UsageError for an unknown GPU.
+    versions of the build. The other parameters apply only to AMD GPUs, whose build is PyTorch's own
+    for ROCm. Raise UsageError for an unknown GPU.
     """
     number = parse_release(release) if isinstance(release, str) else release
+    if (amd := rocm.find_amd_gpu(gpu)) is not None:
+        versions = rocm.RELEASES.get(number, ())
+        only = versions[0] if len(versions) == 1 else None
+        return Machine(
+            torch=number,
+            capability=amd.capability,
+            architecture=amd.architecture,
+            aotriton=only if aotriton is None else rocm.parse_aotriton(aotriton),
+            fa_library=fa_library,
+            experimental=experimental,
+        )
     wheel = build_of(number, cuda) or Wheel(cuda, None)
     return Machine(
         torch=number,
@@ -140,6 +182,12 @@ def machine_for(
         if cudnn_compiled is None
         else parse_cudnn(cudnn_compiled),
     )
+
+
+def gpu_title(gpu: str) -> str:
+    """Return the name of a GPU in the tables. Raise UsageError for an unknown GPU."""
+    amd = rocm.find_amd_gpu(gpu)
+    return find_gpu(gpu).name if amd is None else amd.name
 
 
 def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
@@ -380,6 +428,13 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     if release >= (2, 10):
         variable, off = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     capability = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", str(environment.get("capability")))
+    if (amd := _amd_gpu(environment)) is not None:
+        # A ROCm build whose GPU is unknown has no known rules.
+        return (
+            Machine((0, 0, 0))
+            if amd.architecture == ""
+            else _amd_machine(release, amd, environment)
+        )
     return Machine(
         torch=release,
         capability=(int(capability[1]), int(capability[2])) if capability else (0, 0),
@@ -387,6 +442,31 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
         cuda=cuda,
         cudnn_compiled=build.cudnn_compiled if build else None,
         cudnn_preferred=False if variables.get(variable) == off else None,
+    )
+
+
+def _amd_gpu(environment: Mapping[str, Any]) -> rocm.AmdGpu | None:
+    """Return the AMD GPU of an environment, with the architecture "" if it is unknown. Return None
+    if the environment is not that of a ROCm build.
+    """
+    given = (environment.get("architecture"), environment.get("gpu"))
+    found = [rocm.find_amd_gpu(text) for text in given if isinstance(text, str)]
+    if (amd := next(filter(None, found), None)) is not None:
+        return amd
+    built = environment.get("torch_hip") or "rocm" in str(environment.get("torch"))
+    return rocm.AmdGpu("", "") if built else None
+
+
+def _amd_machine(release: Release, amd: rocm.AmdGpu, environment: Mapping[str, Any]) -> Machine:
+    variables: Mapping[str, Any] = _of_kind(environment.get("env"), dict) or {}
+    library = environment.get("fa_library")
+    if variables.get(rocm.PREFER_CK_VARIABLE) == "1":
+        library = rocm.CK
+    machine = machine_for(amd.architecture, release, aotriton=environment.get("aotriton"))
+    return replace(
+        machine,
+        fa_library=library if library in rocm.LIBRARIES else rocm.AOTRITON,
+        experimental=variables.get(rocm.EXPERIMENTAL_VARIABLE) == "1",
     )
 
 

@@ -24,16 +24,22 @@ from profharness.attention.dispatch.machine import (
     rules_know,
     with_flags,
 )
+from profharness.attention.dispatch.rocm_rules import (
+    ROCM_CUDNN,
+    ROCM_EFFICIENT,
+    ROCM_FLASH,
+    ROCM_HAZARDS,
+)
 from profharness.attention.dispatch.rules import (
     CPU_FLASH,
     CUDNN,
     EFFICIENT,
     FLASH,
+    HAZARDS,
     MATH,
     ON_DEVICE,
     RAISED_LATER,
     Rule,
-    hazards,
 )
 from profharness.device_types import CPU, CUDA
 from profharness.rows import Refusal
@@ -47,11 +53,17 @@ CUDNN_BEFORE_2_9 = (
     *("runtime_disabled", "nonzero_lengths", "on_device", "tensor_shapes", "cudnn_shapes"),
     *("deterministic", "dtypes", "mask_shape", "hardware", "last_stride", "num_heads"),
 )
+# PyTorch calls an AMD GPU `cuda`, but its rules differ, so that it has tables of its own.
+ROCM = "rocm"
 TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
     (CUDA, "flash"): FLASH,
     (CUDA, "efficient"): EFFICIENT,
     (CUDA, "cudnn"): CUDNN,
     (CUDA, "math"): MATH,
+    (ROCM, "flash"): ROCM_FLASH,
+    (ROCM, "efficient"): ROCM_EFFICIENT,
+    (ROCM, "cudnn"): ROCM_CUDNN,
+    (ROCM, "math"): MATH,
     (CPU, "flash"): CPU_FLASH,
     (CPU, "efficient"): (ON_DEVICE,),
     (CPU, "cudnn"): (ON_DEVICE,),
@@ -71,6 +83,7 @@ CODES: dict[str, tuple[str, ...]] = {
     "head_dim": (
         *("same last dimension and to be less than", "q,k,v to have the same last dimension."),
         *("head_dim should be no more than", "provided head dimensions"),
+        "last dimension of inputs to less or equal than",
     ),
     "head_dim_multiple": (
         *("to be a multiple of 8 and less than", "head_dim should be a multiple of"),
@@ -80,7 +93,12 @@ CODES: dict[str, tuple[str, ...]] = {
         "doesn't support training with head_dim",
         "does not support backward with these head dimensions",
     ),
-    "capability": ("only supports gpu architectures", "compute capability"),
+    "capability": (
+        *("only supports gpu architectures", "compute capability"),
+        "was not compiled for current amd gpu architecture",
+    ),
+    "experimental": ("is still experimental",),
+    "not_compiled": ("was not compiled with cudnn attention",),
     "causal_non_square": ("does not support the is_causal flag when seqlen_q",),
     "dtype": (
         "expected query, key and value to all be of dtype",
@@ -147,6 +165,8 @@ MISSING: dict[str, tuple[object, ...]] = {
     "cudnn_compiled": (90500, 90501, 90800, 90900, 91000),
 }
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
+ROCM_ORDER = ("flash", "efficient", "math")
+"""PyTorch's list also contains cudnn after math. A ROCm build is compiled without it."""
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")
 
@@ -181,6 +201,8 @@ def _default_order(machine: Machine) -> tuple[str, ...]:
     PyTorch 2.9 added the overrideable backend at the end of the order. This backend is omitted,
     because PyTorch raises an exception when it reaches the backend.
     """
+    if machine.is_rocm:
+        return ROCM_ORDER
     release, (major, minor) = machine.torch, machine.capability
     if release < (2, 5, 1):
         return CUDNN_FIRST if major >= 9 else ("flash", "cudnn", "efficient", "math")
@@ -207,21 +229,41 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} are unknown."
         return Eligibility(None, (Refusal("unknown", text, "rule"),))
-    versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
+    versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn", "aotriton")
     machines = _completions(machine, tuple(name for name in versions if name in _missing(machine)))
     reasons: list[Refusal] = []
     certain: list[Refusal] = []
-    for rule in active_rules(params.device, backend, machine.torch):
+    for rule in active_rules(_platform(params, machine), backend, machine.torch):
         answers = {rule.refuses(params, each) for each in machines}
         if answers == {False}:
             continue
         text = rule.text(params, machine)
-        if answers != {True}:
+        if machine.is_rocm and answers == {None}:
+            text = f"It is unknown whether this release has this check; PyTorch might say: {text}"
+        elif answers != {True}:
             text = f"This depends on versions that were not given; PyTorch might say: {text}"
         reasons.append(Refusal(rule.code, text, "rule"))
         certain += reasons[-1:] if answers == {True} else []
     eligible = False if certain else None if reasons else True
     return Eligibility(eligible, tuple(reasons), tuple(certain))
+
+
+def _platform(params: AttentionParams, machine: Machine) -> str:
+    """Return the first key of TABLES for a call on a machine."""
+    return ROCM if machine.is_rocm and params.device == CUDA else params.device
+
+
+def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Return descriptions of the known failures of a call that the dispatcher accepts. Each
+    description contains a remedy.
+    """
+    tables = {CUDA: HAZARDS, ROCM: ROCM_HAZARDS}
+    rules = tables.get(_platform(params, machine), {}).get(backend, ())
+    return tuple(
+        rule.text(params, machine)
+        for rule in rules
+        if rule.since <= machine.torch < rule.until and rule.refuses(params, machine)
+    )
 
 
 def raises_later(verdict: Eligibility) -> bool:
@@ -324,13 +366,16 @@ def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
 
 
 def _missing(machine: Machine) -> tuple[str, ...]:
+    if machine.is_rocm:
+        return () if machine.aotriton is not None else ("aotriton",)
     return tuple(name for name in MISSING if getattr(machine, name) is None)
 
 
 @lru_cache(maxsize=64)
 def _completions(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
     """Return copies of the machine, one for every combination of values of its missing fields."""
+    known = {"aotriton": machine.aotriton_versions}
     return tuple(
         replace(machine, **dict(zip(missing, values, strict=True)))  # type: ignore[arg-type]
-        for values in itertools.product(*(MISSING[name] for name in missing))
+        for values in itertools.product(*(known.get(name) or MISSING[name] for name in missing))
     )

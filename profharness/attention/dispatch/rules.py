@@ -125,12 +125,6 @@ def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
     return params.requires_grad and small and large
 
 
-def heads_differ(params: AttentionParams, machine: Machine) -> bool:
-    # From 2.14 on, PyTorch broadcasts a single key and value head even without enable_gqa.
-    one_head = machine.torch >= (2, 14) and params.kv_heads == params.value_heads == 1
-    return not (params.same_heads or one_head)
-
-
 def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
     groups = (params.kv_heads, params.value_heads)
     return params.enable_gqa and any(params.heads % max(heads, 1) for heads in groups)
@@ -196,28 +190,18 @@ def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
 
 # Known failures of a backend that accepts the call. They were observed on an H200 with 2.11. From
 # 2.13 on, the dispatcher checks the alignment itself.
-HAZARDS = {
-    "efficient": Rule(
+HAZARDS: dict[str, tuple[Rule, ...]] = {
+    "efficient": (Rule(
         "alignment", "kernel", misaligned,
         "The storage offset is not aligned, so the efficient kernel can fail with `CUDA error: misaligned address`, "
         "after which the process cannot use CUDA. Copy the inputs with clone() first.",
-        until=(2, 13)),
-    "cudnn": Rule(
+        until=(2, 13)),),
+    "cudnn": (Rule(
         "last_dim_stride", "kernel", lambda p, _: p.batch_stride_zero and p.head_dim != p.value_dim,
         "The batch is expanded with stride 0 and head_dim_v differs from head_dim, so cuDNN raises `The stride for "
         "the last dimension … should be 1`. Make the inputs contiguous first.",
-        (2, 11), (2, 12)),
+        (2, 11), (2, 12)),),
 }  # fmt: skip
-
-
-def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return descriptions of the known failures of a call that the dispatcher accepts. Each
-    description contains a remedy.
-    """
-    rule = HAZARDS.get(backend) if params.device == CUDA else None
-    if rule and rule.since <= machine.torch < rule.until and rule.refuses(params, machine):
-        return (rule.text(params, machine),)
-    return ()
 
 
 _SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
@@ -229,7 +213,7 @@ _DENSE_HEADS = (
     + _HEADS_SIZES
 )
 _EXPAND = " To broadcast dense inputs, try using unsqueeze and expand_to before passing them into the kernel."
-_DIMS = "Got Query.size(-1): {p.head_dim}, Key.size(-1): {p.head_dim}, Value.size(-1): {p.value_dim} instead."
+DIMS = "Got Query.size(-1): {p.head_dim}, Key.size(-1): {p.head_dim}, Value.size(-1): {p.value_dim} instead."
 _GROUPS = "Got input Key sizes(): {p.kv_heads}, Value sizes(): {p.value_heads}, Query sizes(): {p.heads} instead."
 _MASK_SHAPES = (
     "Please use the following attn mask shapes: 2d - ({{Q_seq_len, 1}}  x {{KV_seq_len, 1}}); "
@@ -318,12 +302,19 @@ def stride_rule(singleton_ok: bool, mask_matters: bool = True) -> Rule:
     return Rule("last_dim_stride", "last_stride", refuses, text)
 
 
-def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> tuple[Rule, ...]:
+def head_rules(
+    gqa: Release, since: Release = OLDEST, same_kv: bool = True, mqa: Release = (2, 14)
+) -> tuple[Rule, ...]:
     """Return the rules of check_batch_size_and_num_heads_dense.
 
-    From release `gqa` on, the backend supports enable_gqa. If `same_kv` is true, calls with
-    enable_gqa need the same number of heads in key and value.
+    From release `gqa` on, the backend supports enable_gqa. From release `mqa` on, it broadcasts a
+    single key and value head even without enable_gqa. If `same_kv` is true, calls with enable_gqa
+    need the same number of heads in key and value.
     """
+
+    def heads_differ(params: AttentionParams, machine: Machine) -> bool:
+        one_head = machine.torch >= mqa and params.kv_heads == params.value_heads == 1
+        return not (params.same_heads or one_head)
 
     def differ(params: AttentionParams, machine: Machine) -> str:
         late = f"For dense inputs, both fused kernels require query, key and value to have the same num_heads. {_SIZES}"
@@ -361,6 +352,24 @@ def grid_rule(backend: str, check: str, since: Release) -> Rule:
                 text + "Got batch size: {p.batch}, num_heads: {p.heads}", since)  # fmt: skip
 
 
+NO_MASK = Rule(
+    "mask", "for_attn_mask", lambda p, _: p.mask is not None,
+    "Flash Attention does not support non-null attn_mask.",
+)  # fmt: skip
+TRAINING_LARGE_HEADS = Rule(
+    "head_dim_training", "head_dim_gt192", training_large_heads,
+    "Flash attention currently doesn't support training with head_dim ∈ (192, 224] or (head_dim ∈ (224, 256] "
+    "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
+    "{p.dropout} and head_dim: {p.head_dim} on a sm {m.sm} gpu.",
+)  # fmt: skip
+SQUARE_CAUSAL = Rule(
+    "causal_non_square", "causal_non_square", lambda p, _: p.is_causal and p.seq_q != p.seq_kv,
+    "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
+    "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
+    "CausalAttnMask.",
+)  # fmt: skip
+
+
 def disabled(backend: str, name: str, since: Release = OLDEST, until: Release = NEVER) -> Rule:
     text = f"{name} attention has been runtime disabled."
     code = "runtime_disabled"
@@ -371,8 +380,7 @@ FLASH = (
     disabled("flash", "Flash"),
     ON_DEVICE,
     FOUR_D,
-    Rule("mask", "for_attn_mask", lambda p, _: p.mask is not None,
-         "Flash Attention does not support non-null attn_mask."),
+    NO_MASK,
     Rule("capability", "fa4_constraints", fa4_capability,
          "FA4 requires compute capability 9.0 or 10.0.", (2, 15)),
     Rule("dropout", "fa4_constraints", lambda p, _: p.flash_impl == "FA4" and p.dropout > 0,
@@ -382,17 +390,10 @@ FLASH = (
          "FA4 does not support the provided head dimensions.", (2, 15)),
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim or p.head_dim > 256,
          "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
-         + _DIMS),
+         + DIMS),
     capability_rule("Flash attention", (8, 0)),
-    Rule("head_dim_training", "head_dim_gt192", training_large_heads,
-         "Flash attention currently doesn't support training with head_dim ∈ (192, 224] or (head_dim ∈ (224, 256] "
-         "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
-         "{p.dropout} and head_dim: {p.head_dim} on a sm {m.sm} gpu."),
-    Rule("causal_non_square", "causal_non_square",
-         lambda p, _: p.is_causal and p.seq_q != p.seq_kv,
-         "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
-         "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
-         "CausalAttnMask."),
+    TRAINING_LARGE_HEADS,
+    SQUARE_CAUSAL,
     dtype_rule(flash_dtypes),
     *head_rules(gqa=(2, 5)),
     grid_rule("Flash attention", "grid_size", (2, 15)),
@@ -409,7 +410,7 @@ EFFICIENT = (
     Rule("head_dim_multiple", "head_dim_size",
          lambda p, m: any(dim == 0 or dim % gemm_alignment(p, m) for dim in (p.head_dim, p.value_dim)),
          lambda p, m: "Mem efficient attention requires last dimension of inputs to be divisible by "
-         f"{gemm_alignment(p, m)}. " + _DIMS.format(p=p)),
+         f"{gemm_alignment(p, m)}. " + DIMS.format(p=p)),
     Rule("alignment", "data_ptr_alignment", misaligned,
          lambda p, m: "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size "
          f"to be aligned to {alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
@@ -486,7 +487,7 @@ CPU_FLASH = (
          _DENSE_HEADS, until=(2, 13)),
     *MASK_RULES,
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim,
-         "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
+         "Flash attention requires q,k,v to have the same last dimension. " + DIMS),
     ZERO_LENGTH,
     stride_rule(singleton_ok=False, mask_matters=False),
     dtype_rule(lambda *_: ("fp32", "fp64", "bf16", "fp16")),

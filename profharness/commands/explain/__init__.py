@@ -21,6 +21,7 @@ from profharness.attention.config import (
     sdpa_setting,
     split_names,
 )
+from profharness.attention.dispatch import rocm
 from profharness.attention.dispatch.advice import Advice, BackendAnswer, LiveAnswer
 from profharness.attention.dispatch.by_rule import (
     ALLOW_SET,
@@ -51,8 +52,7 @@ from profharness.attention.dispatch.machine import (
     skipped_releases,
     with_flags,
 )
-from profharness.attention.dispatch.predict import predict
-from profharness.attention.dispatch.rules import hazards
+from profharness.attention.dispatch.predict import hazards, predict
 from profharness.attention.engines import ENGINES, Selection, engine_releases
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
@@ -418,7 +418,8 @@ GpuName = Annotated[
         ("--gpu",),
         complete=complete_gpus,
         metavar="NAME",
-        help='Use the rules for this GPU: "RTX A6000", H100, sm90, or cpu.  [default: the local GPU]',
+        help='Use the rules for this GPU: "RTX A6000", H100, sm90, MI300X, gfx942, or cpu.  '
+        "[default: the local GPU]",
         tool="A GPU by name, a capability, or cpu.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu"),
     ),
@@ -448,6 +449,30 @@ CudnnCompiled = Annotated[
         metavar="VERSION",
         help="The cuDNN version that PyTorch was compiled with. PyTorch 2.9 orders the backends by it.  "
         "[default: the known one]",
+    ),
+]
+Aotriton = Annotated[
+    str | None,
+    Option(
+        ("--aotriton",),
+        metavar="VERSION",
+        help="The AOTriton version, on an AMD GPU.  [default: that of PyTorch's ROCm wheel]",
+    ),
+]
+RocmFa = Annotated[
+    str | None,
+    Option(
+        ("--rocm-fa",),
+        type=click.Choice(rocm.LIBRARIES),
+        help="The library that torch.backends.cuda.preferred_rocm_fa_library prefers, on an AMD GPU.  "
+        "[default: aotriton]",
+    ),
+]
+Experimental = Annotated[
+    bool,
+    Option(
+        ("--aotriton-experimental",),
+        help=f"Answer for {rocm.EXPERIMENTAL_VARIABLE}=1, on an AMD GPU.",
     ),
 ]
 Engine = Annotated[
@@ -616,6 +641,9 @@ def explain(
     cudnn: Cudnn = None,
     cuda: Cuda = None,
     cudnn_compiled: CudnnCompiled = None,
+    aotriton: Aotriton = None,
+    rocm_fa: RocmFa = None,
+    aotriton_experimental: Experimental = False,
     engine: Engine = None,
     engine_version: EngineVersion = None,
     device: AskedDevice = Protocol.device,
@@ -642,6 +670,7 @@ def explain(
       profharness explain 2,8,512,100,fp32,mask=bool
       profharness explain 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
       profharness explain 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
+      profharness explain 2,8,512,256,bf16 --torch 2.5..2.13 --gpu MI300X
       profharness explain 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
       profharness explain '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
       profharness explain 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
@@ -660,10 +689,24 @@ def explain(
         name = gpu or gpu_name()
         if name is None:
             raise UsageError("this machine has no NVIDIA GPU; add --gpu, such as --gpu H100")
+        if rocm.find_amd_gpu(name) is not None:
+            raise UsageError(
+                f"the rules of {engine} on AMD GPUs are unknown; --engine requires an NVIDIA GPU, "
+                "such as --gpu H100"
+            )
         choice = EngineChoice(engine, engine_releases(engine, engine_version), find_gpu(name))
         path = store_path(store)
         return Question(chosen_configs, AUTO, (), [], path, engine=choice)
-    platforms = named_platforms(torch or _default_release(gpu), gpu, cudnn, cuda, cudnn_compiled)
+    platforms = named_platforms(
+        torch or _default_release(gpu),
+        gpu,
+        cudnn,
+        cuda,
+        cudnn_compiled,
+        aotriton=aotriton,
+        fa_library=rocm_fa,
+        experimental=aotriton_experimental,
+    )
     path = store_path(store)
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
 
@@ -687,6 +730,9 @@ def check_options(
     gpu: str | None = None,
     cudnn: str | None = None,
     cuda: str | None = None,
+    aotriton: str | None = None,
+    rocm_fa: str | None = None,
+    aotriton_experimental: bool = False,
     backend: str = AUTO,
     engine: str | None = None,
     engine_version: str | None = None,
@@ -708,6 +754,9 @@ def check_options(
         "--torch": torch is not None,
         "--cudnn": cudnn is not None,
         "--cuda": cuda is not None,
+        "--aotriton": aotriton is not None,
+        "--rocm-fa": rocm_fa is not None,
+        "--aotriton-experimental": aotriton_experimental,
         "--backend": backend != AUTO,
         "--device": device != AUTO,
         "--bisect": bisect is not None,

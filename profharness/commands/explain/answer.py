@@ -84,7 +84,8 @@ def _choice(answer: Explanation, subject: str, device: str) -> str:
         return f"{subject} {verb} on {device}: no {which} takes this config."
     verb = "is predicted to run" if predicted else "runs"
     first = ", its first choice" if answer.priority_order[:1] == (choice,) else ""
-    return f"{subject} {verb} {backend_text(choice)} on {device}{first}."
+    library = f" (computed by {answer.computed_by})" if answer.computed_by else ""
+    return f"{subject} {verb} {backend_text(choice)}{library} on {device}{first}."
 
 
 def _others(answer: Explanation) -> Iterator[str]:

@@ -172,7 +172,10 @@ def matrix_document(
     document also has the explanation for each release. `backends` contains the backends to show as
     columns. By default, these are the fused backends.
     """
-    shown = backends or FUSED_BACKENDS
+    names = {
+        side.backend for matrix in matrices for row in matrix for side in row.explanation.backends
+    }
+    shown = backends or tuple(name for name in FUSED_BACKENDS if name in names)
     columns = (
         Column("flip", "", importance="answer"),
         Column("release", "torch", importance="key"),
