@@ -45,7 +45,7 @@ from profharness.atlas.kernels import (
 )
 from profharness.attention.config import AUTO, STRIDES, WHOLE_MASKS, Config
 from profharness.attention.costs import compulsory_bytes, flops
-from profharness.attention.dispatch.machine import Machine, from_config, machine_for
+from profharness.attention.dispatch.machine import Machine, from_config, gpu_title, machine_for
 from profharness.attention.dispatch.predict import predict
 from profharness.device_types import CUDA
 from profharness.devices import data_sheet, find_gpu, flop_peak
@@ -434,7 +434,7 @@ def measured_estimate(cell: AtlasCell) -> Estimate:
 def floor_us(config: Config, gpu: str) -> float | None:
     """Return the roofline bound in microseconds, or None for a GPU without a data sheet."""
     try:
-        peaks = data_sheet(find_gpu(gpu).name)
+        peaks = data_sheet(gpu_title(gpu))
     except UsageError:
         return None
     if peaks is None or not peaks.bandwidth_bytes_per_s:

@@ -110,6 +110,7 @@ def complete_configs(_: click.Context, __: click.Parameter, incomplete: str) -> 
 def complete_gpus(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """Complete the last name in a list of GPUs. Those with an atlas come first."""
     from profharness.atlas.data import packaged_atlases, read_atlas
+    from profharness.attention.dispatch.rocm import ARCHITECTURES
     from profharness.devices import GPUS, find_gpu
 
     names: list[str] = []
@@ -117,7 +118,7 @@ def complete_gpus(_: click.Context, __: click.Parameter, incomplete: str) -> lis
         with contextlib.suppress(Exception):  # see complete_runs
             names.append(find_gpu(read_atlas(path).machine.gpu).name)
     before, last = _last_item(incomplete)
-    return _continued(before, last, [*names, *(gpu.name for gpu in GPUS)])
+    return _continued(before, last, [*names, *(gpu.name for gpu in GPUS), *ARCHITECTURES])
 
 
 def complete_releases(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:

@@ -300,6 +300,11 @@ def test_advice_makes_sense_on_amd() -> None:
     ]
     assert any("pad head_dim" in text for text in texts)
     assert not any("cudnn" in text.lower() for text in texts)
+    for gpu, needed in (("MI300X", False), ("H100", True)):
+        (platform,) = named_platforms("2.9", gpu)
+        answer = explain_by_rule(parse_config("2,8,512,64,mask=bool"), platform, asked="flash>math")
+        codes_shown = [each.code for side in answer.backends for each in side.advice]
+        assert any("_fused_sdp_choice" in each for each in codes_shown) is needed
 
 
 @pytest.mark.parametrize(
@@ -327,6 +332,8 @@ def test_a_frame_and_a_range_of_releases() -> None:
     record = json.loads(json.dumps(made.attrs["answers"][-1].environment))
     assert record["architecture"] == "gfx942"
     assert record["aotriton"] == "0.12b"
+    assert {*made["architecture"]} == {"gfx942"}
+    assert made["computed_by"].iloc[-1] == "AOTriton 0.12b"
 
 
 def test_predict_gives_the_choice_without_a_time() -> None:

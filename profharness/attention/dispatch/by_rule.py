@@ -23,7 +23,13 @@ from profharness.attention.config import (
 )
 from profharness.attention.costs import score_count
 from profharness.attention.dispatch import rocm
-from profharness.attention.dispatch.advice import BackendAnswer, advise, rule_choice, rule_oracle
+from profharness.attention.dispatch.advice import (
+    FIRST_CHOICE_LINE,
+    BackendAnswer,
+    advise,
+    rule_choice,
+    rule_oracle,
+)
 from profharness.attention.dispatch.machine import (
     RELEASES,
     SETS_PRIORITY,
@@ -129,6 +135,9 @@ def flat_record(answer: Explanation) -> dict[str, Any]:
     for side in answer.backends:
         row[f"{side.backend}_eligible"] = side.eligible
         row[f"{side.backend}_reasons"] = "; ".join(reason.code for reason in side.reasons)
+    if environment.get("architecture"):  # an AMD GPU
+        row |= {name: environment.get(name) for name in ("architecture", "aotriton")}
+        row |= {"computed_by": answer.computed_by}
     return row | {"error": answer.error}
 
 
@@ -218,7 +227,8 @@ def named_platforms(
     list if neither `torch` nor `gpu` is given, which means that PyTorch itself is queried.
 
     `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. The default is `default_release`.
-    `gpu` is a name, a capability such as sm90, or `cpu`. The default is the GPU of this machine.
+    `gpu` is a name, a capability such as sm90, an architecture of AMD such as gfx942, or `cpu`. The
+    default is the GPU of this machine.
     `cudnn` is the version at run time, and `cudnn_compiled` is the version that PyTorch was built
     with. `aotriton`, `fa_library` and `experimental` describe a ROCm build, as in `Machine`.
 
@@ -356,7 +366,16 @@ def explain_by_rule(
         oracle, choose = rule_oracle(machine, device), rule_choice(machine, device, setting)
         advised = SDPA_BACKENDS if prediction.choice == "none" else FUSED_BACKENDS
         sides = [
-            replace(side, advice=advise(config, side.backend, oracle, choose, asked))
+            replace(
+                side,
+                advice=tuple(
+                    # On an AMD GPU, the first choice of a process keeps an order that was set.
+                    replace(each, code=each.code.replace(f"{FIRST_CHOICE_LINE}\n", ""))
+                    if machine.is_rocm
+                    else each
+                    for each in advise(config, side.backend, oracle, choose, asked)
+                ),
+            )
             if side.backend in (backends or advised) and side.backend in params.enabled
             else side
             for side in sides
