@@ -109,7 +109,8 @@ def read_csv(path: Path) -> Iterator[Launch]:
 
 def read_kineto(path: Path) -> Iterator[Launch]:
     """Yield the kernels of a Kineto trace of ROCm, or of PyTorch 1.8 and 1.9."""
-    trace = json.loads(path.read_bytes(), parse_float=Decimal)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        trace = json.loads(file.read(), parse_float=Decimal)
     trace = trace if isinstance(trace, dict) else {"traceEvents": trace}
     base = trace.get("baseTimeNanoseconds", 0)
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]

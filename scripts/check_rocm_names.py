@@ -7,6 +7,7 @@ largest such kernels. It ends with exit code 1 if this share exceeds 2 % in a tr
 
 from __future__ import annotations
 
+import gzip
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,11 +23,17 @@ WIDTH = 90
 ATTENTION = ATTENTION_FAMILIES | {"softmax"}
 
 
+def _is_rocm(path: Path) -> bool:
+    """Return whether a Kineto trace is of ROCm."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        return b'"Dispatch Kernel"' in file.read()
+
+
 def kernel_times(path: Path) -> Counter[str] | None:
     """Return the time of each kernel by canonical name, or None if the file is not of ROCm."""
     read = form_of(path)
     # the oldest traces of CUDA have the same form
-    if read is None or (read is read_kineto and b'"Dispatch Kernel"' not in path.read_bytes()):
+    if read is None or (read is read_kineto and not _is_rocm(path)):
         return None
     times: Counter[str] = Counter()
     for name, _, duration, *_ in read(path):

@@ -15,7 +15,7 @@ from profharness.attention.dispatch.by_rule import Platform, explain_by_rule, na
 from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.columns import column
 from profharness.device_types import CPU
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, UsageError, join_and
 from profharness.measurements.agreement import FAMILY_BACKENDS, backend_of_op
 from profharness.program.observed_calls import ObservedCalls
 from profharness.program.phases import PhaseRow, find_phases
@@ -36,6 +36,8 @@ from profharness.traces.kernel_names import parse_kernel_name
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
 OF_PACKAGES, UNKNOWN = "fmha", "unknown"  # a backend, and a library in the names of kernels
+# PyTorch's ops keep their names on AMD GPUs, so that flash can be any of these libraries.
+AMD_LIBRARIES = {"aotriton": "AOTriton", "ck": "Composable Kernel", "aiter": "AITER"}
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = "use scaled_dot_product_attention (in transformers: attn_implementation='sdpa')"
 
@@ -212,6 +214,14 @@ class LayerRow:
             meaning="the configs of calls outside of steps, each with the calls of the program that it represents"
         ),
     ] = ()
+    library: Annotated[
+        Text,
+        column(
+            "computed by",
+            importance="detail",
+            meaning="on AMD GPUs: the library whose kernels computed the backend",
+        ),
+    ] = None
 
     @property
     def kernel_ns(self) -> float:
@@ -569,6 +579,12 @@ def actual_backend(call: CallRow) -> str | None:
     return " and ".join(sorted(map(str, names))) or None
 
 
+def library_of(calls: Iterable[CallRow]) -> str | None:
+    """Return the AMD libraries whose kernels computed the calls, or None if there are none."""
+    families = {kernel.family.partition("_")[0] for call in calls for kernel in call.kernels}
+    return join_and(sorted(AMD_LIBRARIES[name] for name in families & AMD_LIBRARIES.keys())) or None
+
+
 def _kernel_backend(kernel: CallKernel) -> str | None:
     """Return the backend that a kernel belongs to, or None if it is not attention.
 
@@ -677,6 +693,7 @@ def _row(
         program_calls=made,
         dims=() if middle else first.dims,
         program_points=observed.points(group),
+        library=library_of(group),
     )
 
 

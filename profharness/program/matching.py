@@ -20,6 +20,7 @@ from profharness.program.layer_map import (
     NUMBER,
     actual_backend,
     calls_in_steps,
+    library_of,
     merge_numbered,
     module_name,
     module_names,
@@ -110,6 +111,7 @@ class LayerSide:
             meaning="the least time of the forward by the GPU's peaks, divided by its actual time",
         ),
     ] = None
+    library: str | None = None  # the AMD library whose kernels computed the backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +465,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         program_calls=program.observed.counts([calls])[0],
         points=points,
         kernels=_forward_kernels(middle),
+        library=library_of(calls),
         roofline_share=_roofline_share(program.peaks, middle, forward_ns),
         **recorded,
     )

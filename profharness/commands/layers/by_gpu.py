@@ -346,7 +346,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     for row in ordered:
         side = row.first
         line = {"module": _name(row, full=full), "config": side.config, "calls": side.calls}
-        ran = [each.ran if each else None for each in row.sides]
+        ran = [_ran(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
         rows.append(line | {f"roofline{at}": share for at, share in enumerate(shares)})
@@ -382,6 +382,11 @@ def _kernels(answer: LayersByGpu) -> Iterator[dict[str, Any]]:
             if side and side.kernels:
                 module = _name(row, full=True)
                 yield {"module": module, "gpu": each.name, "kernels": side.kernels}
+
+
+def _ran(side: LayerSide) -> str | None:
+    """Return the backend that ran, followed by the AMD library that computed it."""
+    return f"{side.ran} ({side.library})" if side.ran and side.library else side.ran
 
 
 def _short(names: Sequence[str]) -> list[str]:
@@ -424,8 +429,24 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
             if len(shared) > 1 and gap:
                 label = _name(row, full=False) or row.first.config or "one layer"
                 text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
+            text += _opposite(shared, at, before / after)
             texts.append(f"{text}.")
     return tuple(texts)
+
+
+def _opposite(rows: Sequence[MatchedLayers], at: int, ratio: float) -> str:
+    """Return a clause about the layer that differs most in the other direction than all of them."""
+    sign = 1 if ratio > 1 else -1
+    others = [(gap, row) for row in rows if (gap := sign * _gap(row, at)) < 0]
+    if not others:
+        return ""
+    _, row = min(others, key=lambda pair: pair[0])
+    before, after = row.call_ns[0], row.call_ns[at]
+    if not before or not after or not stats.beyond(after / before, stats.THRESHOLD):
+        return ""
+    factor = max(before / after, after / before)
+    verb = "slower" if after > before else "faster"
+    return f"; it is {factor:.3g} times {verb} in {_name(row, full=False) or row.first.config}"
 
 
 def _where(side: GpuLayers) -> str:

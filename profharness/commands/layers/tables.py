@@ -41,9 +41,9 @@ FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
 COLUMNS = pick(
     LayerRow,
     *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked", "ran"),
-    *("forward_ns", "backward_ns", "share", "step_share", "site"),
+    *("library", "forward_ns", "backward_ns", "share", "step_share", "site"),
 )
-OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "site")
+OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "library", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "kernels")
 GAPS = (
