@@ -582,7 +582,8 @@ def actual_backend(call: CallRow) -> str | None:
 def library_of(calls: Iterable[CallRow]) -> str | None:
     """Return the AMD libraries whose kernels computed the calls, or None if there are none."""
     families = {kernel.family.partition("_")[0] for call in calls for kernel in call.kernels}
-    return join_and(sorted(AMD_LIBRARIES[name] for name in families & AMD_LIBRARIES.keys())) or None
+    names = sorted(AMD_LIBRARIES[name] for name in families & AMD_LIBRARIES.keys())
+    return join_and(names) if names else None
 
 
 def _kernel_backend(kernel: CallKernel) -> str | None:
