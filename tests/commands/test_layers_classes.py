@@ -698,3 +698,61 @@ def test_check_regret_compares_predictions_with_savings(tmp_path: Path) -> None:
     assert told["attention_ns"] > 0 and told["predicted_ns"] >= 0
     assert "train (own), math forced" in done.stdout
     assert (told["real_ns"] is None) == (told["advised"] is None)
+
+
+def on_amd(model: str, path: Path) -> Path:
+    """The trace of a model as PyTorch on an MI300X would have made it: flash by AOTriton, and neither
+    registers nor shared memory.
+    """
+    text = gzip.decompress((TRACES / "models" / f"{model}.json.gz").read_bytes()).decode()
+    trace = json.loads(text.replace("product_cudnn_attention", "product_flash_attention"))
+    for device in trace["deviceProperties"]:
+        device["name"] = "AMD Instinct MI300X"
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "kernel":
+            if event["name"].startswith("cudnn"):
+                event["name"] = "attn_fwd"
+            for unknown in ("registers per thread", "shared memory", "blocks per SM"):
+                event["args"].pop(unknown, None)
+            event["args"]["kind"] = "Dispatch Kernel"
+    path.write_text(json.dumps(trace))
+    return path
+
+
+def test_vendors_are_compared_by_library_and_roofline(tmp_path: Path) -> None:
+    store = {"store": str(tmp_path / "s.db")}
+    nvidia = on(H100, "llama_prefill", 1, tmp_path / "h100.json")
+    amd = on_amd("llama_prefill", tmp_path / "mi300x.json")
+    told = answer(store, str(nvidia), str(amd))
+    assert [each["device"] for each in told["classes"]] == [H100, "AMD Instinct MI300X"]
+    (row,) = told["layers"]
+    left, right = row["sides"]
+    assert (left["ran"], left["library"]) == ("cudnn", None)
+    assert (right["ran"], right["library"]) == ("flash", "AOTriton")
+    assert right["kernels"][0] == "attn_fwd"
+    # In the same time, the GPU with the higher peak is farther from its limit.
+    assert 0 < right["roofline_share"] < left["roofline_share"] < 1
+    text = ask(store, "h100.json", "mi300x.json").stdout
+    assert "computed by" in text and "flash (AOTriton)" in text
+    diff = CliRunner().invoke(
+        cli, ["diff", "h100.json", "mi300x.json", "--store", store["store"]], env=WIDE
+    )
+    assert "roofline%" in diff.stdout and "name both runs in `profharness layers`" in diff.stdout
+
+
+def test_a_layer_that_differs_in_the_other_direction_is_named(tmp_path: Path) -> None:
+    """One layer is slower on the second GPU, although attention as a whole is faster."""
+    store = {"store": str(tmp_path / "s.db")}
+    first = TRACES / "models" / "whisper.json.gz"
+    trace = json.loads(gzip.decompress(first.read_bytes()))
+    for device in trace["deviceProperties"]:
+        device["name"] = H100
+    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    grids = {str(each["args"]["grid"]) for each in kernels if each["name"].startswith("cudnn")}
+    assert len(grids) > 1
+    for event in kernels:
+        event["dur"] *= 3 if str(event["args"]["grid"]) == min(grids) else 0.2
+    second = tmp_path / "h100.json"
+    second.write_text(json.dumps(trace))
+    text = " ".join(ask(store, str(first), str(second)).stdout.split())
+    assert re.search(r"; it is [\d.]+ times (?:slower|faster) in Whisper", text)
