@@ -314,11 +314,11 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
         unrecorded = torch_ops.VARLEN
     if kind == "custom":
         unrecorded = (
-            f"{described.name} is an op of another package, but a config describes only "
+            f"{described.name} belongs to another package, but a config describes only "
             "scaled_dot_product_attention"
         )
     elif kind == "flex":
-        unrecorded = "the trace does not record the mask and the score function of flex_attention"
+        unrecorded = "the trace does not record the mask or the score function of flex_attention"
     elif not described.arguments.dims:
         unrecorded = torch_ops.NO_SHAPES
     return _Signature(

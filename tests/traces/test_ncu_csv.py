@@ -456,7 +456,7 @@ def test_names_that_are_bombs_stay_mangled(tmp_path: Path) -> None:
     text = HEADER + row().replace("flash<int>(float *)", bomb(20))
     trace = read(tmp_path, text + row(1).replace("flash<int>(float *)", FLASH))
     assert trace.kernels == [bomb(20), FLASH_CANONICAL]
-    assert trace.warnings == ("1 kernel names are too complex to demangle and stay mangled",)
+    assert trace.warnings == ("1 kernel names are too complex to demangle and remain mangled",)
     assert sum(os.times()[:4]) - begun < 5
 
 

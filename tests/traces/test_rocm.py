@@ -156,7 +156,7 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path: Path, opened: Open) -> N
 def test_a_file_without_launches_is_stored_with_a_warning(tmp_path: Path, opened: Open) -> None:
     trace = opened(Rocpd().write(tmp_path / "t.db"))
     assert trace.num_launches == 0
-    assert trace.warnings == ("the file contains no dispatch of a kernel and no copy",)
+    assert trace.warnings == ("the file contains no kernel dispatches or copies",)
 
 
 REFUSED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
