@@ -74,7 +74,10 @@ def test_every_template_parameter_is_described() -> None:
     [
         ("flash_fwd_splitkv_kernel<64,64x256,w4,nosplit>", "nosplit", "the keys are not split"),
         ("flash_fwd_splitkv_combine<64,m8,split2>", "split2", "combines at most 2 parts of the keys"),
-        ("FlashAttnFwdSm90<128,128x224,packgqa>", "packgqa", "query heads of a group share a tile"),
+        ("FlashAttnFwdSm90<128,128x224,packgqa>", "packgqa", (
+            "the query heads of a group share a "
+            "tile"
+        )),
         ("tiled_attention<fp16,64x64,32,512,8,3,2,one,2>", "one", "all keys fit in one tile"),
         ("tiled_attention<fp16,64x64,32,512,8,3,2,one,2>", "512", "columns of the head dimension of one block: 512"),
         ("softmax_warp_forward<fp32,9>", "9", "rows of up to 2^9 columns"),

@@ -353,19 +353,19 @@ def test_a_row_with_a_damaged_start_is_counted(tmp_path: Path, sign: str, at: in
     count, texts = warnings(tmp_path, WHOLE[:start] + sign + WHOLE[start + 1 :])
     if sign == "5" and at == 1:
         assert (count, len(texts)) == (6, 2)
-        assert texts[0] == "the ids of kernels have gaps: 1 are missing"
+        assert texts[0] == "the kernel ids have gaps: 1 are missing"
         assert "have the id of an earlier kernel" in texts[1]
         return
     assert count == 5
     assert texts == (
         "1 lines look like damaged rows and are skipped (line 5 after the header)",
-        "the ids of kernels have gaps: 1 are missing",
+        "the kernel ids have gaps: 1 are missing",
     )
 
 
 def test_missing_and_repeated_rows_are_counted(tmp_path: Path) -> None:
     gone = WHOLE.replace(row(2, 3.5), "").replace(row(3, 4.5), "")
-    assert warnings(tmp_path, gone) == (4, ("the ids of kernels have gaps: 2 are missing",))
+    assert warnings(tmp_path, gone) == (4, ("the kernel ids have gaps: 2 are missing",))
     count, texts = warnings(tmp_path, WHOLE + WHOLE.replace(HEADER, ""))
     assert count == 6
     assert texts == (
@@ -407,7 +407,7 @@ def test_an_invalid_time_is_left_out(tmp_path: Path, duration: str) -> None:
 
 
 def test_times_whose_sum_overflows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceFormatError, match=r"x\.csv: the times of its kernels add up to"):
+    with pytest.raises(TraceFormatError, match=r"x\.csv: its kernel times add up to"):
         read(tmp_path, HEADER + "".join(row(n, 2e15) for n in range(4)))
 
 
@@ -422,14 +422,14 @@ def test_numbers_of_any_size_are_handled(tmp_path: Path) -> None:
     (batch,) = trace.batches()
     assert batch.stream.tolist() == [7, NONE]
     assert trace.warnings == (
-        "1 cells of Grid Size could not be read (line 2 after the header)",
-        "1 cells of Stream could not be read (line 3 after the header)",
+        "1 cells in the column Grid Size could not be read (line 2 after the header)",
+        "1 cells in the column Stream could not be read (line 3 after the header)",
     )
     registers = row().replace('"168"', '"1e300"') + row(1).replace('"168"', '"-4"')
     trace = read(tmp_path, HEADER + registers)
     assert {config.registers_per_thread for config in trace.launch_configs} == {None}
     assert trace.warnings == (
-        "2 sizes of launches (grid, block, registers, memory) are impossible",
+        "2 launch sizes (grid, block, registers or memory) are impossible",
     )
 
 
@@ -437,7 +437,7 @@ def test_values_other_than_numbers_are_counted(tmp_path: Path) -> None:
     text = HEADER + row() + row(1).replace('"5.25"', '"5.X5"') + row(2).replace('"5.25"', '"n/a"')
     trace = read(tmp_path, text)
     assert trace.warnings == (
-        "1 values of metrics are not numbers and are skipped (line 3 after the header)",
+        "1 metric values are not numbers and are skipped (line 3 after the header)",
     )
 
 
@@ -474,7 +474,7 @@ def test_contradictions_in_the_long_form_are_reported(tmp_path: Path) -> None:
     )
     assert warnings(tmp_path, whole) == (4, (untimed,))
     cut = warnings(tmp_path, whole.removesuffix(rows[-1]))
-    assert cut == (4, ("1 values are missing that nearly all other kernels have", untimed))
+    assert cut == (4, ("1 values that nearly all other kernels have are missing", untimed))
     doubled = warnings(tmp_path, whole + "".join(rows))[1]
     assert doubled[0].startswith("12 rows repeat a metric of a kernel; the first value is used")
     other = warnings(tmp_path, whole + metric(3, "a__4", kernel="other"))[1]

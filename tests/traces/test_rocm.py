@@ -162,7 +162,7 @@ def test_a_file_without_launches_is_stored_with_a_warning(tmp_path: Path, opened
 REFUSED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda data: data[: len(data) * 2 // 3], r"cut off: \d+ of \d+ bytes"),
     "hole": (lambda data: data[:8192] + bytes(len(data) - 8192), "damaged"),
-    "renamed": (lambda data: data.replace(b"rocpd_kernel", b"xxxxx_kernel"), "not of nsys"),
+    "renamed": (lambda data: data.replace(b"rocpd_kernel", b"xxxxx_kernel"), "not from nsys"),
 }
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_file_is_refused(
 
 def test_another_database_with_the_table_is_refused(tmp_path: Path) -> None:
     for table, match in (
-        ("rocpd_kernel_dispatch_x (id)", "not of rocprofv3"),
+        ("rocpd_kernel_dispatch_x (id)", "not from rocprofv3"),
         ("rocpd_kernel_dispatch (id, start)", "has no column end"),
     ):
         path = tmp_path / "t.db"

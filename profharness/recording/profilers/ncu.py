@@ -162,7 +162,7 @@ RULES = (
         "tool_error",
         r"^==ERROR== (?!The application returned an error code)(?P<words>.+)",
         "ncu reported an error for {report}: {words}",
-        "the log of ncu has more details",
+        "see ncu's log for details",
     ),
     FailureRule(
         "target_failed",
@@ -176,10 +176,13 @@ RULES = (
     FailureRule(
         "no_kernels_matched",
         r"^==WARNING== No kernels were profiled",
-        ("ncu profiled no kernel for {report}: no kernel ran inside the NVTX ranges of the cells"),
         (
-            "check with `--profiler torch` whether the cells launch kernels; a range filter "
-            "needs its name escaped, with a slash at the end for push/pop ranges only"
+            "ncu profiled no kernels for {report}, because none ran inside the NVTX ranges "
+            "of the cells"
+        ),
+        (
+            "check with `--profiler torch` whether the cells launch kernels; in a range "
+            "filter, escape the name, and end it with a slash only for push/pop ranges"
         ),
     ),
     replace(LIBRARY_MISSING, pattern=r"\bncu: " + LIBRARY_MISSING.pattern),
@@ -307,7 +310,7 @@ class NcuSession(ToolSession):
 
 
 MAGIC = b"NVR\0"
-EXPECTED = "a report that `ncu -o` wrote"
+EXPECTED = "a report written by `ncu -o`"
 SIZE = struct.Struct("<I")
 VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # protobuf wire types
 RESULTS, SESSION, PAYLOAD = 2, 3, 5
@@ -355,7 +358,7 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         (count,) = SIZE.unpack(file.read(SIZE.size))
         require(count)
         if count > MAX_HEADER:
-            raise error(f"a header of {count} bytes", file.tell())
+            raise error(f"the report contains a header of {count} bytes", file.tell())
         return file.read(count)
 
     if file.read(len(MAGIC)) != MAGIC:
@@ -367,14 +370,14 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         if begin >= size:
             break
         if count == MAX_BLOCKS:
-            raise error(f"more than {MAX_BLOCKS:,} blocks", begin)
+            raise error(f"the report contains more than {MAX_BLOCKS:,} blocks", begin)
         header = read_sized()
         try:
             if not header:
                 raise ValueError
             numbers, session = _fields(header)
         except (IndexError, ValueError):
-            raise error("a damaged block", begin) from None
+            raise error("the report contains a damaged block", begin) from None
         with contextlib.suppress(IndexError, ValueError):  # the time is optional
             created_s = created_s or _fields(session)[0].get(CREATED)
         results += numbers.get(RESULTS, 0)
@@ -493,8 +496,8 @@ def metric_names(asked: Sequence[str]) -> tuple[str, ...]:
         # every metric of ncu starts with a hardware unit such as `sm__`, with `group:` or `regex:`
         if word not in PRESETS and "__" not in word and ":" not in word:
             raise UsageError(
-                f"--metrics {word}: neither a preset ({', '.join(PRESETS)}) nor a metric of ncu, such "
-                "as sm__inst_executed.sum"
+                f"--metrics {word}: neither a preset ({', '.join(PRESETS)}) nor an ncu "
+                "metric such as sm__inst_executed.sum"
             )
         names += PRESETS.get(word, (word,))
     return tuple(dict.fromkeys(names))

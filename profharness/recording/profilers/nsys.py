@@ -45,7 +45,7 @@ _SAME_VERSION = (
     "capture, import and export with the same nsys on the same machine, and copy the "
     ".sqlite file from there"
 )
-_DEBIAN = "libdw1, libelf1, libssh-4 on Debian and Ubuntu"
+_DEBIAN = "libdw1, libelf1 or libssh-4 on Debian and Ubuntu"
 
 NO_CUDA_EVENTS = FailureRule(
     "no_cuda_events",
@@ -53,7 +53,7 @@ NO_CUDA_EVENTS = FailureRule(
     "nsys recorded no CUDA work in {report}",
     (
         "check that the program uses the GPU (nvidia-smi, torch.cuda.is_available()) and "
-        "that nsys is not older than the CUDA release of torch; `--profiler torch` works "
+        "that nsys is not older than torch's CUDA release; `--profiler torch` works "
         "without nsys"
     ),
 )
@@ -64,7 +64,7 @@ WRITTEN_RULES = (
     FailureRule(
         "version_mismatch",
         r"Qdstrm version (?P<version>\S+) is not supported",
-        "the importer cannot read a raw file of nsys {version}, so {report} cannot be used",
+        "the importer cannot read raw files from nsys {version}, so {report} cannot be used",
         _SAME_VERSION,
     ),
     FailureRule(
@@ -73,15 +73,15 @@ WRITTEN_RULES = (
         r"|Unknown runtime API function index: \d+"
         r"|Data member TimestampType was not initialized",
         (
-            "the versions of nsys and its importer, or of nsys and the program's CUDA, do not "
-            "match: events are missing in {report}"
+            "nsys does not match its importer or the program's CUDA version, so events are "
+            "missing from {report}"
         ),
         _SAME_VERSION + "; a CUDA 13 program requires nsys 2025.3 or newer",
     ),
     FailureRule(
         "import_incomplete",
         r"Errors occurred while processing the raw events",
-        "the importer stopped before the end: events are missing in {report}",
+        "the importer stopped before the end, so events are missing from {report}",
         _SAME_VERSION,
     ),
     NO_CUDA_EVENTS,
@@ -135,14 +135,14 @@ UNWRITTEN_RULES = (
             "not start, usually because a library is missing"
         ),
         (
-            "`ldd QdstrmImporter | grep 'not found'` shows which; install the package that "
-            f"contains it ({_DEBIAN})"
+            "`ldd QdstrmImporter | grep 'not found'` shows the missing library; install the "
+            f"package that contains it ({_DEBIAN})"
         ),
     ),
     FailureRule(
         "sys_missing",
         r"Failed to get number of the device CPUs",
-        "the importer of nsys cannot read /sys, so {report} was not written",
+        "nsys's importer cannot read /sys, so {report} was not written",
         "mount /sys and /proc in the container",
     ),
     FailureRule(
@@ -183,7 +183,8 @@ KILLED = FailureRule(
     "nsys was killed (SIGKILL) before it wrote {report}",
     (
         "stop its remaining processes with `nsys shutdown --kill=sigterm "
-        "--session=profile-PID` (PID is that of the killed nsys); check the kernel log for "
+        "--session=profile-PID` (PID is the process id of the killed nsys); check the kernel log "
+        "for "
         "out-of-memory kills, then run again"
     ),
 )
@@ -382,7 +383,7 @@ def count_kernels(export: Path) -> int:
     with open_input(export) as file:
         size, header = file.size, file.read(100)
     if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
-        raise TraceFormatError(export.name, "not an SQLite file", expected="an export of nsys")
+        raise TraceFormatError(export.name, "not an SQLite file", expected="an nsys export")
     page = int.from_bytes(header[16:18], "big")
     # A page size of 65,536 is stored as 1. The number of pages in the header is valid only if both
     # change counters in the header are equal.
