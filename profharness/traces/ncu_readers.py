@@ -88,8 +88,9 @@ class MissingReaderError(MissingExtraError):
         ProfharnessError.__init__(
             self,
             f"{path}: no reader of Nsight Compute reports is installed. Install the package ncu_report "
-            '(pip install "profharness[ncu]"), put Nsight Compute on PATH, or set PROFHARNESS_NCU '
-            "to it. Alternatively, create a CSV where ncu is installed: "
+            '(pip install "profharness[ncu]"), put Nsight Compute on PATH, or set PROFHARNESS_NCU to it '
+            "(profharness then uses its extras/python, or ncu itself). Alternatively, create a CSV "
+            "where ncu is installed: "
             "ncu --import REPORT --csv --page raw --print-units base "
             "--print-kernel-base mangled > REPORT.csv",
         )

@@ -298,7 +298,9 @@ def test_only_a_warning_that_becomes_an_error_is_a_change() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # as packages do when they are imported
         assert ProcessState.read().changes_since(before) == []
         warnings.simplefilter("error", FutureWarning)
-        assert "filters that turn warnings into errors" in "".join(ProcessState.read().changes_since(before))
+        assert "filters that turn warnings into errors" in "".join(
+            ProcessState.read().changes_since(before)
+        )
 
 
 def test_additions_of_a_program_are_no_change() -> None:

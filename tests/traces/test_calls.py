@@ -205,7 +205,7 @@ def test_a_call_becomes_a_config(given: list[Any], flags: dict[str, Any], label:
     [
         (tensors((8, 64, 32), Q, Q), {}, "requires 4 dimensions"),
         (tensors(Q, (2, 4, 64, 32), (2, 4, 64, 32)), {"gqa": False}, "without enable_gqa"),
-        (tensors(Q, Q, (2, 8, 63, 32)), {}, "do not agree"),
+        (tensors(Q, Q, (2, 8, 63, 32)), {}, "are inconsistent"),
         (tensors(Q, (3, 8, 64, 32), (3, 8, 64, 32)), {}, "kv_batch=3"),
         (
             tensors(Q, Q, Q, mask=TensorArgument((2, 3, 64, 64), None, "bool")),

@@ -380,7 +380,7 @@ def test_bad_values_in_the_header_are_left_out(tmp_path: Path) -> None:
     assert "baseTimeNanoseconds" in trace.warnings[0]
     assert trace.warnings[1:3] == (
         "device None: name has the impossible value 3, which is ignored",
-        "deviceProperties: 1 of 3 are not devices",
+        "deviceProperties: 1 of 3 entries are not devices",
     )
     trace.close()
 

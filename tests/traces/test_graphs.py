@@ -138,9 +138,13 @@ def test_a_capture_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
             )
             assert reason in warning
 
-    check("batch of 8 in the capture", recording(tmp_path, 8, SHAPE), decode(9, 5000))
+    check("capture's batch size of 8", recording(tmp_path, 8, SHAPE), decode(9, 5000))
     longer = [*decode(8, 5000), event("kernel", "more", 5009, 1, correlation=5000, stream=7)]
-    check("has 3 kernels and copies, but the closest capture has 2", recording(tmp_path, 8, SHAPE), longer)
+    check(
+        "has 3 kernels and copies, but the closest capture has 2",
+        recording(tmp_path, 8, SHAPE),
+        longer,
+    )
     named = recording(tmp_path, 8, SHAPE, FLASH, "another")
     check("1 of 2 kernels have different names", named, decode(8, 5000))
 

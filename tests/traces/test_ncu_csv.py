@@ -151,7 +151,9 @@ def test_an_ambiguous_long_form_is_refused(tmp_path: Path, rows: str, match: str
 def test_a_truncated_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFormatError, match=r"line 2 after the header is cut off; copy"):
         read(tmp_path, f'{HEADER}{START},"1234\n')
-    with pytest.raises(TraceFormatError, match=r"line 2 after the header has 12 of 17 columns"):
+    with pytest.raises(
+        TraceFormatError, match=r"line 2 after the header has 12 columns instead of 17"
+    ):
         read(tmp_path, f'{HEADER}{START},"1234"\n')
     with pytest.raises(TraceFormatError, match="no header"):
         read_csv_text("a,b\n1,2\n", Path("x.csv"))
@@ -428,9 +430,7 @@ def test_numbers_of_any_size_are_handled(tmp_path: Path) -> None:
     registers = row().replace('"168"', '"1e300"') + row(1).replace('"168"', '"-4"')
     trace = read(tmp_path, HEADER + registers)
     assert {config.registers_per_thread for config in trace.launch_configs} == {None}
-    assert trace.warnings == (
-        "2 launch sizes (grid, block, registers or memory) are impossible",
-    )
+    assert trace.warnings == ("2 launch sizes (grid, block, registers or memory) are impossible",)
 
 
 def test_values_other_than_numbers_are_counted(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_damage_in_the_header_and_the_units_is_reported(tmp_path: Path) -> None:
     assert warnings(tmp_path, odd)[1] == ("1 columns have unknown names: 'Gr%d Size'",)
     unit = WHOLE.replace('"us"', '"ux"')
     assert warnings(tmp_path, unit)[1] == (
-        "6 of 6 kernels have no time: gpu__time_duration.sum is in 'ux'",
+        "6 of 6 kernels have no time, because the unit of gpu__time_duration.sum is 'ux'",
     )
 
 
@@ -486,7 +486,7 @@ def test_the_long_form_takes_linear_time(tmp_path: Path) -> None:
     begun = os.times().user
     rows = "".join(metric(number, f"a__{number}") for number in range(20_000))
     with pytest.raises(
-        TraceFormatError, match="20000 kernels with 20000 metrics, but 20000 values"
+        TraceFormatError, match="20000 kernels and 20000 metrics, but only 20000 values"
     ):
         read(tmp_path, f"{LONG}\n{rows}")
     assert os.times().user - begun < 20

@@ -74,7 +74,7 @@ def test_roctx_ranges_contain_launches(tmp_path: Path, opened: Open) -> None:
     maker.region(RCCL, 15, 100, 200, 14)
     trace = opened(maker.write(tmp_path / "t.db"))
     assert [row["range"] for row in launches(trace)] == ["forward", "step, seq = 5", "loop"]
-    assert trace.warnings == ("regions of RCCL_API are not read",)
+    assert trace.warnings == ("regions in the categories RCCL_API are not read",)
 
 
 def test_a_copy_has_a_direction_and_bytes(tmp_path: Path, opened: Open) -> None:

@@ -132,7 +132,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", KERNEL_TRACE, {}, {})
     whole = path.read_text()
     changes = {
-        r"no column for the end of the launches": whole.replace("End_Timestamp", "Stop"),
+        r"no column for the launch end": whole.replace("End_Timestamp", "Stop"),
         r"the last row is cut off": whole[:-40],
         r"damaged: field larger than": whole.replace(NAME, "x" * 200_000),
     }
@@ -145,7 +145,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         open_trace(path)
     with closing(sqlite3.connect(tmp_path / "t.db")) as db:
         db.execute("CREATE TABLE KERN (a)")
-    with pytest.raises(TraceFormatError, match="no column for the start of the launches and end"):
+    with pytest.raises(TraceFormatError, match="no column for the launch start and launch end"):
         open_trace(tmp_path / "t.db")
 
 

@@ -135,7 +135,13 @@ def test_a_failure_says_where_and_by_how_much(
     mistaken: tuple[Path, list[VerificationRow]],
 ) -> None:
     row = named(mistaken[1], "no_scale")["out"]
-    for words in ("at [", "expected ", "got ", "times the allowance of ", "elements exceed the allowance"):
+    for words in (
+        "at [",
+        "expected ",
+        "got ",
+        "times the allowance of ",
+        "elements exceed the allowance",
+    ):
         assert words in str(row.message)
     assert row.error is not None and row.allowance is not None and row.error > row.allowance
 
