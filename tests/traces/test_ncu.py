@@ -228,7 +228,7 @@ def test_a_failure_of_the_module_affects_only_one_file(
     monkeypatch.setattr(readers, "CPU_S", 0.1)
     monkeypatch.setattr(readers, "CPU_S_PER_MB", 0.1)
     monkeypatch.setattr(readers, "WAITING", 2 if "sleep" in body else 60)
-    match = rf"h200\.ncu-rep: written by ncu .* \({why}\) and ncu --import cannot read it"
+    match = rf"h200\.ncu-rep: this report was written by ncu .* \({why}\) and ncu --import cannot read it"
     with pytest.raises(TraceFormatError, match=match) as caught:
         parse_ncu(report)
     assert caught.value.path == report

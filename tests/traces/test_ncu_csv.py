@@ -155,7 +155,7 @@ def test_a_truncated_row_is_refused(tmp_path: Path) -> None:
         TraceFormatError, match=r"line 2 after the header has 12 columns instead of 17"
     ):
         read(tmp_path, f'{HEADER}{START},"1234"\n')
-    with pytest.raises(TraceFormatError, match="no header"):
+    with pytest.raises(TraceFormatError, match="no ncu CSV header"):
         read_csv_text("a,b\n1,2\n", Path("x.csv"))
     with pytest.raises(TraceFormatError, match="cannot be read"):
         read_csv_text(tmp_path / "missing.csv", tmp_path / "missing.csv")
@@ -204,7 +204,7 @@ def test_a_truncation_after_unquoted_cells_is_refused(tmp_path: Path, cut: int) 
 def test_a_truncated_header_is_refused(tmp_path: Path, cut: int) -> None:
     header = f"{NOW},{METRICS}"
     for tail in ("", "\n", "\n==PROF== Disconnected from process 7\n"):
-        with pytest.raises(TraceFormatError, match=r"cut off|not a trace|no header"):
+        with pytest.raises(TraceFormatError, match=r"cut off|not a trace|no ncu CSV header"):
             read(tmp_path, f"==PROF== Connected\n{header[:-cut]}{tail}")
     with pytest.raises(TraceFormatError, match="no row of units"):
         read(tmp_path, f"{header}\n{TABLE.splitlines()[2]}\n")

@@ -77,9 +77,9 @@ MISTAKES = {
     "writes_input": ("inputs", "writes to element 65 of key's storage"),
     "stale": ("out", "is the result of the previous call, although the inputs differ"),
     "accumulates": ("out", "two calls with the same inputs differ"),
-    "shared_buffer": ("out", "a later call overwrote the result of an earlier one"),
+    "shared_buffer": ("out", "a later call overwrote the result of an earlier call"),
     "unstable": ("out", "two calls with the same inputs differ"),
-    "wrong_gradient": ("dk", "it is 5.657 times the expected value"),
+    "wrong_gradient": ("dk", "the result is 5.657 times the expected value"),
     "wrong_shape": ("out", "returned shape [2, 100, 4, 32]"),
 }
 

@@ -139,7 +139,7 @@ def test_an_earlier_process_is_reported(tmp_path: Path) -> None:
     with watcher(tmp_path, pids=[[], [222]]) as mine:
         mine.says(pids=[[], [222, "self"]])
         assert mine.ask() == "True"
-        assert "another process (222" in mine.ask()
+        assert "another process (PID 222" in mine.ask()
 
 
 @pytest.mark.parametrize("samples", [None, [], [["self", 90, 5]]])
@@ -174,7 +174,7 @@ def test_another_process_is_reported_if_it_computes(
         mine.says(pids=pids, samples=[[111, 50, 3]])
         assert mine.ask() == "True"
         mine.says(pids=pids, samples=samples, gpu=gpu)
-        assert ("another process (111" in mine.ask()) is told
+        assert ("another process (PID 111" in mine.ask()) is told
 
 
 @pytest.mark.parametrize(
