@@ -168,7 +168,10 @@ def _why_no_step(
             "only compiled code calls attention, and in compiled code a step ends only when an "
             "optimizer steps"
         )
-        again = "record it with torch.profiler (record_shapes=True), then run profharness ingest"
+        again = (
+            "record the program with torch.profiler (record_shapes=True), then run profharness "
+            "ingest"
+        )
     elif not windows:
         why = (
             f"the profiler starts after {options.warmup} steps in a row without a new kind of "

@@ -48,7 +48,7 @@ PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")
 MARKER = "profharness-attention:"  # prefix of range names; a module's dotted path follows
 
 _Stretch = tuple[int, str, int, int, int]
-"""The index of a call, a direction, and the thread, start and end of a span of the call."""
+"""The index of a call, a direction, and the thread, start and end of one of the call's spans."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ RULES = (
             "the GPU"
         ),
         (
-            "use an ncu that matches the driver (2025.3 for 580), check that /dev/nvidia-caps "
+            "use an ncu that matches the driver (ncu 2025.3 for driver 580), check that "
+            "/dev/nvidia-caps "
             "exists, and "
         )
         + NO_SANDBOX.replace("{tool}", "ncu"),
@@ -106,7 +107,8 @@ RULES = (
         r"driver resource was unavailable",
         "another tool is using the GPU's hardware counters",
         (
-            "run `dcgmi profile --pause` before and `dcgmi profile --resume` after, or wait "
+            "run `dcgmi profile --pause` before the capture and `dcgmi profile --resume` after "
+            "it, or wait "
             "until the other ncu ends"
         ),
     ),
@@ -120,7 +122,7 @@ RULES = (
         "lock_file",
         r"Failed to open/create lock file (?P<path>\S+)",
         "the lock file {path} belongs to another user",
-        "set TMPDIR to a folder of your own, where ncu keeps its lock",
+        "set TMPDIR to a folder that you own, because ncu keeps its lock there",
     ),
     FailureRule(
         "driver_too_old",
@@ -197,7 +199,7 @@ RULES = (
         "lock_file",
         r"nsight-compute-lock",
         "ncu waited too long for another ncu to release its lock",
-        "set TMPDIR to a folder of your own, or wait until the other ncu ends",
+        "set TMPDIR to a folder that you own, or wait until the other ncu ends",
         late=True,
     ),
 )

@@ -124,7 +124,7 @@ UNWRITTEN_RULES = (
             "nsys wrote a raw .qdstrm file but not {report}: its importer (QdstrmImporter) is "
             "not in the folder host-linux-x64 beside nsys's target-linux-x64"
         ),
-        "link it there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
+        "link the importer there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
         "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
     ),
     FailureRule(
@@ -151,8 +151,8 @@ UNWRITTEN_RULES = (
         r"|^File is corrupted\.",
         "nsys could not convert its raw .qdstrm file to {report}",
         (
-            "check whether the disk is full; `QdstrmImporter -i FILE.qdstrm` of the same version "
-            "shows the reason"
+            "check whether the disk is full; to see the reason, run `QdstrmImporter -i "
+            "FILE.qdstrm` from the same version"
         ),
     ),
     FailureRule(

@@ -232,7 +232,10 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
     seconds = median(samples) / 1e9
     rate = FASTEST_FORMAT * max(peaks.flops_per_s.values(), default=0.0)
     if rate and (done := flops(cell.config) / seconds) > rate:
-        return f"{done / 1000000000000.0:,.0f} TFLOP/s, but tensor cores reach at most {rate / 1000000000000.0:,.0f}"
+        return (
+            f"{done / 1000000000000.0:,.0f} TFLOP/s, but tensor cores reach at most "
+            f"{rate / 1000000000000.0:,.0f} TFLOP/s"
+        )
     tensors = tensor_bytes(cell.config)
     # do not count the output and unflushed inputs, because they may stay in the L2
     cached = 0 if name == COLD else peaks.l2_bytes

@@ -202,7 +202,7 @@ _FLASH_BASE = _words(
 )
 WORDS.update(dict.fromkeys(("flash2", "flash2_pip", "flash2_any"), _FLASH_BASE))
 WORDS["fa3"] = _words(
-    (r"prepare_varlen_num_blocks_kernel", "counts the tiles of sequences of different lengths"),
+    (r"prepare_varlen_num_blocks_kernel", "counts the tiles for sequences of different lengths"),
     (r"FlashAttn", "FlashAttention 3"),
     (r"Fwd", "forward"),
     (r"Bwd", "backward"),
