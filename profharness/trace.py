@@ -54,11 +54,11 @@ class LaunchConfig:
     grid: tuple[int, int, int] | None
     block: tuple[int, int, int] | None
     registers_per_thread: int | None = None
-    """Registers of a thread. On AMD GPUs, these are the vector registers (VGPRs)."""
+    """Registers per thread. On AMD GPUs, these are the vector registers (VGPRs)."""
     static_shared_bytes: int | None = None
     dynamic_shared_bytes: int | None = None
     shared_bytes: int | None = None
-    """Shared memory of a block. On AMD GPUs, this is the local data share (LDS)."""
+    """Shared memory per block. On AMD GPUs, this is the local data share (LDS)."""
     accum_registers_per_thread: int | None = None
     scalar_registers: int | None = None  # registers that the threads of a wavefront share
     scratch_bytes_per_thread: int | None = None
@@ -85,7 +85,7 @@ class TensorArgument:
     strides: tuple[int, ...] | None = None
     """Strides in elements, or None if the trace does not contain the strides."""
     dtype: str | None = None
-    """Name of the dtype as in a config, or the trace's own name if configs have no such dtype."""
+    """The dtype's name in configs, or its name in the trace if configs do not support it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,11 +166,12 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
     """
     if any(cell.case is not None for cell in run.cells):
         return (
-            f"run {run.run} was made by `profharness verify`, which cannot be resumed; run it again"
+            f"run {run.run} was created by `profharness verify`, which cannot be resumed; run it "
+            "again"
         )
     if run.kind == OBSERVE:
         return (
-            f"run {run.run} was made by `profharness observe`, which cannot be resumed; run it "
+            f"run {run.run} was created by `profharness observe`, which cannot be resumed; run it "
             "again"
         )
     left = any(problem.profiler != GPU for problem in run.problems)
@@ -182,8 +183,8 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
 
 def finished_message(folder: Path, run: Run) -> str:
     return (
-        f"run {run.run} is finished: all of its cells ({len(run.cells)}) have a result; "
-        f"`profharness ingest {shlex.quote(str(folder))}` stores it"
+        f"run {run.run} is finished: all of its cells ({len(run.cells)}) have a result; run "
+        f"`profharness ingest {shlex.quote(str(folder))}` to store it"
     )
 
 
@@ -219,7 +220,7 @@ def gpu_locked(
     try:
         if not try_lock(descriptor, fcntl.LOCK_EX):
             notify(
-                f"waiting: another profharness is measuring on {gpu.name} ({gpu.key}); set "
+                f"waiting: another profharness process is measuring on {gpu.name} ({gpu.key}); set "
                 "CUDA_VISIBLE_DEVICES to use another GPU"
             )
             while not try_lock(descriptor, fcntl.LOCK_EX):
@@ -329,7 +330,7 @@ def write_folder(
         if not isinstance(error, OSError | CaptureError):
             raise
         why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
-        what = f"cannot write to {out}" if made else f"cannot make the run folder {folder}"
+        what = f"cannot write to {out}" if made else f"cannot create the run folder {folder}"
         raise CaptureError(
             f"{what}: {why}; nothing ran; choose another folder with --out"
         ) from None

@@ -42,8 +42,8 @@ NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
 # observer/window.py writes this text to the journal as the reason for an unrecorded step
 ELSEWHERE = "attention ran in other threads, but the profiler records only the main thread"
 RECORD_THREAD = (
-    "to get their times, record such a thread with torch.profiler (record_shapes=True), "
-    "then run profharness ingest"
+    "to time these calls, record their threads with torch.profiler (record_shapes=True), then "
+    "run profharness ingest"
 )
 CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
 
@@ -130,16 +130,16 @@ def why_silent(folder: Path) -> str | None:
     reported = {row.get("event") for row in _read(folder / PROCESSES_FILE)}
     if not reported:
         return (
-            "no Python process was observed: the program runs Python with -I, -E or -S, which "
-            "disable the observer, clears its environment, or is not a Python program"
+            "no Python process was observed: the program clears its environment, is not a Python "
+            "program, or runs Python with -I, -E or -S, which disable the observer"
         )
     if "torch" not in reported:
-        return "none of its processes imported torch"
+        return "none of the program's processes imported torch"
     return (
         "torch was imported, but scaled_dot_product_attention was never called from Python; "
         "attention in plain matrix products, in other packages or in the fast path of "
-        "nn.TransformerEncoder appears only in a trace (torch.profiler with "
-        "record_shapes=True, then profharness ingest)"
+        "nn.TransformerEncoder appears only in a trace (record one with torch.profiler and "
+        "record_shapes=True, then run profharness ingest)"
     )
 
 
@@ -151,8 +151,8 @@ def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]
         missed = sum(row.get("elsewhere", 0) for row in closed)
         if missed:
             text = (
-                f"{missed:,} calls ran in other threads while the main thread was recorded; they are "
-                "counted, but have no times"
+                f"{missed:,} calls ran in other threads while the main thread was recorded; they "
+                "are counted, but not timed"
             )
             yield Problem(options.profiler, "threads_not_recorded", text, RECORD_THREAD)
     elif options.profiler == TORCH:
@@ -165,9 +165,13 @@ def _why_no_step(
     again = "record from the first call with `profharness observe --warmup 0 -- PROGRAM`, or run more steps"
     if all(row.get("compiled") for row in _rows(folder, "template")):
         why = (
-            "only compiled code calls attention, and there a step ends only when an optimizer steps"
+            "only compiled code calls attention, and in compiled code a step ends only when an "
+            "optimizer steps"
         )
-        again = "record it with torch.profiler (record_shapes=True), then run profharness ingest"
+        again = (
+            "record the program with torch.profiler (record_shapes=True), then run profharness "
+            "ingest"
+        )
     elif not windows:
         why = (
             f"the profiler starts after {options.warmup} steps in a row without a new kind of "
@@ -195,7 +199,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 def _export(report: Path, tool: Path) -> tuple[Problem, ...]:
     if not report.exists():
-        text = "nsys wrote no report, because the program ended before the recording began"
+        text = "nsys wrote no report, because the program ended before recording began"
         return (Problem(NSYS, "capture_range_missed", text, "use --warmup 0, or run more steps"),)
     try:
         export_report(report, report.with_suffix(".sqlite"), tool)

@@ -78,7 +78,7 @@ def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> tuple[str, str]
     """
     path = shutil.which(name)
     if path is None:
-        raise CaptureError("no such program; give the path of a Python that has torch")
+        raise CaptureError("no such program; pass the path of a Python that has torch")
     # do not resolve symlinks, because the path of a virtual environment selects its packages
     path = str(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
@@ -90,8 +90,8 @@ def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> tuple[str, str]
         done = run_briefly([path, "-c", "import nvtx"], IMPORT_TIMEOUT_S)
         if done is None or done.returncode:
             raise CaptureError(
-                f"{', '.join(wrapped)} require the package nvtx in that Python: {path} -m pip install "
-                "nvtx"
+                f"{', '.join(wrapped)} require the package nvtx in that Python; install it "
+                f"with `{path} -m pip install nvtx`"
             )
     return path, f"{name}: torch {environment['torch']}, Python {environment['python']}"
 
@@ -163,16 +163,16 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
         done = run_briefly(argv, timeout_s, child_environment())
         if done is None:
             raise CaptureError(
-                f"measuring the peak rates of {device} took more than {timeout_s:g} s and was "
-                "stopped; --peaks data-sheet needs no measurement"
+                f"measuring the peak rates of {device} took more than {timeout_s:g} s and "
+                "was stopped; use --peaks data-sheet to avoid the measurement"
             )
         path = folder / PEAKS_FILE
         if done.returncode != 0 or not path.exists():
             stderr_tail = " / ".join(done.stderr.strip().splitlines()[-2:])[:500]
             raise CaptureError(
                 f"measuring the peak rates of {device} failed (exit code {done.returncode}): "
-                f"{stderr_tail}; `profharness doctor` shows what is missing; --peaks data-sheet needs "
-                "no measurement"
+                f"{stderr_tail}; `profharness doctor` shows what is missing; use --peaks "
+                "data-sheet to avoid the measurement"
             )
         measured = read_json(path, Measured)
     return replace(measured, created=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -225,7 +225,7 @@ def ask(
     for cell in cells:
         if cell.cell not in answers:
             message = ended[cell.cell].message if cell.cell in ended else None
-            error = f"PyTorch gave no answer: {message or 'its process left no answer'}"
+            error = f"PyTorch gave no answer: {message or 'its process ended without an answer'}"
             answers[cell.cell] = LiveAnswer(cell.cell, cell.config.label, error=error)
     return [answers[cell.cell] for cell in cells], environment
 

@@ -129,7 +129,9 @@ class _JournalReader:
                 self._offset += len(data)
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 if len(self._rest) > LINE_BYTES:
-                    raise OSError(errno.EFBIG, "a line of the journal has no end", str(self._path))
+                    raise OSError(
+                        errno.EFBIG, "the journal contains a line without an end", str(self._path)
+                    )
                 for line in lines:
                     # ignore a line that is incomplete because the worker crashed
                     with contextlib.suppress(*NOT_A_RECORD):
@@ -242,8 +244,8 @@ class _WorkerProcess:
             if entry.result is not None and paused_s != self.reported_s:
                 stopped_s, self.reported_s = paused_s - self.reported_s, paused_s
                 warning = (
-                    f"stopped (Ctrl-Z) for {stopped_s:.1f} s during the measurement; a sample may include "
-                    "that time"
+                    f"the run was stopped (Ctrl-Z) for {stopped_s:.1f} s during the measurement; "
+                    "a sample may include that time"
                 )
                 warnings = (*entry.result.warnings, warning)
                 entry = replace(entry, result=replace(entry.result, warnings=warnings))
@@ -432,9 +434,9 @@ def worker_environment(
 
 REMEDIES = {
     "timeout": "give it more time with --timeout",
-    "oom": "the profiler needs GPU memory too: free some, or choose a smaller config",
+    "oom": "the profiler also needs GPU memory; free some memory, or choose a smaller config",
     "crashed": (
-        "worker.log has the worker's last output; check whether the config also fails "
+        "see worker.log for the worker's last output, and check whether the config also fails "
         "without this profiler"
     ),
     "error": (
@@ -533,9 +535,14 @@ class RunRecord:
                     Problem(
                         profiler.name,
                         f"cell_{result.status}",
-                        f"{result.config} {result.backend} ended as {result.status} under "
-                        f"{profiler.name}: {result.message}",
-                        f"{REMEDIES[result.status]}, or leave this config out for this profiler",
+                        (
+                            f"{result.config} {result.backend} ended with status {result.status} "
+                            f"under {profiler.name}: {result.message}"
+                        ),
+                        (
+                            f"{REMEDIES[result.status]}, or leave out this config when you use "
+                            "this profiler"
+                        ),
                         cells=(result.cell,),
                     )
                 )

@@ -108,7 +108,7 @@ def _check(path: Path, scrubber: Scrubber) -> None:
         scrubber.record("raw report", "contains the environment of its process", "the file")
         return
     if is_store(path):
-        scrubber.record("store", "contains paths and environments of its runs", "the file")
+        scrubber.record("store", "contains the paths and environments of its runs", "the file")
         return
     with _opened(path) as file:
         head = file.read(len(MAGIC))
@@ -229,8 +229,11 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
             if findings := audit(copy):
                 shown = (f"  {each.where}: {each.kind}: {each.text}" for each in findings[:SHOWN])
                 raise PrivateDataError(
-                    f"{source}: the copy contains {counted(len(findings), 'item')} not known to be "
-                    "harmless, so it was deleted; please report this:\n" + "\n".join(shown)
+                    (
+                        f"{source}: the copy contains {counted(len(findings), 'item')} that are "
+                        "not known to be harmless, so it was deleted; please report this:\n"
+                    )
+                    + "\n".join(shown)
                 )
             if output.is_dir():
                 output.rename(work / "earlier")

@@ -131,7 +131,7 @@ def _events(window: Window, layout: Layout) -> Iterator[bytes]:
         at = 0
         size = min(max(1 << 17, len(window.buffer)), MAX_PIECE // 4)
         if len(window.buffer) > MAX_PIECE or not window.fill(size):
-            raise window.error("the file ends inside traceEvents", expected="a whole event")
+            raise window.error("the file ends inside traceEvents", expected="a complete event")
 
 
 class _Events:

@@ -152,7 +152,7 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     with opened(path, path) as export, new_database(path, out, scrubber) as target:
         copied = _Export(export.connection, target, scrubber)
         if not copied.kept:
-            raise TraceFormatError(path, "no table of nsys", expected=EXPECTED)
+            raise TraceFormatError(path, "no nsys tables", expected=EXPECTED)
         copied.copy()
 
 
@@ -262,7 +262,7 @@ class _Export:
                 row = (key, self.scrubber.clean(str(text), where=where))
                 self.target.execute(f"INSERT INTO {STRINGS} VALUES (?, ?)", row)
             else:
-                self.scrubber.record("text", "a text that no copied row refers to", where)
+                self.scrubber.record("text", "text that no copied row refers to", where)
 
     def _declare(self) -> dict[str, dict[str, str]]:
         """Create the tables of the source without rows.

@@ -26,7 +26,7 @@ EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)
 NVTX = (PUSH_POP, START_END)
 TEXTS = ("Kernel Name", "device__attribute_display_name", *NVTX)
-EXPECTED = "a CSV of ncu (--csv --page raw)"
+EXPECTED = "an ncu CSV (--csv --page raw)"
 _NVTX_REST = re.compile(r"(?:[\s\"<>:;,0-9]|none|default domain|ASCII|Unicode|Registered)*")
 _TRIPLE = re.compile(r"\([0-9]{1,10}, [0-9]{1,10}, [0-9]{1,10}\)")
 
@@ -113,13 +113,15 @@ def check_name(source: Path, output: Path) -> None:
     made = EXPORTS.get(suffix)
     if made is None:
         if wrong in EXPORTS:
-            message = f"{output}: the copy cannot be a {wrong}; keep the suffix of {source.name}"
+            message = (
+                f"{output}: the copy cannot be a {wrong} file; keep the suffix of {source.name}"
+            )
             raise UsageError(message)
     elif not output.name.lower().endswith((made, f"{made}{GZIP_SUFFIX}")):
         stem = stem if wrong in EXPORTS else output.stem
         raise UsageError(
-            f"{output}: a {suffix} contains the environment of its process, so its copy is a "
-            f"{made}; name it {stem}{made}"
+            f"{output}: a {suffix} file contains the environment of its process, so its copy "
+            f"is a {made} file; name the copy {stem}{made}"
         )
 
 
@@ -164,5 +166,5 @@ def _doubt(export: Path, report: Path) -> str | None:
             with opened(export, export):
                 pass
     except TraceFormatError:
-        return f"is not a complete export of {('ncu' if export.suffix == '.csv' else 'nsys')}"
+        return f"is not a complete {('ncu' if export.suffix == '.csv' else 'nsys')} export"
     return None

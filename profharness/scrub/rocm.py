@@ -120,7 +120,7 @@ def scrub_rocm_database(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     with database(path, path, FORM) as source, new_database(path, out, scrubber) as target:
         copied = _Copy(source, target, scrubber)
         if not copied.tables:
-            raise TraceFormatError(path, "no table of AMD's profilers", expected=FORM.expected)
+            raise TraceFormatError(path, "no tables from an AMD profiler", expected=FORM.expected)
         copied.copy()
 
 
@@ -158,7 +158,7 @@ class _Copy:
                 made = f"_{_NEW[:-6]}{number:06d}"
                 suffix = recordings.setdefault(match["recording"], made)
                 if suffix != match["recording"]:
-                    scrubber.record("id", "the id of a recording", "schema")
+                    scrubber.record("id", "a recording's id", "schema")
                 kind, strings = match["name"], f"rocpd_string{match['recording']}"
                 table = _Table(name, f"rocpd_{kind}{suffix}", strings, ROCPD[kind], present)
             elif name in OTHERS:
@@ -216,7 +216,7 @@ class _Copy:
         values = dict(zip(table.marks, row, strict=True))
         if table.name == table.strings and values.get("id") not in self.used[table.strings]:
             if values.get("string"):
-                self.scrubber.record("text", "a text that no copied row refers to", place)
+                self.scrubber.record("text", "text that no copied row refers to", place)
             return None
         if "metadata" in place:
             form = METADATA.get(str(values.get("tag")))
@@ -338,7 +338,7 @@ def scrub_rocm_json(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     try:
         whole = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        expected = "a JSON of rocprofv3"
+        expected = "a JSON file from rocprofv3"
         raise TraceFormatError(path, f"damaged: {error}", expected=expected) from None
     plain = msgspec.to_builtins(file)
     ids = sorted(_ids(plain) - {0})
@@ -346,7 +346,7 @@ def scrub_rocm_json(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
         plain, "", {0: 0} | {value: at for at, value in enumerate(ids, 1)}, scrubber
     )
     if cleaned != whole:
-        scrubber.record("members", "members that are not read, or ids of processes", "file")
+        scrubber.record("members", "members that are not read, or process ids", "file")
     out.write(msgspec.json.encode(cleaned))
 
 

@@ -83,9 +83,8 @@ ROCM_HEADER = re.compile(
 ROCPROFV3_JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"rocprofiler-sdk-tool"')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
-    "an Nsight Compute report (.ncu-rep, .csv), a file of rocprofv3 or rocprof (.db, .json, .csv), "
-    "a database of rpd (.rpd), "
-    "each also as .gz, or a run folder"
+    "an Nsight Compute report (.ncu-rep, .csv), a rocprofv3 or rocprof file (.db, .json, .csv), "
+    "an rpd database (.rpd), a gzip-compressed copy of one of these, or a run folder"
 )
 
 
@@ -316,5 +315,5 @@ def without_room() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{tempfile.gettempdir()}: a temporary file cannot be written: {error.strerror}"
+        message = f"{tempfile.gettempdir()}: cannot write a temporary file: {error.strerror}"
         raise ProfharnessError(f"{message}; choose another folder with TMPDIR") from None

@@ -48,7 +48,7 @@ PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")
 MARKER = "profharness-attention:"  # prefix of range names; a module's dotted path follows
 
 _Stretch = tuple[int, str, int, int, int]
-"""The index of a call, a direction, and the thread, start and end of a span of the call."""
+"""The index of a call, a direction, and the thread, start and end of one of the call's spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +314,11 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
         unrecorded = torch_ops.VARLEN
     if kind == "custom":
         unrecorded = (
-            f"{described.name} is an op of another package, but a config describes only "
+            f"{described.name} belongs to another package, but a config describes only "
             "scaled_dot_product_attention"
         )
     elif kind == "flex":
-        unrecorded = "the trace does not record the mask and the score function of flex_attention"
+        unrecorded = "the trace does not record the mask or the score function of flex_attention"
     elif not described.arguments.dims:
         unrecorded = torch_ops.NO_SHAPES
     return _Signature(

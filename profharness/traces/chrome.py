@@ -219,7 +219,7 @@ def _assemble(
     if not trace.num_launches:
         message = "traceEvents is empty"
         if tables.events or tables.skipped:
-            message = "; ".join([f"nothing ran in its {tables.events:,} events", *skipped])
+            message = "; ".join([f"its {tables.events:,} events record no work", *skipped])
         raise TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
     seen = np.sort(np.concatenate(hashes))
     repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
@@ -228,14 +228,15 @@ def _assemble(
     counts["repeated"] = repeated
     texts = {
         "unmatched": (
-            "have no API call with their correlation id, so their thread, range and op are unknown"
+            "have no API call with the same correlation id, so their thread, range and op "
+            "are unknown"
         ),
-        "ambiguous": "have several API calls with their correlation id; the first one is used",
+        "ambiguous": "have several API calls with the same correlation id; the first one is used",
         "repeated": "occur twice in the file and are counted twice",
     }
     found = [f"{counts[key]:,} launches {text}" for key, text in texts.items() if counts[key]]
     if at.stacks.paths.deep:
-        found.append(f"stacks of more than {MAX_DEPTH} ops are recorded only in part")
+        found.append(f"op stacks deeper than {MAX_DEPTH} are stored without their middle part")
     warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)
     if is_rocm:
         devices = _with_agents(devices, used)
@@ -300,7 +301,7 @@ def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
     made = np.stack([thread[starts], t[starts], thread[ends], t[ends]], axis=1)
     lone = len(keys) + len(others) - 2 * len(both)
     text = (
-        f"{lone:,} arrows from forward to backward have only one end, so their backward is unknown"
+        f"{lone:,} forward-to-backward arrows have only one end, so their backward ops are unknown"
     )
     return made[order], [text] if lone else []
 
@@ -335,7 +336,9 @@ def _devices(header: dict[str, Any], unnamed: str) -> tuple[tuple[Device, ...], 
     ]
     doubts = [text for _, texts in made for text in texts]
     if len(made) < len(given):
-        doubts.append(f"deviceProperties: {len(given) - len(made)} of {len(given)} are not devices")
+        doubts.append(
+            f"deviceProperties: {len(given) - len(made)} of {len(given)} entries are not devices"
+        )
     return tuple(device for device, _ in made if device), doubts
 
 
@@ -399,7 +402,7 @@ class FileScanner:
         self._collector.flush()
         if self._array_end is None:
             message = "the file ends inside traceEvents"
-            raise window.error(message, expected="], the end of the events")
+            raise window.error(message, expected="] at the end of the events")
         return self._array_end
 
     def _scan_segments(self) -> None:
@@ -650,7 +653,9 @@ def probe(window: Window) -> Layout:
     if opening == b"[":
         return _layout(window, start + 1, {}, bare=True)
     if opening != b"{":
-        raise window.error("not JSON", offset=start, expected="{ or [, the start of a Kineto trace")
+        raise window.error(
+            "not JSON", offset=start, expected="{ or [ at the start of a Kineto trace"
+        )
     position = _find_events(window, start)
     try:
         header = decode_lenient(window.buffer[start:position] + b"]}")
@@ -678,7 +683,7 @@ def _find_events(window: Window, start: int) -> int:
             if not depth:
                 raise _foreign(window)
         if len(window.buffer) > MAX_PIECE:
-            message = f"no traceEvents in the first {MAX_PIECE >> 20} MiB"
+            message = f"the first {MAX_PIECE >> 20} MiB do not contain traceEvents"
             raise window.error(message, expected='"traceEvents": [')
         if not window.fill(min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)):
             raise _foreign(window)
@@ -709,7 +714,7 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
         if opening == b"]":
             return Layout(first, bare=bare, empty=True, header=header)
         if opening and opening != b"{":
-            raise window.error("not an event", offset=first, expected="{, the start of an event")
+            raise window.error("not an event", offset=first, expected="{ at the start of an event")
         end = object_end(window.buffer, first) if opening else None
         if end is not None and (gap := _GAP.match(window.buffer, end)):
             certain = b"\n" in gap.group()
@@ -724,7 +729,7 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
         if not window.fill(size):
             if end is None:
                 message = "the file ends inside its first event"
-                raise window.error(message, expected="a whole event")
+                raise window.error(message, expected="a complete event")
             break
         size = min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)
     return Layout(first, b"}" + between + tail, len(between), certain, bare, header=header)
@@ -752,5 +757,5 @@ def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
                 raise ValueError("traceEvents occurs twice")
         except ValueError as error:
             message = f"the file is invalid after the events: {error}"
-            raise window.error(message, expected="}, the end of the trace") from None
+            raise window.error(message, expected="} at the end of the trace") from None
         return {**trailer, **layout.header}

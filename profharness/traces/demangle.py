@@ -41,7 +41,7 @@ def canonical_names(mangled: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         if len(demangled) > MAX_DEMANGLED or (demangled == name and _expands(name)):
             names[name] = name
             left += 1
-    text = f"{left} kernel names are too complex to demangle and stay mangled"
+    text = f"{left} kernel names are too complex to demangle and remain mangled"
     return names, [text] if left else []
 
 

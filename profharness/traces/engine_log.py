@@ -75,17 +75,19 @@ class EngineLog:
     engine: str | None = None
     version: str | None = None
     backend: str | None = None
-    """The backend that was chosen. If prefill and decode have their own, `fa3 and flashinfer`."""
+    """The chosen backend. If prefill and decode use different backends, a text such as
+    `fa3 and flashinfer`.
+    """
     candidates: tuple[str, ...] = ()
     """All backends that could have been chosen, in the engine's order of preference."""
     refusals: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Maps each refused backend to the engine's reasons."""
     question: str | None = None
-    """The config for which the engine searched a backend, as it was logged."""
+    """The config for which the engine chose a backend, as it was logged."""
     cubins: tuple[str, ...] = ()
     """Names of the kernels that FlashInfer loaded."""
     libraries: dict[str, str] = field(default_factory=dict)
-    """Maps names of libraries, such as `triton`, and `driver` to their versions."""
+    """Maps `driver` and the names of libraries, such as `triton`, to their versions."""
 
     @property
     def environment(self) -> dict[str, str]:

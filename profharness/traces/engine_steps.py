@@ -100,7 +100,7 @@ _WORDS = frozenset(
         "forward step ctx gen reqs x sq sk sqsq sqsk bs tok toks c g p d spec tbo prefill decode",
     )
 ) | {word for mode in _MODES for word in re.findall("[A-Za-z]+", mode)}
-"""The words in the annotations of engines."""
+"""The words that engines use in annotations."""
 
 
 def parse_engine_step(name: str) -> EngineStep | None:

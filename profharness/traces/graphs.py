@@ -187,14 +187,16 @@ def replayed(
         named.update(replay.nodes.tolist())
         result.add(replay, _groups(tables, replay, capture), blank, capture, annotations)
     texts = [
-        f"{count:,} of {fitted.total():,} graph replays do not fit the capture in "
-        f"{join_few(list(recorded), 2)} ({reason}); their kernels have no ops and shapes"
+        (
+            f"{count:,} of {fitted.total():,} graph replays do not match the capture in "
+            f"{join_few(list(recorded), 2)} ({reason}); their kernels have no ops or shapes"
+        )
         for reason, count in misfits.most_common(1)
     ]
     if annotations and (lacking := annotations.keys() - named):
         texts.append(
-            f"{len(lacking):,} of {len(annotations):,} annotations are of nodes that no replay in this "
-            "trace has"
+            f"{len(lacking):,} of {len(annotations):,} annotations describe nodes that no "
+            "replay in this trace contains"
         )
     for rows, thread, start, around_it in _bare_kernels(tables, calls, tree):
         pid, tid = threads[thread]
@@ -560,12 +562,12 @@ def _misfit(replay: _Replay, captures: Sequence[GraphCapture]) -> str:
     closest = min(captures, key=lambda capture: _differences(replay, capture))
     here, there = len(replay.kinds), len(closest.kinds)
     if here != there:
-        return f"a replay has {here:,} kernels and copies, a capture {there:,}"
+        return f"a replay has {here:,} kernels and copies, but the closest capture has {there:,}"
     if count := _differences(replay, closest):
-        return f"{count:,} of {here:,} kernels have other names"
+        return f"{count:,} of {here:,} kernels have different names"
     if len(captures) == 1:
-        return f"the batch of {closest.batch} in the capture is smaller than that of the step"
-    return "several captures fit, and their shapes differ"
+        return f"the capture's batch size of {closest.batch} is smaller than the step's"
+    return "several captures match, but their shapes differ"
 
 
 def _groups(

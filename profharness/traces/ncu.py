@@ -89,7 +89,7 @@ def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Tra
     launches, units = report.launches, report.units
     durations = [_duration(launch, units) for launch in launches]
     if sum(durations) >= MAX_NS:
-        message = f"the times of its kernels add up to {sum(durations) / 1e9:.0f} s"
+        message = f"its kernel times add up to {sum(durations) / 1e9:.0f} s"
         raise TraceFormatError(path, message, expected="plausible times")
     configs, kernels = Ids(), Ids()
     names = [launch.name or NO_NAME for launch in launches]
@@ -264,7 +264,7 @@ def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
     ]
     unit = units.get(DURATION, "")
     if (impossible := sum(untimed)) and unit not in NANOSECONDS:
-        yield f"{impossible} {of} no time: {DURATION} is in {unit[:40]!r}"
+        yield f"{impossible} {of} no time, because the unit of {DURATION} is {unit[:40]!r}"
     elif impossible:
         yield f"{impossible} {of} a negative or implausible time, which is ignored"
     if missing := len(untimed) - impossible:
@@ -274,12 +274,12 @@ def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
     sizes = [name for name in units if name.startswith(SIZES)]
     figures = (launch.values.get(name) for launch in launches for name in sizes)
     if odd := sum(not 0 <= value < MAX_SIZE for value in figures if value is not None):
-        yield f"{odd} sizes of launches (grid, block, registers, memory) are impossible"
+        yield f"{odd} launch sizes (grid, block, registers or memory) are impossible"
     if report.skipped:
-        yield f"{report.skipped} results of whole ranges or graphs are skipped"
+        yield f"{report.skipped} results for whole ranges or graphs are skipped"
     shared = (unit for name, unit in units.items() if name.startswith(SHARED))
     if rounded := next((unit for unit in shared if unit not in EXACT_BYTES), None):
         yield (
-            f"shared memory is rounded to {rounded[:40]} and ignored; export with --print-units "
-            "base"
+            f"shared memory sizes are ignored, because they are rounded to {rounded[:40]}; "
+            "export with --print-units base"
         )

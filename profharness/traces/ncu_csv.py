@@ -36,7 +36,7 @@ OWN_COLUMNS = (
 LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
 WRITTEN_COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
 UNKNOWN_ID = "0"
-EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
+EXPECTED = "a table printed by `ncu --csv --page raw --print-units base`"
 AGAIN = "copy the file again, or create it again with: ncu --import REPORT.ncu-rep --csv --page raw"
 DAMAGED = "{n} lines look like damaged rows and are skipped"
 MAX_LINE = 1 << 22  # maximum length of a line, in characters
@@ -170,7 +170,7 @@ class LaunchCompactor:
 def check_shape(path: Path, kernels: int, metrics: int, filled: int) -> None:
     """Raise TraceFormatError if a table with `filled` values would be nearly empty."""
     if kernels * metrics > max(MIN_TABLE_PLACES, PLACES_A_VALUE * filled):
-        message = f"{kernels} kernels with {metrics} metrics, but {filled} values"
+        message = f"{kernels} kernels and {metrics} metrics, but only {filled} values"
         raise TraceFormatError(path, message, expected="kernels that have most metrics in common")
 
 
@@ -229,7 +229,7 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
     for line, launch in zip(lines, launches, strict=True):
         for name, text in launch.texts.items():
             if name in numeric and not _NO_VALUE.fullmatch(text):
-                doubts.add("{n} values of metrics are not numbers and are skipped", line)
+                doubts.add("{n} metric values are not numbers and are skipped", line)
     counted = [*_doubt_ids(ids, table.profiled), *table.odd]
     return NcuReport(launches, units, warnings=(*table.doubts.texts(), *counted, *doubts.texts()))
 
@@ -262,7 +262,7 @@ def _lines_of(source: str | Path, path: Path) -> Iterator[str]:
             file = io.TextIOWrapper(io.BufferedReader(raw), encoding, "replace", newline="\n")
             while line := file.readline(MAX_LINE + 1):
                 if len(line) > MAX_LINE:
-                    message = f"a line of more than {MAX_LINE:,} characters"
+                    message = f"a line has more than {MAX_LINE:,} characters"
                     raise TraceFormatError(path, message, expected=EXPECTED)
                 yield line
     except OSError as error:
@@ -286,7 +286,7 @@ class Table:
         lines = self._lines(source)
         header = next((line.strip() for line, _ in lines if NCU_HEADER.match(line)), None)
         if header is None:
-            raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
+            raise TraceFormatError(path, "no ncu CSV header", expected=EXPECTED)
         if _is_open(header):
             raise TraceFormatError(path, f"the header is cut off; {AGAIN}", expected=EXPECTED)
         # Whether the header or a row has no quotes. ncu quotes every cell, but a spreadsheet may
@@ -365,7 +365,9 @@ class Table:
         if (quoted and _is_open(line)) or not (quoted or ended or line.endswith('"')):
             raise _bad_row(self.path, count, "is cut off")
         if not whole:
-            raise _bad_row(self.path, count, f"has {len(cells)} of {len(self.columns)} columns")
+            raise _bad_row(
+                self.path, count, f"has {len(cells)} columns instead of {len(self.columns)}"
+            )
         self._bare = self._bare or not quoted
         return cells
 
@@ -503,7 +505,7 @@ def _gather(
         compactor.allocate(ENTRY_PLACES if metrics else LAUNCH_PLACES + ENTRY_PLACES * len(cells))
         if any(first[index] != cells[index] for key, index in own if key != "ID"):
             table.doubts.add(
-                "{n} rows disagree with the first row of their kernel, which is used", line
+                "{n} rows disagree with the first row of their kernel; the first row is used", line
             )
         if not name:
             continue
@@ -513,7 +515,9 @@ def _gather(
                 f"the metrics have labels such as {name[:40]!r} instead of names; export the report"
             )
         elif units.setdefault(name, unit) != unit:
-            message = f"{name[:80]} has the units {units[name][:40]} and {unit[:40]}; export"
+            message = (
+                f"{name[:80]} has the units {units[name][:40]} and {unit[:40]}; export the report"
+            )
         if message:
             message = f"{message} with --page raw"
             raise TraceFormatError(table.path, message, expected=EXPECTED)
@@ -527,7 +531,7 @@ def _gather(
     enough = max(2, min(len(filled) - 1, MOST * len(filled)))
     common = {name for name, count in have.items() if count >= enough}
     if missing := sum(len(common - metrics.keys()) for metrics in filled):
-        table.doubts["{n} values are missing that nearly all other kernels have"] = missing
+        table.doubts["{n} values that nearly all other kernels have are missing"] = missing
     return units, [
         (line, {key: cells[index] for key, index in own}, metrics.items())
         for (line, cells), metrics in kernels.values()
@@ -538,7 +542,7 @@ def _doubt_ids(ids: list[int], profiled: int) -> Iterator[str]:
     """Yield warnings about gaps, repetitions and missing kernels in the IDs of the kernels."""
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
-        yield f"the ids of kernels have gaps: {gaps} are missing"
+        yield f"the kernel ids have gaps: {gaps} are missing"
     if again := len(ids) - len(distinct):
         yield (
             f"{again} kernels have the id of an earlier kernel; the file may contain several tables"
@@ -561,7 +565,7 @@ def _launch(
         text = own.get(column, "").strip()
         match = _TRIPLE.fullmatch(text)
         if match is None and text:
-            doubts.add(f"{{n}} cells of {column} could not be read", line)
+            doubts.add(f"{{n}} cells in the column {column} could not be read", line)
         return match and (int(match[1]), int(match[2]), int(match[3]))
 
     values: dict[str, float] = {}
@@ -577,7 +581,7 @@ def _launch(
     stream = own.get("Stream", "")
     is_number = bool(_WHOLE.fullmatch(stream))
     if stream and not is_number:
-        doubts.add("{n} cells of Stream could not be read", line)
+        doubts.add("{n} cells in the column Stream could not be read", line)
     return NcuLaunch(
         name=own["Kernel Name"],
         values=values,

@@ -87,10 +87,10 @@ class MissingReaderError(MissingExtraError):
     def __init__(self, path: Path) -> None:
         ProfharnessError.__init__(
             self,
-            f"{path}: no reader of Nsight Compute reports is installed. Do one of these: "
-            'pip install "profharness[ncu]" (the package ncu_report); '
-            "install Nsight Compute on PATH or set PROFHARNESS_NCU to it (its extras/python is "
-            "used, else ncu itself); or, where ncu is installed, create a CSV: "
+            f"{path}: no reader of Nsight Compute reports is installed. Install the package ncu_report "
+            '(pip install "profharness[ncu]"), put Nsight Compute on PATH, or set PROFHARNESS_NCU to it '
+            "(profharness then uses its extras/python, or ncu itself). Alternatively, create a CSV "
+            "where ncu is installed: "
             "ncu --import REPORT --csv --page raw --print-units base "
             "--print-kernel-base mangled > REPORT.csv",
         )
@@ -115,10 +115,10 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
         tried.append(f"{name} ({report})" if report else name)
     if not tried:
         raise MissingReaderError(path)
-    made = f"ncu {file.version}" if file.version else "an unknown ncu"
+    made = f"ncu {file.version}" if file.version else "an unknown version of ncu"
     raise TraceFormatError(
         path,
-        f"a report of {made} that {' and '.join(tried)} cannot read",
+        f"this report was written by {made}, but {' and '.join(tried)} cannot read it",
         expected=(
             "a complete report that is not newer than its reader; copy it again, pip install -U "
             "ncu-report, or use a newer ncu"

@@ -121,7 +121,7 @@ def parse_nsys(path: Path) -> Trace:
     if not path.name.lower().endswith(REPORT_SUFFIX):
         return _parse(path, path)
     if not path.is_file():
-        raise TraceFormatError(path, "no such file", expected="a report of nsys")
+        raise TraceFormatError(path, "no such file", expected="an nsys report")
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         output = Path(folder) / "report.sqlite"
         export_report(path, output, require_tool(NSYS).path)
@@ -176,14 +176,16 @@ def _parse(path: Path, shown: Path) -> Trace:
         )
         of = f"of {trace.num_launches} launches"
         counted = {
-            f"{counts['lost']} {of} have no API call in the file, so they belong to no range": "lost",
+            (
+                f"{counts['lost']} {of} have no API call in the file, so their ranges are unknown"
+            ): "lost",
             f"{counts['nameless']} {of} have no name in {schema.STRINGS}": "nameless",
             f"{counts['copies']} launches are exact copies of others and are skipped": "copies",
         }
         warnings += [text for text, name in counted.items() if counts[name]]
         if at.stacks.paths.deep:
             warnings.append(
-                f"stacks of more than {MAX_DEPTH} ops are recorded without their middle"
+                f"op stacks deeper than {MAX_DEPTH} are stored without their middle part"
             )
         warnings += at.calls.warnings
         return replace(trace, close=stack.pop_all().close, warnings=tuple(warnings))
@@ -261,7 +263,7 @@ class Reader:
         launches, nodes = map(np.asarray, self._keys.values())
         launches.sort()
         shared = int(np.count_nonzero(launches[1:] == launches[:-1]))
-        self._doubt("{n} launches share the id of their API call with an earlier one", shared)
+        self._doubt("{n} launches have the same API call id as an earlier launch", shared)
         every = np.sort(np.append(launches, nodes)) if len(nodes) else launches
         self._needed = every[np.append(True, every[1:] != every[:-1])]
         self._copies |= len(self._needed) < len(every)
@@ -290,8 +292,8 @@ class Reader:
             notes.append("the export contains no kernel, memcpy or memset")
         if graphs := sum(1 for _ in self._export.rows(schema.GRAPHS, ("start",))):
             notes.append(
-                f"{graphs} launches of CUDA graphs were recorded whole, without their kernels; "
-                "capture with --cuda-graph-trace=node to see them"
+                f"{graphs} CUDA graph launches were recorded without their kernels; capture "
+                "with --cuda-graph-trace=node to see the kernels"
             )
         return notes + schema.diagnostics(self._export)
 
@@ -333,7 +335,10 @@ class Reader:
             self._doubt("{n} kernel launches have no kernel in the export", lone)
             needed = hit & ~self._found[at]
             repeated = int(hit.sum()) - len(distinct(at[needed]))
-            text = f"{{n}} calls in {schema.RUNTIME} have the id of an earlier call, which is used"
+            text = (
+                f"{{n}} calls in {schema.RUNTIME} have the same id as an earlier call; the "
+                "earlier call is used"
+            )
             self._doubt(text, repeated)
             self._found[at[hit]] = True
             api, thread = (
@@ -408,7 +413,7 @@ class Reader:
         self._doubt("{n} ops have sizes that could not be read", ops.unread)
         text = (
             "{n} backward ops have a sequence number that several threads use, so their forward "
-            "is unknown"
+            "ops are unknown"
         )
         self._doubt(text, unclear)
 
@@ -456,7 +461,7 @@ class Reader:
         name = self._string(string)
         if name is None and string not in self._nameless:
             self._nameless.add(string)
-            self._doubt(f"{{n}} names of API calls are not in {schema.STRINGS}", 1)
+            self._doubt(f"{{n}} API call names are missing from {schema.STRINGS}", 1)
         return self._tables.apis[_API_VERSION.sub("", name or NO_NAME)]
 
     def _write(self, rows: GpuRows | LaunchRows) -> None:

@@ -35,12 +35,12 @@ MEMORY_KINDS = {
     0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static",
     6: "Managed Static", 7: "Unknown",
 }  # fmt: skip
-EXPECTED = "an SQLite export of nsys"
+EXPECTED = "an SQLite file exported by nsys"
 AGAIN = (
     "export it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
 )
 FORM = Form(
-    EXPECTED, AGAIN, "the file is empty; nsys leaves such a file behind if its export fails"
+    EXPECTED, AGAIN, "the file is empty; nsys leaves an empty file behind if its export fails"
 )
 META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # EXPORT_META_DATA is used until nsys 2022.4
 MAX_STRING = 65536  # maximum number of characters that are read from a string
@@ -81,9 +81,9 @@ WANTED = {
     NVTX: ("end", "text", "textId", "domainId"),
 }
 ABSENT = {
-    RUNTIME: "launches have no API calls and belong to no ranges",
-    NVTX: "launches belong to no ranges",
-    STRINGS: "kernels, ranges and API calls have no names",
+    RUNTIME: "the API calls and ranges of launches are unknown",
+    NVTX: "the ranges of launches are unknown",
+    STRINGS: "the names of kernels, ranges and API calls are unknown",
 }
 # CUPTI activities that this reader knows but does not need.
 UNUSED = (
@@ -239,7 +239,10 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
         if not any(map(_MARK.fullmatch, export.tables)):
             message = f"an SQLite file without tables; {AGAIN}"
             if export.tables:
-                message = "an SQLite file, but not of nsys or an AMD profiler: it has no table of launches or ranges"
+                message = (
+                    "an SQLite file, but not from nsys or an AMD profiler: it has no table of "
+                    "launches or ranges"
+                )
             raise TraceFormatError(shown, message, expected=EXPECTED)
         yield export
 
@@ -267,7 +270,7 @@ def check_schema(export: Export) -> list[str]:
             warnings.append(
                 f"{table} has no column {', '.join(unknown)}, so these values are unknown"
             )
-    warnings += [f"{name} has rows as well and is not read" for name in export.passed_over]
+    warnings += [f"{name} also has rows, but is not read" for name in export.passed_over]
     expected_tables = {*VARIANTS, RUNTIME, GRAPHS, *(f"{_ACTIVITIES}{name}" for name in UNUSED)}
     for table, (_, columns) in export.tables.items():
         is_kernel = columns >= KERNEL_LIKE
@@ -283,7 +286,7 @@ def check_schema(export: Export) -> list[str]:
 
 def _expected(export: Export) -> str:
     version = environment(export).get("nsys_version", "unknown")
-    return f"the tables of a known nsys (this file is of version {version}); {UPDATE}"
+    return f"tables that a known version of nsys writes (this file has version {version}); {UPDATE}"
 
 
 def absent_tables(export: Export) -> list[str]:
@@ -326,8 +329,8 @@ def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
         if by_index.setdefault(cuda, by_id[gpu]) is not by_id[gpu]:
             doubt = [
                 (
-                    "the processes of this capture number their GPUs differently; the first number is "
-                    "used"
+                    "the processes in this capture number the GPUs differently; the first "
+                    "numbering is used"
                 )
             ]
     if not by_index:

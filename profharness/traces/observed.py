@@ -30,7 +30,7 @@ INNER_OPS = {
 }
 COMPILED = "torch.compile traced this call; only a trace shows its shapes and how often it runs"
 NONE_RAN, RAISED = "none", "the call raised an error"
-OTHER_FUNCTION = "a config cannot describe the mask and score functions of {}"
+OTHER_FUNCTION = "a config cannot describe the mask or score functions of {}"
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # the integers that a store can contain
 _Lengths = tuple[tuple[tuple[int, ...], int], ...]
@@ -125,7 +125,7 @@ class _Counts:
 
 
 CUT_SHORT = (
-    "{n} process(es) wrote no final counts (recording failed, or the files are "
+    "{n} process(es) did not write final counts (recording failed, or the files are "
     "incomplete), so some of their calls are not counted"
 )
 _EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "counts": _Counts}
@@ -152,11 +152,11 @@ def read_journals(folder: Path) -> Journals:
         calls += found
         cut_short += not whole
         if damaged:
-            warnings.append(f"{path.name}: {counted(damaged, 'line')} cannot be read, skipped")
+            warnings.append(f"{path.name}: skipped {counted(damaged, 'line')} that cannot be read")
     if cut_short:
         warnings.append(CUT_SHORT.format(n=cut_short))
     if not calls:
-        warnings.append("no process of the program recorded an attention call")
+        warnings.append("none of the program's processes recorded an attention call")
     return tuple(calls), warnings
 
 

@@ -67,18 +67,24 @@ NO_SHAPES = (
     "the trace has no shapes; record it with record_shapes=True, or under nsys with "
     "--pytorch=autograd-shapes-nvtx"
 )
-VARLEN = "sequences of different lengths in one tensor (varlen), which a config cannot describe"
-NESTED = "the trace does not record the shapes of query, key and value, as with nested tensors"
+VARLEN = (
+    "one tensor contains sequences of different lengths (varlen), which a config cannot describe"
+)
+NESTED = (
+    "the trace does not record the shapes of query, key and value (this happens with nested "
+    "tensors)"
+)
 UNREADABLE = "the shapes in the trace are not those of query, key and value"
 NO_STRIDES = "the trace does not record the strides of query, key and value"
 NO_CAUSAL = "the trace does not record is_causal"
 BY_ITSELF = "{op} was called directly, but a config describes only scaled_dot_product_attention"
 ORPHANS = (
-    "no arrow leads from a forward op in the trace to {n} backward ops of attention, so "
-    "their time is in no layer"
+    "{n} attention backward ops have no arrow from a forward op in the trace, so their time is "
+    "not assigned to a layer"
 )
 CONTRADICTED = (
-    "the arrows of {n} attention calls lead to other backward ops, so their backward is unknown"
+    "the arrows of {n} attention calls lead to other backward ops, so their backward pass is "
+    "unknown"
 )
 OVERLAPS = "{n} module calls begin inside another call and end after it, so the layers may be wrong"
 
@@ -233,21 +239,23 @@ def replay_config(
     """
     query, key, value, mask = tensors
     if query is None or key is None or value is None:
-        raise UsageError("the trace does not record all of query, key and value")
+        raise UsageError("the trace does not record the query, the key or the value")
     shapes = (query.dims, key.dims, value.dims)
     if any(len(dims) != 4 for dims in shapes):
         raise UsageError(
             f"query, key and value have the shapes {', '.join(map(_joined, shapes))}, but a "
-            "config needs 4 dims"
+            "config requires 4 dimensions"
         )
     if not (dtype := _dtype(query, key, value)):
         raise UsageError("the trace does not record the dtype")
     batch, heads, rows, head_dim = query.dims
     key_batch, kv_heads, columns, _ = key.dims
     if value.dims[:3] != key.dims[:3] or key.dims[3] != head_dim or 0 in (*query.dims, *value.dims):
-        raise UsageError(f"shapes do not agree: {', '.join(map(_joined, shapes))}")
+        raise UsageError(f"the shapes are inconsistent: {', '.join(map(_joined, shapes))}")
     if kv_heads != heads and gqa is False:
-        raise UsageError(f"{kv_heads} key heads for {heads} heads without enable_gqa")
+        raise UsageError(
+            f"{kv_heads} key heads do not match {heads} query heads without enable_gqa"
+        )
     tokens = [batch, heads, rows, head_dim, dtype, f"seq_kv={columns}", f"kv_heads={kv_heads}"]
     tokens += [f"head_dim_v={value.dims[3]}", f"kv_batch={key_batch}"]
     tokens += [name for name, is_set in (("causal", causal), ("bwd", backward)) if is_set]
@@ -299,16 +307,18 @@ def _layout_tokens(tensors: dict[str, TensorArgument]) -> Iterator[str]:
 
 def _mask_tokens(mask: TensorArgument, dtype: str, whole: Sequence[int]) -> Iterator[str]:
     if mask.dtype not in ("bool", dtype, None):
-        raise UsageError(f"a mask of dtype {mask.dtype} for {dtype} inputs")
+        raise UsageError(
+            f"a config cannot describe a mask of dtype {mask.dtype} for {dtype} inputs"
+        )
     letters = ""
     for letter, size, dim in zip("kqhb", whole[::-1], mask.dims[::-1], strict=False):
         if dim not in (1, size):
-            raise UsageError(f"a mask of shape {_joined(mask.dims)}")
+            raise UsageError(f"a config cannot describe a mask of shape {_joined(mask.dims)}")
         # If the dim and the size are both 1, the grammar of configs expects the letters q and k,
         # but the digit 1 instead of h and b.
         letters = (letter if dim == size and (dim > 1 or letter in "qk") else "1") + letters
     if len(mask.dims) not in (2, 3, 4):
-        raise UsageError(f"a mask with {len(mask.dims)} dims")
+        raise UsageError(f"a config cannot describe a mask with {len(mask.dims)} dimensions")
     yield "mask=bool" if mask.dtype == "bool" else "mask=float"
     yield f"mask_shape={letters}"
     if not _is_stored(mask, range(len(mask.dims))):

@@ -271,8 +271,10 @@ class Recording:
         flows, unclear = self._ops.finish()
         self.doubt("{n} ops have sizes that could not be read", self._ops.unread)
         self.doubt(
-            "{n} backward ops have a sequence number that several threads use, so their forward "
-            "is unknown",
+            (
+                "{n} backward ops have a sequence number that several threads use, so their "
+                "forward ops are unknown"
+            ),
             unclear,
         )
         kernels, configs, variants, intricate = _describe(self._variants, describe)
@@ -305,14 +307,14 @@ class Recording:
         of = f"of {trace.num_launches:,} launches"
         if has_calls:
             self.doubt(
-                f"{{n}} {of} have no API call in the file, so they belong to no range",
+                f"{{n}} {of} have no API call in the file, so their ranges are unknown",
                 counts["lost"],
             )
         self.doubt(f"{{n}} {of} have several API calls; the first one is used", counts["ambiguous"])
         self.doubt(f"{{n}} {of} have no name in the file", counts["nameless"])
         notes = [text.replace("{n}", f"{count:,}") for text, count in self._doubts.items()]
         if not trace.num_launches:
-            notes.append("the file contains no dispatch of a kernel and no copy")
+            notes.append("the file contains no kernel dispatches or copies")
         warnings = (*notes, *intricate, *at.calls.warnings)
         return replace(trace, close=stack.pop_all().close, warnings=warnings)
 
@@ -370,7 +372,7 @@ class Counters:
             raise TraceFormatError(
                 self._path,
                 f"contains more than {MAX_COUNTERS} counters",
-                expected="counters of rocprofv3",
+                expected="rocprofv3 counters",
             )
         self._units.setdefault(name, unit)
         key = (launch, name)

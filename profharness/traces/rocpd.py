@@ -36,7 +36,7 @@ from profharness.traces.rocm import (
 from profharness.traces.sqlite_file import Form, columns_or_null, database, table_columns
 
 FORM = Form(
-    "a rocpd database of rocprofv3 or rocprof-sys",
+    "a rocpd database from rocprofv3 or rocprof-sys",
     "record it again: rocprofv3 --kernel-trace --hip-trace --marker-trace -- PROGRAM",
 )
 DISPATCH, COPY, EVENT, REGION = "kernel_dispatch", "memory_copy", "event", "region"
@@ -111,7 +111,7 @@ def _recordings(connection: sqlite3.Connection, path: Path) -> list[dict[str, tu
             found.setdefault(match["recording"] or "", {})[match["name"]] = name, columns
     made = [tables for tables in found.values() if DISPATCH in tables]
     if not made:
-        message = "an SQLite file, but not of rocprofv3: it has no table rocpd_kernel_dispatch"
+        message = "an SQLite file, but not from rocprofv3: it has no table rocpd_kernel_dispatch"
         raise TraceFormatError(path, message, expected=FORM.expected)
     if len(made) > MAX_RECORDINGS:
         message = f"contains {len(made)} recordings"
@@ -123,7 +123,7 @@ def _recordings(connection: sqlite3.Connection, path: Path) -> list[dict[str, tu
             raise TraceFormatError(
                 path,
                 message,
-                expected=f"the schema {SCHEMA} of rocpd; use a newer profharness",
+                expected=f"rocpd schema {SCHEMA}; use a newer profharness",
             )
     return made
 
@@ -257,7 +257,7 @@ class Reader:
         numbers = [row[0] for batch in (self._batches(sql) if left else ()) for row in batch]
         if numbers:
             unread = ", ".join(sorted(left[number] for number in numbers))
-            self._recording.doubt(f"regions of {unread[:200]} are not read")
+            self._recording.doubt(f"regions in the categories {unread[:200]} are not read")
 
     def describe(self, values: Sequence[Any]) -> tuple[str, Dispatch]:
         """Return the kind and the properties of an activity."""
@@ -307,7 +307,7 @@ class Reader:
                 text = str(value)
                 if text.partition(".")[0] != str(SCHEMA):
                     self._recording.doubt(
-                        f"the schema {text} of rocpd is not known; {SCHEMA} is assumed"
+                        f"rocpd schema {text} is unknown; schema {SCHEMA} is assumed"
                     )
                 return {"rocpd_schema_version": int(text) if text.isdecimal() else text}
         return {}

@@ -32,8 +32,8 @@ from profharness.traces.rocm import (
 )
 from profharness.traces.sqlite_file import Form, columns_of, database, quoted
 
-EXPECTED = "a kernel_trace, memory_copy_trace or counter_collection CSV of rocprofv3"
-V1_FORM = Form("a database of rocprof", "record it again: rocprof --timestamp on PROGRAM")
+EXPECTED = "a kernel_trace, memory_copy_trace or counter_collection CSV from rocprofv3"
+V1_FORM = Form("a rocprof database", "record it again: rocprof --timestamp on PROGRAM")
 # The names of each column, in lower case and without punctuation.
 COLUMNS = {
     "name": "kernelname name",
@@ -131,7 +131,7 @@ class _Table:
         }
         needed = ["start", "end", "direction" if self._has("direction") else "name"]
         if missing := [field for field in needed if not self._has(field)]:
-            columns = " and ".join(f"{field} of the launches" for field in missing)
+            columns = " and ".join(f"launch {field}" for field in missing)
             raise TraceFormatError(path, f"has no column for the {columns}", expected=EXPECTED)
         self._is_v1 = "beginns" in names
         self._is_total = self._is_v1 or CONVERTED in names
@@ -150,8 +150,8 @@ class _Table:
                 self._add(recording, batch, ordinals, positions, counters)
             if self._has("grid") and not self._has("grid_x"):
                 recording.doubt(
-                    "the file contains only the number of threads in a grid and in a block, so "
-                    "their dimensions are unknown"
+                    "the file contains only the number of threads per grid and per block, so "
+                    "the grid and block dimensions are unknown"
                 )
             return recording.make_trace(
                 stack,
@@ -188,7 +188,7 @@ class _Table:
                 if value is not None:
                     values.append((ordinal, str(self._cell(row, "counter"))[:200], value))
                 else:
-                    recording.doubt("{n} values of counters could not be read")
+                    recording.doubt("{n} counter values could not be read")
         first = recording.count
         for keep in recording.add_activities(activities, "the table").tolist():
             positions.append(first if keep else -1)

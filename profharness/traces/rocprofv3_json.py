@@ -31,7 +31,7 @@ from profharness.traces.rocm import (
 )
 
 MAX_BYTES = 1 << 29
-EXPECTED = "a JSON of rocprofv3"
+EXPECTED = "a JSON file from rocprofv3"
 GPU_AGENT = 2
 ROWS = 8192
 RANGES = "MARKER_CORE_RANGE_API"
@@ -179,9 +179,9 @@ def decode_file(path: Path) -> tuple[bytearray, File]:
         while more := file.read(1 << 20):
             data += more
             if len(data) > MAX_BYTES:
-                message = f"contains more than {MAX_BYTES >> 20} MiB"
+                message = f"is larger than {MAX_BYTES >> 20} MiB"
                 raise TraceFormatError(
-                    path, message, expected="a smaller file, or the rocpd database of rocprofv3"
+                    path, message, expected="a smaller file, or a rocpd database from rocprofv3"
                 )
     try:
         return data, msgspec.json.decode(data, type=File)
@@ -234,7 +234,7 @@ class _Reader:
                 if isinstance(name, str) and isinstance(record.value, int | float):
                     counters.add(cast(int, position), name[:200], float(record.value))
                 else:
-                    self._recording.doubt("{n} values of counters could not be read")
+                    self._recording.doubt("{n} counter values could not be read")
         for copies in _batches(records.memory_copy):
             self._recording.add_activities([self._copy(copy) for copy in copies], "memory_copy")
 

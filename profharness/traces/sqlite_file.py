@@ -102,5 +102,8 @@ def _check_file(path: Path, shown: Path, form: Form) -> None:
     for suffix in ("-journal", "-wal"):
         beside = path.with_name(path.name + suffix)
         if beside.exists() and beside.stat().st_size:
-            message = f"incomplete: {beside.name} exists beside it; wait until it is written, or {form.again}"
+            message = (
+                f"incomplete: {beside.name} exists beside it; wait until the file is complete, "
+                f"or {form.again}"
+            )
             raise TraceFormatError(shown, message, expected=form.expected)

@@ -298,7 +298,9 @@ def test_only_a_warning_that_becomes_an_error_is_a_change() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # as packages do when they are imported
         assert ProcessState.read().changes_since(before) == []
         warnings.simplefilter("error", FutureWarning)
-        assert "warnings that are errors" in "".join(ProcessState.read().changes_since(before))
+        assert "filters that turn warnings into errors" in "".join(
+            ProcessState.read().changes_since(before)
+        )
 
 
 def test_additions_of_a_program_are_no_change() -> None:
@@ -326,8 +328,8 @@ DECODED = parse_config("16,16,4096,128,bf16,seq_q=1")
 @pytest.mark.parametrize(
     ("config", "samples", "why"),
     [
-        (CONFIG, {"wall": [900, 0]}, "0 ns a call"),
-        (CONFIG, {"wall": [900, -5]}, "-5 ns a call"),
+        (CONFIG, {"wall": [900, 0]}, "0 ns per call"),
+        (CONFIG, {"wall": [900, -5]}, "-5 ns per call"),
         (LARGE, {"host": [5000], "cold": [600_000]}, None),
         (LARGE, {"graph": [600_000], "kernel": [20_000]}, "TFLOP/s"),
         (DECODED, {"cold": [120_000], "graph": [110_000]}, None),

@@ -179,7 +179,7 @@ def test_second_process_waits_for_the_gpu_with_a_notice(
     waiting.join()
     assert held.is_set()
     assert len(said) == 1
-    assert "another profharness is measuring on NVIDIA H100" in said[0]
+    assert "another profharness process is measuring on NVIDIA H100" in said[0]
     assert "GPU-1" not in said[0]
 
 

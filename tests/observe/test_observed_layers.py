@@ -289,10 +289,10 @@ def test_damaged_journals_are_reported_and_replace_nothing(seen: Seen, tmp_path:
     journal.write_bytes(whole + b"\n".join([b'{"event":"new kind","x":1}', *odd]))
     (result,) = ingest_path(tmp_path / "s.db", folder)
     assert result.status == "replaced"
-    assert result.warnings == (f"{journal.name}: 4 lines cannot be read, skipped",)
+    assert result.warnings == (f"{journal.name}: skipped 4 lines that cannot be read",)
     journal.write_bytes(b"")
     (result,) = ingest_path(tmp_path / "empty.db", folder)
-    assert result.warnings[0] == "no process of the program recorded an attention call"
+    assert result.warnings[0] == "none of the program's processes recorded an attention call"
     journal.write_bytes(whole[: len(whole) // 3])
     failed = CliRunner().invoke(cli, ["ingest", str(folder), "--store", str(tmp_path / "s.db")])
     assert failed.exit_code == 1 and "observed calls" in failed.stderr

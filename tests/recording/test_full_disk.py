@@ -75,7 +75,7 @@ def test_read_only_disk_is_reported_before_anything_runs(disk: Path) -> None:
     assert mount(disk, "ro")
     done = capture(disk, *WORK)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: cannot make the run folder")
+    assert done.stderr.splitlines()[-1].startswith("error: cannot create the run folder")
     assert "Read-only file system" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -127,7 +127,7 @@ def test_second_interrupt_ends_the_tool_at_once(tmp_path: Path, number: signal.S
     assert process.stderr is not None
     told = ""
     while (
-        "stopping nsys, which still writes its report (press Ctrl-C again to stop it now)"
+        "stopping nsys, which is still writing its report (press Ctrl-C again to stop it now)"
         not in told
     ):
         told = process.stderr.readline()

@@ -57,7 +57,7 @@ def test_export_of_another_report_is_not_used(
     report.write_bytes(good)  # the nsys below copies
     export.write_bytes(good[:-5000] if case == "damaged" else good if case == "older" else b"x" * 9)
     age(export if case == "older" else report, 60)
-    with pytest.raises(StaleExportError, match=r"r\.sqlite is (older|not a complete export)"):
+    with pytest.raises(StaleExportError, match=r"r\.sqlite is (older|not a complete nsys export)"):
         scrub(report)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["bin", "r.nsys-rep", "r.sqlite"]
     tool = no_nsys / "nsys"
@@ -113,11 +113,15 @@ def test_a_folder_with_a_report_and_its_export_has_one_trace(
 @pytest.mark.parametrize(
     ("source", "output", "match"),
     [
-        ("x.ncu-rep", "y.ncu-rep", r"a \.ncu-rep contains .* its copy is a \.csv; name it y\.csv"),
+        (
+            "x.ncu-rep",
+            "y.ncu-rep",
+            r"a \.ncu-rep file contains .* its copy is a \.csv file; name the copy y\.csv",
+        ),
         ("x.ncu-rep", "y.json", r"is a \.csv"),
-        ("x.nsys-rep", "y.nsys-rep", r"is a \.sqlite.*name it y\.sqlite"),
-        ("x.nsys-rep.gz", "y.nsys-rep.gz", r"name it y\.sqlite"),
-        ("x.json", "y.ncu-rep", "cannot be a .ncu-rep; keep the suffix"),
+        ("x.nsys-rep", "y.nsys-rep", r"is a \.sqlite.*name the copy y\.sqlite"),
+        ("x.nsys-rep.gz", "y.nsys-rep.gz", r"name the copy y\.sqlite"),
+        ("x.json", "y.ncu-rep", "cannot be a .ncu-rep file; keep the suffix"),
     ],
 )
 def test_invalid_output_names_are_refused(

@@ -203,9 +203,9 @@ def test_a_call_becomes_a_config(given: list[Any], flags: dict[str, Any], label:
 @pytest.mark.parametrize(
     ("given", "flags", "reason"),
     [
-        (tensors((8, 64, 32), Q, Q), {}, "needs 4 dims"),
+        (tensors((8, 64, 32), Q, Q), {}, "requires 4 dimensions"),
         (tensors(Q, (2, 4, 64, 32), (2, 4, 64, 32)), {"gqa": False}, "without enable_gqa"),
-        (tensors(Q, Q, (2, 8, 63, 32)), {}, "do not agree"),
+        (tensors(Q, Q, (2, 8, 63, 32)), {}, "are inconsistent"),
         (tensors(Q, (3, 8, 64, 32), (3, 8, 64, 32)), {}, "kv_batch=3"),
         (
             tensors(Q, Q, Q, mask=TensorArgument((2, 3, 64, 64), None, "bool")),
@@ -304,8 +304,8 @@ def parsed(whole: Path, folder: Path, change: Callable[[Events], None]) -> Trace
         (shorten_strides, "2 attention calls: the trace does not record the strides"),
         (without("Concrete Inputs"), "2 attention calls: the trace does not record is_causal"),
         (lose_shapes_of_one, "1 of 2 attention calls have no shapes"),
-        (lose_every_second_end, "arrows from forward to backward have only one end"),
-        (lose_arrows, "to 2 backward ops of attention, so their time is in no layer"),
+        (lose_every_second_end, "forward-to-backward arrows have only one end"),
+        (lose_arrows, "2 attention backward ops have no arrow from a forward op in the trace"),
         (turn_arrows, "the arrows of 2 attention calls lead to other backward ops"),
         (stretch_modules, "module calls begin inside another call and end after it"),
     ],

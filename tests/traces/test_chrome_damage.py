@@ -252,7 +252,7 @@ def test_a_file_without_launches_or_ops_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     error = refused(path, document([CALL, BROKEN["negative"], BROKEN["huge-id"]]))
     assert (
-        "nothing ran in its 3 events; 2 events could not be read and were skipped, 1 of them "
+        "its 3 events record no work; 2 events could not be read and were skipped, 1 of them "
         in (str(error))
     )
     with pytest.raises(TraceFormatError):
@@ -263,7 +263,7 @@ def test_a_file_without_launches_or_ops_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("events", "warning"),
     [
-        ([GOOD], "1 launches have no API call with their correlation id"),
+        ([GOOD], "1 launches have no API call with the same correlation id"),
         ([CALL, CALL.replace(b"4.0", b"4.1"), GOOD], "1 launches have several API calls"),
         ([CALL, GOOD] * 2, "1 launches occur twice in the file"),
         ([OP] * 2, "1 launches occur twice in the file"),
@@ -380,7 +380,7 @@ def test_bad_values_in_the_header_are_left_out(tmp_path: Path) -> None:
     assert "baseTimeNanoseconds" in trace.warnings[0]
     assert trace.warnings[1:3] == (
         "device None: name has the impossible value 3, which is ignored",
-        "deviceProperties: 1 of 3 are not devices",
+        "deviceProperties: 1 of 3 entries are not devices",
     )
     trace.close()
 

@@ -71,7 +71,7 @@ def test_a_bomb_stays_mangled_within_bounded_memory() -> None:
     names, warnings = canonical_names([*bombs, good])
     assert [names[name] for name in bombs] == bombs
     assert names[good] == canonical(good)
-    assert warnings == ["2 kernel names are too complex to demangle and stay mangled"]
+    assert warnings == ["2 kernel names are too complex to demangle and remain mangled"]
     assert cpu_seconds() - begun < 30
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 50_000  # KiB
@@ -84,7 +84,7 @@ def test_a_demangled_name_beyond_the_limit_stays_mangled() -> None:
     assert len(canonical(name)) > MAX_DEMANGLED
     names, warnings = canonical_names([name, FLASH])
     assert names == {name: name, FLASH: FLASH_CANONICAL}
-    assert warnings == ["1 kernel names are too complex to demangle and stay mangled"]
+    assert warnings == ["1 kernel names are too complex to demangle and remain mangled"]
 
 
 def test_types_that_old_demanglers_do_not_know_are_demangled() -> None:

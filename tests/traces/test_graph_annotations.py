@@ -78,7 +78,7 @@ def test_nodes_that_no_replay_has_are_counted(tmp_path: Path) -> None:
     _, warnings = ingested(tmp_path, {"17": ["other"]} | {str(node): ["one"] for node in nodes()})
     total = len(nodes()) + 1
     (warning,) = warnings
-    assert f": 1 of {total} annotations are of nodes that no replay" in warning
+    assert f": 1 of {total} annotations describe nodes that no replay" in warning
 
 
 @pytest.mark.parametrize(

@@ -134,15 +134,19 @@ def test_a_capture_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
             assert not any(path == OP for path in trace.op_paths)
             (warning,) = trace.warnings
             assert warning.startswith(
-                f"1 of 1 graph replays do not fit the capture in {capture.name}"
+                f"1 of 1 graph replays do not match the capture in {capture.name}"
             )
             assert reason in warning
 
-    check("batch of 8 in the capture", recording(tmp_path, 8, SHAPE), decode(9, 5000))
+    check("capture's batch size of 8", recording(tmp_path, 8, SHAPE), decode(9, 5000))
     longer = [*decode(8, 5000), event("kernel", "more", 5009, 1, correlation=5000, stream=7)]
-    check("has 3 kernels and copies, a capture 2", recording(tmp_path, 8, SHAPE), longer)
+    check(
+        "has 3 kernels and copies, but the closest capture has 2",
+        recording(tmp_path, 8, SHAPE),
+        longer,
+    )
     named = recording(tmp_path, 8, SHAPE, FLASH, "another")
-    check("1 of 2 kernels have other names", named, decode(8, 5000))
+    check("1 of 2 kernels have different names", named, decode(8, 5000))
 
 
 def test_captured_kernels_without_an_attention_op_have_modules_and_ops(tmp_path: Path) -> None:

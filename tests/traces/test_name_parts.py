@@ -74,11 +74,14 @@ def test_every_template_parameter_is_described() -> None:
     [
         ("flash_fwd_splitkv_kernel<64,64x256,w4,nosplit>", "nosplit", "the keys are not split"),
         ("flash_fwd_splitkv_combine<64,m8,split2>", "split2", "combines at most 2 parts of the keys"),
-        ("FlashAttnFwdSm90<128,128x224,packgqa>", "packgqa", "query heads of a group share a tile"),
+        ("FlashAttnFwdSm90<128,128x224,packgqa>", "packgqa", (
+            "the query heads of a group share a "
+            "tile"
+        )),
         ("tiled_attention<fp16,64x64,32,512,8,3,2,one,2>", "one", "all keys fit in one tile"),
-        ("tiled_attention<fp16,64x64,32,512,8,3,2,one,2>", "512", "columns of the head dimension of one block: 512"),
+        ("tiled_attention<fp16,64x64,32,512,8,3,2,one,2>", "512", "head-dimension columns per block: 512"),
         ("softmax_warp_forward<fp32,9>", "9", "rows of up to 2^9 columns"),
-        ("reduce_kernel<512, 1, and>", "512", "512 threads a block"),
+        ("reduce_kernel<512, 1, and>", "512", "512 threads per block"),
         ("nvjet_sm90_tst_192x8_64x8_4x1_v_bz_TNT", "4x1", None),
         ("triton_tem_fused_mul_1", "fused_mul", "the ATen ops in it: mul"),
     ],
@@ -167,7 +170,7 @@ def test_the_command_prints_json_and_words() -> None:
     ("name", "stages", "roles"),
     [
         ("flash_fwd_splitkv_kernel<64,64x256,w4>", "one buffer each for K and V", "no roles"),
-        ("flash_bwd_dq_dk_dv<64,128x128,w8>", "two buffers of Q", "no roles"),
+        ("flash_bwd_dq_dk_dv<64,128x128,w8>", "two buffers for Q", "no roles"),
         ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "at most 4 buffers", "no roles"),
         ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", None, "no roles"),
         ("FlashAttnFwdSm90<128,128x176>", None, "warp group 0 loads"),

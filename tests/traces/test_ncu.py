@@ -228,7 +228,7 @@ def test_a_failure_of_the_module_affects_only_one_file(
     monkeypatch.setattr(readers, "CPU_S", 0.1)
     monkeypatch.setattr(readers, "CPU_S_PER_MB", 0.1)
     monkeypatch.setattr(readers, "WAITING", 2 if "sleep" in body else 60)
-    match = rf"h200\.ncu-rep: a report of ncu .* \({why}\) and ncu --import cannot read"
+    match = rf"h200\.ncu-rep: this report was written by ncu .* \({why}\) and ncu --import cannot read it"
     with pytest.raises(TraceFormatError, match=match) as caught:
         parse_ncu(report)
     assert caught.value.path == report
@@ -284,7 +284,7 @@ def test_ncu_itself_reads_reports(
     assert told[told.index("--print-kernel-base") + 1] == "mangled"
     assert told[told.index("--print-units") + 1] == "base"
     install(tmp_path, "echo '==ERROR== Failed to load report file'; exit 1")
-    with pytest.raises(TraceFormatError, match=r"ncu 2025\.3\.1\.0 that ncu --import cannot read"):
+    with pytest.raises(TraceFormatError, match=r"ncu 2025\.3\.1\.0, but ncu --import cannot"):
         parse_ncu(report)
 
 

@@ -78,7 +78,7 @@ def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mail.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE mail (id)")
-    with pytest.raises(TraceFormatError, match="not of nsys"):
+    with pytest.raises(TraceFormatError, match="not from nsys"):
         open_trace(path)
 
 
@@ -270,7 +270,7 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             f"ALTER TABLE {RUNTIME} RENAME TO CALLS", 269,
-            f"the export has no table {RUNTIME}: launches have no API calls and belong to no ranges",
+            f"the export has no table {RUNTIME}: the API calls and ranges of launches are unknown",
         ),
         (
             f"ALTER TABLE {RUNTIME} RENAME COLUMN correlationId TO id", 269,
@@ -278,7 +278,7 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             "DROP TABLE NVTX_EVENTS", 269,
-            "the export has no table NVTX_EVENTS: launches belong to no ranges",
+            "the export has no table NVTX_EVENTS: the ranges of launches are unknown",
         ),
         ("DROP TABLE StringIds", 269, "253 of 269 launches have no name in StringIds"),
         (
@@ -287,15 +287,15 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             f"UPDATE {KERNEL} SET correlationId = 1", 269,
-            "252 launches share the id of their API call with an earlier one",
+            "252 launches have the same API call id as an earlier launch",
         ),
         (
             f"UPDATE {RUNTIME} SET correlationId = 157", 269,
-            f"2711 calls in {RUNTIME} have the id of an earlier call, which is used",
+            f"2711 calls in {RUNTIME} have the same id as an earlier call; the earlier call is used",
         ),
         (
             f"UPDATE {KERNEL} SET correlationId = correlationId + 1000000", 269,
-            "253 of 269 launches have no API call in the file, so they belong to no range",
+            "253 of 269 launches have no API call in the file, so their ranges are unknown",
         ),
         (
             f'UPDATE {KERNEL} SET "end" = start - 1 WHERE rowid <= 5', 264,
@@ -311,7 +311,7 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             f"INSERT INTO {RUNTIME} SELECT * FROM {RUNTIME}", 269,
-            f"269 calls in {RUNTIME} have the id of an earlier call, which is used",
+            f"269 calls in {RUNTIME} have the same id as an earlier call; the earlier call is used",
         ),
         (
             "INSERT INTO NVTX_EVENTS SELECT * FROM NVTX_EVENTS", 269,
@@ -334,7 +334,7 @@ def test_complete_exports_have_no_warnings(changed: Change) -> None:
 
 def test_a_table_in_two_versions_is_reported(changed: Change) -> None:
     path = changed("CREATE TABLE NVTX_EVENTS_V2 AS SELECT * FROM NVTX_EVENTS")
-    assert read(path).warnings == ("NVTX_EVENTS_V2 has rows as well and is not read",)
+    assert read(path).warnings == ("NVTX_EVENTS_V2 also has rows, but is not read",)
 
 
 def test_launches_into_a_graph_are_not_losses(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_eager_attention_and_its_backward_are_found(tmp_path: Path) -> None:
         assert [t.dims for t in call.tensors if t] == [(8, 16, 4), (8, 32, 4), (8, 32, 4)]
         assert call.kind == "eager" and call.config is None
         assert str(call.reason).endswith("the mask of eager attention is unknown")
-        assert "needs 4 dims" in str(call.reason)
+        assert "requires 4 dimensions" in str(call.reason)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_roctx_ranges_contain_launches(tmp_path: Path, opened: Open) -> None:
     maker.region(RCCL, 15, 100, 200, 14)
     trace = opened(maker.write(tmp_path / "t.db"))
     assert [row["range"] for row in launches(trace)] == ["forward", "step, seq = 5", "loop"]
-    assert trace.warnings == ("regions of RCCL_API are not read",)
+    assert trace.warnings == ("regions in the categories RCCL_API are not read",)
 
 
 def test_a_copy_has_a_direction_and_bytes(tmp_path: Path, opened: Open) -> None:
@@ -157,13 +157,13 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path: Path, opened: Open) -> N
 def test_a_file_without_launches_is_stored_with_a_warning(tmp_path: Path, opened: Open) -> None:
     trace = opened(Rocpd().write(tmp_path / "t.db"))
     assert trace.num_launches == 0
-    assert trace.warnings == ("the file contains no dispatch of a kernel and no copy",)
+    assert trace.warnings == ("the file contains no kernel dispatches or copies",)
 
 
 REFUSED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda data: data[: len(data) * 2 // 3], r"cut off: \d+ of \d+ bytes"),
     "hole": (lambda data: data[:8192] + bytes(len(data) - 8192), "damaged"),
-    "renamed": (lambda data: data.replace(b"rocpd_kernel", b"xxxxx_kernel"), "not of nsys"),
+    "renamed": (lambda data: data.replace(b"rocpd_kernel", b"xxxxx_kernel"), "not from nsys"),
 }
 
 
@@ -182,7 +182,7 @@ def test_a_damaged_file_is_refused(
 
 def test_another_database_with_the_table_is_refused(tmp_path: Path) -> None:
     for table, match in (
-        ("rocpd_kernel_dispatch_x (id)", "not of rocprofv3"),
+        ("rocpd_kernel_dispatch_x (id)", "not from rocprofv3"),
         ("rocpd_kernel_dispatch (id, start)", "has no column end"),
     ):
         path = tmp_path / "t.db"

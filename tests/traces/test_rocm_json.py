@@ -30,7 +30,7 @@ def test_a_json_has_launches_copies_ranges_and_counters(tmp_path: Path, name: st
         kernel, copy = launches(trace)
         assert trace.profiler == "rocprofv3"
         assert trace.warnings == (
-            "1 of 2 launches have no API call in the file, so they belong to no range",
+            "1 of 2 launches have no API call in the file, so their ranges are unknown",
         )
         (device,) = trace.devices
         assert trace.metrics is not None
@@ -63,7 +63,7 @@ def test_dispatches_with_counters_only_are_launches(tmp_path: Path) -> None:
     with closing(open_trace(write(tmp_path / "t.json", process))) as trace:
         (kernel,) = launches(trace)
         assert trace.metrics is None
-        assert trace.warnings == ("2 values of counters could not be read",)
+        assert trace.warnings == ("2 counter values could not be read",)
     assert kernel["config"].grid == (2, 64, 3)
 
 

@@ -35,7 +35,7 @@ CONFIGS = {
     CONVERTED: LaunchConfig(GRID, BLOCK, 128, None, None, 512, 64, 96, 16),
     OLD_KERNEL_TRACE: LaunchConfig(GRID, BLOCK, shared_bytes=65536, scratch_bytes_per_thread=16),
 }
-TOTALS = "their dimensions are unknown"
+TOTALS = "the grid and block dimensions are unknown"
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def test_counters_belong_to_dispatches(tmp_path: Path) -> None:
     (result,) = ingest_path(tmp_path / "s.db", path)
     assert result.launches == 2
     assert any(TOTALS in text for text in result.warnings)
-    assert any("1 values of counters could not be read" in text for text in result.warnings)
+    assert any("1 counter values could not be read" in text for text in result.warnings)
     with closing(sqlite3.connect(tmp_path / "s.db")) as db:
         values = db.execute(
             "SELECT l.start_ns, m.name, m.value FROM metrics m JOIN launches l ON l.id = launch_id "
@@ -132,7 +132,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", KERNEL_TRACE, {}, {})
     whole = path.read_text()
     changes = {
-        r"no column for the end of the launches": whole.replace("End_Timestamp", "Stop"),
+        r"no column for the launch end": whole.replace("End_Timestamp", "Stop"),
         r"the last row is cut off": whole[:-40],
         r"damaged: field larger than": whole.replace(NAME, "x" * 200_000),
     }
@@ -145,7 +145,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         open_trace(path)
     with closing(sqlite3.connect(tmp_path / "t.db")) as db:
         db.execute("CREATE TABLE KERN (a)")
-    with pytest.raises(TraceFormatError, match="no column for the start of the launches and end"):
+    with pytest.raises(TraceFormatError, match="no column for the launch start and launch end"):
         open_trace(tmp_path / "t.db")
 
 

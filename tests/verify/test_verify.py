@@ -74,12 +74,12 @@ MISTAKES = {
     "last_row_unwritten": ("out", "not written: 256 of 25600 elements"),
     "nan_row": ("out", "NaN at [0, 0, 3, 0]"),
     "tail_of_keys": ("out", "without the last 4 of 100 keys"),
-    "writes_input": ("inputs", "writes into key, element 65"),
-    "stale": ("out", "is the result of the previous call with other inputs"),
+    "writes_input": ("inputs", "writes to element 65 of key's storage"),
+    "stale": ("out", "is the result of the previous call, although the inputs differ"),
     "accumulates": ("out", "two calls with the same inputs differ"),
-    "shared_buffer": ("out", "a later call overwrote the result of an earlier one"),
+    "shared_buffer": ("out", "a later call overwrote the result of an earlier call"),
     "unstable": ("out", "two calls with the same inputs differ"),
-    "wrong_gradient": ("dk", "it is 5.657 times the expected value"),
+    "wrong_gradient": ("dk", "the result is 5.657 times the expected value"),
     "wrong_shape": ("out", "returned shape [2, 100, 4, 32]"),
 }
 
@@ -135,7 +135,13 @@ def test_a_failure_says_where_and_by_how_much(
     mistaken: tuple[Path, list[VerificationRow]],
 ) -> None:
     row = named(mistaken[1], "no_scale")["out"]
-    for words in ("at [", "expected ", "got ", "times the allowance of ", "elements are beyond"):
+    for words in (
+        "at [",
+        "expected ",
+        "got ",
+        "times the allowance of ",
+        "elements exceed the allowance",
+    ):
         assert words in str(row.message)
     assert row.error is not None and row.allowance is not None and row.error > row.allowance
 
@@ -187,7 +193,7 @@ def test_a_result_that_no_input_reaches_is_not_called_state(tmp_path: Path) -> N
     (wrong,) = failures(rows)
     assert wrong.case == "large_offset"
     told = str(wrong.message)
-    assert "every element is 0, also for other inputs: the inputs are ignored; at [" in told
+    assert "every element is 0, even for other inputs, so the inputs are ignored; expected " in told
     assert "state" not in told
 
 

@@ -131,7 +131,7 @@ def test_another_process_is_reported_once(tmp_path: Path) -> None:
     with watcher(tmp_path) as mine:
         assert mine.ask() == "True"
         mine.says(pids=[[7], ["self", 111]])
-        assert "another process (111 in the driver's numbering)" in mine.ask()
+        assert "another process (PID 111 according to the driver)" in mine.ask()
         assert mine.ask() == "[]"
 
 
@@ -139,7 +139,7 @@ def test_an_earlier_process_is_reported(tmp_path: Path) -> None:
     with watcher(tmp_path, pids=[[], [222]]) as mine:
         mine.says(pids=[[], [222, "self"]])
         assert mine.ask() == "True"
-        assert "another process (222" in mine.ask()
+        assert "another process (PID 222" in mine.ask()
 
 
 @pytest.mark.parametrize("samples", [None, [], [["self", 90, 5]]])
@@ -174,15 +174,15 @@ def test_another_process_is_reported_if_it_computes(
         mine.says(pids=pids, samples=[[111, 50, 3]])
         assert mine.ask() == "True"
         mine.says(pids=pids, samples=samples, gpu=gpu)
-        assert ("another process (111" in mine.ask()) is told
+        assert ("another process (PID 111" in mine.ask()) is told
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"power": 500_000}, "the power limit of the GPU changed from 700 W to 500 W"),
-        ({"clocks": [1200, 2619]}, "the highest SM clock of the GPU changed from 1980 MHz to 1200"),
-        ({"reasons": 0x44}, "throttling for heat or power of the GPU changed from off to on"),
+        ({"power": 500_000}, "the GPU's power limit changed from 700 W to 500 W"),
+        ({"clocks": [1200, 2619]}, "the GPU's highest SM clock changed from 1980 MHz to 1200"),
+        ({"reasons": 0x44}, "the GPU's throttling for heat or power changed from off to on"),
     ],
 )
 def test_a_changing_cap_is_reported(tmp_path: Path, change: dict[str, Any], text: str) -> None:
@@ -202,8 +202,8 @@ def test_two_measuring_processes_on_one_gpu_are_both_warned_until_one_dies(tmp_p
         assert first.ask() == "[]"
         with watcher(tmp_path, "b") as second:
             assert second.ask() == "True"
-            assert "another profharness is measuring on this GPU" in second.ask()
-            assert "another profharness is measuring on this GPU" in first.ask()
+            assert "another profharness process is measuring on this GPU" in second.ask()
+            assert "another profharness process is measuring on this GPU" in first.ask()
         with watcher(tmp_path, "c") as third:
             first.process.kill()
             first.process.wait()

@@ -329,8 +329,8 @@ def observe() -> Iterator[AttentionCalls]:
     )
     if importers:
         print_error(
-            f"{', '.join(importers)} imported {NAME} by name before the first block, so these "
-            f"calls are not recorded; call torch.nn.functional.{NAME} instead"
+            f"{', '.join(importers)} imported {NAME} by name before the first block, so "
+            f"their calls are not recorded; call torch.nn.functional.{NAME} instead"
         )
     recorders = (*recorders, recorder)
     try:
@@ -338,4 +338,4 @@ def observe() -> Iterator[AttentionCalls]:
     finally:
         recorders = tuple(each for each in recorders if each is not recorder)
     if not recorder.on:
-        raise RuntimeError("recording attention failed; stderr contains the error")
+        raise RuntimeError("recording attention failed; see stderr for the error")

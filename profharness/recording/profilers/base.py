@@ -136,7 +136,7 @@ def diagnose(
 _NO_REPORT = {
     "missing": (
         "without writing {report}",
-        "run `profharness doctor`; the log contains the output of the tool and the program",
+        "run `profharness doctor`; the log contains the tool's and the program's output",
     ),
     "empty": ("and left {report} empty", "check whether the disk is full, then run again"),
     "stale": (
@@ -251,7 +251,7 @@ GRACE_S = (30.0, 60.0, 10.0)
 HURRIED_S = (10.0, 5.0, 2.0)
 
 Outcome = tuple[TraceFile | None, Problem | None]
-"""The trace and the problem that result from a start of the worker. Each of them may be None."""
+"""The trace and the problem that result from one start of the worker. Either may be None."""
 
 
 class Session:
@@ -352,8 +352,8 @@ class ToolSession(Session):
         if hurry:
             grace_s = list(map(min, grace_s, HURRIED_S))
             self.notify(
-                f"stopping {self.tool.name}, which still writes its report (press Ctrl-C again to "
-                "stop it now)…"
+                f"stopping {self.tool.name}, which is still writing its report (press Ctrl-C "
+                "again to stop it now)…"
             )
         steps: Sequence[Callable[[], None]] = (
             lambda: self.interrupt(process),

@@ -96,7 +96,8 @@ RULES = (
             "the GPU"
         ),
         (
-            "use an ncu that matches the driver (2025.3 for 580), check that /dev/nvidia-caps "
+            "use an ncu that matches the driver (ncu 2025.3 for driver 580), check that "
+            "/dev/nvidia-caps "
             "exists, and "
         )
         + NO_SANDBOX.replace("{tool}", "ncu"),
@@ -106,7 +107,8 @@ RULES = (
         r"driver resource was unavailable",
         "another tool is using the GPU's hardware counters",
         (
-            "run `dcgmi profile --pause` before and `dcgmi profile --resume` after, or wait "
+            "run `dcgmi profile --pause` before the capture and `dcgmi profile --resume` after "
+            "it, or wait "
             "until the other ncu ends"
         ),
     ),
@@ -120,7 +122,7 @@ RULES = (
         "lock_file",
         r"Failed to open/create lock file (?P<path>\S+)",
         "the lock file {path} belongs to another user",
-        "set TMPDIR to a folder of your own, where ncu keeps its lock",
+        "set TMPDIR to a folder that you own, because ncu keeps its lock there",
     ),
     FailureRule(
         "driver_too_old",
@@ -162,7 +164,7 @@ RULES = (
         "tool_error",
         r"^==ERROR== (?!The application returned an error code)(?P<words>.+)",
         "ncu reported an error for {report}: {words}",
-        "the log of ncu has more details",
+        "see ncu's log for details",
     ),
     FailureRule(
         "target_failed",
@@ -176,10 +178,13 @@ RULES = (
     FailureRule(
         "no_kernels_matched",
         r"^==WARNING== No kernels were profiled",
-        ("ncu profiled no kernel for {report}: no kernel ran inside the NVTX ranges of the cells"),
         (
-            "check with `--profiler torch` whether the cells launch kernels; a range filter "
-            "needs its name escaped, with a slash at the end for push/pop ranges only"
+            "ncu profiled no kernels for {report}, because none ran inside the NVTX ranges "
+            "of the cells"
+        ),
+        (
+            "check with `--profiler torch` whether the cells launch kernels; in a range "
+            "filter, escape the name, and end it with a slash only for push/pop ranges"
         ),
     ),
     replace(LIBRARY_MISSING, pattern=r"\bncu: " + LIBRARY_MISSING.pattern),
@@ -194,7 +199,7 @@ RULES = (
         "lock_file",
         r"nsight-compute-lock",
         "ncu waited too long for another ncu to release its lock",
-        "set TMPDIR to a folder of your own, or wait until the other ncu ends",
+        "set TMPDIR to a folder that you own, or wait until the other ncu ends",
         late=True,
     ),
 )
@@ -307,7 +312,7 @@ class NcuSession(ToolSession):
 
 
 MAGIC = b"NVR\0"
-EXPECTED = "a report that `ncu -o` wrote"
+EXPECTED = "a report written by `ncu -o`"
 SIZE = struct.Struct("<I")
 VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # protobuf wire types
 RESULTS, SESSION, PAYLOAD = 2, 3, 5
@@ -355,7 +360,7 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         (count,) = SIZE.unpack(file.read(SIZE.size))
         require(count)
         if count > MAX_HEADER:
-            raise error(f"a header of {count} bytes", file.tell())
+            raise error(f"the report contains a header of {count} bytes", file.tell())
         return file.read(count)
 
     if file.read(len(MAGIC)) != MAGIC:
@@ -367,14 +372,14 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         if begin >= size:
             break
         if count == MAX_BLOCKS:
-            raise error(f"more than {MAX_BLOCKS:,} blocks", begin)
+            raise error(f"the report contains more than {MAX_BLOCKS:,} blocks", begin)
         header = read_sized()
         try:
             if not header:
                 raise ValueError
             numbers, session = _fields(header)
         except (IndexError, ValueError):
-            raise error("a damaged block", begin) from None
+            raise error("the report contains a damaged block", begin) from None
         with contextlib.suppress(IndexError, ValueError):  # the time is optional
             created_s = created_s or _fields(session)[0].get(CREATED)
         results += numbers.get(RESULTS, 0)
@@ -493,8 +498,8 @@ def metric_names(asked: Sequence[str]) -> tuple[str, ...]:
         # every metric of ncu starts with a hardware unit such as `sm__`, with `group:` or `regex:`
         if word not in PRESETS and "__" not in word and ":" not in word:
             raise UsageError(
-                f"--metrics {word}: neither a preset ({', '.join(PRESETS)}) nor a metric of ncu, such "
-                "as sm__inst_executed.sum"
+                f"--metrics {word}: neither a preset ({', '.join(PRESETS)}) nor an ncu "
+                "metric such as sm__inst_executed.sum"
             )
         names += PRESETS.get(word, (word,))
     return tuple(dict.fromkeys(names))

@@ -45,7 +45,7 @@ _SAME_VERSION = (
     "capture, import and export with the same nsys on the same machine, and copy the "
     ".sqlite file from there"
 )
-_DEBIAN = "libdw1, libelf1, libssh-4 on Debian and Ubuntu"
+_DEBIAN = "libdw1, libelf1 or libssh-4 on Debian and Ubuntu"
 
 NO_CUDA_EVENTS = FailureRule(
     "no_cuda_events",
@@ -53,7 +53,7 @@ NO_CUDA_EVENTS = FailureRule(
     "nsys recorded no CUDA work in {report}",
     (
         "check that the program uses the GPU (nvidia-smi, torch.cuda.is_available()) and "
-        "that nsys is not older than the CUDA release of torch; `--profiler torch` works "
+        "that nsys is not older than torch's CUDA release; `--profiler torch` works "
         "without nsys"
     ),
 )
@@ -64,7 +64,7 @@ WRITTEN_RULES = (
     FailureRule(
         "version_mismatch",
         r"Qdstrm version (?P<version>\S+) is not supported",
-        "the importer cannot read a raw file of nsys {version}, so {report} cannot be used",
+        "the importer cannot read raw files from nsys {version}, so {report} cannot be used",
         _SAME_VERSION,
     ),
     FailureRule(
@@ -73,15 +73,15 @@ WRITTEN_RULES = (
         r"|Unknown runtime API function index: \d+"
         r"|Data member TimestampType was not initialized",
         (
-            "the versions of nsys and its importer, or of nsys and the program's CUDA, do not "
-            "match: events are missing in {report}"
+            "nsys does not match its importer or the program's CUDA version, so events are "
+            "missing from {report}"
         ),
         _SAME_VERSION + "; a CUDA 13 program requires nsys 2025.3 or newer",
     ),
     FailureRule(
         "import_incomplete",
         r"Errors occurred while processing the raw events",
-        "the importer stopped before the end: events are missing in {report}",
+        "the importer stopped before the end, so events are missing from {report}",
         _SAME_VERSION,
     ),
     NO_CUDA_EVENTS,
@@ -124,7 +124,7 @@ UNWRITTEN_RULES = (
             "nsys wrote a raw .qdstrm file but not {report}: its importer (QdstrmImporter) is "
             "not in the folder host-linux-x64 beside nsys's target-linux-x64"
         ),
-        "link it there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
+        "link the importer there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
         "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
     ),
     FailureRule(
@@ -135,14 +135,14 @@ UNWRITTEN_RULES = (
             "not start, usually because a library is missing"
         ),
         (
-            "`ldd QdstrmImporter | grep 'not found'` shows which; install the package that "
-            f"contains it ({_DEBIAN})"
+            "`ldd QdstrmImporter | grep 'not found'` shows the missing library; install the "
+            f"package that contains it ({_DEBIAN})"
         ),
     ),
     FailureRule(
         "sys_missing",
         r"Failed to get number of the device CPUs",
-        "the importer of nsys cannot read /sys, so {report} was not written",
+        "nsys's importer cannot read /sys, so {report} was not written",
         "mount /sys and /proc in the container",
     ),
     FailureRule(
@@ -151,8 +151,8 @@ UNWRITTEN_RULES = (
         r"|^File is corrupted\.",
         "nsys could not convert its raw .qdstrm file to {report}",
         (
-            "check whether the disk is full; `QdstrmImporter -i FILE.qdstrm` of the same version "
-            "shows the reason"
+            "check whether the disk is full; to see the reason, run `QdstrmImporter -i "
+            "FILE.qdstrm` from the same version"
         ),
     ),
     FailureRule(
@@ -183,7 +183,8 @@ KILLED = FailureRule(
     "nsys was killed (SIGKILL) before it wrote {report}",
     (
         "stop its remaining processes with `nsys shutdown --kill=sigterm "
-        "--session=profile-PID` (PID is that of the killed nsys); check the kernel log for "
+        "--session=profile-PID` (PID is the process id of the killed nsys); check the kernel log "
+        "for "
         "out-of-memory kills, then run again"
     ),
 )
@@ -354,7 +355,7 @@ class NsysSession(ToolSession):
         exported = self.report.with_suffix(".sqlite")
         export_report(self.report, exported, self.tool.path)
         try:
-            kernels = count_rows(exported, KERNEL_TABLE, "an export of nsys")
+            kernels = count_rows(exported, KERNEL_TABLE, "an nsys export")
         except TraceFormatError as error:
             return report_damaged(NSYS, exported, str(error)), None
         if kernels == 0:

@@ -159,7 +159,7 @@ class LiveDispatch:
         if not refusals:
             by_rule = self.rules(config, backend)
             refusals = (
-                Refusal("no_text", "PyTorch refuses it without giving a reason.", "inferred"),
+                Refusal("no_text", "PyTorch refuses the call without giving a reason.", "inferred"),
             )
             if by_rule.eligible is False:
                 refusals = (replace(by_rule.reasons[0], source="inferred"),)
@@ -252,4 +252,4 @@ def _failure(error: BaseException, config: Config) -> str:
             f"the inputs of {config.label} do not fit into memory, so PyTorch could not be asked: "
             f"{text}"
         )
-    return f"asking about {config.label} failed: {text}"
+    return f"the query about {config.label} failed: {text}"

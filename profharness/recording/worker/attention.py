@@ -205,8 +205,8 @@ def priority_absent() -> str | None:
     if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
         return None
     return (
-        "an order of backends requires torch >= 2.6 (set_priority of sdpa_kernel), and this "
-        f"is {torch.__version__}; use + for the same set without an order"
+        "an order of backends requires torch >= 2.6 (set_priority of sdpa_kernel), but this is "
+        f"{torch.__version__}; use + for the same set without an order"
     )
 
 
@@ -255,9 +255,9 @@ def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ..
     argument `majors` lists the major compute capabilities that `impl` supports.
     """
     if not hasattr(torch_attention, "restore_flash_attention_impl"):
-        return f"choosing {impl} for SDPA requires torch >= 2.11, and this is {torch.__version__}"
+        return f"choosing {impl} for SDPA requires torch >= 2.11, but this is {torch.__version__}"
     if impl not in torch_attention.list_flash_attention_impls():
-        return f"this torch has no implementation {impl}"
+        return f"this torch does not include the implementation {impl}"
     return needs_module(module, remedy)() or capability_reason(impl, majors)
 
 
@@ -272,7 +272,7 @@ def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
     if major in majors:
         return None
     needed = " or ".join(f"{needed}.x" for needed in majors)
-    return f"{name} requires compute capability {needed}, and this GPU has {major}.{minor}"
+    return f"{name} requires compute capability {needed}, but this GPU has {major}.{minor}"
 
 
 def naive_compiled_absent() -> str | None:
@@ -328,7 +328,7 @@ def copy_function(function: Any) -> Any:
 def flex_flash_absent() -> str | None:
     """Return why flex_attention cannot run the kernels of FA4, or None if it can."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
-        return f"kernel_options BACKEND requires torch >= 2.10, and this is {torch.__version__}"
+        return f"kernel_options BACKEND requires torch >= 2.10, but this is {torch.__version__}"
     reason = needs_module("flash_attn.cute", FA4_REMEDY)()
     return needs_triton() or reason or capability_reason("flex-flash", (9, 10))
 
@@ -419,14 +419,16 @@ def varlen() -> Attention:
         if "window_size" in parameters:
             options["window_size"] = window_size(window, is_causal)
         elif window is not None:
-            raise RefusedError("unsupported", "varlen_attn of this torch takes no window_size")
+            raise RefusedError(
+                "unsupported", "varlen_attn in this torch does not accept window_size"
+            )
         elif is_causal:
             options["is_causal"] = True
         # earlier versions have no such option and always accept fewer key heads
         if "enable_gqa" in parameters:
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:
-            raise RefusedError("unsupported", "varlen_attn of this torch has no parameter `scale`")
+            raise RefusedError("unsupported", "varlen_attn in this torch has no parameter `scale`")
         if scale is not None:
             options["scale"] = scale
         packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v)]

@@ -96,22 +96,24 @@ class GpuWatch:
             return
         self._last_look = time.monotonic()
         if is_shared(self._lock):
-            yield from self._once("gpu_shared", "another profharness is measuring on this GPU")
+            yield from self._once(
+                "gpu_shared", "another profharness process is measuring on this GPU"
+            )
         others = (self._others | (self._pids(self._handle) - self._mine)) - self._family
         for pid in sorted(self._computing({pid for pid in others if not _is_ours(pid)})):
-            text = f"another process ({pid} in the driver's numbering) is computing on this GPU"
+            text = f"another process (PID {pid} according to the driver) is computing on this GPU"
             yield from self._once("gpu_shared", text)
         for name, now in self._read_caps().items():
             was = self._caps.get(name, now)
             if now != was:
-                text = f"{name} of the GPU changed from {was} to {now} during the run"
+                text = f"{name} changed from {was} to {now} during the run"
                 yield from self._once("gpu_capped", text)
 
     def _once(self, code: str, text: str) -> Iterator[Problem]:
         if text not in self._reported:
             self._reported.add(text)
             remedy = SHARED_REMEDY if code == "gpu_shared" else CAPPED_REMEDY
-            yield Problem(GPU, code, f"{text}; its times may be wrong", remedy)
+            yield Problem(GPU, code, f"{text}; the measured times may be wrong", remedy)
 
     def _pids(self, handle: Any) -> set[int]:
         """Return the IDs of the processes that have a CUDA context on a GPU.
@@ -161,11 +163,13 @@ class GpuWatch:
         chosen = nvml.nvmlDeviceGetApplicationsClock
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons
         questions: dict[str, Callable[[], str]] = {
-            "the power limit": lambda: f"{watts(handle) / 1000:g} W",
-            "the highest SM clock": lambda: f"{clock(handle, sm)} MHz",
-            "the highest memory clock": lambda: f"{clock(handle, memory)} MHz",
-            "the application clock": lambda: f"{chosen(handle, sm)} MHz",
-            "throttling for heat or power": lambda: "on" if reasons(handle) & SLOWDOWN else "off",
+            "the GPU's power limit": lambda: f"{watts(handle) / 1000:g} W",
+            "the GPU's highest SM clock": lambda: f"{clock(handle, sm)} MHz",
+            "the GPU's highest memory clock": lambda: f"{clock(handle, memory)} MHz",
+            "the GPU's application clock": lambda: f"{chosen(handle, sm)} MHz",
+            "the GPU's throttling for heat or power": lambda: (
+                "on" if reasons(handle) & SLOWDOWN else "off"
+            ),
         }
         caps = {}
         for name, question in questions.items():

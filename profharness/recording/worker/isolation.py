@@ -86,7 +86,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         if name.startswith("_global_") and isinstance(hooks, dict)
     ],
     # ignore other filters, because many packages hide warnings when they are imported
-    "the warnings that are errors": lambda: [
+    "the filters that turn warnings into errors": lambda: [
         (category, module)
         for action, _, category, module, _ in warnings.filters
         if action == "error"
@@ -212,7 +212,10 @@ def with_doubt(result: Cell, peaks: Peaks | None) -> Cell:
     for name, samples in result.samples.items():
         why = why_impossible(result, name, samples, peaks) if samples else None
         if why is not None:
-            message = f"impossible {name} times: {why}; the call did not do its work, or the clock is wrong"
+            message = (
+                f"the {name} times are impossible ({why}); the call did not do its work, or the "
+                "clock is wrong"
+            )
             return replace(result, status="error", message=message, samples={}, turns={})
     return result
 
@@ -223,13 +226,16 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
     `samples` are in ns per call. For example, a call cannot exceed the peak rate of the GPU.
     """
     if min(samples) <= 0:
-        return f"{min(samples)} ns a call"
+        return f"{min(samples)} ns per call"
     if name == HOST or peaks is None:
         return None
     seconds = median(samples) / 1e9
     rate = FASTEST_FORMAT * max(peaks.flops_per_s.values(), default=0.0)
     if rate and (done := flops(cell.config) / seconds) > rate:
-        return f"{done / 1000000000000.0:,.0f} TFLOP/s, but tensor cores reach at most {rate / 1000000000000.0:,.0f}"
+        return (
+            f"{done / 1000000000000.0:,.0f} TFLOP/s, but tensor cores reach at most "
+            f"{rate / 1000000000000.0:,.0f} TFLOP/s"
+        )
     tensors = tensor_bytes(cell.config)
     # do not count the output and unflushed inputs, because they may stay in the L2
     cached = 0 if name == COLD else peaks.l2_bytes
@@ -237,7 +243,10 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
     if width and cached is not None:
         read = (tensors.forward - tensors.output - cached) / seconds
         if read > width:
-            return f"{read / 1e12:,.1f} TB/s from memory, which has {width / MEMORY_MARGIN / 1e12:,.1f}"
+            return (
+                f"{read / 1e12:,.1f} TB/s from memory, but its bandwidth is "
+                f"{width / MEMORY_MARGIN / 1e12:,.1f} TB/s"
+            )
     return None
 
 

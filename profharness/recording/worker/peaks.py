@@ -16,7 +16,9 @@ from profharness.recording.worker.timing import Workspace, elapsed_ms, sampled, 
 
 BUDGET_S = 0.4  # time limit of each measurement, without its warm-up
 MAX_SAMPLES, WARMUP = 50, 3
-ORIGIN = "copy of {copy} MiB read and written; square matrix products of {shapes}; medians"
+ORIGIN = (
+    "medians of a copy of {copy} MiB (read and written) and of square matrix products of {shapes}"
+)
 
 
 def body(workspace: Workspace) -> None:

@@ -231,7 +231,7 @@ class StreamDelay:
         """Double the delay. Raise NotQueuedError if the delay would exceed DELAY_MAX_NS."""
         if self.length_ns * 2 > DELAY_MAX_NS:
             raise NotQueuedError(
-                "its launches cannot be queued in advance, because the call waits for the GPU"
+                "the launches cannot be queued in advance, because the call waits for the GPU"
             )
         self.length_ns *= 2
 

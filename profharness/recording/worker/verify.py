@@ -397,7 +397,9 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
         shapes = f"has shape {list(first.shape)}; it must be {list(reference.shape)}"
         return Check(name, False, shapes)
     if first.dtype != inputs.query.dtype:
-        return Check(name, False, f"is {first.dtype}; the inputs are {inputs.query.dtype}")
+        return Check(
+            name, False, f"has dtype {first.dtype}, but the inputs have {inputs.query.dtype}"
+        )
     errors = [_errors(result, reference) for result in (first, second)]
     # `x != x` is true only for NaN, which counts as the largest error
     largest, norm = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
@@ -450,18 +452,24 @@ def _fault(
     wrong = next((result for result, error in results if not _within(error, allowance)), None)
     if wrong is None:
         if name in got.reused:
-            return "a later call overwrote the result of an earlier one: they share a buffer"
+            return (
+                "a later call overwrote the result of an earlier call, because both use the same "
+                "buffer"
+            )
         return None
     where = _where(wrong, reference, allowance)
     earlier = got.earlier.get(name)
     if earlier is not None and torch.equal(wrong, earlier) and not torch.equal(wrong, reference):
         value = wrong.flatten()[0]
         if wrong.numel() > 1 and bool((wrong == value).all()):
-            text = f"every element is {float(value):.6g}, also for other inputs: the inputs are ignored"
+            text = (
+                f"every element is {float(value):.6g}, even for other inputs, so the inputs are "
+                "ignored"
+            )
         else:
             text = (
-                "is the result of the previous call with other inputs: the inputs are ignored, or "
-                "state is kept"
+                "is the result of the previous call, although the inputs differ: the inputs are "
+                "ignored, or state is kept between calls"
             )
         return f"{text}; {where}"
     off = _errors(first, second.double())
@@ -482,8 +490,8 @@ def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
     if not count:
         return None
     return (
-        f"not written: {count} of {left.numel()} elements keep the memory's old content, the "
-        f"first at {_index(left.flatten().int().argmax(), left.shape)}"
+        f"not written: {count} of {left.numel()} elements keep the memory's old content; the "
+        f"first of them is at {_index(left.flatten().int().argmax(), left.shape)}"
     )
 
 
@@ -496,26 +504,29 @@ def _where(got: Any, reference: Any, allowance: tuple[float, float]) -> str:
     position, wanted = _index(flat, got.shape), float(reference.flatten()[flat])
     value = float(got.flatten()[flat])
     if count:
-        kind = "NaN" if math.isnan(value) else "infinite"
+        kind = "NaN" if math.isnan(value) else "infinity"
         return (
-            f"{kind} at {position} where {wanted:.6g} is expected; "
-            f"{count} of {got.numel()} elements are not finite"
+            f"{kind} at {position} instead of {wanted:.6g}; {count} of {got.numel()} elements "
+            "are not finite"
         )
     largest = float(off.flatten()[flat].abs())
     values = f"expected {wanted:.6g}, got {value:.6g}"
     if largest > allowance[0]:
         beyond = int((off.abs() > allowance[0]).sum())
         return (
-            f"at {position} {values}: {_by(largest, allowance[0])}; "
-            f"{beyond} of {got.numel()} elements are beyond it"
+            f"{values} at {position}: off by {_by(largest, allowance[0])}; {beyond} of "
+            f"{got.numel()} elements exceed the allowance"
         )
     by = _by(float(off.norm()), allowance[1])
-    return f"Frobenius norm of the difference {by}, most at {position}: {values}"
+    return (
+        f"the Frobenius norm of the difference is {by}; the largest difference is at {position}: "
+        f"{values}"
+    )
 
 
 def _by(error: float, allowance: float) -> str:
-    times = f", {error / allowance:.3g} times" if allowance else ", beyond"
-    return f"off by {error:.3g}{times} the allowance of {allowance:.3g}"
+    times = f", which is {error / allowance:.3g} times" if allowance else ", which exceeds"
+    return f"{error:.3g}{times} the allowance of {allowance:.3g}"
 
 
 def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expected) -> str | None:
@@ -530,7 +541,11 @@ def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expect
     ratio = float((got.double() * reference).sum()) / square if square else 0.0
     errors = _errors(got, ratio * reference)
     near = abs(ratio - 1) > NOT_ONE and _within(errors, expected.allowance[name])
-    return f"it is {ratio:.4g} times the expected value: a factor is wrong" if near else None
+    return (
+        f"the result is {ratio:.4g} times the expected value, so a factor is wrong"
+        if near
+        else None
+    )
 
 
 def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
@@ -643,7 +658,10 @@ class Verifier:
         exact = make_inputs(replace(config, kv_dtype=None), device, seed)
         wanted = attend(replace(config, kv_dtype=None), exact, torch.float64)[0]["out"]
         error = float((expected.tensors["out"] - wanted).norm() / wanted.norm())
-        text = f"a cache in {config.kv_dtype} itself changes the result by {100 * error:.2g} %"
+        text = (
+            f"storing the cache in {config.kv_dtype} alone changes the result by "
+            f"{100 * error:.2g} %"
+        )
         return replace(check, message=f"{text} (Frobenius norm)")
 
     def _why_forward_only(self, config: Config, backend: Backend) -> str | None:
@@ -787,7 +805,7 @@ def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
         differing = (stored != old).nonzero()
         if len(differing):
             element = int(differing[0]) // tensor.element_size()
-            changed = changed or f"writes into {name}, element {element} of its storage"
+            changed = changed or f"writes to element {element} of {name}'s storage"
             stored.copy_(old)
     return changed
 

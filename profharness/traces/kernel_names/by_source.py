@@ -28,7 +28,7 @@ class SourceFact:
 _FA2 = "flash-attention 2.8, csrc/flash_attn/src"
 _FA3 = "flash-attention 2.8, hopper"
 _MEM_EFF = "PyTorch 2.13, ATen/native/transformers/cuda/mem_eff_attention"
-_ALIKE = "no roles, every warp loads and computes"
+_ALIKE = "no roles: every warp loads and computes"
 
 # The library, a pattern that matches the function in a short name, and the facts
 FACTS = (
@@ -38,8 +38,10 @@ FACTS = (
         (
             (
                 STAGES,
-                "one buffer each for K and V; V is loaded during the product with K, and the "
-                "next K after that product",
+                (
+                    "one buffer each for K and V; V is loaded during the product with K, and the "
+                    "next K is loaded after that product"
+                ),
                 f"{_FA2}/flash_fwd_kernel.h",
             ),
             (ROLES, _ALIKE, f"{_FA2}/flash_fwd_kernel.h"),
@@ -51,7 +53,10 @@ FACTS = (
         (
             (
                 STAGES,
-                "two buffers of Q, or one with No_double_buffer; one of the output's gradient",
+                (
+                    "two buffers for Q, or one with No_double_buffer; one buffer for the "
+                    "output's gradient"
+                ),
                 f"{_FA2}/kernel_traits.h",
             ),
             (ROLES, _ALIKE, f"{_FA2}/flash_bwd_kernel.h"),
@@ -63,7 +68,10 @@ FACTS = (
         (
             (
                 ROLES,
-                "producer and consumers: warp group 0 loads, the other one to three compute",
+                (
+                    "producer and consumers: warp group 0 loads, and the other one to three warp "
+                    "groups compute"
+                ),
                 f"{_FA3}/flash_fwd_kernel_sm90.h",
             ),
         ),
@@ -74,7 +82,7 @@ FACTS = (
         (
             (
                 ROLES,
-                "producer and consumers: of warp group 0, warp 0 loads and warp 1 writes dQ; the "
+                "producer and consumers: in warp group 0, warp 0 loads and warp 1 writes dQ; the "
                 "other warp groups compute",
                 f"{_FA3}/flash_bwd_kernel_sm90.h",
             ),
@@ -99,7 +107,7 @@ FACTS = (
         (
             (
                 STAGES,
-                "at most 4 buffers, fewer if the head dimension has fewer steps of 32",
+                "at most 4 buffers, or fewer if the head dimension has fewer steps of 32",
                 f"{_MEM_EFF}/kernel_forward.h",
             ),
         ),

@@ -59,7 +59,10 @@ _DIRECTIONS = (
     *_words((r"bwd|backward|bprop", "backward"), direction="bwd"),
 )
 _SIZES = "tile of {1} queries x {2} keys"
-_LETTERS = "types, one letter each: h fp16, t bf16, s fp32; NVIDIA does not document of what"
+_LETTERS = (
+    "types, one letter each: h fp16, t bf16, s fp32; NVIDIA does not document which operands "
+    "they describe"
+)
 _LAYOUT = "which operands are transposed (t) and which are not (n)"
 _PRODUCT_TILE = (
     r"(?:tilesize|tile|MT)?(?P<tile_m>\d{2,})x(?P<tile_n>\d+)(?:x(?P<tile_k>\d+))?",
@@ -99,14 +102,14 @@ WORDS: dict[str, tuple[Word, ...]] = {
             (r"wgmma", "tensor-core instructions of a warp group (Hopper)"),
             (r"wmma", "tensor-core instructions of a warp"),
             (r"mxfp8|f8", "8-bit floats"),
-            (r"knob_(\d+)", "cuDNN's number of a variant; NVIDIA does not document what it sets"),
+            (r"knob_(\d+)", "cuDNN's number for a variant; NVIDIA does not document what it sets"),
             (
                 r"(?P<tile_m>\d{2,})x(?P<tile_n>\d{2,})x(?P<tile_k>\d{2,})",
                 "tile of {1} queries x {2} keys, head dimension {3}",
             ),
-            (r"cga(\d+x\d+x\d+)", "blocks of a cluster: {1}"),
-            (r"kernel\d+(?:_\d+)?", "cuDNN's number of the kernel in its plan"),
-            (r"compute_dot_do_o", "sums output times gradient over rows, before the backward"),
+            (r"cga(\d+x\d+x\d+)", "blocks per cluster: {1}"),
+            (r"kernel\d+(?:_\d+)?", "cuDNN's number for the kernel in its plan"),
+            (r"compute_dot_do_o", "sums output times gradient over rows, before the backward pass"),
             (r"convert_dq_to_16bits", "converts the fp32 gradient of the queries to 16 bits"),
             (r"fmha_reduce_head", "sums gradients over the query heads of a group"),
             (r"ragged", "packed sequences of different lengths"),
@@ -119,10 +122,10 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"simt|ffma", "on CUDA cores, without tensor cores"),
         (r"xmma", "NVIDIA's generator of product kernels"),
         (r"nvjet", "cuBLAS's generator of product kernels since Hopper"),
-        (r"[sdch]gemm", "product in {0}'s first letter: s fp32, d fp64, h fp16"),
+        (r"[sdch]gemm", "matrix product in the type of {0}'s first letter: s fp32, d fp64, h fp16"),
         (
             r"([shd])(?:1688|16816|161616|884)gemm",
-            "tensor-core product; sums in {1}: s fp32, h fp16",
+            "tensor-core product with sums in the type {1}: s fp32, h fp16",
         ),
         (r"gemm", "matrix product"),
         (r"[a-z\d]+f32f32|f32f32|bf16bf16|f16f16|tf32tf32", "type of both operands"),
@@ -135,16 +138,16 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"(?<=nvjet_)[hts]{3}|(?<=sm\d\d_)[hts]{3}|(?<=sm\d\d\d_)[hts]{3}", _LETTERS),
         (r"stages?_?\d+(?:x\d+)?", "depth of a step x buffers, or the number of buffers"),
         (r"sliced\d+x\d+", "warps that share the depth of a tile"),
-        (r"warpsize\d+x\d+x\d+", "warps of a block along rows, columns and depth"),
+        (r"warpsize\d+x\d+x\d+", "warps per block along rows, columns and depth"),
         (r"[nt]{2}|[NT]{3}", _LAYOUT),
-        (r"ldg\d+", "elements of one load"),
+        (r"ldg\d+", "elements per load"),
         (r"align[a-c]?\d+|aligna\d+|alignc\d+", "elements to which the operands are aligned"),
         (r"split_?[kK]\w*?", "the depth is split over blocks"),
         (r"relu", "can apply a ReLU to the output; the name does not show whether it does"),
         (r"bias", "adds a bias"),
         (r"2cta", "two blocks share a tensor-core instruction"),
         (r"kernel|internal|cublas", ""),
-        (r"gemvx?|gemv2\w", "product of a matrix and a vector"),
+        (r"gemvx?|gemv2\w", "matrix-vector product"),
         (r"splitKreduce(?:_kernel)?", "sums the parts of a product that was split along its depth"),
     ),
     "triton": _words(
@@ -265,23 +268,23 @@ COMMON = (*_ARCH, *_DIRECTIONS, *_PLAIN_TYPES)
 _FLASH_BASE = _words(
     (r"flash", "FlashAttention"),
     (r"splitkv", "the keys may be split over blocks"),
-    (r"combine(?:_kernel)?", "combines the outputs for the parts of the split keys"),
+    (r"combine(?:_kernel)?", "combines the outputs for the split keys"),
     (r"dq_dk_dv", "gradients of queries, keys and values"),
     (r"loop", "a loop over tiles"),
     (r"seqk_parallel", "blocks share the work along the keys"),
-    (r"dot_do_o", "sums output times gradient over rows, before the backward"),
+    (r"dot_do_o", "sums output times gradient over rows, before the backward pass"),
     (r"convert_dq|convert_dkv", "converts fp32 gradients to the type of the tensors"),
     (r"kernel", ""),
 )
 WORDS.update(dict.fromkeys(("flash2", "flash2_pip", "flash2_any"), _FLASH_BASE))
 WORDS["fa3"] = _words(
-    (r"prepare_varlen_num_blocks_kernel", "counts the tiles of sequences of different lengths"),
+    (r"prepare_varlen_num_blocks_kernel", "counts the tiles for sequences of different lengths"),
     (r"FlashAttn", "FlashAttention 3"),
     (r"Fwd", "forward"),
     (r"Bwd", "backward"),
     (r"Sm(?P<sm>\d+)", "code for this architecture"),
-    (r"Combine", "combines the outputs for the parts of the split keys"),
-    (r"Preprocess", "sums output times gradient over rows, before the backward"),
+    (r"Combine", "combines the outputs for the split keys"),
+    (r"Preprocess", "sums output times gradient over rows, before the backward pass"),
     (r"PostprocessConvertdQ", "converts fp32 gradients to the type of the tensors"),
 )
 # Maps a library to a less specific one, because short names do not show the build of the library.
@@ -290,8 +293,8 @@ CAMEL = frozenset({"fa3", "trtllm", "ck"})  # libraries whose words begin with a
 _FLASH = r"flash_|FlashAttn"
 _ATTENTION_WORDS = _words(
     (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
-    (r"w(?P<warps>\d+)", "{1} warps a block"),
-    (r"m(\d+)", "{1} rows a block"),
+    (r"w(?P<warps>\d+)", "{1} warps per block"),
+    (r"m(\d+)", "{1} rows per block"),
     (r"split(\d+)", "combines at most {1} parts of the keys"),
 )
 _TILED_WORDS = _words(
@@ -311,10 +314,10 @@ BRACKETS: tuple[tuple[str, tuple[str, ...], tuple[Word, ...], str | None], ...] 
     (_FLASH, ("head dimension: up to {0}",), _ATTENTION_WORDS, None),
     (r"tiled_attention", _TILED_NUMBERS, _TILED_WORDS, None),
     (r"(?:vectorized|unrolled)_elementwise", ("{0} elements per thread at once",), (), _COMPUTED),
-    (r"\w*elementwise", ("{0} threads a block", "{0} elements a thread"), (), _COMPUTED),
+    (r"\w*elementwise", ("{0} threads per block", "{0} elements per thread"), (), _COMPUTED),
     (
         r"reduce_(?:1Block_)?kernel",
-        ("{0} threads a block", "results per block: {0}"),
+        ("{0} threads per block", "results per block: {0}"),
         (),
         _COMPUTED,
     ),
@@ -324,7 +327,7 @@ BRACKETS: tuple[tuple[str, tuple[str, ...], tuple[Word, ...], str | None], ...] 
         _words(_LOG, (r"masked", "with a mask")),
         None,
     ),
-    (r"cunn_", ("elements of one load: {0}",), _words(_LOG), None),
+    (r"cunn_", ("elements per load: {0}",), _words(_LOG), None),
     (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE), None),
     (r"", (), (), None),
 )
@@ -400,7 +403,7 @@ FACTS = {
     "direction": {"fwd": "forward", "bwd": "backward"},
     "arch": "code for this architecture; newer GPUs may run it too",
     "dtype": "type of the tensors",
-    "head_dim": "head dimension for which it is compiled",
+    "head_dim": "head dimension for which the code was compiled",
     "tile": "tile: rows x columns, and depth",
     "stages": "buffers in shared memory",
     "warps": "warps of a block",

@@ -38,8 +38,8 @@ class KernelName:
     """
     dtype: str | None = None
     head_dim: int | None = None
-    """The largest head dimension that the compiled kernel supports. The kernels of efficient
-    attention use 65536 if they support any head dimension.
+    """The largest head dimension that the compiled kernel supports. Efficient attention
+    kernels use 65536 if they support any head dimension.
     """
     tile_m: int | None = None
     """Number of rows in a tile: queries in attention, rows of the output in a matrix product."""
@@ -54,8 +54,8 @@ class KernelName:
     dropout: bool | None = None
     """Whether the kernel was compiled with dropout."""
     tile_k: int | None = None
-    """Third number of a tile. In a matrix product, this is the depth of a step. In the attention of
-    cuDNN, this is the head dimension.
+    """Third number of a tile. In a matrix product, this is the depth of a step. In cuDNN
+    attention, this is the head dimension.
     """
 
     @property
