@@ -54,7 +54,14 @@ from profharness.store.schema import (
 )
 from profharness.store.selection import ALL_RUNS, NEWEST_FIRST, Need, RunFinder, Selection
 from profharness.store.steps import step_rows
-from profharness.store.tables import GROUP_KEYS, forget_run, insert_row, records, rows_of
+from profharness.store.tables import (
+    GROUP_KEYS,
+    columns_of,
+    forget_run,
+    insert_row,
+    records,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from profharness.run import Problem
@@ -469,12 +476,14 @@ class Store(RunFinder):
         """Return the attention calls of a traced program, sorted by trace and start time."""
         name = self.resolve(run)
         kernels: dict[int, list[CallKernel]] = {}
+        # stores of old versions lack these columns
+        known = columns_of(self.connection, "launch_configs")
+        of_amd = "".join(f", l.{name}" for name in _REGISTERS[1:] if name in known)
         for call, *values in self.connection.execute(
             "SELECT k.call_id, k.direction, n.name, n.short, n.family, k.launches, k.total_ns, "
             "n.kind, l.grid_x, l.grid_y, l.grid_z, l.block_x, l.block_y, l.block_z, "
             "l.registers_per_thread, "
-            "coalesce(l.shared_bytes, l.static_shared_bytes + l.dynamic_shared_bytes), "
-            "l.accum_registers_per_thread, l.scalar_registers "
+            f"coalesce(l.shared_bytes, l.static_shared_bytes + l.dynamic_shared_bytes){of_amd} "
             "FROM call_kernels k JOIN kernels n ON n.id = k.kernel_id "
             "JOIN calls c ON c.id = k.call_id JOIN launch_configs l ON l.id = k.launch_config_id "
             "JOIN traces t ON t.id = c.trace_id JOIN runs r ON r.id = t.run_id WHERE r.run = ? "
@@ -482,8 +491,8 @@ class Store(RunFinder):
             (name,),
         ):
             grid, block = triple(*values[7:10]), triple(*values[10:13])
-            kernel = CallKernel._make((*values[:7], grid, block, *values[13:]))
-            kernels.setdefault(call, []).append(kernel)
+            fields = [*values[:7], grid, block, *values[13:]]
+            kernels.setdefault(call, []).append(CallKernel(*fields))
         rows = records(
             self.connection,
             "SELECT c.*, r.run, c.trace_id AS trace, c.ordinal AS call, cf.label AS config, "
@@ -672,7 +681,7 @@ def _kernel_row(
     shared = row["shared_bytes"]
     if shared is None and None not in (row["static_shared_bytes"], row["dynamic_shared_bytes"]):
         shared = row["static_shared_bytes"] + row["dynamic_shared_bytes"]
-    registers = tuple(row[name] for name in _REGISTERS)
+    registers = tuple(map(row.get, _REGISTERS))  # stores of old versions lack the last two
     occupied = occupancy_of(row["run_id"], row["device"], block, registers, shared)
     return KernelRow(
         **{name: row[name] for name in _KERNEL_FIELDS if name in row},

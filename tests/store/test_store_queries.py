@@ -173,6 +173,7 @@ def test_a_store_of_the_first_version_is_read_as_it_is_and_migrated_to_write(sto
         before, kernels = opened.cells("all"), opened.kernels()
         assert {run.duration_ns for run in opened.runs()} == {None}
         assert opened.engine(before[0].run) is None
+        assert opened.calls(before[0].run) == []
     assert state() == (FIRST_VERSION, False)
     with open_store(store, write=True) as opened:
         assert (opened.cells("all"), opened.kernels()) == (before, kernels)
