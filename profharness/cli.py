@@ -29,17 +29,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("profharness.commands.explain", "Explain which backend PyTorch chooses, and why."),
     "predict": (
         "profharness.commands.predict",
-        "Predict backend and time on a GPU that you do not have.",
+        "Predict the backend and time on a GPU that you do not have.",
     ),
     "atlas": (
         "profharness.commands.atlas",
-        "List, add, merge and export the atlases of `predict`.",
+        "List, add, merge and export atlases for `predict`.",
     ),
     "explain-kernel": ("profharness.commands.explain_kernel", "Describe a kernel's name in words."),
     "diff": ("profharness.commands.diff", "Compare two backends of a run, or two runs."),
     "ranks": (
         "profharness.commands.ranks",
-        "Compare the ranks of a job: which is slow, which differs.",
+        "Compare a job's ranks to find slow or different ones.",
     ),
     "bench": ("profharness.commands.bench", "Time backends on configs, side by side."),
     "analyze": (
@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
     "mcp": ("profharness.commands.mcp", "Serve read-only MCP tools to other programs."),
-    "observe": ("profharness.commands.observe", "Run a program and record the attention in it."),
+    "observe": ("profharness.commands.observe", "Run a program and record its attention calls."),
     "ingest": ("profharness.commands.ingest", "Add traces and run folders to the store."),
     "export": ("profharness.commands.export", "Write a run as a Chrome trace."),
     "repro": ("profharness.commands.repro", "Write one cell as a script that needs only torch."),
@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.backends",
         "List which backends run here, and why the others cannot.",
     ),
-    "doctor": ("profharness.commands.doctor", "Check what is installed and works."),
+    "doctor": ("profharness.commands.doctor", "Check what is installed and whether it works."),
     "new-kernel": (
         "profharness.commands.new_kernel",
         "Start your own attention implementation.",

@@ -85,7 +85,7 @@ Warmup = Annotated[
     Option(
         ("--warmup",),
         type=click.IntRange(*LIMITS["warmup"]),
-        help="Calls before the profiled ones.",
+        help="Number of warm-up calls before the profiled calls.",
     ),
 ]
 Samples = Annotated[
@@ -93,7 +93,7 @@ Samples = Annotated[
     Option(
         ("--samples",),
         type=click.IntRange(*LIMITS["samples"]),
-        help="Timing samples without a profiler; 0 takes none.",
+        help="Number of timing samples to take without a profiler; 0 disables timing.",
         click={"show_default": True},
     ),
 ]
@@ -118,8 +118,8 @@ Sections = Annotated[
         multiple=True,
         metavar="NAME",
         help=(
-            "A section for ncu to collect, as listed by `ncu --list-sections`. Each needs more "
-            "passes. Repeatable."
+            "A section for ncu to collect, as listed by `ncu --list-sections`. Each section needs "
+            "more passes. Repeatable."
         ),
     ),
 ]
@@ -183,8 +183,8 @@ def capture(
     Without a config, run an everyday set, which is printed first and is smaller on a CPU.
 
     Every config runs on every backend in a worker process. The raw traces are kept in a run folder,
-    and the run is added to the store. A backend that refuses a config is a result, and so is a cell
-    that fails or crashes its worker.
+    and the run is added to the store. Refusals, failures and worker crashes are recorded as
+    results.
 
     torch and events share one pass over the cells, which also takes the timing samples. nsys and ncu
     wrap the worker and take one pass each over the cells that ran. ncu replays one call per cell,
@@ -331,7 +331,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
         f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
         for problem in failed
     ]
-    kept = f"the data of the other profilers is in {captured.folder}"
+    kept = f"the other profilers' data is in {captured.folder}"
     return ["some profilers failed; " + kept, *lines] if lines else []
 
 

@@ -93,7 +93,7 @@ class Check:
 
     name: Annotated[str, column("check")]
     state: Annotated[str, column("state", importance="answer")]
-    """`ok`, `warning` (works in part), `missing`, or `absent` (optional)."""
+    """`ok`, `warning` (works partly), `missing`, or `absent` (optional)."""
     detail: Annotated[str, column("found", importance="answer", wrap=True)]
     remedy: str = ""
 
@@ -216,10 +216,10 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
 COMPARED = {
     "profharness": "install one version on all hosts; lanes with another version are left out",
     "torch": (
-        "a run has one environment: lanes with another torch than the first lane's are left out"
+        "a run has one environment: lanes whose torch differs from the first lane's are left out"
     ),
     "driver": (
-        "a run has one environment: lanes with another driver than the first lane's are left out"
+        "a run has one environment: lanes whose driver differs from the first lane's are left out"
     ),
     "python": "",  # a lane may have any Python that profharness supports
 }
@@ -274,7 +274,8 @@ def _names_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
 def _check_torch(environment: dict[str, Any] | str) -> Check:
     if isinstance(environment, str):
         remedy = (
-            "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
+            "install a torch build for this machine: "
+            "https://pytorch.org/get-started/locally (>= 2.5)"
         )
         return Check("torch", "missing", environment, remedy)
     version = str(environment["torch"])
@@ -425,8 +426,8 @@ def check_importer(nsys: Tool) -> Check:
             )
         folder = nsys.path.resolve().parent.parent / "host-linux-x64"
         remedy = (
-            f"without it nsys writes no report: link the folder that has {IMPORTER} to {folder} "
-            "(on Debian: /usr/lib/nsight-systems/host-linux-x64)"
+            f"without it nsys cannot write a report: link the folder that contains {IMPORTER} to "
+            f"{folder} (on Debian: /usr/lib/nsight-systems/host-linux-x64)"
         )
         return Check(name, "warning", f"{IMPORTER} is not where nsys expects it", remedy)
     missing = missing_libraries(importer)
@@ -452,7 +453,7 @@ def packages_remedy(libraries: list[str]) -> str:
     parts = (
         [f"install {' '.join(packages)} (package names of Debian and Ubuntu)"] if packages else []
     )
-    parts += [f"install the packages that have {', '.join(others)}"] if others else []
+    parts += [f"install the packages that contain {', '.join(others)}"] if others else []
     return "; ".join(parts)
 
 

@@ -123,9 +123,10 @@ def export(
     RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
     The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
-    with its kernels. Each launch has its resources, theoretical occupancy, op stack and counters of
-    ncu. The tracks of threads contain ranges, launch calls, and ops that launched kernels. The store
-    has no times of ops, so an op is drawn from its first launch to its last. If FILE ends in .gz, it
+    with its kernels. Each launch lists its resources, theoretical occupancy, op stack and ncu
+    counters. Thread tracks contain ranges, launch calls, and ops that launched kernels.
+    The store does not contain op times, so each op is drawn from its first launch to its last.
+    If FILE ends in .gz, it
     is compressed. Without -o, the trace is written to stdout as plain JSON.
 
     Each profiler of a run has its own clock. With `--profiler all`, each gets its own processes in
@@ -193,7 +194,7 @@ def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -
     if profiler in (None, EVERY_PROFILER):
         return sorted(found, key=(*LAUNCH_PROFILERS, *found).index)
     if profiler not in found:
-        there = f"it has those of {', '.join(found)}"
+        there = f"it has launches of {', '.join(found)}"
         raise NotFoundError(
             f"run {store.run_name(run)} has no launches of profiler {profiler!r}; {there}"
         )

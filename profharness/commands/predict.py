@@ -95,7 +95,7 @@ UNKNOWN = "unknown"
 MARK = "*"  # marks a time that the atlas measured
 WINDOW = (
     "SDPA gets the window as a bool mask, so these are times of masked calls. "
-    "flex_attention skips the hidden blocks, but the atlas has no times of it."
+    "flex_attention skips the hidden blocks, but the atlas has no times for it."
 )
 
 
@@ -290,7 +290,7 @@ def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
     yield Heading("Predicted kernel time in µs", ", ".join(marks), level=3)
     yield map_table(axes, [[_time_cell(row) for row in line] for line in cells])
     marks = ["? means that the intervals overlap"] if any(r.certain is False for r in shown) else []
-    yield Heading("Predicted loss against the best backend, in %", ", ".join(marks), level=3)
+    yield Heading("Predicted loss relative to the best backend, in %", ", ".join(marks), level=3)
     yield map_table(
         axes,
         [
@@ -335,7 +335,7 @@ def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:
                 points.append(cell | {"choice": row.choice or UNKNOWN, "lost": lost})
     for key, what in (
         ("choice", "What auto takes"),
-        ("lost", "What is lost against the best backend"),
+        ("lost", "Loss relative to the best backend"),
     ):
         title = f"{what}, {axes.title}".rstrip(", ")
         names = ("x", "y", key, axes.columns, axes.rows)
@@ -407,8 +407,8 @@ def predict(
     Predictions come from an atlas: thousands of cells measured on such a GPU, and a model fitted to
     them. `source` is `measured` if the atlas has the cell; `model` if the model predicts it, with a
     90 % interval; or `floor` if the GPU or the release has no atlas, or the config lies outside its
-    samples. A floor has only the choice by the dispatch rules and the roofline bound. Several configs
-    give maps of choice, time and loss. Neither torch nor a store is needed.
+    samples. A floor contains only the dispatch rules' choice and the roofline bound. With
+    several configs, maps show the choice, time and loss. Neither torch nor a store is needed.
 
     \b
     Examples:

@@ -35,13 +35,15 @@ CopyPath = Annotated[
         ("-o", "--output"),
         type=click.Path(path_type=Path),
         metavar="OUT",
-        help="Where the copy goes.  [default: <name>-scrubbed beside the source]",
+        help="Where to write the copy.  [default: <name>-scrubbed beside the source]",
     ),
 ]
 Replace = Annotated[bool, Option(("--force",), help="Replace an earlier copy.")]
 OnlyCheck = Annotated[
     bool,
-    Option(("--check",), help="Only report what would be replaced; exit 3 if there is any."),
+    Option(
+        ("--check",), help="Only report what would be replaced; exit with 3 if there is anything."
+    ),
 ]
 
 
@@ -121,7 +123,7 @@ def require_clean(done: Scrubbed | Audit) -> None:
     if isinstance(done, Audit) and done.findings:
         raise GateError(
             f"{done.source}: {counted(len(done.findings), 'thing')} not known to be harmless; "
-            "`profharness scrub` makes a copy without"
+            "`profharness scrub` makes a clean copy"
         )
 
 

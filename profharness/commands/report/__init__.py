@@ -127,7 +127,7 @@ TO_FASTEST = Column(
     "to fastest",
     "ratio",
     importance="answer",
-    meaning="the median over that of the fastest backend of the same config",
+    meaning="the median divided by that of the fastest backend on the same config",
 )
 LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
 TOP_KERNELS = pick(

@@ -23,7 +23,7 @@ Host = Annotated[
     str,
     Option(
         ("--host",),
-        help="The address to listen on. Any address but loopback lets others read the store.",
+        help="The address to listen on. Any address other than loopback lets others read the store.",
     ),
 ]
 
