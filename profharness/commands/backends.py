@@ -29,7 +29,7 @@ def list_backends() -> list[BackendState]:
     """List which backends run here, and why the others cannot.
 
     Each backend is tried on one small config in a worker process. The list includes your own
-    implementations in kernels/ and those of installed packages (entry points of the group
+    implementations in kernels/ and those from installed packages (entry points of the group
     profharness.attention.backends).
 
     \b
@@ -49,7 +49,7 @@ def show(states: list[BackendState]) -> Document:
         Column("backend", "backend"),
         Column("runs", "runs here", importance="answer"),
         Column("device", "device", importance="detail"),
-        Column("summary", "what kind of implementation it is", wrap=True),
+        Column("summary", "the kind of implementation", wrap=True),
     )
     rows = tuple(
         (state.backend, "yes" if state.runs else "no", state.device, state.summary)

@@ -103,8 +103,8 @@ Profiler = Annotated[
         complete=complete_names(lambda: (*LAUNCH_PROFILERS, EVERY_PROFILER)),
         metavar="NAME",
         check=require_profilers,
-        help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  [default: the first that "
-        "the run has]",
+        help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  "
+        "[default: the first one in the run]",
     ),
 ]
 
@@ -126,8 +126,8 @@ def export(
     with its kernels. Each launch lists its resources, theoretical occupancy, op stack and ncu
     counters. Thread tracks contain ranges, launch calls, and ops that launched kernels.
     The store does not contain op times, so each op is drawn from its first launch to its last.
-    If FILE ends in .gz, it
-    is compressed. Without -o, the trace is written to stdout as plain JSON.
+    If FILE ends in .gz, it is compressed. Without -o, the trace is written to stdout as plain
+    JSON.
 
     Each profiler of a run has its own clock. With `--profiler all`, each gets its own processes in
     the file, and all start at 0.

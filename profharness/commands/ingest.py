@@ -102,7 +102,7 @@ def ingest(
       profharness ingest profile.nsys-rep counters.ncu-rep
       profharness ingest decode.json.gz --with graph_capture_rank_0.json.gz --with server.log
 
-    In Python the result has one row per run, with the status new, unchanged or replaced. Raise
+    In Python the result has one row per run, whose status is new, unchanged or replaced. Raise
     TraceFormatError for the first source that cannot be read.
     """
     path, paths = store_path(store), list(map(Path, sources))

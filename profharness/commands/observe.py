@@ -60,13 +60,19 @@ Profiler = Annotated[
     Literal["torch", "none", "nsys"],
     Option(
         ("--profiler",),
-        help="The profiler that records a few steps: torch (PyTorch's), nsys (Nsight Systems), or none, "
-        "which only counts calls.",
+        help=(
+            "The profiler that records a few steps: torch (PyTorch's), nsys (Nsight Systems), "
+            "or none to only count calls."
+        ),
     ),
 ]
 Steps = Annotated[
     int,
-    Option(("--steps",), type=click.IntRange(1, 1000), help="Steps that the profiler records."),
+    Option(
+        ("--steps",),
+        type=click.IntRange(1, 1000),
+        help="Number of steps that the profiler records.",
+    ),
 ]
 Warmup = Annotated[
     int,

@@ -78,7 +78,7 @@ KERNEL_COLUMNS = (
 )
 LOSS_COLUMNS = (
     *pick(Predicted, "config"),
-    replace(*pick(Predicted, "choice"), title="auto takes"),
+    replace(*pick(Predicted, "choice"), title="auto chooses"),
     *pick(Predicted, "kernel_ns", "best", "best_ns", "regret"),
 )
 SHOWN_LOSSES = 12
@@ -165,7 +165,11 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
         )
     )
     total = len(autos)
-    takes = f"auto takes {split_text(chosen, total)}" if chosen else "auto takes no known backend"
+    takes = (
+        f"auto chooses {split_text(chosen, total)}"
+        if chosen
+        else "auto does not choose a known backend"
+    )
     if best:
         fastest = f"the fastest backend is predicted to be {split_text(best, total)}"
         sentences = [f"On {gpu} {fastest}; {takes}."]
@@ -334,7 +338,7 @@ def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:
                 cell = {"x": value_text(column), "y": value_text(value), "label": row.config}
                 points.append(cell | {"choice": row.choice or UNKNOWN, "lost": lost})
     for key, what in (
-        ("choice", "What auto takes"),
+        ("choice", "What auto chooses"),
         ("lost", "Loss relative to the best backend"),
     ):
         title = f"{what}, {axes.title}".rstrip(", ")

@@ -65,7 +65,8 @@ def scrub_run(
     The run is a stored one (an id, a unique prefix, latest or latest~1) or a run folder; the trace is
     a file.
 
-    The copy keeps what is known to be harmless: kernels, operators, modules, shapes, times, versions
+    The copy keeps only what is known to be harmless: kernels, operators, modules, shapes, times,
+    versions
     and known messages. All other text is replaced by `removed_1`, `removed_2` and so on, with the same
     number for the same text. A raw report of nsys or ncu is replaced by its export: the existing one
     if it is newer than the report, else a new one. Other files are left out. The source is never

@@ -153,7 +153,7 @@ def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
 
 
 Grad = Annotated[
-    bool, Option(("--grad",), help="Also verify the gradients, as for configs with bwd.")
+    bool, Option(("--grad",), help="Also verify the gradients, as is done for configs with bwd.")
 ]
 Cases = Annotated[
     Names | None,

@@ -219,7 +219,7 @@ def _lane_filter(device: str) -> Callable[[Plain], str | None]:
         other = first.setdefault(lane["gpu"], lane)
         for key in ONE_ENVIRONMENT:
             if lane[key] != other[key]:
-                return f"it has {key} {lane[key]}, and {other['lane']} {other[key]}"
+                return f"it has {key} {lane[key]}, but {other['lane']} has {other[key]}"
         return None
 
     return why_not

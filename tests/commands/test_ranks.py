@@ -105,9 +105,9 @@ def test_the_answer_about_slow_ranks_counts_them_and_what_is_slow(jobs: Path) ->
         "other ranks agree within 0 %."
     )
     assert asked((0.98, 1, 1), "slow-kernels", 1)[0].startswith(
-        "Rank 0 is slow: some of its kernels take longer than on the others, all together 0 %;"
+        "Rank 0 is slow: some of its kernels take longer than on the others, 0 % longer in total;"
     )
-    assert asked((1,), "slow-gpu", 0) == ("The times of these ranks cannot be compared.",)
+    assert asked((1,), "slow-gpu", 0) == ("These ranks' times cannot be compared.",)
 
 
 def test_shares_are_parts_of_the_span_and_ranks_that_wait_are_told(jobs: Path) -> None:

@@ -15,7 +15,7 @@ WAITS, LATE, MISSING = "waits", "late", "missing-ranks"
 CODES = {
     SLOW_GPU: "its kernels take longer than the same kernels on the others",
     SLOW_KERNELS: "some of its kernels take longer, most do not",
-    OTHER_ATTENTION: "in a range, it runs other families of attention kernels than most ranks",
+    OTHER_ATTENTION: "in a range, it runs different families of attention kernels than most ranks",
     OTHER_KERNELS: (
         "it launches kernels that most ranks do not, launches a different number of them, or "
         "lacks some"

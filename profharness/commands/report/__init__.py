@@ -505,7 +505,7 @@ def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) ->
         for cell in cells
         for text in disagreements(cell, [row for row in rows if row.cell == cell.cell])
     ]
-    none = Note("none: all sources name the same backend")
+    none = Note("none: all sources agree on the backend")
     return [Heading("Disagreements"), *(notes or [none])] if cells else []
 
 
@@ -520,7 +520,7 @@ def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
         if key not in OF_A_FILE:
             rows.append((key, "" if value is None else str(value)))
     if not rows and environment:
-        return [Heading("Environment"), Note("the trace does not say where it was recorded")]
+        return [Heading("Environment"), Note("the trace does not record where it was made")]
     columns = (Column("key", "what"), Column("value", "value"))
     return [Heading("Environment"), Table(columns, tuple(rows))] if rows else []
 
@@ -567,9 +567,7 @@ def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[li
         code = next((loss.code for loss in losses if loss.real), "")
         sentences += _cost_of_auto(backends.get("auto", ()), losses)
     if problems := store.problems(run):
-        sentences.append(
-            f"{_count(len(problems), 'problem')} of profilers or of the GPU: see below."
-        )
+        sentences.append(f"{_count(len(problems), 'profiler or GPU problem')}: see below.")
     return sentences, code
 
 
@@ -643,7 +641,7 @@ WithBench = Annotated[
     bool | None,
     Option(
         ("--bench/--no-bench",),
-        help="Include intervals, rates and doubts.  [default: for runs of `bench`]",
+        help="Include intervals, rates and reasons to doubt the figures.  [default: for runs of `bench`]",
     ),
 ]
 NoCharts = Annotated[bool, Option(("--no-charts",), help="Leave out charts.")]

@@ -96,7 +96,7 @@ Seed = Annotated[
     Option(
         ("--seed",),
         type=click.IntRange(*SEEDS),
-        help="Seed of the inputs.  [default: the run's, else 0]",
+        help="Seed of the inputs.  [default: the run's seed, else 0]",
     ),
 ]
 
