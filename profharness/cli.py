@@ -173,7 +173,7 @@ def _run() -> int:
         error.show(shown)
         _say(re.sub(r"^Error: ", "error: ", shown.getvalue().rstrip(), flags=re.MULTILINE))
         if _TORN_CONFIG.search(error.message):
-            _say("hint: quote a config with braces: '2,8,{512,1024},64'")
+            _say("hint: quote configs that contain braces: '2,8,{512,1024},64'")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")
@@ -283,7 +283,7 @@ def _failed(error: OSError) -> int:
         _silence(sys.stdout)
         text += "; the result was not written"
     elif error.errno in NO_ROOM:
-        text += "; free some space there and in TMPDIR, then run it again"
+        text += "; free some space there and in TMPDIR, then run the command again"
     elif not _folder_is_there():
         text = "the working folder was deleted; change to another folder"
     _say(f"error: {text}")

@@ -204,7 +204,7 @@ class CellRow:
     refusals: Annotated[
         tuple[Refusal, ...], column(meaning="why the backend cannot compute the config")
     ]
-    warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt its figures")]
+    warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt the cell's figures")]
     samples: Annotated[
         dict[str, tuple[int, ...]], column(meaning="raw samples in ns by measurement")
     ] = field(default_factory=dict)

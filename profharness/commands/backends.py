@@ -71,7 +71,7 @@ def backends_answer(states: Sequence[BackendState]) -> tuple[str, ...]:
     """Return a sentence on which backends run here."""
     running = [backend_text(state.backend) for state in states if state.runs]
     if not running:
-        return (f"None of the {len(states)} backends runs here.",)
+        return (f"None of the {len(states)} backends can run here.",)
     devices = join_and([*dict.fromkeys(state.device for state in states if state.runs)])
     verb = "runs" if len(running) == 1 else "run"
     lead = f"{len(running)} of {len(states)} backends {verb} here ({devices})"

@@ -111,8 +111,8 @@ def run_doctor(
 ) -> tuple[list[Check], Lanes]:
     """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
 
-    Each problem is printed with a remedy. The exit code is 1 if something that every capture needs is
-    missing. Nothing is changed.
+    Each problem is printed with a remedy. The exit code is 1 if anything that every capture
+    needs is missing. Nothing is changed.
 
     \b
     Examples:
@@ -292,7 +292,8 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
         if driver := driver_version():
             detail = "an NVIDIA driver is installed, but torch uses the CPU"
             remedy = (
-                "install a CUDA build of torch, or find out why torch.cuda.is_available() is False"
+                "install a CUDA build of torch, or find out why torch.cuda.is_available() returns "
+                "False"
             )
             return [Check("driver", "ok", driver), Check("CUDA", "warning", detail, remedy)]
         detail = "no NVIDIA GPU: captures run on the CPU, with ATen ops in place of kernels"
@@ -523,7 +524,7 @@ def check_counters(parameters: str | None, *, privileged: bool = False) -> Check
 def check_tmpdir(folder: Path) -> Check:
     """Check that nsys and ncu can use TMPDIR for raw files and ncu's lock file."""
     if not folder.is_dir() or not _may(folder, os.W_OK | os.X_OK):
-        remedy = "set TMPDIR to a folder that exists and is writable"
+        remedy = "set TMPDIR to an existing, writable folder"
         return Check("TMPDIR", "warning", f"{folder} is not a writable folder", remedy)
     lock = folder / LOCK_FILE
     if lock.exists() and not _may(lock, os.W_OK):
@@ -536,7 +537,7 @@ def check_injection(path: str | None) -> list[Check]:
     """Return a warning if CUDA_INJECTION64_PATH injects another tool into CUDA programs."""
     if not path:
         return []
-    remedy = "unset it: nsys and ncu cannot work together with another injected tool"
+    remedy = "unset it: nsys and ncu do not work together with another injected tool"
     return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
 
 

@@ -84,7 +84,7 @@ def explain_kernel(names: KernelNames) -> list[Description]:
     """
     given = [names] if isinstance(names, str) else names
     if not all(name.strip() for name in given):
-        raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
+        raise UsageError("NAME is empty; give a kernel name as shown by `profharness kernels`")
     return [describe(name) for name in given]
 
 

@@ -146,7 +146,8 @@ def export(
             if profilers[1:]:
                 others = "|".join(sorted(profilers[1:]))
                 hint(
-                    f"wrote only the launches of {profilers[0]}; for more use --profiler {others}|all"
+                    f"wrote only the launches of {profilers[0]}; to include others, use "
+                    f"--profiler {others}|all"
                 )
             profilers = profilers[:1]
         if path is None:

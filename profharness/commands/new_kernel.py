@@ -36,9 +36,8 @@ KernelFolder = Annotated[
 def new_kernel(
     name: Name, *, triton: Triton = False, cuda: Cuda = False, out: KernelFolder = "kernels"
 ) -> None:
-    """Start an attention implementation of your own.
-
-    Writes NAME.py, a working implementation (in plain torch by default), and test_NAME.py, which
+    """Start an attention implementation of your own. This writes NAME.py, a working
+    implementation (in plain torch by default), and test_NAME.py, which
     compares it with plain attention in fp64. Existing files are not overwritten.
 
     \b

@@ -91,7 +91,7 @@ def _to_frame(found: RunsFound) -> pd.DataFrame:
 @command(
     "runs",
     frame=_to_frame,
-    tool="Use it first, to find out what is stored.",
+    tool="Use it first to find out what is stored.",
     fill={"runs_folder": RUNS_FOLDER.as_posix()},
 )
 def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:

@@ -96,7 +96,7 @@ def check_options(
 ) -> None:
     """Raise UsageError if --check is combined with -o or --force."""
     if check and (path is not None or force):
-        raise UsageError("--check cannot be combined with -o and --force")
+        raise UsageError("--check cannot be combined with -o or --force")
 
 
 @document(scrub_run)

@@ -179,7 +179,10 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
         some = [row.run for row in rank_rows(store, [str(jobs / "uneven")])][:2]
         answer = compare_ranks(store, some)
         assert [row.label for row in answer.rows] == ["rank 0", "rank 1"]
-        assert "these of 8 ranks are not stored: 2, 3, 4, 5, 6, 7" in answer.findings[-1].sentence
+        assert (
+            "the following of the 8 ranks are not stored: 2, 3, 4, 5, 6, 7"
+            in answer.findings[-1].sentence
+        )
     ingest_path(tmp_path / "s.db", jobs / "even" / "rank0.json")
     with (
         open_store(tmp_path / "s.db") as store,

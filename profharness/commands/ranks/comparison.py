@@ -23,7 +23,7 @@ CODES = {
     OTHER_SOFTWARE: "an environment value differs from that of most ranks",
     OTHER_GPU: "its GPU is a different model than on most ranks",
     WAITS: "its GPU is idle for longer than those of the others",
-    LATE: "it spends the least time in collectives, because the others wait for it there",
+    LATE: "it spends the least time in collectives, because the other ranks wait for it there",
     MISSING: "ranks of the job that are not stored",
 }
 """Maps the code of each kind of finding to its description."""

@@ -415,7 +415,7 @@ def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     usual = _majority(models)
     for model, indices in _indices(models).items():
         if usual and model != usual[0]:
-            text = f"runs on {model or 'an unknown GPU'}, but most ranks on {usual[0]}"
+            text = f"runs on {model or 'an unknown GPU'}, but most ranks run on {usual[0]}"
             yield RankFinding(OTHER_GPU, _labels(rows, indices), text)
 
 
@@ -462,7 +462,7 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
     if absent and any(rank.rank is not None for rank in ranks):
         names = join_few([str(rank) for rank in absent], RANKS_SHOWN)
-        yield RankFinding(MISSING, (), f"these of {size} ranks are not stored: {names}")
+        yield RankFinding(MISSING, (), f"the following of the {size} ranks are not stored: {names}")
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:

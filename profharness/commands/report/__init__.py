@@ -115,7 +115,10 @@ class Latency:
 
 
 RAN = Column(
-    "ran", "ran", importance="answer", meaning="the backend whose op and kernels the trace shows"
+    "ran",
+    "ran",
+    importance="answer",
+    meaning="the backend whose op and kernels appear in the trace",
 )
 CELL_COLUMNS = (
     *pick(CellRow, "config", "backend", "status"),
@@ -149,9 +152,9 @@ GLOSSARY = {
     "refused": "the backend does not support this config; this is a result, not an error",
     "waves": "blocks of a launch over the blocks that the GPU runs at once; a partial wave leaves "
     "SMs idle",
-    "roofline": "the rate that bandwidth allows at an intensity, up to the peak rate",
-    "intensity": "FLOPs per byte that has to be moved",
-    "-": "what a profiler cannot record; it never means zero",
+    "roofline": "the rate that the bandwidth allows at a given intensity, up to the peak rate",
+    "intensity": "FLOPs per byte that must be moved",
+    "-": "a value that the profiler cannot record; it never means zero",
     "median": pick(Latency, "median_ns")[0].meaning,
     **{
         column.title: column.meaning
@@ -676,9 +679,10 @@ def report(
     """Write a report on stored runs: cells, latency, kernels, problems, environment.
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run. For two runs, the
-    report shows what changed from the first to the second. For several programs, or benchmarks on
-    several classes of GPU, it has a table with one column per class. An HTML report is a single file
-    that needs no network. The charts of a Markdown report are separate files: out-1.svg and so on.
+    report shows what changed from the first to the second. For several programs, or for
+    benchmarks on several classes of GPU, it contains a table with one column per class. An HTML
+    report is a single file that does not need a network connection. The charts of a Markdown
+    report are separate files: out-1.svg and so on.
 
     \b
     Example:

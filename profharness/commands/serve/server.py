@@ -131,7 +131,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     "regret": (
         "What auto loses",
         (
-            "What the choice of `auto` cost relative to the fastest correct backend of each "
+            "The cost of the choice of `auto`, relative to the fastest correct backend for each "
             "config, as in `bench` (0.5: 50 % longer). run: an id, or `all`; by default the "
             "newest run that has times."
         ),
