@@ -29,17 +29,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("profharness.commands.explain", "Explain which backend PyTorch chooses, and why."),
     "predict": (
         "profharness.commands.predict",
-        "Predict backend and time on a GPU that you do not have.",
+        "Predict the backend and time on a GPU that you do not have.",
     ),
     "atlas": (
         "profharness.commands.atlas",
-        "List, add, merge and export the atlases of `predict`.",
+        "List, add, merge and export atlases for `predict`.",
     ),
     "explain-kernel": ("profharness.commands.explain_kernel", "Describe a kernel's name in words."),
     "diff": ("profharness.commands.diff", "Compare two backends of a run, or two runs."),
     "ranks": (
         "profharness.commands.ranks",
-        "Compare the ranks of a job: which is slow, which differs.",
+        "Compare a job's ranks to find slow or different ones.",
     ),
     "bench": ("profharness.commands.bench", "Time backends on configs, side by side."),
     "analyze": (
@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
     "mcp": ("profharness.commands.mcp", "Serve read-only MCP tools to other programs."),
-    "observe": ("profharness.commands.observe", "Run a program and record the attention in it."),
+    "observe": ("profharness.commands.observe", "Run a program and record its attention calls."),
     "ingest": ("profharness.commands.ingest", "Add traces and run folders to the store."),
     "export": ("profharness.commands.export", "Write a run as a Chrome trace."),
     "repro": ("profharness.commands.repro", "Write one cell as a script that needs only torch."),
@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.backends",
         "List which backends run here, and why the others cannot.",
     ),
-    "doctor": ("profharness.commands.doctor", "Check what is installed and works."),
+    "doctor": ("profharness.commands.doctor", "Check what is installed and whether it works."),
     "new-kernel": (
         "profharness.commands.new_kernel",
         "Start your own attention implementation.",
@@ -173,7 +173,7 @@ def _run() -> int:
         error.show(shown)
         _say(re.sub(r"^Error: ", "error: ", shown.getvalue().rstrip(), flags=re.MULTILINE))
         if _TORN_CONFIG.search(error.message):
-            _say("hint: quote a config with braces: '2,8,{512,1024},64'")
+            _say("hint: quote configs that contain braces: '2,8,{512,1024},64'")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")
@@ -283,7 +283,7 @@ def _failed(error: OSError) -> int:
         _silence(sys.stdout)
         text += "; the result was not written"
     elif error.errno in NO_ROOM:
-        text += "; free some space there and in TMPDIR, then run it again"
+        text += "; free some space there and in TMPDIR, then run the command again"
     elif not _folder_is_there():
         text = "the working folder was deleted; change to another folder"
     _say(f"error: {text}")

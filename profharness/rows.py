@@ -173,7 +173,9 @@ class RunRow:
     ] = None
     lanes_ns: Annotated[
         int | None,
-        column(meaning="the same, summed over GPUs (or groups of cores) that ran at the same time"),
+        column(
+            meaning="the same time, summed over GPUs (or groups of cores) that ran at the same time"
+        ),
     ] = None
 
 
@@ -202,7 +204,7 @@ class CellRow:
     refusals: Annotated[
         tuple[Refusal, ...], column(meaning="why the backend cannot compute the config")
     ]
-    warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt its figures")]
+    warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt the cell's figures")]
     samples: Annotated[
         dict[str, tuple[int, ...]], column(meaning="raw samples in ns by measurement")
     ] = field(default_factory=dict)
@@ -212,7 +214,7 @@ class CellRow:
             "peak KiB",
             "kib",
             importance="detail",
-            meaning="peak memory of a call without its inputs",
+            meaning="peak memory of a call, excluding its inputs",
         ),
     ] = None
     clocks: Annotated[
@@ -354,12 +356,16 @@ class KernelRow:
     """A number from 0 to 1, or None if the device or the resources are unknown."""
     occupancy_limiter: Annotated[
         str | None,
-        column(meaning="what limits it: `registers`, `shared_memory`, `block` or `warps`"),
+        column(
+            meaning="what limits the occupancy: `registers`, `shared_memory`, `block` or `warps`"
+        ),
     ]
     device: Annotated[int, column("gpu", "count", meaning="index of the GPU in its process")]
     metrics: Annotated[
         dict[str, tuple[float, str]],
-        column(meaning="hardware counters by ncu's name: median over the launches, and unit"),
+        column(
+            meaning="hardware counters by ncu's name, each as the median over the launches with its unit"
+        ),
     ] = field(default_factory=dict, hash=False)
     shared_share: Annotated[
         float | None,

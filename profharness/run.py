@@ -332,7 +332,7 @@ def read_record(folder: Path) -> Run:
     """
     path = folder / RUN_FILE
     try:
-        what = f"a run record of schema {SCHEMA}"
+        what = f"a run record with schema {SCHEMA}"
         if path.stat().st_size > PART_BYTES:
             parts = read_part(path, dict[str, msgspec.Raw], what, RECORD_BYTES)
             for name, part in parts.items():

@@ -38,11 +38,11 @@ INSTRUCTIONS = (
     "profharness knows which CUDA kernels PyTorch's attention "
     "(scaled_dot_product_attention) launches, why PyTorch chose that backend, and what "
     "it cost. A store contains runs: captured configs and traces of programs. Call "
-    "`runs` to list them. All tools only read. They return JSON: `rows`, and further "
-    "keys. A config is batch,heads,seq_len,head_dim and, after these four, in any order: "
+    "`runs` to list them. All tools are read-only. They return JSON with `rows` and other keys. A "
+    "config is batch,heads,seq_len,head_dim and, after these four, in any order: "
     f"{GRAMMAR} as in 2,8,512,64,bf16,causal or 16,32,1,128,bf16,seq_kv=4096,kv_heads=8. "
-    "{fp16,bf16} and 128:4096:*2 stand for several values. Backends of PyTorch are "
-    "flash, efficient, cudnn, math; auto is PyTorch's own choice. Times are nanoseconds. "
+    "{fp16,bf16} and 128:4096:*2 stand for several values. PyTorch's backends are flash, "
+    "efficient, cudnn, math; auto is PyTorch's own choice. Times are nanoseconds. "
     "null means unknown.\\n"
 )
 

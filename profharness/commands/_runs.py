@@ -170,7 +170,8 @@ def _only(text: str, sources: list[Path], store: Path) -> str:
     """Return the id of the only run in a file or folder. Raise UsageError if there are several."""
     if len(sources) > 1:
         raise UsageError(
-            f"{text} contains {len(sources)} runs; choose one: {join_few(list(map(str, sources)), FEW)}"
+            f"{text} contains {len(sources)} runs; choose one of them: "
+            f"{join_few(list(map(str, sources)), FEW)}"
         )
     return ensure_stored(sources[0], store).run
 

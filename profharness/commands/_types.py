@@ -191,7 +191,7 @@ def config_list(configs: ConfigLike) -> list[Config]:
     for item in items:
         if not isinstance(item, str | Config):
             raise UsageError(
-                f"{item!r} is not a config; write text such as '2,8,512,64', or a Config"
+                f"{item!r} is not a config; write a string such as '2,8,512,64', or a Config"
             )
         expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))
@@ -208,7 +208,7 @@ def read_config_file(path: Path) -> list[Config]:
         raise UsageError(f"--configs {path}: cannot read the file: {error}") from None
     configs = parse_config_lines(text.splitlines(), str(path))
     if not configs:
-        raise UsageError(f"--configs {path}: the file has no config")
+        raise UsageError(f"--configs {path}: the file contains no config")
     return configs
 
 
@@ -241,7 +241,9 @@ def tool_backends(text: str) -> tuple[str, ...]:
     names = split_names(text)
     for name in names:
         if is_source_name(name):
-            raise UsageError(f"backend {name!r}: a tool accepts no files or modules as backends")
+            raise UsageError(
+                f"backend {name!r}: a tool does not accept files or modules as backends"
+            )
     return names
 
 
@@ -273,7 +275,7 @@ def config_option(repeat: str = " Repeatable.") -> Option:
         complete=complete_configs,
         help=f"batch,heads,seq_len,head_dim and options, such as 2,8,512,64,bf16,causal.{repeat}",
         file_flag="--configs",
-        file_help="Read configs from a file, one per line; # starts a comment.",
+        file_help="Read configs from a file, one per line. # starts a comment.",
         read_file=read_config_file,
         tool="An attention config, or several, one per line.",
         tool_examples=("2,8,512,64,bf16", "2,8,{64:8192:*2},128,bf16,causal"),
@@ -305,16 +307,17 @@ BACKENDS_OPTION = Option(
     metavar="NAME",
     complete=complete_backends,
     help="A backend, such as auto, flash, efficient, cudnn or math; a set (flash+math); an order "
-    "(cudnn-then-flash, or 'cudnn>flash' in quotes); or file.py:function. `all` means PyTorch's own on "
-    "this device, `kernels` those in kernels/. Repeatable, or separated by commas.",
-    tool="Only these backends, joined by commas; no file or module. Default: all.",
+    "(cudnn-then-flash, or 'cudnn>flash' in quotes); or file.py:function. `all` means PyTorch's "
+    "own backends on this device; `kernels` means those in kernels/. Repeatable, or separated by "
+    "commas.",
+    tool="Use only these backends, separated by commas; files and modules are not accepted. Default: all.",
     tool_value=tool_backends,
     tool_examples=("auto,flash,math",),
 )
 Backends = Annotated[Names | None, BACKENDS_OPTION]
 RUN_TOOL = (
     "A stored run: an id, a unique prefix, the name of an ingested file, latest, "
-    "latest~1. Default: the latest that has the requested data."
+    "latest~1. Default: the latest run that has the requested data."
 )
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
 RUN_WORDS = (
@@ -348,13 +351,13 @@ RunOrConfigs = Annotated[
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the parameter `*runs` of a command that shows several runs."""
 DEFAULT_RELEASE = (
-    "[default: the installed one; if the atlases of the GPU do not have it, their newest]"
+    "[default: the installed release if the GPU's atlases cover it, else their newest]"
 )
 RELEASE_OPTION = Option(
     ("--torch",),
     complete=complete_releases,
     metavar="RELEASE",
-    help=f"With --gpu: the PyTorch release to predict for.  {DEFAULT_RELEASE}",
+    help=f"The PyTorch release to predict for; requires --gpu.  {DEFAULT_RELEASE}",
     tool="The release of PyTorch.",
     tool_examples=("2.11",),
 )
@@ -390,7 +393,7 @@ OutFolder = Annotated[
     Option(
         ("--out",),
         type=click.Path(file_okay=False, path_type=Path),
-        help="The folder for run folders.",
+        help="The folder in which run folders are created.",
         click={"default": RUNS_FOLDER.as_posix(), "show_default": True},
     ),
 ]

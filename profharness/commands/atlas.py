@@ -45,7 +45,7 @@ CapturesStore = Annotated[
         ("--store",),
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="STORE",
-        help="Add the captures of a store, as one atlas per machine.",
+        help="Add a store's captures, as one atlas per machine.",
     ),
 ]
 OnlyRun = Annotated[
@@ -54,7 +54,7 @@ OnlyRun = Annotated[
         ("--run",),
         metavar="RUN",
         complete=complete_runs,
-        help="Only this run of the store.  [default: all]",
+        help="Add only this run of the store.  [default: all]",
     ),
 ]
 AtlasName = Annotated[str, Option(metavar="NAME")]
@@ -118,7 +118,8 @@ def add_atlases(
 ) -> None:
     """Add atlases to the user's own: packed ones, shards of scripts/make_atlas.py, or a store.
 
-    New cells of a machine (GPU, torch, CUDA, cuDNN, driver) are added to the user's own atlas of it.
+    New cells of a machine (GPU, torch, CUDA, cuDNN, driver) are added to the user's own atlas of
+    that machine.
     Predictions use that atlas together with the package's. If the two disagree on a cell, nothing is
     added and the conflicts are printed.
 
@@ -203,11 +204,11 @@ def _check_suffix(output: Path, *others: str) -> None:
 
 DECLARATION = CommandGroup(
     "atlas",
-    """List the atlases that `predict` uses, and add, merge or export some.
+    """List, add, merge and export atlases for `predict`.
 
-    An atlas has the results of thousands of configs on PyTorch's backends on one GPU: choice, kernels
-    with launch configuration, times and memory. It belongs to a GPU, a PyTorch release, and versions
-    of CUDA, cuDNN and the driver.
+    An atlas contains the results of thousands of configs on PyTorch's backends on one GPU:
+    choice, kernels with launch configuration, times and memory. It is specific to a GPU, a
+    PyTorch release, and versions of CUDA, cuDNN and the driver.
 
     \b
     Examples:

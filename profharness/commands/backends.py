@@ -29,7 +29,7 @@ def list_backends() -> list[BackendState]:
     """List which backends run here, and why the others cannot.
 
     Each backend is tried on one small config in a worker process. The list includes your own
-    implementations in kernels/ and those of installed packages (entry points of the group
+    implementations in kernels/ and those from installed packages (entry points of the group
     profharness.attention.backends).
 
     \b
@@ -49,7 +49,7 @@ def show(states: list[BackendState]) -> Document:
         Column("backend", "backend"),
         Column("runs", "runs here", importance="answer"),
         Column("device", "device", importance="detail"),
-        Column("summary", "what kind of implementation it is", wrap=True),
+        Column("summary", "the kind of implementation", wrap=True),
     )
     rows = tuple(
         (state.backend, "yes" if state.runs else "no", state.device, state.summary)
@@ -71,7 +71,7 @@ def backends_answer(states: Sequence[BackendState]) -> tuple[str, ...]:
     """Return a sentence on which backends run here."""
     running = [backend_text(state.backend) for state in states if state.runs]
     if not running:
-        return (f"None of the {len(states)} backends runs here.",)
+        return (f"None of the {len(states)} backends can run here.",)
     devices = join_and([*dict.fromkeys(state.device for state in states if state.runs)])
     verb = "runs" if len(running) == 1 else "run"
     lead = f"{len(running)} of {len(states)} backends {verb} here ({devices})"

@@ -85,7 +85,7 @@ Warmup = Annotated[
     Option(
         ("--warmup",),
         type=click.IntRange(*LIMITS["warmup"]),
-        help="Calls before the profiled ones.",
+        help="Number of warm-up calls before the profiled calls.",
     ),
 ]
 Samples = Annotated[
@@ -93,7 +93,7 @@ Samples = Annotated[
     Option(
         ("--samples",),
         type=click.IntRange(*LIMITS["samples"]),
-        help="Timing samples without a profiler; 0 takes none.",
+        help="Number of timing samples to take without a profiler; 0 disables timing.",
         click={"show_default": True},
     ),
 ]
@@ -118,8 +118,8 @@ Sections = Annotated[
         multiple=True,
         metavar="NAME",
         help=(
-            "A section for ncu to collect, as listed by `ncu --list-sections`. Each needs more "
-            "passes. Repeatable."
+            "A section for ncu to collect, as listed by `ncu --list-sections`. Each section needs "
+            "more passes. Repeatable."
         ),
     ),
 ]
@@ -180,14 +180,16 @@ def capture(
 ) -> CapturedRuns:
     """Run attention configs on backends under a profiler.
 
-    Without a config, run an everyday set, which is printed first and is smaller on a CPU.
+    Without a config, run a default set of everyday configs. It is printed first, and is smaller
+    on a CPU.
 
     Every config runs on every backend in a worker process. The raw traces are kept in a run folder,
-    and the run is added to the store. A backend that refuses a config is a result, and so is a cell
-    that fails or crashes its worker.
+    and the run is added to the store. Refusals, failures and worker crashes are recorded as
+    results.
 
-    torch and events share one pass over the cells, which also takes the timing samples. nsys and ncu
-    wrap the worker and take one pass each over the cells that ran. ncu replays one call per cell,
+    The torch and events profilers share one pass over the cells, which also takes the timing
+    samples. nsys and ncu wrap the worker, and each makes one pass over the cells that ran. ncu
+    replays one call per cell,
     kernel by kernel and with cold caches. The time limit of a cell is ten times --timeout under ncu,
     and twice --timeout under nsys.
 
@@ -268,8 +270,8 @@ def check_options(
     if resume is not None:
         if configs or backends or python:
             raise UsageError(
-                "--resume runs the remaining cells of the run; it cannot be combined with --config, "
-                "--configs, --backend and --python"
+                "--resume runs the remaining cells of the run; it cannot be combined with "
+                "--config, --configs, --backend or --python"
             )
         return
     if is_command_line() and (metrics or sections) and not {*COUNTERS} & {*split_names(profilers)}:
@@ -300,7 +302,9 @@ def show(captured: CapturedRuns) -> None:
 
 def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
     """Print and return the everyday configs, before anything runs."""
-    hint("no config was given, so the everyday set runs; name your own with --config 2,8,512,64")
+    hint(
+        "no config was given, so the default set is run; choose your own with --config 2,8,512,64"
+    )
     for use, config in everyday.items():
         hint(f"  {use:15}  {config}")
     return list(everyday.values())
@@ -331,7 +335,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
         f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
         for problem in failed
     ]
-    kept = f"the data of the other profilers is in {captured.folder}"
+    kept = f"the other profilers' data is in {captured.folder}"
     return ["some profilers failed; " + kept, *lines] if lines else []
 
 

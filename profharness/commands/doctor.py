@@ -98,7 +98,7 @@ class Check:
 
     name: Annotated[str, column("check")]
     state: Annotated[str, column("state", importance="answer")]
-    """`ok`, `warning` (works in part), `missing`, or `absent` (optional)."""
+    """`ok`, `warning` (works partly), `missing`, or `absent` (optional)."""
     detail: Annotated[str, column("found", importance="answer", wrap=True)]
     remedy: str = ""
 
@@ -116,8 +116,8 @@ def run_doctor(
 ) -> tuple[list[Check], Lanes]:
     """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
 
-    Each problem is printed with a remedy. The exit code is 1 if something that every capture needs is
-    missing. Nothing is changed.
+    Each problem is printed with a remedy. The exit code is 1 if anything that every capture
+    needs is missing. Nothing is changed.
 
     \b
     Examples:
@@ -229,10 +229,10 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
 COMPARED = {
     "profharness": "install one version on all hosts; lanes with another version are left out",
     "torch": (
-        "a run has one environment: lanes with another torch than the first lane's are left out"
+        "a run has one environment: lanes whose torch differs from the first lane's are left out"
     ),
     "driver": (
-        "a run has one environment: lanes with another driver than the first lane's are left out"
+        "a run has one environment: lanes whose driver differs from the first lane's are left out"
     ),
     "python": "",  # a lane may have any Python that profharness supports
 }
@@ -287,7 +287,8 @@ def _names_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
 def _check_torch(environment: dict[str, Any] | str) -> Check:
     if isinstance(environment, str):
         remedy = (
-            "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
+            "install a torch build for this machine: "
+            "https://pytorch.org/get-started/locally (>= 2.5)"
         )
         return Check("torch", "missing", environment, remedy)
     version = str(environment["torch"])
@@ -304,7 +305,8 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
         if driver := driver_version():
             detail = "an NVIDIA driver is installed, but torch uses the CPU"
             remedy = (
-                "install a CUDA build of torch, or find out why torch.cuda.is_available() is False"
+                "install a CUDA build of torch, or find out why torch.cuda.is_available() returns "
+                "False"
             )
             return [Check("driver", "ok", driver), Check("CUDA", "warning", detail, remedy)]
         detail = "no NVIDIA GPU: captures run on the CPU, with ATen ops in place of kernels"
@@ -476,8 +478,8 @@ def check_importer(nsys: Tool) -> Check:
             )
         folder = nsys.path.resolve().parent.parent / "host-linux-x64"
         remedy = (
-            f"without it nsys writes no report: link the folder that has {IMPORTER} to {folder} "
-            "(on Debian: /usr/lib/nsight-systems/host-linux-x64)"
+            f"without it nsys cannot write a report: link the folder that contains {IMPORTER} to "
+            f"{folder} (on Debian: /usr/lib/nsight-systems/host-linux-x64)"
         )
         return Check(name, "warning", f"{IMPORTER} is not where nsys expects it", remedy)
     missing = missing_libraries(importer)
@@ -503,7 +505,7 @@ def packages_remedy(libraries: list[str]) -> str:
     parts = (
         [f"install {' '.join(packages)} (package names of Debian and Ubuntu)"] if packages else []
     )
-    parts += [f"install the packages that have {', '.join(others)}"] if others else []
+    parts += [f"install the packages that contain {', '.join(others)}"] if others else []
     return "; ".join(parts)
 
 
@@ -573,7 +575,7 @@ def check_counters(parameters: str | None, *, privileged: bool = False) -> Check
 def check_tmpdir(folder: Path) -> Check:
     """Check that nsys and ncu can use TMPDIR for raw files and ncu's lock file."""
     if not folder.is_dir() or not _may(folder, os.W_OK | os.X_OK):
-        remedy = "set TMPDIR to a folder that exists and is writable"
+        remedy = "set TMPDIR to an existing, writable folder"
         return Check("TMPDIR", "warning", f"{folder} is not a writable folder", remedy)
     lock = folder / LOCK_FILE
     if lock.exists() and not _may(lock, os.W_OK):
@@ -586,7 +588,7 @@ def check_injection(path: str | None) -> list[Check]:
     """Return a warning if CUDA_INJECTION64_PATH injects another tool into CUDA programs."""
     if not path:
         return []
-    remedy = "unset it: nsys and ncu cannot work together with another injected tool"
+    remedy = "unset it: nsys and ncu do not work together with another injected tool"
     return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
 
 

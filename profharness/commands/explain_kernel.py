@@ -67,10 +67,12 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
     tool="Use it for a name from any profiler, full or short. Only the name is read.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
-    """Describe a kernel's name: its library, the meaning of each part, and what the name leaves open.
+    """Describe a kernel's name: its library, the meaning of each part, and what the name does
+    not reveal.
 
     NAME is a full name, mangled or demangled, in the spelling of any profiler, or a short name as
-    printed by `kernels`. Quote it. Only the name is read: no GPU, no torch, no store. Unknown names
+    printed by `kernels`. Quote it. Only the name is read; no GPU, torch or store is needed.
+    Unknown names
     and undocumented parts are reported as unknown. Short names show the flags of FlashAttention only
     if they are set; full names (`kernels --full`) show all of them.
 
@@ -82,7 +84,7 @@ def explain_kernel(names: KernelNames) -> list[Description]:
     """
     given = [names] if isinstance(names, str) else names
     if not all(name.strip() for name in given):
-        raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
+        raise UsageError("NAME is empty; give a kernel name as shown by `profharness kernels`")
     return [describe(name) for name in given]
 
 

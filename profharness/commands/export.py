@@ -103,8 +103,8 @@ Profiler = Annotated[
         complete=complete_names(lambda: (*LAUNCH_PROFILERS, EVERY_PROFILER)),
         metavar="NAME",
         check=require_profilers,
-        help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  [default: the first that "
-        "the run has]",
+        help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  "
+        "[default: the first one in the run]",
     ),
 ]
 
@@ -123,10 +123,11 @@ def export(
     RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
     The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
-    with its kernels. Each launch has its resources, theoretical occupancy, op stack and counters of
-    ncu. The tracks of threads contain ranges, launch calls, and ops that launched kernels. The store
-    has no times of ops, so an op is drawn from its first launch to its last. If FILE ends in .gz, it
-    is compressed. Without -o, the trace is written to stdout as plain JSON.
+    with its kernels. Each launch lists its resources, theoretical occupancy, op stack and ncu
+    counters. Thread tracks contain ranges, launch calls, and ops that launched kernels.
+    The store does not contain op times, so each op is drawn from its first launch to its last.
+    If FILE ends in .gz, it is compressed. Without -o, the trace is written to stdout as plain
+    JSON.
 
     Each profiler of a run has its own clock. With `--profiler all`, each gets its own processes in
     the file, and all start at 0.
@@ -145,7 +146,8 @@ def export(
             if profilers[1:]:
                 others = "|".join(sorted(profilers[1:]))
                 hint(
-                    f"wrote only the launches of {profilers[0]}; for more use --profiler {others}|all"
+                    f"wrote only the launches of {profilers[0]}; to include others, use "
+                    f"--profiler {others}|all"
                 )
             profilers = profilers[:1]
         if path is None:
@@ -193,7 +195,7 @@ def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -
     if profiler in (None, EVERY_PROFILER):
         return sorted(found, key=(*LAUNCH_PROFILERS, *found).index)
     if profiler not in found:
-        there = f"it has those of {', '.join(found)}"
+        there = f"it has launches of {', '.join(found)}"
         raise NotFoundError(
             f"run {store.run_name(run)} has no launches of profiler {profiler!r}; {there}"
         )

@@ -48,7 +48,7 @@ Companions = Annotated[
         multiple=True,
         metavar="FILE",
         help=(
-            "A file that describes the trace: a trace of the capture of its CUDA graphs, or the log "
+            "A file that describes the trace: a trace of its CUDA graph capture, or the log "
             "of the serving engine (.log). Repeatable."
         ),
     ),
@@ -80,10 +80,10 @@ def ingest(
 
     Sources are run folders, and traces of any program: of the PyTorch profiler (Kineto JSON, .json or
     .json.gz), of Nsight Systems (.nsys-rep, or its export .sqlite) and of Nsight Compute
-    (.ncu-rep, or its .csv). A folder means all of these in it and its subfolders.
+    (.ncu-rep, or its .csv). A folder stands for all such files in it and its subfolders.
 
-    A serving engine records several files: a trace of its steps, traces of the capture of its CUDA
-    graphs (named graph_capture…, or in a folder capture_traces), and a log. They become one run if
+    A serving engine records several files: a trace of its steps, traces of its CUDA graph
+    capture (named graph_capture…, or in a folder capture_traces), and a log. They become one run if
     they are in the same folder; --with names files elsewhere.
 
     Ingesting a stored source again changes nothing. A source that cannot be read leaves the store
@@ -102,7 +102,7 @@ def ingest(
       profharness ingest profile.nsys-rep counters.ncu-rep
       profharness ingest decode.json.gz --with graph_capture_rank_0.json.gz --with server.log
 
-    In Python the result has one row per run, with the status new, unchanged or replaced. Raise
+    In Python the result has one row per run, whose status is new, unchanged or replaced. Raise
     TraceFormatError for the first source that cannot be read.
     """
     path, paths = store_path(store), list(map(Path, sources))

@@ -11,8 +11,8 @@ def mcp(*, store: Store = None) -> None:
     """Serve read-only tools over the store to programs that speak the Model Context Protocol, on stdio.
 
     Needs the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff and explain-kernel.
-    Each takes the arguments of the command of that name and returns its JSON (--format json). Nothing
-    is written or captured, explain uses only the dispatch rules, and no argument is a path. The server
+    Each takes the arguments of the command with that name and returns its JSON (--format json).
+    Nothing is written or captured, explain uses only the dispatch rules, and no argument is a path. The server
     exits at the end of its input.
 
     \b

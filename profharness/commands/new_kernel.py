@@ -27,7 +27,7 @@ KernelFolder = Annotated[
     Option(
         ("--out",),
         type=click.Path(file_okay=False, path_type=Path),
-        help="The folder of NAME.py. Its test goes to the folder tests beside it.",
+        help="The folder for NAME.py. The test is written to the folder `tests` beside it.",
     ),
 ]
 
@@ -36,9 +36,8 @@ KernelFolder = Annotated[
 def new_kernel(
     name: Name, *, triton: Triton = False, cuda: Cuda = False, out: KernelFolder = "kernels"
 ) -> None:
-    """Start an attention implementation of your own.
-
-    Writes NAME.py, a working implementation (in plain torch by default), and test_NAME.py, which
+    """Start an attention implementation of your own. This writes NAME.py, a working
+    implementation (in plain torch by default), and test_NAME.py, which
     compares it with plain attention in fp64. Existing files are not overwritten.
 
     \b
@@ -55,16 +54,16 @@ def new_kernel(
             "keyword"
         )
     if name in sys.builtin_module_names or importlib.util.find_spec(name) is not None:
-        raise UsageError(f"a module {name!r} exists already; choose another name")
+        raise UsageError(f"a module {name!r} already exists; choose another name")
     if name in BACKENDS or name in (ALL, FOLDER, *implementation_names()):
-        raise UsageError(f"a backend {name!r} exists already; choose another name")
+        raise UsageError(f"a backend {name!r} already exists; choose another name")
     folder = Path(out)
     kernel = folder / f"{name}.py"
     test = folder.parent / "tests" / f"test_{name}.py"
     # check both files before writing, so that an error leaves neither of them
     for path in (kernel, test):
         if path.exists():
-            raise UsageError(f"{path} exists already; choose another name or another --out")
+            raise UsageError(f"{path} already exists; choose another name or another --out")
     texts = {kernel: kernel_text(name, kind)}
     texts[test] = check_text(name, kind, f"../{folder.resolve().name}/{name}.py")
     for path, text in texts.items():

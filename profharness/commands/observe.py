@@ -60,13 +60,19 @@ Profiler = Annotated[
     Literal["torch", "none", "nsys"],
     Option(
         ("--profiler",),
-        help="The profiler that records a few steps: torch (PyTorch's), nsys (Nsight Systems), or none, "
-        "which only counts calls.",
+        help=(
+            "The profiler that records a few steps: torch (PyTorch's), nsys (Nsight Systems), "
+            "or none to only count calls."
+        ),
     ),
 ]
 Steps = Annotated[
     int,
-    Option(("--steps",), type=click.IntRange(1, 1000), help="Steps that the profiler records."),
+    Option(
+        ("--steps",),
+        type=click.IntRange(1, 1000),
+        help="Number of steps that the profiler records.",
+    ),
 ]
 Warmup = Annotated[
     int,
@@ -132,22 +138,25 @@ def observe_program(
     expect: Expected = (),
     store: Store = None,
 ) -> ObservedProgram:
-    """Run a program unchanged, and record the attention in it.
+    """Run a program unchanged and record its attention calls.
 
     Calls of scaled_dot_product_attention and flex_attention are counted by kind: the module's dotted
     path, file and line, tensors, the effect of the mask, the allowed backends, and the one that
     computed it. All Python processes started by the program are observed. After three steps without
     new kinds, a profiler records a few steps. A step ends with an optimizer's step, or begins when the
-    model's first attention is called again. Streams, signals and the exit code are the program's own.
+    model's first attention is called again. Streams, signals and the exit code are passed
+    through unchanged.
 
-    --fail-on and --expect apply to all observed calls, when the program has ended. A gate fails if what
+    --fail-on and --expect are checked against all observed calls after the program ends. A gate
+    fails if what
     it checks was not recorded. A program that fails keeps its own exit code.
 
     --gpu prints a prediction for another GPU at the end, on stderr, as `layers --gpu` does. The program
-    may run on a CPU, or with tensors on the device `meta`, which contain no data. The calls are those
-    that the program makes here, with their dtypes.
+    may run on a CPU, or with tensors on the device `meta`, which contain no data. The recorded
+    calls and dtypes are those that the program uses here.
 
-    A program without attention leaves no run. It keeps its exit code, but 0 becomes 1 if none of its
+    A program without attention does not create a run. It keeps its exit code, but 0 becomes 1 if
+    none of its
     processes could be observed.
 
     Not observed: Python with -I, -E or -S, and attention that does not call the function from Python,
@@ -272,7 +281,7 @@ def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str
     idle = [item for item in calls if item.mask == NO_MASK_EFFECT]
     if idle:
         where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))
-        lines.append(f"The mask hides nothing in {where}: leave attn_mask out.")
+        lines.append(f"The mask hides nothing in {where}: omit attn_mask.")
     return lines
 
 

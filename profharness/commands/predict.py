@@ -78,7 +78,7 @@ KERNEL_COLUMNS = (
 )
 LOSS_COLUMNS = (
     *pick(Predicted, "config"),
-    replace(*pick(Predicted, "choice"), title="auto takes"),
+    replace(*pick(Predicted, "choice"), title="auto chooses"),
     *pick(Predicted, "kernel_ns", "best", "best_ns", "regret"),
 )
 SHOWN_LOSSES = 12
@@ -95,7 +95,7 @@ UNKNOWN = "unknown"
 MARK = "*"  # marks a time that the atlas measured
 WINDOW = (
     "SDPA gets the window as a bool mask, so these are times of masked calls. "
-    "flex_attention skips the hidden blocks, but the atlas has no times of it."
+    "flex_attention skips the hidden blocks, but the atlas has no times for it."
 )
 
 
@@ -165,7 +165,11 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
         )
     )
     total = len(autos)
-    takes = f"auto takes {split_text(chosen, total)}" if chosen else "auto takes no known backend"
+    takes = (
+        f"auto chooses {split_text(chosen, total)}"
+        if chosen
+        else "auto does not choose a known backend"
+    )
     if best:
         fastest = f"the fastest backend is predicted to be {split_text(best, total)}"
         sentences = [f"On {gpu} {fastest}; {takes}."]
@@ -290,7 +294,7 @@ def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
     yield Heading("Predicted kernel time in µs", ", ".join(marks), level=3)
     yield map_table(axes, [[_time_cell(row) for row in line] for line in cells])
     marks = ["? means that the intervals overlap"] if any(r.certain is False for r in shown) else []
-    yield Heading("Predicted loss against the best backend, in %", ", ".join(marks), level=3)
+    yield Heading("Predicted loss relative to the best backend, in %", ", ".join(marks), level=3)
     yield map_table(
         axes,
         [
@@ -334,8 +338,8 @@ def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:
                 cell = {"x": value_text(column), "y": value_text(value), "label": row.config}
                 points.append(cell | {"choice": row.choice or UNKNOWN, "lost": lost})
     for key, what in (
-        ("choice", "What auto takes"),
-        ("lost", "What is lost against the best backend"),
+        ("choice", "What auto chooses"),
+        ("lost", "Loss relative to the best backend"),
     ):
         title = f"{what}, {axes.title}".rstrip(", ")
         names = ("x", "y", key, axes.columns, axes.rows)
@@ -407,8 +411,8 @@ def predict(
     Predictions come from an atlas: thousands of cells measured on such a GPU, and a model fitted to
     them. `source` is `measured` if the atlas has the cell; `model` if the model predicts it, with a
     90 % interval; or `floor` if the GPU or the release has no atlas, or the config lies outside its
-    samples. A floor has only the choice by the dispatch rules and the roofline bound. Several configs
-    give maps of choice, time and loss. Neither torch nor a store is needed.
+    samples. A floor contains only the dispatch rules' choice and the roofline bound. With
+    several configs, maps show the choice, time and loss. Neither torch nor a store is needed.
 
     \b
     Examples:

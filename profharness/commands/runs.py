@@ -69,7 +69,7 @@ PricePerHour = Annotated[
         ("--price-per-hour",),
         type=PositiveNumber(),
         metavar="PRICE",
-        help="The price of one GPU (or of the machine) for an hour. Show what each run cost.",
+        help="Show what each run cost, given the hourly price of one GPU (or of the machine).",
     ),
 ]
 
@@ -91,16 +91,16 @@ def _to_frame(found: RunsFound) -> pd.DataFrame:
 @command(
     "runs",
     frame=_to_frame,
-    tool="Use it first, to find out what is stored.",
+    tool="Use it first to find out what is stored.",
     fill={"runs_folder": RUNS_FOLDER.as_posix()},
 )
 def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     """List stored runs, newest first, and unfinished ones.
 
-    A run that was made from a trace file has the name of the file. Runs in {runs_folder} that were
-    interrupted follow, with the command that resumes each.
+    A run made from a trace file is named after the file. Runs in {runs_folder} that were
+    interrupted follow, each with the command that resumes it.
 
-    `took` is the time in which profharness worked on a run, or that a trace covers. With
+    `took` is the time that profharness spent on a run, or the time that a trace covers. With
     --price-per-hour, `cost` is the price of that time on all GPUs that the run used.
 
     --delete removes a run from the store. Its run folder and traces stay, and `ingest` restores it.

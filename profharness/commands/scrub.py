@@ -35,13 +35,15 @@ CopyPath = Annotated[
         ("-o", "--output"),
         type=click.Path(path_type=Path),
         metavar="OUT",
-        help="Where the copy goes.  [default: <name>-scrubbed beside the source]",
+        help="Where to write the copy.  [default: <name>-scrubbed beside the source]",
     ),
 ]
 Replace = Annotated[bool, Option(("--force",), help="Replace an earlier copy.")]
 OnlyCheck = Annotated[
     bool,
-    Option(("--check",), help="Only report what would be replaced; exit 3 if there is any."),
+    Option(
+        ("--check",), help="Only report what would be replaced; exit with 3 if there is anything."
+    ),
 ]
 
 
@@ -63,7 +65,8 @@ def scrub_run(
     The run is a stored one (an id, a unique prefix, latest or latest~1) or a run folder; the trace is
     a file.
 
-    The copy keeps what is known to be harmless: kernels, operators, modules, shapes, times, versions
+    The copy keeps only what is known to be harmless: kernels, operators, modules, shapes, times,
+    versions
     and known messages. All other text is replaced by `removed_1`, `removed_2` and so on, with the same
     number for the same text. A raw report of nsys or ncu is replaced by its export: the existing one
     if it is newer than the report, else a new one. Other files are left out. The source is never
@@ -93,7 +96,7 @@ def check_options(
 ) -> None:
     """Raise UsageError if --check is combined with -o or --force."""
     if check and (path is not None or force):
-        raise UsageError("--check cannot be combined with -o and --force")
+        raise UsageError("--check cannot be combined with -o or --force")
 
 
 @document(scrub_run)
@@ -121,7 +124,7 @@ def require_clean(done: Scrubbed | Audit) -> None:
     if isinstance(done, Audit) and done.findings:
         raise GateError(
             f"{done.source}: {counted(len(done.findings), 'thing')} not known to be harmless; "
-            "`profharness scrub` makes a copy without"
+            "`profharness scrub` makes a clean copy"
         )
 
 

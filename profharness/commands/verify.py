@@ -153,7 +153,7 @@ def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
 
 
 Grad = Annotated[
-    bool, Option(("--grad",), help="Also verify the gradients, as for configs with bwd.")
+    bool, Option(("--grad",), help="Also verify the gradients, as is done for configs with bwd.")
 ]
 Cases = Annotated[
     Names | None,
@@ -199,7 +199,7 @@ def verify(
     config. The store records wrong results, and bench does not rank them.
 
     The default of --backend is all,kernels: PyTorch's backends and the implementations in kernels/.
-    The exit code is 3 if any result is wrong. A refused call is skipped.
+    The exit code is 3 if any result is wrong. Refused calls are skipped.
 
     \b
     Example:

@@ -164,7 +164,7 @@ def read_campaign(folder: Path) -> Campaign:
     """Read campaign.json of a run folder. Raise TraceFormatError if it is missing or invalid."""
     path = folder / CAMPAIGN_FILE
     try:
-        campaign = read_part(path, Campaign, f"a campaign of schema {SCHEMA}")
+        campaign = read_part(path, Campaign, f"a campaign with schema {SCHEMA}")
     except FileNotFoundError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if campaign.schema != SCHEMA:
@@ -500,7 +500,7 @@ class CampaignScheduler:
             self._count_finished(task)
             self._notify(self._summary(name, float(outcome["seconds"])))
             return
-        why = str(error or "it wrote no run folder")
+        why = str(error or "it did not write a run folder")
         if outcome.get("lost"):
             self._reject(name, why)
             self._queue.appendleft(task)  # this does not count as a failure of the group

@@ -213,13 +213,13 @@ def _lane_filter(device: str) -> Callable[[Plain], str | None]:
 
     def why_not(lane: Plain) -> str | None:
         if lane["profharness"] != __version__:
-            return f"it has profharness {lane['profharness']}, and this host {__version__}"
+            return f"it has profharness {lane['profharness']}, but this host has {__version__}"
         if is_gpu(device) and lane["gpu"] is None:
             return "it has no GPU"
         other = first.setdefault(lane["gpu"], lane)
         for key in ONE_ENVIRONMENT:
             if lane[key] != other[key]:
-                return f"it has {key} {lane[key]}, and {other['lane']} {other[key]}"
+                return f"it has {key} {lane[key]}, but {other['lane']} has {other[key]}"
         return None
 
     return why_not

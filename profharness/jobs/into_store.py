@@ -307,7 +307,7 @@ def resume_into_store(
         if is_campaign(folder):
             resumed = fleet.resume_on_lanes(folder, lanes or Fleet(), progress, background)
         elif lanes is not None and lanes.scheduler is not None:
-            raise UsageError(f"--scheduler: {folder} is no campaign; leave it out")
+            raise UsageError(f"--scheduler: {folder} is not a campaign; omit --scheduler")
         else:
             resumed = resume(folder, background.wrap_progress(progress))
     return _ingest_run_folder(resumed, store, background.parsed)
@@ -445,8 +445,8 @@ def time_layers(
         if here != layers.gpu:
             raise CaptureError(
                 f"run {layers.name} was recorded on {layers.gpu}, and this machine has {here or 'no GPU'}: "
-                "run the command there, or bench there the configs of `layers --savings --configs`, "
-                "and pass that run as --bench RUN"
+                "run the command there, or benchmark the configs of `layers --savings --configs` "
+                "there and pass that run as --bench RUN"
             )
         options = replace(options, configs=regret_configs(layers), device=device)
         backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))

@@ -182,7 +182,7 @@ def _in_child(
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             words = read_end(log).strip()[-LAST_WORDS:].splitlines()[-2:]
             tail = f"; its last output: {' / '.join(words)}" if words else ""
-            outcome = {"error": f"the process of the group crashed: {name}{tail}", "lost": None}
+            outcome = {"error": f"the group's process crashed: {name}{tail}", "lost": None}
         return outcome
 
 

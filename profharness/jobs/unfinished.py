@@ -26,8 +26,10 @@ class UnfinishedRun:
     """A run folder that has cells without a result, or an observed program that was interrupted."""
 
     run: Annotated[str, column("run", meaning="id of the run")]
-    kind: Annotated[str, column("kind", meaning="the command that began it")]
-    created: Annotated[str, column("created", importance="normal", meaning="when it began, in UTC")]
+    kind: Annotated[str, column("kind", meaning="the command that started it")]
+    created: Annotated[
+        str, column("created", importance="normal", meaning="when it started, in UTC")
+    ]
     status: Annotated[
         str, column("status", meaning="`unfinished`, or `running` while a process works on it")
     ]

@@ -15,12 +15,12 @@ from profharness.errors import one_line
 from profharness.logs import duration
 
 KINDS: dict[str, str] = {
-    "lines": "y over x on two logarithmic axes, a line and a mark a series",
-    "dots": "one row a label (y), a mark a series at x on a logarithmic axis",
-    "stack": "one bar a label (y), cut into the series by x; `label` is the text beside it",
+    "lines": "y over x on two logarithmic axes, one line and mark per series",
+    "dots": "one row per label (y), one mark per series at x on a logarithmic axis",
+    "stack": "one bar per label (y), split into the series by x; `label` is the text beside it",
     "map": "a grid of x and y, coloured and lettered by the series",
     "roofline": "FLOP/s (y) over FLOP per byte (x), logarithmic, below the roofs",
-    "dumbbell": "one row a label (y) with two marks (series) at x, joined; logarithmic",
+    "dumbbell": "one row per label (y) with two joined marks (series) at x on a logarithmic axis",
 }
 """Maps each kind of chart to its description. `charts.DRAWERS` has a function for each kind."""
 PLAIN_KINDS = frozenset({"stack"})  # kinds that a page draws without the extra `report`

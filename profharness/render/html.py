@@ -80,7 +80,7 @@ def render_html(document: Document) -> str:
                 parts.append(draw_timeline(block, counts[Timeline]))
     parts.append(folds.end())
     if left_out:
-        text = "Some charts are left out, because they need the extra report of profharness."
+        text = "Some charts are left out because they need profharness's extra `report`."
         parts.append(f'<p class="note">{text} <code>{_text(install_command("report"))}</code></p>')
     script = _asset("page.js") + (_asset("timeline.js") if counts[Timeline] else "")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -376,7 +376,7 @@ def _check_header(path: Path, write: bool) -> None:
 
 
 def _foreign(path: Path) -> StoreError:
-    return StoreError(f"{path}: is an SQLite file of another program and was not changed; {OTHER}")
+    return StoreError(f"{path}: is another program's SQLite file and was not changed; {OTHER}")
 
 
 def _raw(path: Path, mode: str) -> sqlite3.Connection:

@@ -74,7 +74,7 @@ class Source:
     raws: tuple[Raw, ...]
     content_hash: str
     companions: tuple[Companion, ...] = ()
-    """Files that belong to a trace file. They are no part of its content hash."""
+    """Files that belong to a trace file. They are not part of its content hash."""
 
     @property
     def captures(self) -> tuple[Path, ...]:
@@ -227,7 +227,7 @@ def _real_path(folder: Path, trace: TraceFile) -> str:
     shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
     raise TraceFormatError(
         folder / RUN_FILE,
-        f"lists a trace outside its folder, or with an invalid name: {shown}",
+        f"lists a trace that is outside its folder or has an invalid name: {shown}",
         expected="a path inside the run folder",
     )
 

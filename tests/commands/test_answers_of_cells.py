@@ -207,7 +207,7 @@ def test_predict_answers_for_one_and_for_several_configs() -> None:
     several = ("predict", "--config", "1,8,{4096,16384},64,fp16,seq_q={1,9}", *of)
     assert answer(*several) == [
         "On an H200 the fastest backend is predicted to be cuDNN on 2 of 4 configs and flash on 2; auto "
-        "takes cuDNN on all 4 configs.",
+        "chooses cuDNN on all 4 configs.",
         "auto loses more than 10 % on 2 of 4; the worst is b1-h8-sq9-skv16384-d64-fp16: 6.41 times the "
         "time of flash.",
     ]  # fmt: skip

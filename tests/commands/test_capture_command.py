@@ -25,11 +25,11 @@ def capture(folder: Path, *arguments: str) -> Result:
     [
         (
             ("--resume", "x", "--config", "1,1,16,16"),
-            "cannot be combined with --config, --configs, --backend and --python",
+            "cannot be combined with --config, --configs, --backend or --python",
         ),
         (
             ("--resume", "x", "--backend", "math"),
-            "cannot be combined with --config, --configs, --backend and --python",
+            "cannot be combined with --config, --configs, --backend or --python",
         ),
         (("--resume", "x"), "no run folder 'x'"),
         (("--config", "1,1,16,16", "--metrics", "m"), "require --profiler ncu"),

@@ -74,7 +74,11 @@ def profilers_of(found: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize(
     ("options", "profiler", "hint"),
     [
-        ((), "torch", "wrote only the launches of torch; for more use --profiler nsys|all\n"),
+        (
+            (),
+            "torch",
+            "wrote only the launches of torch; to include others, use --profiler nsys|all\n",
+        ),
         (("--profiler", "nsys"), "nsys", ""),
     ],
 )

@@ -142,7 +142,7 @@ def test_several_configs_make_maps_of_choice_time_and_loss(tmp_path: Path) -> No
     assert "\nPredicted backend: " in text
     assert "legend" in text
     told("--config", RANGE, "--gpu", "H200", "-o", tmp_path / "maps.html")
-    assert "What auto takes" in (tmp_path / "maps.html").read_text()
+    assert "What auto chooses" in (tmp_path / "maps.html").read_text()
 
 
 def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(

@@ -105,9 +105,9 @@ def test_the_answer_about_slow_ranks_counts_them_and_what_is_slow(jobs: Path) ->
         "other ranks agree within 0 %."
     )
     assert asked((0.98, 1, 1), "slow-kernels", 1)[0].startswith(
-        "Rank 0 is slow: some of its kernels take longer than on the others, all together 0 %;"
+        "Rank 0 is slow: some of its kernels take longer than on the others, 0 % longer in total;"
     )
-    assert asked((1,), "slow-gpu", 0) == ("The times of these ranks cannot be compared.",)
+    assert asked((1,), "slow-gpu", 0) == ("These ranks' times cannot be compared.",)
 
 
 def test_shares_are_parts_of_the_span_and_ranks_that_wait_are_told(jobs: Path) -> None:
@@ -179,7 +179,10 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
         some = [row.run for row in rank_rows(store, [str(jobs / "uneven")])][:2]
         answer = compare_ranks(store, some)
         assert [row.label for row in answer.rows] == ["rank 0", "rank 1"]
-        assert "these of 8 ranks are not stored: 2, 3, 4, 5, 6, 7" in answer.findings[-1].sentence
+        assert (
+            "the following of the 8 ranks are not stored: 2, 3, 4, 5, 6, 7"
+            in answer.findings[-1].sentence
+        )
     ingest_path(tmp_path / "s.db", jobs / "even" / "rank0.json")
     with (
         open_store(tmp_path / "s.db") as store,

@@ -167,7 +167,9 @@ def test_a_command_of_one_run_refuses_several(folder: Path) -> None:
     assert isinstance(error, UsageError)
     assert "compare two with: profharness diff run trace.json.gz" in str(error)
     error = invoke(folder, "kernels", ".").exception
-    assert isinstance(error, UsageError) and "contains 2 runs; choose one: run" in str(error)
+    assert isinstance(error, UsageError) and "contains 2 runs; choose one of them: run" in str(
+        error
+    )
     assert not (folder / "profharness.db").exists()
 
 

@@ -27,8 +27,8 @@ WRONG: dict[tuple[str, ...], str] = {
     ("layers", "--backend", "flash"): "requires --savings",
     ("layers", "--savings", "--max-time", "soon"): "'soon'",
     ("layers", "--fail-on", "unheard"): "'unheard'",
-    ("scrub", "nosuch", "--check", "-o", "copy"): "cannot be combined with -o and --force",
-    ("scrub", "nosuch", "--check", "--force"): "cannot be combined with -o and --force",
+    ("scrub", "nosuch", "--check", "-o", "copy"): "cannot be combined with -o or --force",
+    ("scrub", "nosuch", "--check", "--force"): "cannot be combined with -o or --force",
     ("explain", *CONFIG, "--gpu", "ZX81", "--device", "cpu"): "--device applies only",
     ("explain", *CONFIG, "--gpu", "ZX81", "--measure"): "--measure runs on this machine",
     ("explain", *CONFIG, "--gpu", "ZX81", "--bisect", "head_dim", "--full"): "only finds choices",
@@ -60,7 +60,7 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         profharness.layers(driver="580", store=store)
     with pytest.raises(UsageError, match="apply to one run"):
         profharness.layers("a", "b", step=0, store=store)
-    with pytest.raises(UsageError, match="cannot be combined with -o and --force"):
+    with pytest.raises(UsageError, match="cannot be combined with -o or --force"):
         profharness.scrub_run("nosuch", check=True, force=True, store=store)
     with pytest.raises(ProfharnessError, match="there is no store"):
         profharness.layers("a", "b", store=store)

@@ -166,7 +166,7 @@ Verified = Annotated[
     ),
 ]
 BenchSeed = Annotated[
-    int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of inputs and order.")
+    int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed for the inputs and the order.")
 ]
 Timeout = Annotated[float, timeout_option("Time limit for one step of a cell, in seconds.")]
 Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]
@@ -223,8 +223,8 @@ def bench(
     All backends of a config are prepared first. They are then sampled in turns, in random order each
     round, so that clocks and temperature affect all of them alike. Measurements: cold is one call on
     the GPU with L2 flushed and inputs rotated, host time excluded; graph is a CUDA graph replay;
-    kernel is the kernels of a profiled call; eager is calls one after the other, as in a program. A
-    cell that is refused, fails, crashes or hangs is a row with the reason.
+    kernel is the time of a profiled call's kernels; eager is back-to-back calls, as in a
+    program. A cell that is refused, fails, crashes or hangs gets a row with the reason.
 
     Without --backend, or with `all`, time the default backends of the device. With RUN, which is a run
     folder or a stored run, nothing is measured: show all of it, or only the given configs and backends.

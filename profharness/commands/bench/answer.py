@@ -26,10 +26,10 @@ CALLS = {
 }
 """What the samples of each measurement are, for a sentence."""
 TRUST = {
-    EAGER: "eager is the time in a program without CUDA graphs, with the cost of launches",
-    GRAPH: "graph is a CUDA-graph replay: caches warm, no launch cost",
+    EAGER: "eager is the time in a program without CUDA graphs, including the launch cost",
+    GRAPH: "graph is a CUDA-graph replay, with warm caches and no launch cost",
     COLD: "cold is one call with flushed caches, as between the layers of a model",
-    KERNEL: "kernel is the kernel time only, caches warm; compare kernels by it",
+    KERNEL: "kernel is the kernel time only, with warm caches; use it to compare kernels",
 }
 """What each measurement is good for."""
 

@@ -267,7 +267,7 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
         yield Note(text, "which to trust")
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)
-    ceiling = "the peaks of this device are unknown, so there is no efficiency"
+    ceiling = "this device's peaks are unknown, so the efficiency is unknown too"
     if peaks := answer.peaks:
         ceiling = (
             f"% of peak is relative to the {peaks.source} peak of {peaks.device} that limits first"

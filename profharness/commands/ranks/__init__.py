@@ -80,7 +80,7 @@ def _to_frame(answer: RankComparison) -> pd.DataFrame:
 def ranks(
     *runs: Runs, threshold: Threshold = stats.THRESHOLD, store: Store = None
 ) -> RankComparison:
-    """Compare the ranks of a job: find slow GPUs and ranks that ran something else.
+    """Compare the ranks of a job to find slow GPUs and ranks that ran something else.
 
     Each kernel is compared with the same kernel, grid and range on the other ranks. Collectives are
     excluded: when all ranks wait for one GPU, only its own kernels show that it is slow. RUN is a

@@ -45,12 +45,15 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
         also = f", {counted(count, 'other rank is', 'other ranks are')} slow too" if count else ""
         longer = f"its kernels take {share_text(excess)} longer than on the others"
         if SLOW_GPU not in row.findings:
-            longer = f"some of its kernels take longer than on the others, all together {share_text(excess)}"
+            longer = (
+                "some of its kernels take longer than on the others, "
+                f"{share_text(excess)} longer in total"
+            )
         yield f"{label} is slow: {longer}{also}{rest}."
     elif agreement := _agreement(answer.rows):
         yield f"{agreement[0].upper()}{agreement[1:]}; no rank is slow."
     else:
-        yield "The times of these ranks cannot be compared."
+        yield "These ranks' times cannot be compared."
     others: dict[str, set[str]] = {}  # labels of ranks by code
     for finding in answer.findings:
         if finding.code in CLAUSES:

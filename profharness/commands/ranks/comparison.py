@@ -13,16 +13,17 @@ OTHER_ATTENTION, OTHER_KERNELS = "other-attention", "other-kernels"
 OTHER_SOFTWARE, OTHER_GPU = "other-software", "other-gpu"
 WAITS, LATE, MISSING = "waits", "late", "missing-ranks"
 CODES = {
-    SLOW_GPU: "its kernels take longer than the same kernels of the others",
+    SLOW_GPU: "its kernels take longer than the same kernels on the others",
     SLOW_KERNELS: "some of its kernels take longer, most do not",
-    OTHER_ATTENTION: "in a range, it runs other families of attention kernels than most ranks",
+    OTHER_ATTENTION: "in a range, it runs different families of attention kernels than most ranks",
     OTHER_KERNELS: (
-        "it launches kernels that most ranks do not launch, or other numbers of them, or lacks some"
+        "it launches kernels that most ranks do not, launches a different number of them, or "
+        "lacks some"
     ),
-    OTHER_SOFTWARE: "a value of its environment differs from most ranks",
-    OTHER_GPU: "its GPU is another model than on most ranks",
+    OTHER_SOFTWARE: "an environment value differs from that of most ranks",
+    OTHER_GPU: "its GPU is a different model than on most ranks",
     WAITS: "its GPU is idle for longer than those of the others",
-    LATE: "it spends the least time in collectives, because the others wait for it there",
+    LATE: "it spends the least time in collectives, because the other ranks wait for it there",
     MISSING: "ranks of the job that are not stored",
 }
 """Maps the code of each kind of finding to its description."""
@@ -59,7 +60,7 @@ class RankFigures:
             "compute / others",
             "thousandths",
             importance="answer",
-            meaning="time of its kernels over that of the same kernels on the median of the others",
+            meaning="time of its kernels divided by the other ranks' median for the same kernels",
         ),
     ]
     """Collectives are excluded. Kernels are weighted by time."""

@@ -161,7 +161,7 @@ def compare_ranks(
     table = _launched(ranks, rank_launches(store, ranks))
     if (table.count.sum(axis=1) > 0).sum() < 2:
         raise NotFoundError(
-            f"{store.path}: {len(ranks)} ranks, of which no two have kernels on a GPU to compare"
+            f"{store.path}: {len(ranks)} ranks, but no two have GPU kernels to compare"
         )
     _require_one_job(ranks, table)
     families = _attention_families(table)
@@ -258,7 +258,7 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
     The ratio is the time of a rank's kernels divided by the median time of the same kernels on the
     other ranks. A GPU is only compared with GPUs of the same model.
     """
-    than = "than the same kernels on the median of the other ranks"
+    than = "than the other ranks' median for the same kernels"
     for members in _indices(row.device for row in rows).values():
         count, total = table.count[members], table.total[members]
         keys = np.flatnonzero(table.computes & ((count > 0).sum(axis=0) > 1))
@@ -295,8 +295,8 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
             key = int(worst[place])
             kernel = table.kernels[int(table.kernel[keys[key]])].short
             text = (
-                f"{kernel} takes {float(each[place, key]):.2f} times as long as on the median of the "
-                f"other ranks; most other kernels do not, and all together take {ratio - 1:.1%} longer"
+                f"{kernel} takes {float(each[place, key]):.2f} times as long as the other ranks' "
+                f"median; most other kernels do not, and all together take {ratio - 1:.1%} longer"
             )
             yield RankFinding(SLOW_KERNELS, (rows[index].label,), text)
 
@@ -415,7 +415,7 @@ def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     usual = _majority(models)
     for model, indices in _indices(models).items():
         if usual and model != usual[0]:
-            text = f"runs on {model or 'an unknown GPU'}, but most ranks on {usual[0]}"
+            text = f"runs on {model or 'an unknown GPU'}, but most ranks run on {usual[0]}"
             yield RankFinding(OTHER_GPU, _labels(rows, indices), text)
 
 
@@ -430,9 +430,7 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     shares = np.array([np.nan if row.idle_share is None else row.idle_share for row in rows])
     for index, above in _above(shares):
         own = shares[index]
-        text = (
-            f"its GPU is idle for {own:.0%} of the time, those of the others for {own - above:.0%}"
-        )
+        text = f"its GPU is idle for {own:.0%} of the time, the others' GPUs for {own - above:.0%}"
         yield RankFinding(WAITS, (rows[index].label,), text)
 
 
@@ -464,7 +462,7 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
     if absent and any(rank.rank is not None for rank in ranks):
         names = join_few([str(rank) for rank in absent], RANKS_SHOWN)
-        yield RankFinding(MISSING, (), f"these of {size} ranks are not stored: {names}")
+        yield RankFinding(MISSING, (), f"the following of the {size} ranks are not stored: {names}")
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:

@@ -115,7 +115,10 @@ class Latency:
 
 
 RAN = Column(
-    "ran", "ran", importance="answer", meaning="the backend whose op and kernels the trace shows"
+    "ran",
+    "ran",
+    importance="answer",
+    meaning="the backend whose op and kernels appear in the trace",
 )
 CELL_COLUMNS = (
     *pick(CellRow, "config", "backend", "status"),
@@ -127,7 +130,7 @@ TO_FASTEST = Column(
     "to fastest",
     "ratio",
     importance="answer",
-    meaning="the median over that of the fastest backend of the same config",
+    meaning="the median divided by that of the fastest backend on the same config",
 )
 LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
 TOP_KERNELS = pick(
@@ -149,9 +152,9 @@ GLOSSARY = {
     "refused": "the backend does not support this config; this is a result, not an error",
     "waves": "blocks of a launch over the blocks that the GPU runs at once; a partial wave leaves "
     "SMs idle",
-    "roofline": "the rate that bandwidth allows at an intensity, up to the peak rate",
-    "intensity": "FLOPs per byte that has to be moved",
-    "-": "what a profiler cannot record; it never means zero",
+    "roofline": "the rate that the bandwidth allows at a given intensity, up to the peak rate",
+    "intensity": "FLOPs per byte that must be moved",
+    "-": "a value that the profiler cannot record; it never means zero",
     "median": pick(Latency, "median_ns")[0].meaning,
     **{
         column.title: column.meaning
@@ -505,7 +508,7 @@ def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) ->
         for cell in cells
         for text in disagreements(cell, [row for row in rows if row.cell == cell.cell])
     ]
-    none = Note("none: all sources name the same backend")
+    none = Note("none: all sources agree on the backend")
     return [Heading("Disagreements"), *(notes or [none])] if cells else []
 
 
@@ -520,7 +523,7 @@ def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
         if key not in OF_A_FILE:
             rows.append((key, "" if value is None else str(value)))
     if not rows and environment:
-        return [Heading("Environment"), Note("the trace does not say where it was recorded")]
+        return [Heading("Environment"), Note("the trace does not record where it was made")]
     columns = (Column("key", "what"), Column("value", "value"))
     return [Heading("Environment"), Table(columns, tuple(rows))] if rows else []
 
@@ -567,9 +570,7 @@ def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[li
         code = next((loss.code for loss in losses if loss.real), "")
         sentences += _cost_of_auto(backends.get("auto", ()), losses)
     if problems := store.problems(run):
-        sentences.append(
-            f"{_count(len(problems), 'problem')} of profilers or of the GPU: see below."
-        )
+        sentences.append(f"{_count(len(problems), 'profiler or GPU problem')}: see below.")
     return sentences, code
 
 
@@ -643,7 +644,7 @@ WithBench = Annotated[
     bool | None,
     Option(
         ("--bench/--no-bench",),
-        help="Include intervals, rates and doubts.  [default: for runs of `bench`]",
+        help="Include intervals, rates and reasons to doubt the figures.  [default: for runs of `bench`]",
     ),
 ]
 NoCharts = Annotated[bool, Option(("--no-charts",), help="Leave out charts.")]
@@ -678,9 +679,10 @@ def report(
     """Write a report on stored runs: cells, latency, kernels, problems, environment.
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run. For two runs, the
-    report shows what changed from the first to the second. For several programs, or benchmarks on
-    several classes of GPU, it has a table with one column per class. An HTML report is a single file
-    that needs no network. The charts of a Markdown report are separate files: out-1.svg and so on.
+    report shows what changed from the first to the second. For several programs, or for
+    benchmarks on several classes of GPU, it contains a table with one column per class. An HTML
+    report is a single file that does not need a network connection. The charts of a Markdown
+    report are separate files: out-1.svg and so on.
 
     \b
     Example:

@@ -197,7 +197,7 @@ def _layer_bars(
         if ns
     )
     if rows:
-        caption = "Time of the attention kernels per step, and its share of the time in which the GPU is busy."
+        caption = "Attention kernel time per step, and its share of the GPU's busy time."
         yield Chart(
             "stack",
             "Attention by layer",
@@ -227,7 +227,7 @@ def _timeline_blocks(
     series = dict.fromkeys(span.series for lane in lanes for span in lane.spans)
     marked = tuple(name for name in series if name.startswith(ATTENTION_ON))
     several = (
-        f"{len(times.steps)} steps; this is the one of median duration"
+        f"{len(times.steps)} steps; this one has the median duration"
         if len(times.steps) > 1
         else ""
     )

@@ -86,7 +86,7 @@ ScriptDevice = Annotated[
         ("--device",),
         type=click.Choice(DEVICES),
         help=(
-            "The device of the script. auto means the device of the run, or without RUN a GPU if "
+            "The device of the script. auto means the run's device or, without RUN, a GPU if "
             "there is one."
         ),
     ),
@@ -96,7 +96,7 @@ Seed = Annotated[
     Option(
         ("--seed",),
         type=click.IntRange(*SEEDS),
-        help="Seed of the inputs.  [default: the run's, else 0]",
+        help="Seed of the inputs.  [default: the run's seed, else 0]",
     ),
 ]
 
@@ -121,8 +121,8 @@ def repro(
     source of an implementation is included in the script.
 
     Without RUN, CONFIG and --backend (default: auto) define the call; nothing is measured and no
-    store is read. With RUN, they select a cell of that run, and the script has the seed, the device and
-    the results of the cell.
+    store is read. With RUN, they select a cell of that run, and the script contains the cell's
+    seed, device and results.
 
     \b
     Examples:

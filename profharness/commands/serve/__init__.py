@@ -23,7 +23,7 @@ Host = Annotated[
     str,
     Option(
         ("--host",),
-        help="The address to listen on. Any address but loopback lets others read the store.",
+        help="The address to listen on. Any address other than loopback lets others read the store.",
     ),
 ]
 
@@ -33,7 +33,7 @@ def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -
     """Show the store in a browser, read-only, with predefined queries and a report for each run.
 
     Needs the extra `web` (Datasette). By default the server accepts connections from this machine
-    only; see --host. Stop it with Ctrl-C. Newly ingested runs appear immediately.
+    only; see --host. Newly ingested runs appear immediately. Press Ctrl-C to stop the server.
 
     \b
     Example:

@@ -100,7 +100,7 @@ class _Page:
             (row, self._answered(self._losses, row.run)) for row in islice(captures, MAX_ANSWERS)
         )
         parts = [
-            ("Programs, by the time of attention per step", _ranked(programs)),
+            ("Programs by attention time per step", _ranked(programs)),
             ("Captures, by what <code>auto</code> loses", _ranked(losses)),
         ]
         found = "".join(f"<p>{title}:</p>{_list(lines)}" for title, lines in parts if lines)

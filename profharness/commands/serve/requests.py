@@ -40,7 +40,7 @@ POLICY = (
 )
 BUSY = "too many concurrent requests; try again later"
 ENDED = "the process for this request crashed or ran out of memory; request less data"
-FOREIGN = "a page of another site made this request; open the address yourself"
+FOREIGN = "a page on another site made this request; open the address yourself"
 
 
 @dataclass

@@ -88,7 +88,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "slowest_kernels": (
         "Slowest kernels",
-        "Kernels by the time that they take in a call, in µs.",
+        "Kernels by their time per call, in µs.",
         """SELECT run, config, backend, profiler, kernel_short, launches_per_call,
             round(total_ns * launches_per_call / launches / 1000.0, 2) AS us_per_call,
             round(duration_ns / 1000.0, 2) AS us_per_launch
@@ -110,7 +110,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "metrics_of_a_kernel": (
         "Metrics of a kernel",
-        "Hardware counters of the kernels whose name contains a text.",
+        "Hardware counters of the kernels whose name contains the given text.",
         """SELECT run, config, backend, kernel_short, metric, avg(value) AS mean, unit,
             count(*) AS launches
         FROM kernel_metrics WHERE kernel LIKE '%' || :kernel || '%'
@@ -131,7 +131,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     "regret": (
         "What auto loses",
         (
-            "What the choice of `auto` cost relative to the fastest correct backend of each "
+            "The cost of the choice of `auto`, relative to the fastest correct backend for each "
             "config, as in `bench` (0.5: 50 % longer). run: an id, or `all`; by default the "
             "newest run that has times."
         ),
