@@ -1,7 +1,8 @@
 """Ask the attention selection of a vLLM source tree, and print its rules as JSON.
 
-    python scripts/ask_vllm.py FOLDER SEED COUNT
+    python scripts/ask_vllm.py FOLDER SEED COUNT [amd]
 
+With `amd`, the release's selection on AMD GPUs is asked, with and without VLLM_ROCM_USE_AITER.
 FOLDER contains the package `vllm` of one release. SEED and COUNT draw random configs, whose answers
 check the rules. `scripts/import_engine_rules.py` runs this script
 once per release. It needs neither a GPU nor vLLM's dependencies: only the modules that select a
@@ -30,6 +31,9 @@ from types import SimpleNamespace
 from typing import Any
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+# AMD's architectures, with the capability that the release derives from each
+ARCHITECTURES = {"gfx90a": (9, 0), "gfx942": (9, 4), "gfx950": (9, 5)}
+WITH_AITER = ("gfx942", "gfx950")  # the architectures for which vLLM uses the AITER library
 HEAD_DIMS = range(8, 1025, 8)
 # The first value of each axis is the base, from which single axes and pairs of axes are varied.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -55,6 +59,7 @@ LOADED = (  # modules that are loaded from the tree, with their submodules
     "vllm.model_executor.layers.attention.mla_attention",
     "vllm.platforms.cuda",
     "vllm.platforms.interface",
+    "vllm.platforms.rocm",
     "vllm.utils.flashinfer",
     "vllm.utils.import_utils",
     "vllm.utils.torch_utils",
@@ -178,7 +183,32 @@ class NothingSet:
             raise AttributeError(name)
 
 
-def load(root: Path) -> SimpleNamespace:
+class Aiter(SimpleNamespace):
+    """The functions of vLLM that say what AITER can do: all of it, if it is enabled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: self.enabled
+
+
+def set_architecture(modules: SimpleNamespace, name: str, *, aiter: bool) -> None:
+    """Let the release's functions see an AMD GPU, and VLLM_ROCM_USE_AITER set or unset."""
+    rocm, ops = modules.selector, importlib.import_module("vllm._aiter_ops")
+    rocm._GCN_ARCH = name
+    source = Path(rocm.__spec__.origin).read_text().splitlines()
+    # The release evaluates these lines once, when it is imported.
+    exec("\n".join(line for line in source if line.startswith("_ON_")), vars(rocm))
+    supported = name in WITH_AITER
+    ops.is_aiter_found_and_supported = lambda: supported
+    ops.rocm_aiter_ops = Aiter(
+        enabled=aiter and supported,
+        is_rdna_aiter_enabled=lambda: False,
+        is_shuffle_kv_cache_enabled=lambda: False,
+    )
+
+
+def load(root: Path, *, amd: bool = False) -> SimpleNamespace:
     """Return the modules that select a backend, and a platform whose capability can be set."""
     sys.meta_path.insert(0, Finder(root))
     config = importlib.import_module("vllm.config")
@@ -203,11 +233,13 @@ def load(root: Path) -> SimpleNamespace:
         def get_device_capability(cls, device_id: int = 0) -> Any:  # noqa: ARG003
             return interface.DeviceCapability(*cls.capability)
 
+    if amd:
+        Cuda._enum = interface.PlatformEnum.ROCM
     importlib.import_module("vllm.platforms").current_platform = Cuda()
     return SimpleNamespace(
         platform=Cuda,
         capability=interface.DeviceCapability,
-        cuda=importlib.import_module("vllm.platforms.cuda"),
+        selector=importlib.import_module(f"vllm.platforms.{'rocm' if amd else 'cuda'}"),
         backend=importlib.import_module("vllm.v1.attention.backend"),
         registry=importlib.import_module(
             "vllm.v1.attention.backends.registry"
@@ -243,13 +275,13 @@ class Release:
         self.parameters = set(inspect.signature(check).parameters)
         self.axes = dict(AXES)
         # Older releases select a backend before they know the page size.
-        source = Path(modules.cuda.__spec__.origin).read_text()
+        source = Path(modules.selector.__spec__.origin).read_text()
         if "_replace(block_size=None)" in source:
             self.axes["page"] = (None,)
 
     def order(self, **when: Any) -> list[Any]:
         """Return the candidates, in the order in which the release tries them."""
-        function = self.modules.cuda._get_backend_priorities
+        function = self.modules.selector._get_backend_priorities
         values = {
             "use_mla": self.mla,
             "device_capability": self.capability,
@@ -258,6 +290,7 @@ class Release:
             "use_non_causal": not when.get("causal", True),
             "head_size": when.get("head_dim", self.head_dim),
             "use_mm_prefix": False,
+            "use_sparse": False,
         }
         names = inspect.signature(function).parameters
         return list(function(**{key: value for key, value in values.items() if key in names}))
@@ -403,10 +436,45 @@ def orders(release: Release) -> list[dict[str, Any]]:
     return [{"when": dict(when), "backends": order} for when, order in made.items()]
 
 
+def ask_amd(modules: SimpleNamespace, sample: random.Random, count: int) -> dict[str, Any]:
+    """Return the rules of a release on AMD GPUs, whose architecture takes the place of the
+    capability.
+    """
+    answer: dict[str, Any] = {"orders": [], "refusals": [], "flash_versions": [], "sample": []}
+    for (name, capability), mla in itertools.product(ARCHITECTURES.items(), (False, True)):
+        modules.platform.capability = capability
+        where = {"capability": name, "mla": mla}
+        release = Release(modules, capability, mla=mla)
+        found = {}
+        for aiter in (False, True):  # the last one stays set, and the refusals are those with AITER
+            set_architecture(modules, name, aiter=aiter)
+            forget()
+            found[aiter] = [each.name for each in release.order()]
+            answer["sample"] += [
+                {**where, **case, "config": {**case["config"], "aiter": aiter}}
+                for case in (release.draw(sample) for _ in range(count))
+            ]
+        if found[False] == found[True]:
+            answer["orders"].append({**where, "when": {}, "backends": found[True]})
+        else:
+            answer["orders"] += [
+                {**where, "when": {"aiter": aiter}, "backends": names}
+                for aiter, names in found.items()
+            ]
+        for each in sorted({*found[False], *found[True]}):
+            refusals = release.refusals(modules.registry[each].get_class())
+            answer["refusals"].append({**where, "backend": each, "refusals": refusals})
+    return answer
+
+
 def main() -> None:
-    modules = load(Path(sys.argv[1]))
+    amd = sys.argv[4:] == ["amd"]
+    modules = load(Path(sys.argv[1]), amd=amd)
     answer: dict[str, Any] = {"orders": [], "refusals": [], "flash_versions": [], "sample": []}
     sample = random.Random(int(sys.argv[2]))
+    if amd:
+        json.dump(ask_amd(modules, sample, int(sys.argv[3])), sys.stdout)
+        return
     for capability in CAPABILITIES:
         modules.platform.capability = capability
         forget()

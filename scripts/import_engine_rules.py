@@ -7,6 +7,9 @@ A SOURCE is a source archive or a wheel of one release, such as `vllm-0.25.0.tar
 whose name ends with the release (`vllm-0.25.0`). `pip download --no-deps --no-binary :all: vllm==0.25.0`
 gets an archive. The rules replace `profharness/attention/engine_rules/ENGINE.json`.
 
+With --amd, only vLLM's selection on AMD GPUs is asked. Its rules replace those of AMD GPUs in the
+file, whose other rules stay. The sources are then consecutive releases that the file covers.
+
 For vLLM, `scripts/ask_vllm.py` asks the functions of each release. For SGLang, this script evaluates
 the chain of conditions in the function that selects the default backend. No file of an engine is
 copied.
@@ -28,6 +31,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +70,7 @@ def python_files(source: Path) -> Iterator[tuple[str, str]]:
                     yield member.name.partition("/")[2], file.read().decode(errors="replace")
 
 
-def ask_vllm(source: Path) -> dict[str, Any]:
+def ask_vllm(source: Path, *, amd: bool = False) -> dict[str, Any]:
     """Return what `ask_vllm.py` prints for one release."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in python_files(source):
@@ -75,6 +79,7 @@ def ask_vllm(source: Path) -> dict[str, Any]:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text)
         command = [sys.executable, str(ASK_VLLM), folder, str(SEED), str(SAMPLE)]
+        command += ["amd"] if amd else []
         ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     if ran.returncode:
         raise SystemExit(f"{source}: {ran.stderr.strip().splitlines()[-1]}")
@@ -214,6 +219,14 @@ def ask_sglang(source: Path) -> dict[str, Any]:
     return answer
 
 
+# The tables of an engine, and the keys by which their rows are sorted.
+TABLES = {
+    "orders": ("mla", "since", "capabilities"),
+    "refusals": ("backend", "since", "capabilities"),
+    "flash_versions": ("since", "capabilities"),
+}
+
+
 def merged(answers: dict[str, dict[str, Any]], table: str, keys: tuple[str, ...]) -> list[Any]:
     """Return one table for all releases. Equal rows of consecutive releases become one row.
 
@@ -273,27 +286,46 @@ def check(file: Path, answers: dict[str, dict[str, Any]]) -> tuple[int, int, int
     return accepted, alike, total
 
 
+def with_amd(rules: dict[str, Any], answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the tables in which the rules of AMD GPUs are those of the answers. Raise SystemExit if
+    the answers are not those of consecutive releases.
+    """
+    known = rules["releases"]
+    first = known.index(next(iter(answers))) if next(iter(answers)) in known else 0
+    if known[first : first + len(answers)] != list(answers):
+        raise SystemExit(f"these are not consecutive releases of the file: {', '.join(answers)}")
+    made = dict(rules)
+    for table, keys in TABLES.items():
+        others = [row for row in rules[table] if not row["capabilities"][0].startswith("gfx")]
+        rows = others + merged(answers, table, keys)
+        made[table] = sorted(rows, key=lambda row: [json.dumps(row[key]) for key in keys])
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("engine", choices=("vllm", "sglang"))
     parser.add_argument("--out", type=Path, default=RULES, help="the folder for the rules")
+    parser.add_argument("--amd", action="store_true", help="ask only vLLM's rules for AMD GPUs")
     parser.add_argument("sources", nargs="+", type=Path)
     options = parser.parse_args()
-    ask = ask_vllm if options.engine == "vllm" else ask_sglang
+    if options.amd and options.engine != "vllm":
+        parser.error("--amd asks vLLM")
+    ask: Callable[[Path], dict[str, Any]] = ask_vllm if options.engine == "vllm" else ask_sglang
+    if options.amd:
+        ask = partial(ask_vllm, amd=True)
     answers = {}
     for source in sorted(options.sources, key=release_of):
         release = ".".join(map(str, release_of(source)))
         print(f"{options.engine} {release}", file=sys.stderr)
         answers[release] = ask(source)
-    rules = {
-        "engine": options.engine,
-        "releases": list(answers),
-        "orders": merged(answers, "orders", ("mla", "since", "capabilities")),
-        "refusals": merged(answers, "refusals", ("backend", "since", "capabilities")),
-        "flash_versions": merged(answers, "flash_versions", ("since", "capabilities")),
-    }
-    options.out.mkdir(exist_ok=True)
     file = options.out / f"{options.engine}.json"
+    if options.amd:
+        rules = with_amd(json.loads(file.read_text()), answers)
+    else:
+        rules = {"engine": options.engine, "releases": list(answers)}
+        rules |= {table: merged(answers, table, keys) for table, keys in TABLES.items()}
+    options.out.mkdir(exist_ok=True)
     lines = [
         f" {json.dumps(table)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
         if isinstance(rows, list) and table != "releases"

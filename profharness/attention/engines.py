@@ -24,6 +24,7 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 # How many numbers a line of releases has: vLLM 0.25.1 belongs to 0.25. SGLang has no patch releases.
 LINE_NUMBERS = {"vllm": 2, "sglang": 3}
 FLASH_ATTN = "FLASH_ATTN"
+AMD = "gfx"  # the architecture of an AMD GPU stands in the tables in place of a capability
 FEW_HEADS = 16  # vLLM orders the sparse MLA backends by whether a GPU has at most 16 query heads
 DEFAULT_DTYPE = "bf16"  # engines run a model in the dtype of its weights
 HEAD_DIM_STEP = 8  # the tables have every multiple of 8
@@ -102,6 +103,7 @@ class Rules:
             "quantized": str(facts.get("kv_dtype", "")).startswith("fp8"),
             "causal": facts.get("causal", True),
             "head_dim": facts["head_dim"],
+            "aiter": facts.get("aiter", False),  # whether VLLM_ROCM_USE_AITER is set, on AMD GPUs
         }
         orders = list(self.rows(self.orders, release, capability, mla=mla))
         exact = [row for row in orders if _matches(row["when"], values)]
@@ -209,15 +211,17 @@ def _unknown(engine: str, text: str) -> str:
 
 
 def select(
-    engine: str, release: str, config: Config, gpu: str, capability: tuple[int, int]
+    engine: str, release: str, config: Config, gpu: str, capability: tuple[int, int] | str
 ) -> Selection:
     """Return which backend a release of an engine selects for a config on a GPU, and why.
 
+    `capability` is the compute capability, or the architecture of an AMD GPU, such as `gfx942`.
     The config describes one layer on one GPU: its heads are the query heads of that GPU. `page` counts
     as set by the user (`--block-size`). Raise UsageError if the rules do not cover the GPU.
     """
     rules = rules_of(engine)
-    number = "{}.{}".format(*capability)
+    amd = isinstance(capability, str)
+    number = capability if isinstance(capability, str) else "{}.{}".format(*capability)
     head_dim = sum(config.mla) if config.mla else config.head_dim
     facts = {
         "heads": config.num_heads,
@@ -230,13 +234,20 @@ def select(
         "window": config.window is not None,
     }
     candidates = rules.candidates(release, number, mla=bool(config.mla), facts=facts)
+    if not candidates and amd:
+        raise UsageError(_no_amd(rules, release, gpu, number))
     if not candidates:
-        covered = sorted({each for row in rules.orders for each in row["capabilities"]}, key=float)
+        capabilities = {each for row in rules.orders for each in row["capabilities"]}
+        covered = sorted((each for each in capabilities if not each.startswith(AMD)), key=float)
         raise UsageError(
             f"the rules of {ENGINES[engine]} do not cover {gpu} (compute capability {number}); they "
             f"cover {', '.join(covered)}"
         )
-    doubts = []
+    doubts: list[str] = []
+    if amd:
+        facts["aiter"] = True
+        others = rules.candidates(release, number, mla=bool(config.mla), facts=facts)
+        doubts += _aiter_doubt(candidates, others)
     if head_dim % HEAD_DIM_STEP or head_dim > HEAD_DIM_MAX:
         doubts.append(
             f"the rules have head dimensions up to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}, not "
@@ -251,6 +262,33 @@ def select(
     if made.chosen == FLASH_ATTN and version is not None:
         return replace(made, variant=f"FlashAttention {version}")
     return made
+
+
+def _aiter_doubt(candidates: list[Candidate], with_aiter: list[Candidate]) -> Iterator[str]:
+    """Yield what VLLM_ROCM_USE_AITER=1 would change, if anything."""
+    names = {each.backend for each in candidates}
+    added = [each.backend for each in with_aiter if each.backend not in names]
+    if not added:
+        return
+    runs = next((each.backend for each in with_aiter if not each.reasons), "no backend")
+    yield (
+        "VLLM_ROCM_USE_AITER counts as unset, and the AITER library as installed. With "
+        f"VLLM_ROCM_USE_AITER=1, vLLM also considers {' and '.join(added)} and runs {runs}"
+    )
+
+
+def _no_amd(rules: Rules, release: str, gpu: str, architecture: str) -> str:
+    """Return why no rule covers an AMD GPU in a release."""
+    name = ENGINES[rules.engine]
+    rows = [row for row in rules.orders if row["capabilities"][0].startswith(AMD)]
+    if not rows:
+        return f"the rules of {name} do not cover AMD GPUs; give an NVIDIA GPU, such as --gpu H100"
+    known = sorted({each for row in rows for each in row["capabilities"]})
+    if architecture not in known:
+        return f"the rules of {name} do not cover {gpu} ({architecture}); they cover {', '.join(known)}"
+    places = [rules.places[row[end]] for row in rows for end in ("since", "until")]
+    first, last = rules.releases[min(places)], rules.releases[max(places)]
+    return f"the rules of {name} {release} do not cover AMD GPUs; they cover them from {first} to {last}"
 
 
 def _is_causal(config: Config) -> bool:

@@ -47,6 +47,11 @@ def answer(*words: str) -> dict[str, Any]:
         ("vllm", "0.25.1", MLA_FP8, (9, 0), "FLASHMLA"),
         ("vllm", "0.25.1", "1,128,1,576,kv_heads=1,mla=512+64", (9, 0), "FLASH_ATTN_MLA"),
         ("vllm", "0.25.1", MLA_FP8, (10, 0), "FLASHINFER_MLA"),
+        ("vllm", "0.33.0", "1,32,1,128,kv_heads=8", "gfx942", "ROCM_ATTN"),
+        ("vllm", "0.25.1", "1,32,1,512", "gfx950", "ROCM_AITER_UNIFIED_ATTN"),
+        ("vllm", "0.33.0", SINKS, "gfx942", "ROCM_AITER_UNIFIED_ATTN"),
+        ("vllm", "0.33.0", SINKS, "gfx90a", "TRITON_ATTN"),
+        ("vllm", "0.30.0", "1,128,1,576,kv_heads=1,mla=512+64", "gfx942", "TRITON_MLA"),
         ("sglang", "0.5.6", "1,32,1,128", (10, 0), "flashinfer"),
         ("sglang", "0.5.7", "1,32,1,128", (10, 0), "trtllm_mha"),
         ("sglang", "0.5.23", "1,32,1,128", (9, 0), "fa3"),
@@ -55,7 +60,7 @@ def answer(*words: str) -> dict[str, Any]:
     ],
 )
 def test_the_choice_of_a_release(
-    engine: str, release: str, config: str, capability: tuple[int, int], chosen: str
+    engine: str, release: str, config: str, capability: tuple[int, int] | str, chosen: str
 ) -> None:
     assert select(engine, release, parse_config(config), "a GPU", capability).chosen == chosen
 
@@ -90,7 +95,14 @@ def test_the_version_of_flash_attention(
 def test_every_candidate_of_every_release_has_rules(engine: str) -> None:
     rules = rules_of(engine)
     for release in rules.releases:
-        for capability in {each for row in rules.orders for each in row["capabilities"]}:
+        covered = {
+            each
+            for row in rules.orders
+            for each in row["capabilities"]
+            # the rules of AMD GPUs begin later
+            if not each.startswith("gfx") or any(rules.rows(rules.orders, release, each))
+        }
+        for capability in covered:
             for mla in (False, True):
                 for heads in (8, 64):
                     facts = {"heads": heads, "head_dim": 576 if mla else 128, "causal": True}
@@ -342,3 +354,19 @@ def test_a_tree_without_rules_changes_nothing(
     assert done.returncode == 1
     assert message in done.stderr
     assert not list((tmp_path / "rules").glob("*"))
+
+
+def test_what_the_switch_of_aiter_changes_is_said() -> None:
+    decode = parse_config("1,64,1,64,kv_heads=8,sinks")
+    made = select("vllm", "0.33.0", decode, "MI300X", "gfx942")
+    assert made.chosen == "ROCM_AITER_UNIFIED_ATTN"
+    (doubt,) = made.doubts
+    assert "With VLLM_ROCM_USE_AITER=1, vLLM also considers ROCM_AITER_FA and runs" in doubt
+    assert select("vllm", "0.33.0", decode, "MI210", "gfx90a").doubts == ()
+
+
+def test_explain_answers_for_an_amd_gpu() -> None:
+    made = profharness.explain("1,32,1,128,kv_heads=8", engine="vllm", gpu="MI300X")
+    assert made["backend"].iloc[0] == "ROCM_ATTN"
+    assert {*made["verdict"]} == {"runs", "accepted", "refused"}
+    assert {*made["gpu"]} == {"MI300X"}

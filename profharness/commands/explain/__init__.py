@@ -540,7 +540,7 @@ class EngineChoice:
 
     name: str
     releases: list[str]
-    gpu: Gpu
+    gpu: Gpu | rocm.AmdGpu
 
     def ask(self, configs: Sequence[Config]) -> list[Selection]:
         """Return the selection for each config and release."""
@@ -689,12 +689,8 @@ def explain(
         name = gpu or gpu_name()
         if name is None:
             raise UsageError("this machine has no NVIDIA GPU; add --gpu, such as --gpu H100")
-        if rocm.find_amd_gpu(name) is not None:
-            raise UsageError(
-                f"the rules of {engine} on AMD GPUs are unknown; --engine requires an NVIDIA GPU, "
-                "such as --gpu H100"
-            )
-        choice = EngineChoice(engine, engine_releases(engine, engine_version), find_gpu(name))
+        there = rocm.find_amd_gpu(name) or find_gpu(name)
+        choice = EngineChoice(engine, engine_releases(engine, engine_version), there)
         path = store_path(store)
         return Question(chosen_configs, AUTO, (), [], path, engine=choice)
     platforms = named_platforms(

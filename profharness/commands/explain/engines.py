@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from profharness.attention.config import Config
+from profharness.attention.dispatch.rocm import AmdGpu
 from profharness.attention.engines import ENGINES, Candidate, Selection, select
 from profharness.columns import column, pick
 from profharness.commands.explain.answer import with_article
@@ -92,21 +93,26 @@ class ReleaseRow:
     ]
 
 
+def _place(gpu: Gpu | AmdGpu) -> tuple[int, int] | str:
+    """Return what stands for a GPU in the tables: its capability, or AMD's architecture."""
+    return gpu.architecture if isinstance(gpu, AmdGpu) else gpu.capability
+
+
 FIELDS = tuple(CandidateRow.__dataclass_fields__)
 
 
 def selections_of(
-    engine: str, releases: Sequence[str], configs: Sequence[Config], gpu: Gpu
+    engine: str, releases: Sequence[str], configs: Sequence[Config], gpu: Gpu | AmdGpu
 ) -> list[Selection]:
     """Return the selection for each config and release. Raise UsageError if no rule covers the GPU."""
     return [
-        select(engine, release, config, gpu.name, gpu.capability)
+        select(engine, release, config, gpu.name, _place(gpu))
         for config in configs
         for release in releases
     ]
 
 
-def candidate_rows(selection: Selection, config: Config, gpu: Gpu) -> list[CandidateRow]:
+def candidate_rows(selection: Selection, config: Config, gpu: Gpu | AmdGpu) -> list[CandidateRow]:
     """Return a row for each candidate, in the order in which the engine tries them."""
     return [
         CandidateRow(
@@ -134,7 +140,7 @@ def _verdict(selection: Selection, candidate: Candidate) -> str:
     return REFUSED if candidate.reasons else ACCEPTED
 
 
-def _setting(selection: Selection, candidate: Candidate, config: Config, gpu: Gpu) -> str:
+def _setting(selection: Selection, candidate: Candidate, config: Config, gpu: Gpu | AmdGpu) -> str:
     """Return the engine's options with which the candidate runs. Return "" if none are known."""
     if candidate.backend == selection.chosen:
         return ""
@@ -143,7 +149,7 @@ def _setting(selection: Selection, candidate: Candidate, config: Config, gpu: Gp
     for field, values, option in SETTINGS[selection.engine]:
         for value in values:
             changed = replace(config, **{field: value})
-            other = select(selection.engine, selection.release, changed, gpu.name, gpu.capability)
+            other = select(selection.engine, selection.release, changed, gpu.name, _place(gpu))
             found = next((e for e in other.candidates if e.backend == candidate.backend), None)
             if found is not None and not found.reasons:
                 text = "auto" if value is None else DTYPE_NAMES.get(value, str(value))
@@ -155,7 +161,11 @@ def _setting(selection: Selection, candidate: Candidate, config: Config, gpu: Gp
 
 
 def engine_document(
-    selections: Sequence[Selection], configs: Sequence[Config], gpu: Gpu, *, full: bool = False
+    selections: Sequence[Selection],
+    configs: Sequence[Config],
+    gpu: Gpu | AmdGpu,
+    *,
+    full: bool = False,
 ) -> Document:
     """Return the document of `explain --engine`.
 
