@@ -212,7 +212,7 @@ class BenchRow:
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
     regret: Annotated[
         float | None,
-        column(meaning="median divided by that of the fastest correct backend, minus 1"),
+        column(meaning="median divided by the median of the fastest correct backend, minus 1"),
     ] = None
     verified: Annotated[
         bool | None,
@@ -254,11 +254,11 @@ class BenchRow:
     processes: Annotated[int | None, column(meaning="processes that took the samples")] = None
     between_turns_ns: Annotated[
         float | None,
-        column(meaning="half-width of the interval from the differences between turns only"),
+        column(meaning="half-width of the interval based only on the differences between turns"),
     ] = None
     between_processes_ns: Annotated[
         float | None,
-        column(meaning="half-width of the interval from the differences between processes only"),
+        column(meaning="half-width of the interval based only on the differences between processes"),
     ] = None
 
     @property

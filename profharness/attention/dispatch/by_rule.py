@@ -65,11 +65,11 @@ class Explanation:
         str | None, column(meaning="the backend that PyTorch reports; null if it was not queried")
     ] = None
     observed: Annotated[
-        str | None, column(meaning="the backend according to the op or the kernels of a stored run")
+        str | None, column(meaning="the backend shown by the op or the kernels of a stored run")
     ] = None
     agree: Annotated[
         bool | None,
-        column(meaning="whether the known ones of predicted, choice and observed agree"),
+        column(meaning="whether predicted, choice and observed agree, as far as they are known"),
     ] = None
     backends: Annotated[
         tuple[BackendAnswer, ...], column(meaning="eligibility, reasons and advice per backend")
@@ -396,14 +396,14 @@ ALLOW_SET = (
     "set_priority=True (PyTorch 2.6 and newer)."
 )
 FIRST_CHOICE = (
-    "In PyTorch 2.9 and newer, the first choice of a process on CUDA replaces an order "
-    "that was set, and changes the order of later auto calls. Make one call before you "
+    "In PyTorch 2.9 and newer, the first backend choice of a process on CUDA replaces any "
+    "order you set, and changes the order for later auto calls. Make one call before you "
     "set an order."
 )
 CPU_IGNORES = (
-    "On a CPU, PyTorch ignores an order that was set and keeps its own (flash, then math)."
+    "On a CPU, PyTorch ignores any order you set and keeps its default order (flash, then math)."
 )
-LEGACY = "The legacy sdp_kernel leaves cuDNN on even if its three flags are off."
+LEGACY = "The legacy sdp_kernel leaves cuDNN on even if all three of its flags are off."
 
 
 def window_texts(config: Config) -> Iterator[str]:
