@@ -390,7 +390,7 @@ class Predicted:
             "us",
             importance="detail",
             scale="call",
-            meaning="lower end of its 90 % interval; the roofline bound of a `floor`",
+            meaning="lower end of the time's 90 % interval; the roofline bound for a `floor`",
         ),
     ]
     high_ns: Annotated[

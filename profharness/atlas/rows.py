@@ -157,7 +157,7 @@ class AtlasComparison:
             "us",
             importance="detail",
             scale="call",
-            meaning="lower end of its 90 % interval",
+            meaning="lower end of the 90 % interval of that time",
         ),
     ]
     high_ns: Annotated[
@@ -178,7 +178,9 @@ class AtlasComparison:
     best: Annotated[str | None, column("best there", meaning="the fastest backend in the atlas")]
     regret: Annotated[
         float | None,
-        column("loses%", "percent", meaning="kernel_ns divided by the kernel_ns of `best`, minus 1"),
+        column(
+            "loses%", "percent", meaning="kernel_ns divided by the kernel_ns of `best`, minus 1"
+        ),
     ]
 
 

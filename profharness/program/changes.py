@@ -28,7 +28,7 @@ class EnvChange:
     ]
     explains: Annotated[
         str | None,
-        column("what it can explain", wrap=True, meaning="what such a change can cause"),
+        column("what it can explain", wrap=True, meaning="possible effects of such a change"),
     ]
 
 

@@ -158,20 +158,22 @@ class LayerRow:
         column(
             "mask",
             importance="detail",
-            meaning="effect of the first call's mask; `none` without a mask; empty if unknown",
+            meaning="effect of the first call's mask; `none` if there is no mask; empty if unknown",
         ),
     ] = None
     points: Annotated[
         Points,
         column(
-            meaning="the configs to time instead of the calls, each with the calls per step that it represents"
+            meaning="the configs to time instead of the calls, each with the number of calls per step that it represents"
         ),
     ] = ()
     best: Annotated[
         Text,
         column("best", importance="answer", meaning="the fastest correct backend, with `--bench`"),
     ] = None
-    ran_ns: Annotated[Number, column(meaning="time of one call on the backend that ran, with `--bench`")] = None
+    ran_ns: Annotated[
+        Number, column(meaning="time of one call on the backend that ran, with `--bench`")
+    ] = None
     best_ns: Annotated[
         Number, column(meaning="time of one call on the best backend, with `--bench`")
     ] = None
@@ -209,7 +211,7 @@ class LayerRow:
     program_points: Annotated[
         Points,
         column(
-            meaning="the configs of calls outside of steps, each with the calls of the program that it represents"
+            meaning="the configs of calls outside steps, each with the number of the program's calls that it represents"
         ),
     ] = ()
 
@@ -288,7 +290,7 @@ class LayerForecast:
         ),
     ] = None
     predicted_share: Annotated[
-        Number, column("share", "percent", meaning="share of all predicted attention")
+        Number, column("share", "percent", meaning="share of all predicted attention time")
     ] = None
     predicted_best: Annotated[
         Text,
@@ -298,7 +300,9 @@ class LayerForecast:
             meaning="the fastest backend that supports the call and whose time is known",
         ),
     ] = None
-    predicted_best_ns: Annotated[Number, column(meaning="time of one call on the best backend")] = None
+    predicted_best_ns: Annotated[Number, column(meaning="time of one call on the best backend")] = (
+        None
+    )
     predicted_saves_ns: Annotated[
         Number,
         column(

@@ -71,9 +71,7 @@ class LayerSide:
     sdpa_op: str | None
     forward_ns: Annotated[
         float | None,
-        column(
-            "forward median µs/call", right=True, meaning="median time of the kernels of one call"
-        ),
+        column("forward median µs/call", right=True, meaning="median kernel time of one call"),
     ]
     backward_ns: Annotated[float | None, column("backward median µs/call", right=True)]
     # Only the observer records the following values.

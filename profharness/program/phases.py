@@ -55,12 +55,14 @@ class PhaseRow:
             "us",
             importance="detail",
             scale="step",
-            meaning="90th percentile of the duration",
+            meaning="90th percentile of the step duration",
         ),
     ]
     busy_share: Annotated[
         Number,
-        column("busy%", "percent", meaning="share of the steps in which a kernel was running"),
+        column(
+            "busy%", "percent", meaning="share of the step time during which a kernel was running"
+        ),
     ]
     attention_ns: Annotated[
         float,
@@ -124,7 +126,7 @@ class PhaseRow:
         column(
             "fastest",
             optional=True,
-            meaning="with --bench: the fastest correct backend in that bench",
+            meaning="with --bench: the fastest correct backend in that benchmark",
         ),
     ] = None
     fastest_ns: Annotated[

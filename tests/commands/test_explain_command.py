@@ -384,7 +384,7 @@ def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -
     said = plain(told("--config", config, "--torch", releases, "--gpu", "H200"))
     names = ", ".join(f"{release}.0" for release in releases.split(","))
     assert said.count("are unknown") == (2 if "," in releases and "{" in config else 1)
-    assert f"The dispatch rules of PyTorch {names} are unknown; known: 2.5.0" in said
+    assert f"The dispatch rules of PyTorch {names} are unknown; known releases: 2.5.0" in said
     assert "is unknown, because the rules do not cover" in said
     assert "is the same" not in said and "could run is unknown" not in said
 

@@ -55,14 +55,15 @@ class Explanation:
     """
 
     config: Annotated[str, column(meaning="label of the attention problem")]
-    source: Annotated[str, column(meaning="`live` if PyTorch was queried, else `rules`")]
+    source: Annotated[str, column(meaning="`live` if PyTorch was queried, otherwise `rules`")]
     environment: Annotated[dict[str, Any], column(meaning="what the choice depends on")]
     priority_order: Annotated[
         tuple[str, ...], column(meaning="the backends in PyTorch's order; empty if unknown")
     ]
     predicted: Annotated[str | None, column(meaning="the backend that the rules predict")]
     choice: Annotated[
-        str | None, column(meaning="the backend that PyTorch reports; null if it was not queried")
+        str | None,
+        column(meaning="the backend that PyTorch reports; null if PyTorch was not queried"),
     ] = None
     observed: Annotated[
         str | None, column(meaning="the backend shown by the op or the kernels of a stored run")
@@ -392,7 +393,7 @@ COMPILED = (
     "keeps this choice."
 )
 ALLOW_SET = (
-    "sdpa_kernel([...]) restricts the backends, but sets no order unless "
+    "sdpa_kernel([...]) restricts the backends, but does not set an order unless "
     "set_priority=True (PyTorch 2.6 and newer)."
 )
 FIRST_CHOICE = (
@@ -467,7 +468,7 @@ def unread(answers: Iterable[Explanation]) -> str | None:
 
 def skipped_text(releases: Sequence[str]) -> str:
     """Return a sentence that lists the releases of a range whose rules are unknown."""
-    return f"left out because the dispatch rules are unknown: PyTorch {join_few(releases, 6)}"
+    return f"left out because their dispatch rules are unknown: PyTorch {join_few(releases, 6)}"
 
 
 def _unread(missing: Sequence[Release]) -> str:
@@ -475,4 +476,4 @@ def _unread(missing: Sequence[Release]) -> str:
     near = same or RELEASES
     names = ", ".join(map(release_text, near))
     releases = ", ".join(map(release_text, missing))
-    return f"The dispatch rules of PyTorch {releases} are unknown; known: {names}."
+    return f"The dispatch rules of PyTorch {releases} are unknown; known releases: {names}."
