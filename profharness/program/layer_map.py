@@ -164,7 +164,7 @@ class LayerRow:
     points: Annotated[
         Points,
         column(
-            meaning="the configs to time instead of the calls, each with the number of calls per step that it represents"
+            meaning="the configs to time instead of the calls, each with the calls per step that it represents"
         ),
     ] = ()
     best: Annotated[
