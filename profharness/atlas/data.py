@@ -523,7 +523,7 @@ def read_atlas(path: Path) -> Atlas:
         with open_input(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise UsageError(
-                    f"{name}: not an atlas; list the known ones with `profharness atlas list`"
+                    f"{name}: not an atlas; list the known atlases with `profharness atlas list`"
                 )
         counts = {column: MAX_COUNTS[kind] for column, kind in COLUMNS.items()}
         arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})

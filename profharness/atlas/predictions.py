@@ -379,13 +379,13 @@ class Predicted:
         column(
             "takes",
             importance="answer",
-            meaning="the backend that the dispatch rules choose for `auto`; `none` if PyTorch raises",
+            meaning="the backend that the dispatch rules choose for `auto`; `none` if PyTorch raises an error",
         ),
     ]
     reasons: Annotated[tuple[Refusal, ...], column(meaning="why the backend refuses the config")]
     kernel_ns: Annotated[
         int | None,
-        column("µs", "us", importance="answer", scale="call", meaning="time of the call's kernels"),
+        column("µs", "us", importance="answer", scale="call", meaning="kernel time of the call"),
     ]
     low_ns: Annotated[
         int | None,
@@ -394,7 +394,7 @@ class Predicted:
             "us",
             importance="detail",
             scale="call",
-            meaning="lower end of its 90 % interval; the roofline bound of a `floor`",
+            meaning="lower end of the time's 90 % interval; the roofline bound for a `floor`",
         ),
     ]
     high_ns: Annotated[

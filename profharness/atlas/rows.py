@@ -144,11 +144,11 @@ class AtlasComparison:
             "us",
             importance="answer",
             scale="call",
-            meaning="measured time of the call's kernels",
+            meaning="measured kernel time of the call",
         ),
     ]
     kernel_ns: Annotated[
-        int, column("atlas µs", "us", scale="call", meaning="their time in the atlas")
+        int, column("atlas µs", "us", scale="call", meaning="time of these kernels in the atlas")
     ]
     low_ns: Annotated[
         int | None,
@@ -157,7 +157,7 @@ class AtlasComparison:
             "us",
             importance="detail",
             scale="call",
-            meaning="lower end of its 90 % interval",
+            meaning="lower end of the 90 % interval of that time",
         ),
     ]
     high_ns: Annotated[
@@ -175,10 +175,12 @@ class AtlasComparison:
     same_kernels: Annotated[
         bool | None, column("same kernels", "flag", meaning="whether the atlas has these kernels")
     ]
-    best: Annotated[str | None, column("best there", meaning="the fastest backend of the atlas")]
+    best: Annotated[str | None, column("best there", meaning="the fastest backend in the atlas")]
     regret: Annotated[
         float | None,
-        column("loses%", "percent", meaning="kernel_ns divided by that of `best`, minus 1"),
+        column(
+            "loses%", "percent", meaning="kernel_ns divided by the kernel_ns of `best`, minus 1"
+        ),
     ]
 
 

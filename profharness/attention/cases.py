@@ -52,7 +52,7 @@ class VerificationRow:
             "relative",
             "short",
             importance="detail",
-            meaning="Frobenius norm of the difference over that of the reference; null if not finite",
+            meaning="Frobenius norm of the difference divided by that of the reference; null if not finite",
         ),
     ]
     relative_allowance: Annotated[
@@ -173,7 +173,7 @@ VALUES = {
     "large_offset": "tensors that start at element 1,048,576 of their storage",
     "large": "scores beyond the range of exp",
     "equal": "the same score for every key",
-    "masked_row": "a query row that may not attend to any key",
+    "masked_row": "a query row that cannot attend to any key",
 }
 """Cases with special inputs, and descriptions of these inputs. The inputs of all other cases are
 normally distributed.

@@ -599,7 +599,7 @@ def _canonical_serving(config: Config) -> Config:
             raise UsageError(f"lens= has {requests} requests, but batch is {config.batch}")
         if longest != config.seq_len_kv:
             raise UsageError(
-                f"the longest of lens= is {longest}, but seq_kv is {config.seq_len_kv}"
+                f"the longest length in lens= is {longest}, but seq_kv is {config.seq_len_kv}"
             )
         if len(config.lens) == 1:
             config = replace(config, lens=None)
@@ -660,13 +660,13 @@ def _option(token: str) -> tuple[str, list[Any]]:
 def _unknown(token: str) -> str:
     """Return the error text for a token that is not an option."""
     if not token:
-        return "nothing follows a comma; remove it"
+        return "nothing follows a comma; remove the comma"
     key, equals, _ = token.partition("=")
     if equals and key in FLAGS:
         return f"cannot read {token!r}; write {key} without a value"
     elements = _elements(token.removeprefix("dtype="))
     if not set(FLAGS).isdisjoint(elements):
-        return f"cannot read {token!r}; flags cannot be in a set, so give one config for each"
+        return f"cannot read {token!r}; flags cannot be in a set; give a separate config for each"
     meant = [DTYPE_ALIASES.get(word.lower(), word.lower()) for word in elements]
     if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"

@@ -37,7 +37,7 @@ class Candidate:
 
     backend: str
     reasons: tuple[str, ...]
-    """Empty if the engine accepts the backend. The first one is the most general."""
+    """Empty if the engine accepts the backend. The first reason is the most general."""
     since: str
     """The first release with these rules for the backend."""
 
@@ -250,7 +250,7 @@ def select(
         doubts += _aiter_doubt(candidates, others)
     if head_dim % HEAD_DIM_STEP or head_dim > HEAD_DIM_MAX:
         doubts.append(
-            f"the rules have head dimensions up to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}, not "
+            f"the rules cover head dimensions up to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}, not "
             f"{head_dim}"
         )
     if not facts["causal"]:

@@ -212,7 +212,7 @@ class BenchRow:
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
     regret: Annotated[
         float | None,
-        column(meaning="median divided by that of the fastest correct backend, minus 1"),
+        column(meaning="median divided by the median of the fastest correct backend, minus 1"),
     ] = None
     verified: Annotated[
         bool | None,
@@ -251,14 +251,18 @@ class BenchRow:
     peak_memory_bytes: Annotated[
         int | None, column(meaning="peak memory of a call, excluding its inputs")
     ] = None
-    processes: Annotated[int | None, column(meaning="processes that took the samples")] = None
+    processes: Annotated[
+        int | None, column(meaning="number of processes that took the samples")
+    ] = None
     between_turns_ns: Annotated[
         float | None,
-        column(meaning="half-width of the interval from the differences between turns only"),
+        column(meaning="half-width of the interval based only on the differences between turns"),
     ] = None
     between_processes_ns: Annotated[
         float | None,
-        column(meaning="half-width of the interval from the differences between processes only"),
+        column(
+            meaning="half-width of the interval based only on the differences between processes"
+        ),
     ] = None
 
     @property
@@ -759,7 +763,9 @@ def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
     rate = ""
     if len(rates) > 1:
         (first, low), *_, (last, high) = rates.items()
-        rate = f"the best rate goes from {low:,.4g} TFLOP/s at {first:,} to {high:,.4g} at {last:,}"
+        rate = (
+            f"the best rate changes from {low:,.4g} TFLOP/s at {first:,} to {high:,.4g} at {last:,}"
+        )
         top = max(rates, key=lambda value: rates[value])
         if rates[top] > SUMMIT * max(low, high):
             rate += f", with a maximum of {rates[top]:,.4g} at {top:,}"

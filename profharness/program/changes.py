@@ -28,7 +28,7 @@ class EnvChange:
     ]
     explains: Annotated[
         str | None,
-        column("what it can explain", wrap=True, meaning="what such a change can cause"),
+        column("what it can explain", wrap=True, meaning="possible effects of such a change"),
     ]
 
 
@@ -44,7 +44,7 @@ _EXPLAINS = {
         "engine releases differ in the order of their backends and in their kernels; see "
         "`explain --engine`"
     ),
-    "attention_backend": "the engine runs other attention kernels",
+    "attention_backend": "the engine runs different attention kernels",
     "torch|torch_git": (
         "the PyTorch release determines the order of the backends, their constraints and the "
         "built-in kernels"
@@ -60,30 +60,30 @@ _EXPLAINS = {
     ),
     r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": "1 removes cuDNN from the front of the order (torch 2.10 and newer)",
     r"(env\.)?TORCH_CUDNN_SDPA_ENABLED": "1 lets PyTorch choose cuDNN (torch 2.3 and 2.4)",
-    r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": "0 keeps cuDNN from the front of the order (torch 2.9)",
-    r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "1 lets cuDNN compute nested tensors",
-    r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "changes which cuDNN plan a shape gets",
+    r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": "0 prevents cuDNN from coming first in the order (torch 2.9)",
+    r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "1 lets cuDNN process nested tensors",
+    r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "changes which cuDNN plan is used for a shape",
     r"(env\.)?TORCH_CUDNN_SDPA_\w+": "controls the use of cuDNN attention",
     "priority_order": "the first allowed backend of this order runs",
     r"sdp_\w+": "a backend that is switched off is never chosen",
-    "flash_attention_impl": "another FlashAttention generation has other kernels and limits",
+    "flash_attention_impl": "a different FlashAttention generation has different kernels and limits",
     "deterministic": "deterministic algorithms exclude cuDNN and change the grid of flash's backward",
     "fp16_reduction_math": (
-        "lets math compute in half precision instead of fp32, without casts and with other GEMMs"
+        "lets math compute in half precision instead of fp32, without casts and with different GEMMs"
     ),
     r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": "lets fp32 GEMMs of math run on tensor"
     " cores",
     "triton": "recompiles flex and Triton kernels",
-    "flashinfer|flash-attn(-3)?|sgl-kernel|aiter|hip": "contains attention kernels of engines",
+    "flashinfer|flash-attn(-3)?|sgl-kernel|aiter|hip": "contains attention kernels that engines use",
     "driver": "may change clocks, launch cost and just-in-time compiled code",
     r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)": "changes cuBLAS's choice of GEMM for"
     " math",
     r"(env\.)?CUDA_LAUNCH_BLOCKING": "makes every launch wait for its kernel, which lengthens calls",
     r"(env\.)?CUDA_\w+": "changes how work is launched",
     r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF": "changes the cost of allocations inside a call",
-    "cpu": "another processor launches kernels and runs CPU kernels at another speed",
+    "cpu": "a different processor launches kernels and runs CPU kernels at a different speed",
     r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS": "changes the time of CPU kernels",
-    r"sm_mhz|clocks\.\w+|power_limit\w*": "the same kernel takes another time at another clock",
+    r"sm_mhz|clocks\.\w+|power_limit\w*": "the same kernel takes more or less time at a different clock rate",
 }
 EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())
 

@@ -86,7 +86,7 @@ class Counters:
             "threads/warp",
             "tenths",
             importance="detail",
-            meaning="mean number of active threads per instruction, of 32",
+            meaning="mean number of active threads per instruction, out of 32",
         ),
     ] = None
     # The share of each warp state in the time of all resident warps, in descending order.

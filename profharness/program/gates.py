@@ -34,7 +34,7 @@ PASSED = {
     "backend-changed": "equal calls of a layer ran on the same backend",
     "unseen": "the backend of every layer is known",
 }
-"""Maps a gate of `--fail-on` to what holds if it passes."""
+"""Maps each `--fail-on` gate to the condition under which it passes."""
 OLD_GATES = {"asked-not-ran": "requested-not-run"}  # earlier names, which keep working
 OF_WHAT_RAN = ("math-fallback", "requested-not-run", "backend-changed")
 

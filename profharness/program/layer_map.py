@@ -82,7 +82,7 @@ class LayerRow:
             "config",
             importance="key",
             shrink=True,
-            meaning="label of the call of median length",
+            meaning="label of the median-length call",
         ),
     ]
     lengths: Annotated[
@@ -116,7 +116,7 @@ class LayerRow:
     sdpa_op: Annotated[Text, column(meaning="the attention op in the trace")]
     kernels: Annotated[
         tuple[str, ...],
-        column("kernels", "names", meaning="short names in order of the first launch"),
+        column("kernels", "names", meaning="short kernel names, in order of first launch"),
     ]
     forward_ns: Annotated[
         Number,
@@ -135,7 +135,7 @@ class LayerRow:
             "us",
             importance="answer",
             scale="layer",
-            meaning="kernel time of the backward per step",
+            meaning="backward kernel time per step",
         ),
     ]
     share: Annotated[
@@ -144,7 +144,7 @@ class LayerRow:
             "% of busy",
             "percent",
             importance="answer",
-            meaning="share of the time in which the GPU was busy",
+            meaning="share of the GPU's busy time",
         ),
     ]
     step_share: Annotated[Number, column("% of step", "percent", meaning="share of the step")]
@@ -153,14 +153,14 @@ class LayerRow:
         column(meaning="why this backend ran, or what the config does not describe"),
     ]
     advice: Annotated[tuple[str, ...], column(meaning="possible improvements")]
-    replayable: Annotated[bool, column(meaning="whether the config is the whole call")]
+    replayable: Annotated[bool, column(meaning="whether the config describes the call completely")]
     names: Annotated[tuple[str, ...], column(meaning="full names of the modules")] = ()
     mask: Annotated[
         Text,
         column(
             "mask",
             importance="detail",
-            meaning="effect of the first call's mask; `none` without a mask; empty if unknown",
+            meaning="effect of the first call's mask; `none` if there is no mask; empty if unknown",
         ),
     ] = None
     points: Annotated[
@@ -173,7 +173,9 @@ class LayerRow:
         Text,
         column("best", importance="answer", meaning="the fastest correct backend, with `--bench`"),
     ] = None
-    ran_ns: Annotated[Number, column(meaning="time of one call on what ran, with `--bench`")] = None
+    ran_ns: Annotated[
+        Number, column(meaning="time of one call on the backend that ran, with `--bench`")
+    ] = None
     best_ns: Annotated[
         Number, column(meaning="time of one call on the best backend, with `--bench`")
     ] = None
@@ -183,11 +185,11 @@ class LayerRow:
             "saves µs/step",
             "us",
             importance="answer",
-            meaning="savings of the best backend per step, forward and backward",
+            meaning="time that the best backend saves per step, forward and backward",
         ),
     ] = None
-    saves_forward_ns: Annotated[Number, column(meaning="savings of the forward per step")] = None
-    saves_backward_ns: Annotated[Number, column(meaning="savings of the backward per step")] = None
+    saves_forward_ns: Annotated[Number, column(meaning="forward time saved per step")] = None
+    saves_backward_ns: Annotated[Number, column(meaning="backward time saved per step")] = None
     choice: Annotated[Text, column(meaning="PyTorch's choice, recorded by `observe`")] = None
     site: Annotated[
         Text,
@@ -201,7 +203,7 @@ class LayerRow:
     program_calls: Annotated[
         int | None,
         column(
-            "calls in all", "count", meaning="calls of the whole program, recorded by `observe`"
+            "calls in all", "count", meaning="calls in the whole program, recorded by `observe`"
         ),
     ] = None
     dims: Annotated[
@@ -211,7 +213,7 @@ class LayerRow:
     program_points: Annotated[
         Points,
         column(
-            meaning="the configs of calls outside of steps, each with the calls of the program that it represents"
+            meaning="the configs of calls outside steps, each with the number of the program's calls that it represents"
         ),
     ] = ()
     library: Annotated[
@@ -273,7 +275,7 @@ class LayerForecast:
         ),
     ] = None
     predicted_kernels: Annotated[
-        tuple[str, ...], column("kernels", "names", meaning="kernels of the call of median length")
+        tuple[str, ...], column("kernels", "names", meaning="kernels of the median-length call")
     ] = ()
     predicted_ns: Annotated[
         Number, column("predicted µs/call", "us", meaning="mean time of one call")
@@ -294,21 +296,23 @@ class LayerForecast:
             "us",
             importance="answer",
             scale="program",
-            meaning="time of all calls of a step, else of the whole program",
+            meaning="time of all calls in a step, or in the whole program if there are no steps",
         ),
     ] = None
     predicted_share: Annotated[
-        Number, column("share", "percent", meaning="share of all predicted attention")
+        Number, column("share", "percent", meaning="share of all predicted attention time")
     ] = None
     predicted_best: Annotated[
         Text,
         column(
             "predicted best",
             importance="answer",
-            meaning="the fastest backend that supports the call and has a time",
+            meaning="the fastest backend that supports the call and whose time is known",
         ),
     ] = None
-    predicted_best_ns: Annotated[Number, column(meaning="time of one call on it")] = None
+    predicted_best_ns: Annotated[Number, column(meaning="time of one call on the best backend")] = (
+        None
+    )
     predicted_saves_ns: Annotated[
         Number,
         column(
@@ -316,7 +320,7 @@ class LayerForecast:
             "us",
             importance="answer",
             scale="program",
-            meaning="savings of the best backend for all calls",
+            meaning="time that the best backend saves in all calls",
         ),
     ] = None
     predicted_certain: Annotated[
@@ -808,7 +812,7 @@ def _caveats(
     live = [row for row in rows if row.kind != "replay"]
     if any(row.kind == "replay" and NO_SHAPES in row.reasons for row in rows):
         texts.append(
-            "Replays of a CUDA graph have no shapes in a trace. To see them, also record the "
+            "Traces do not record the shapes of CUDA graph replays. To see them, also record the "
             "capture of the graph, or run the program without CUDA graphs."
         )
     if live and not observed and not any(row.module for row in live):

@@ -75,9 +75,7 @@ class LayerSide:
     sdpa_op: str | None
     forward_ns: Annotated[
         float | None,
-        column(
-            "forward median µs/call", right=True, meaning="median time of the kernels of one call"
-        ),
+        column("forward median µs/call", right=True, meaning="median kernel time of one call"),
     ]
     backward_ns: Annotated[float | None, column("backward median µs/call", right=True)]
     # Only the observer records the following values.
@@ -90,7 +88,7 @@ class LayerSide:
     program_calls: Annotated[
         int | None,
         column(
-            "calls in all", importance="detail", right=True, meaning="calls of the whole program"
+            "calls in all", importance="detail", right=True, meaning="calls in the whole program"
         ),
     ] = None
     # The configs to time instead of the calls, each with the number of calls that it represents.
@@ -144,7 +142,7 @@ class LayerDiff:
             "ratio",
             "ratio",
             importance="answer",
-            meaning="the candidate's time over the baseline's",
+            meaning="the candidate's time divided by the baseline's",
         ),
     ] = None
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`
@@ -153,7 +151,7 @@ class LayerDiff:
         column(
             "verdict",
             importance="answer",
-            meaning="`changed` if another backend or mode ran, else as `speed`",
+            meaning="`changed` if a different backend or mode ran, otherwise the same as `speed`",
         ),
     ] = "unknown"
     speed: Verdict = "unknown"  # the verdict if only times are compared
@@ -594,4 +592,4 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
         names = [kernel.kernel for call in program.calls for kernel in call.kernels]
         if names:
             on_cpu.add(all(name.startswith("aten::") for name in names))
-    return ["the kinds of device differ (CPU ops and GPU kernels)"] if len(on_cpu) > 1 else []
+    return ["the device types differ (CPU ops and GPU kernels)"] if len(on_cpu) > 1 else []

@@ -37,7 +37,7 @@ class PhaseRow:
     ]
     steps: Annotated[int, column("steps", "count", importance="answer", meaning="number of steps")]
     requests: Annotated[
-        Number, column("requests", "tenths", meaning="median number of requests of a step")
+        Number, column("requests", "tenths", meaning="median number of requests per step")
     ]
     new_tokens: Annotated[
         Number,
@@ -55,12 +55,14 @@ class PhaseRow:
             "us",
             importance="detail",
             scale="step",
-            meaning="90th percentile of the duration",
+            meaning="90th percentile of the step duration",
         ),
     ]
     busy_share: Annotated[
         Number,
-        column("busy%", "percent", meaning="share of the steps in which a kernel was running"),
+        column(
+            "busy%", "percent", meaning="share of the step time during which a kernel was running"
+        ),
     ]
     attention_ns: Annotated[
         float,
@@ -69,16 +71,16 @@ class PhaseRow:
             "us",
             importance="answer",
             scale="step",
-            meaning="mean time of the attention kernels of a step",
+            meaning="mean attention kernel time per step",
         ),
     ]
     attention_share: Annotated[
         Number,
-        column("% of busy", "percent", meaning="share of attention in the time of a busy GPU"),
+        column("% of busy", "percent", meaning="attention's share of the GPU's busy time"),
     ]
     flops: Annotated[
         Number,
-        column(meaning="mean FLOPs of the attention of a step, from the lengths in its annotation"),
+        column(meaning="mean attention FLOPs per step, from the lengths in its annotation"),
     ]
     bytes: Annotated[
         Number,
@@ -89,18 +91,18 @@ class PhaseRow:
     ]
     flops_per_s: Annotated[
         Number,
-        column("TFLOP/s", "tera", meaning="FLOPs divided by the time of the attention kernels"),
+        column("TFLOP/s", "tera", meaning="FLOPs divided by the attention kernel time"),
     ]
     bytes_per_s: Annotated[
         Number,
-        column("GB/s", "giga", meaning="bytes divided by the time of the attention kernels"),
+        column("GB/s", "giga", meaning="bytes divided by the attention kernel time"),
     ]
     roofline_share: Annotated[
         Number,
         column(
             "roofline%",
             "percent",
-            meaning="share of the limit that the data sheet's matrix rate and bandwidth set",
+            meaning="share of the limit set by the data sheet's matrix rate and bandwidth",
         ),
     ]
     tokens_per_s: Annotated[
@@ -124,7 +126,7 @@ class PhaseRow:
         column(
             "fastest",
             optional=True,
-            meaning="with --bench: the fastest correct backend in that bench",
+            meaning="with --bench: the fastest correct backend in that benchmark",
         ),
     ] = None
     fastest_ns: Annotated[
@@ -134,7 +136,7 @@ class PhaseRow:
             "us",
             scale="step",
             optional=True,
-            meaning="with --bench: time of a step's attention on that backend",
+            meaning="with --bench: attention time per step on that backend",
         ),
     ] = None
     saves_ns: Annotated[
@@ -144,7 +146,7 @@ class PhaseRow:
             "us",
             scale="step",
             optional=True,
-            meaning="with --bench: by how much its attention is shorter than that of the trace",
+            meaning="with --bench: how much less time its attention takes than in the trace",
         ),
     ] = None
     fastest_tokens_per_s: Annotated[
@@ -153,7 +155,7 @@ class PhaseRow:
             "tokens/s then",
             "figures",
             optional=True,
-            meaning="with --bench: new tokens divided by the duration that a step then has",
+            meaning="with --bench: new tokens divided by the resulting step duration",
         ),
     ] = None
     doubts: Annotated[tuple[str, ...], column(meaning="why a figure is missing or doubtful")] = ()
@@ -237,7 +239,7 @@ def _phase(
     if limit and limit > OVER * attention:
         doubts.add(
             f"attention in {name} steps would be {limit / attention:.1f} times as fast as the data "
-            "sheet allows, so lengths, shapes or kernels are not those of the annotation"
+            "sheet allows, so the lengths, shapes or kernels do not match the annotation"
         )
     return PhaseRow(
         phase=name,

@@ -339,7 +339,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
         texts.append(f"The fastest correct backends save {saved} a step{parts}.")
     if step:
         texts.append(
-            "The profiler makes the traced step longer; its time without a profiler is unknown."
+            "The profiler lengthens the traced step. The step time without a profiler is unknown."
         )
     return texts
 
@@ -349,7 +349,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
     for row in rows:
         name = row.module or row.config or row.kind
         if row.calls is None:
-            texts.append(f"Not timed: calls of {name}, which are in no recorded step.")
+            texts.append(f"Not timed: calls of {name}, which are not in any recorded step.")
             continue
         if row.saves_ns is None:
             why = "no config replays them"

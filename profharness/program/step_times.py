@@ -44,12 +44,12 @@ class KernelTime:
         column(
             "layer or op",
             shrink=True,
-            meaning="the modules whose attention launched it, otherwise the op that did",
+            meaning="the modules whose attention launched the kernel, otherwise the op that launched it",
         ),
     ]
     launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
     total_ns: Annotated[float, column("µs/step", "us", meaning="time of these launches")]
-    share: Annotated[float, column("share%", "percent", meaning="share of the time of all kernels")]
+    share: Annotated[float, column("share%", "percent", meaning="share of the total kernel time")]
     backend: Annotated[str | None, column(meaning="the attention backend")] = None
 
 
@@ -70,7 +70,7 @@ class ProgramTimes:
     parts: Mapping[tuple[str, str | None], float]
     """The times by (kind, backend), which add up to `step_ns`. Only attention has a backend."""
     kernels: tuple[KernelTime, ...]
-    """The kernels with the longest times first."""
+    """The kernels, sorted by time, longest first."""
     middle: StepRow
     """The step of median duration."""
     launches: tuple[StepLaunch, ...]

@@ -540,7 +540,7 @@ def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
     (sweep,) = answer(tmp_path, [*cells, refused]).sweeps
     assert sweep.axis == "head_dim"
     assert [(event.kind, event.after) for event in sweep.events] == [("end", 512)]
-    told = "flash has no time at 512, where math is fastest; the best rate goes from"
+    told = "flash has no time at 512, where math is fastest; the best rate changes from"
     assert sweep.statement.startswith(told)
     (chart,) = [
         block
@@ -613,7 +613,7 @@ def test_auto_leads_if_its_choice_was_not_timed(tmp_path: Path) -> None:
     (sweep,) = answer(tmp_path, cells).sweeps
     assert sweep.statement.startswith("the lowest median is that of auto at 256, flash at 512; ")
     rate = 2 * 2 * 4 * 256**2 * 128 / 20_000e-9 / 1e12
-    assert f"the best rate goes from {rate:,.4g} TFLOP/s at 256" in sweep.statement
+    assert f"the best rate changes from {rate:,.4g} TFLOP/s at 256" in sweep.statement
 
 
 def test_a_drop_that_samples_do_not_show_is_not_reported(tmp_path: Path) -> None:

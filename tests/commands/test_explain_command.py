@@ -160,7 +160,9 @@ def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str
     assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
     caveat = row["caveats"][0]  # type: ignore[index]
     assert f"PyTorch {release}" in caveat
-    assert ("known: 2.9.0, 2.9.1." if release == "2.9.2" else "known: 2.5.0, 2.5.1") in caveat
+    assert (
+        "known releases: 2.9.0, 2.9.1." if release == "2.9.2" else "known releases: 2.5.0, 2.5.1"
+    ) in caveat
     assert "cannot decide" not in plain(told(*args))
 
 
@@ -173,7 +175,7 @@ def test_a_range_answers_the_releases_that_are_known_and_names_the_others() -> N
     assert [row["environment"]["torch"] for row in answer["rows"]][:2] == ["2.5.0", "2.5.1"]
     assert len(answer["rows"]) == 16
     assert "unknown" not in {row["predicted"] for row in answer["rows"]}
-    assert "the dispatch rules are unknown: PyTorch 2.16.0" in done.stderr
+    assert "their dispatch rules are unknown: PyTorch 2.16.0" in done.stderr
     single = CliRunner().invoke(command, [*args, "2.15..2.16"])
     assert single.exit_code == 0
     assert (
@@ -384,7 +386,7 @@ def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -
     said = plain(told("--config", config, "--torch", releases, "--gpu", "H200"))
     names = ", ".join(f"{release}.0" for release in releases.split(","))
     assert said.count("are unknown") == (2 if "," in releases and "{" in config else 1)
-    assert f"The dispatch rules of PyTorch {names} are unknown; known: 2.5.0" in said
+    assert f"The dispatch rules of PyTorch {names} are unknown; known releases: 2.5.0" in said
     assert "is unknown, because the rules do not cover" in said
     assert "is the same" not in said and "could run is unknown" not in said
 

@@ -137,7 +137,7 @@ TORCH_ROWS = (
         "fa3",
         "SDPA with FlashAttention-3 in place of FA2",
         "flash_attn_interface",
-        "build it from the hopper folder of flash-attention",
+        "build it from flash-attention's hopper folder",
         (9,),
     ),
     _flash_impl(
@@ -151,7 +151,7 @@ TORCH_ROWS = (
     # would generate C++.
     GpuBackend(
         NAIVE_COMPILED,
-        "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
+        "torch.compile of kernels/naive.py, which Inductor may replace with SDPA",
         load=refuse_if_unloadable(NAIVE_COMPILED, _in_worker("naive_compiled")),
         supports=takes_window,
         absent=_in_worker("naive_compiled_absent"),

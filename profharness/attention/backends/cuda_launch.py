@@ -261,7 +261,7 @@ def converter(index: int, arg: Any) -> tuple[int, Convert]:
     if isinstance(arg, float):
         return ctypes.sizeof(ctypes.c_float), functools.partial(_float32, index)
     raise LaunchError(
-        f"argument {index} is a {type(arg).__name__}; a kernel takes tensors, bool, int, float, "
+        f"argument {index} is a {type(arg).__name__}; kernels accept tensors, bool, int, float, "
         "numpy scalars and None"
     )
 

@@ -134,7 +134,7 @@ class CudaSource:
         try:
             from cuda.core import Program, ProgramOptions
         except ImportError as error:
-            missing = f"CUDA sources need the package cuda-core ({REMEDY})"
+            missing = f"CUDA sources need the cuda-core package ({REMEDY})"
             raise RefusedError("absent", missing) from error
         begin = time.perf_counter()
         log = io.StringIO()
@@ -182,7 +182,7 @@ def nvrtc_version() -> str:
 
         status, major, minor = nvrtc.nvrtcVersion()
     except ImportError as error:
-        text = f"CUDA sources need the package cuda-bindings ({REMEDY})"
+        text = f"CUDA sources need the cuda-bindings package ({REMEDY})"
         raise RefusedError("absent", text) from error
     except Exception as error:
         text = f"CUDA sources need NVRTC, which cannot be loaded ({REMEDY}): {error}"

@@ -149,7 +149,7 @@ def flashinfer_supports(config: Config) -> str | None:
 LIBRARY_BACKENDS = (
     GpuBackend(
         "flash-attn",
-        "flash_attn_func of the package flash-attn (FA2)",
+        "flash_attn_func from the flash-attn package (FA2)",
         load=refuse_if_unloadable("flash_attn", flash_attn),
         supports=check_limits(
             dtypes=HALF, takes=WINDOW, square_causal=True, same_head_dim=True, max_head_dim=256
@@ -160,7 +160,7 @@ LIBRARY_BACKENDS = (
     ),
     GpuBackend(
         "xformers",
-        "memory_efficient_attention of the package xformers",
+        "memory_efficient_attention from the xformers package",
         load=refuse_if_unloadable("xformers", xformers),
         supports=xformers_supports,
         absent=needs_module("xformers.ops", "pip install xformers"),
@@ -169,7 +169,7 @@ LIBRARY_BACKENDS = (
     ),
     GpuBackend(
         "sage",
-        "sageattn of the package sageattention (8-bit Q·K)",
+        "sageattn from the sageattention package (8-bit Q·K)",
         load=refuse_if_unloadable("sageattention", sage),
         supports=check_limits(
             dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=128, forward_only=True
@@ -180,7 +180,7 @@ LIBRARY_BACKENDS = (
     ),
     GpuBackend(
         "flashinfer",
-        "single_prefill_with_kv_cache of the package flashinfer-python",
+        "single_prefill_with_kv_cache from the flashinfer-python package",
         load=refuse_if_unloadable("flashinfer", flashinfer),
         supports=flashinfer_supports,
         absent=needs_module("flashinfer", "pip install flashinfer-python"),

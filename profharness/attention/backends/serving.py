@@ -350,7 +350,9 @@ def paged_supports(kernels: str, config: Config) -> str | None:
     if config.dtype not in HALF:
         return f"supports only {' and '.join(HALF)}, not {config.dtype}"
     if config.kv_dtype and (config.mla or kernels == "fa3"):
-        return f"its {kernels} kernels need a cache in the dtype of the query ({config.dtype})"
+        return (
+            f"its {kernels} kernels need a cache with the same dtype as the query ({config.dtype})"
+        )
     if config.mla:
         return None if config.mla == (512, 64) else "supports only mla=512+64"
     if config.window is not None and not config.causal:

@@ -504,7 +504,7 @@ class Advice:
     if the times were not measured.
     """
     steps: tuple[str, ...] = ()
-    """The names of the changes of which this advice consists, in order."""
+    """The names of the changes that make up this advice, in order."""
 
 
 class _State(NamedTuple):

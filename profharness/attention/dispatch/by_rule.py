@@ -71,21 +71,22 @@ class Explanation:
     """
 
     config: Annotated[str, column(meaning="label of the attention problem")]
-    source: Annotated[str, column(meaning="`live` if PyTorch was queried, else `rules`")]
+    source: Annotated[str, column(meaning="`live` if PyTorch was queried, otherwise `rules`")]
     environment: Annotated[dict[str, Any], column(meaning="what the choice depends on")]
     priority_order: Annotated[
         tuple[str, ...], column(meaning="the backends in PyTorch's order; empty if unknown")
     ]
     predicted: Annotated[str | None, column(meaning="the backend that the rules predict")]
     choice: Annotated[
-        str | None, column(meaning="the backend that PyTorch reports; null if it was not queried")
+        str | None,
+        column(meaning="the backend that PyTorch reports; null if PyTorch was not queried"),
     ] = None
     observed: Annotated[
-        str | None, column(meaning="the backend according to the op or the kernels of a stored run")
+        str | None, column(meaning="the backend shown by the op or the kernels of a stored run")
     ] = None
     agree: Annotated[
         bool | None,
-        column(meaning="whether the known ones of predicted, choice and observed agree"),
+        column(meaning="whether predicted, choice and observed agree, as far as they are known"),
     ] = None
     backends: Annotated[
         tuple[BackendAnswer, ...], column(meaning="eligibility, reasons and advice per backend")
@@ -483,18 +484,18 @@ COMPILED = (
     "keeps this choice."
 )
 ALLOW_SET = (
-    "sdpa_kernel([...]) restricts the backends, but sets no order unless "
+    "sdpa_kernel([...]) restricts the backends, but does not set an order unless "
     "set_priority=True (PyTorch 2.6 and newer)."
 )
 FIRST_CHOICE = (
-    "In PyTorch 2.9 and newer, the first choice of a process on CUDA replaces an order "
-    "that was set, and changes the order of later auto calls. Make one call before you "
+    "In PyTorch 2.9 and newer, the first backend choice of a process on CUDA replaces any "
+    "order you set, and changes the order for later auto calls. Make one call before you "
     "set an order."
 )
 CPU_IGNORES = (
-    "On a CPU, PyTorch ignores an order that was set and keeps its own (flash, then math)."
+    "On a CPU, PyTorch ignores any order you set and keeps its default order (flash, then math)."
 )
-LEGACY = "The legacy sdp_kernel leaves cuDNN on even if its three flags are off."
+LEGACY = "The legacy sdp_kernel leaves cuDNN on even if all three of its flags are off."
 
 
 def window_texts(config: Config) -> Iterator[str]:
@@ -596,7 +597,7 @@ def unread(answers: Iterable[Explanation]) -> str | None:
 
 def skipped_text(releases: Sequence[str]) -> str:
     """Return a sentence that lists the releases of a range whose rules are unknown."""
-    return f"left out because the dispatch rules are unknown: PyTorch {join_few(releases, 6)}"
+    return f"left out because their dispatch rules are unknown: PyTorch {join_few(releases, 6)}"
 
 
 def _unread(missing: Sequence[Release], architecture: str | None = None) -> str:
@@ -606,4 +607,4 @@ def _unread(missing: Sequence[Release], architecture: str | None = None) -> str:
     names = ", ".join(map(release_text, near))
     releases = ", ".join(map(release_text, missing))
     where = "" if architecture is None else " on AMD GPUs"
-    return f"The dispatch rules of PyTorch {releases}{where} are unknown; known: {names}."
+    return f"The dispatch rules of PyTorch {releases}{where} are unknown; known releases: {names}."
