@@ -189,7 +189,7 @@ def test_a_value_that_a_profiler_cannot_know_is_no_change() -> None:
     ("env", "clock", "text"),
     [
         ({"gpu": "NVIDIA A100"}, 1980, "GPUs differ"),
-        ({"device_type": "cpu"}, 1980, "device types differ"),
+        ({"device_type": "cpu"}, 1980, "kinds of device differ"),
         ({}, 1500, "SM clocks differ by more than 5 %"),
     ],
 )
