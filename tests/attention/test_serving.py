@@ -155,7 +155,10 @@ def test_fp8_inputs_are_values_that_the_cache_can_hold() -> None:
         ("2,8,1,576,bf16,seq_kv=64,page=16,mla=512+64,sinks", "does not support sinks"),
         ("2,8,4,128,bf16,seq_kv=64,page=16,window=8", "a window only with causal"),
         ("2,8,1,48,bf16,seq_kv=64,page=16,mla=32+16", "supports only mla=512+64"),
-        ("2,8,1,128,bf16,seq_kv=64,page=16,kv_dtype=fp8", "a cache in the dtype of the query"),
+        (
+            "2,8,1,128,bf16,seq_kv=64,page=16,kv_dtype=fp8",
+            "a cache with the same dtype as the query",
+        ),
     ],
 )
 def test_a_backend_says_why_it_cannot_compute_a_config(text: str, reason: str) -> None:

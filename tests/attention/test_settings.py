@@ -112,7 +112,7 @@ def test_pytorch_and_the_rules_agree_on_the_cpu() -> None:
     (answer,) = explain_live([config], device="cpu", advice=False, asked=name)
     assert (answer.asked, answer.choice, answer.predicted) == (name, "flash", "flash")
     assert answer.priority_order == ("flash", "math")
-    assert any("keeps its own (flash, then math)" in text for text in answer.caveats)
+    assert any("keeps its default order (flash, then math)" in text for text in answer.caveats)
     states = {side.backend: side.eligible for side in answer.backends}
     assert states == {"flash": True, "math": True, "efficient": False, "cudnn": False}
 

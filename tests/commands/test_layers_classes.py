@@ -484,7 +484,7 @@ def test_regret_of_a_stored_bench(folder: Path) -> None:
     text = invoke("layers", layers.run, "--bench", run, "--store", store).stdout
     assert "120.0 µs (20.0 µs forward, 100.0 µs backward) a step" in " ".join(text.split())
     assert "which then chooses flash: 2.50x as fast, saves 120.0 µs" in " ".join(text.split())
-    assert "The profiler makes the traced step longer" in " ".join(text.split())
+    assert "The profiler lengthens the traced step" in " ".join(text.split())
 
 
 def test_regret_advises_no_equal_wrong_or_undecided_backend(folder: Path) -> None:
