@@ -284,7 +284,7 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
         (("--bisect", "dtype"), "is a word"),
         (("--bisect", "sequence"), "is not a property"),
         (("--bisect", "seq", "--torch", "2.8..2.10", "--gpu", "H100"), "one release"),
-        (("--bisect", "seq", "--full"), "it cannot be combined with --measure and --full"),
+        (("--bisect", "seq", "--full"), "it cannot be combined with --measure or --full"),
         (("--measure", "--torch", "2.8", "--gpu", "H100"), "use one of them"),
         (("--device", "cpu", "--gpu", "H100"), "use --gpu cpu"),
         (("--backend", "warp"), "PyTorch's own backends"),

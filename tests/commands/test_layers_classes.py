@@ -129,7 +129,7 @@ def test_other_backends_and_configs_are_reported(store: dict[str, str]) -> None:
     text = ask(store, "llama", "eager", "train").stdout
     text = text[text.index("Runs compared") :]
     assert f"{H100} (eager.json) ran" in text  # two runs of one device
-    assert f"{H100} (eager.json) runs another backend than {H200} in 1 of 1 rows" in text
+    assert f"{H100} (eager.json) runs a different backend from {H200} in 1 of 1 rows" in text
     assert "config: b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd → b2-h32-s1024-d64-bf16" in text
     assert "Only the forward is compared, because not all runs have a backward." in text
 

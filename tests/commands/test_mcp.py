@@ -154,7 +154,7 @@ def test_tools_describe_their_arguments_and_are_read_only(served: Served) -> Non
     assert tools["explain"].input_schema["properties"]["gpu"]["examples"]
     for name in ("kernels", "predict", "explain"):
         backend = tools[name].input_schema["properties"]["backend"]
-        assert "no file or module" in backend["description"]
+        assert "modules are not accepted" in backend["description"]
 
 
 @pytest.mark.parametrize("label", SAME)

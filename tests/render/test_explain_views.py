@@ -82,7 +82,7 @@ def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object
             "PyTorch 2.11 runs efficient on an H200.",
         ),
         (answer("flash"), "PyTorch 2.11 runs flash on an H200."),
-        (answer("none", ORDER), "PyTorch 2.11 raises on an H200: no backend takes this config."),
+        (answer("none", ORDER), "PyTorch 2.11 raises on an H200: no backend supports this config."),
         (answer("unknown"), "What PyTorch 2.11 runs on an H200 is unknown."),
         (answer("math", priority_order=()), "PyTorch 2.11 runs math on an H200."),
     ],

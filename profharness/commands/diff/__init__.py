@@ -314,10 +314,10 @@ FailOn = Annotated[
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
-            "Exit 3 if a row has this verdict: slower, changed, removed, …; if the candidate "
-            "uses more memory or launches, or refuses what the baseline runs: memory, launches, "
-            "refused; for programs, if a layer runs on another backend: backend-changed. "
-            "Repeatable, or separated by commas."
+            "Exit 3 if a row has this verdict, such as slower, changed or removed. memory and "
+            "launches fail if the candidate uses more of them, and refused fails if it refuses "
+            "what the baseline runs. For programs, backend-changed fails if a layer runs on "
+            "another backend. Repeatable, or separated by commas."
         ),
     ),
 ]
@@ -325,7 +325,7 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show full kernel names, and for programs the kernels outside of attention.",
+        help="Show full kernel names, and for programs also the kernels outside attention.",
     ),
 ]
 

@@ -71,7 +71,7 @@ def _layers(diff: Diff) -> Iterator[str]:
         parts = [
             f"{count} only in {name}" for count, name in ((gone, before), (new, after)) if count
         ]
-        yield f"Layers without a partner: {join_and(parts)}."
+        yield f"Unmatched layers: {join_and(parts)}."
 
 
 def _steps(diff: Diff) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _phases(diff: Diff) -> Iterator[str]:
             join_and([row.phase for row in diff.phases if getattr(row, side)])
             for side in ("baseline", "candidate")
         ]
-        yield f"{before} has only {names[0]} steps, and {after} only {names[1]} steps."
+        yield f"{before} has only {names[0]} steps, and {after} has only {names[1]} steps."
 
 
 def _step_ns(row: LayerDiff, place: int) -> float:

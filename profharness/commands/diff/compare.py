@@ -94,8 +94,8 @@ OF_TIMES = ("same", "faster", "slower")
 OF_KERNELS = ("changed", "added", "removed", "unknown")
 # Maps a cost to the reason why it may be missing although both sides have the same cells.
 MISSING_COSTS = {
-    LAUNCHES: "no config has launches that the same profiler recorded on both sides",
-    MEMORY: "no config has a peak memory on both sides; cells that ran on a CPU have none",
+    LAUNCHES: "no config has launches recorded by the same profiler on both sides",
+    MEMORY: "no config has a peak memory on both sides (CPU cells have none)",
 }
 
 
@@ -360,7 +360,7 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
         raise NotFoundError(
-            f"run {store.run_name(run)} has no cell on {backend!r}{of}; its backends are {has}"
+            f"run {store.run_name(run)} has no cell on {backend!r}{of}; it has {has}"
         )
     # The GPU of a trace is stored as a device, not in the environment.
     gpus = [("gpu", device.name) for device in store.devices(run)[:1] if device.name]
@@ -429,8 +429,8 @@ def _contents(side: Side) -> str:
     labels = dict.fromkeys([cell.config for cell in cells] or [str(row.range) for row in rows])
     if not labels and side.program and not side.program.calls:
         return (
-            f"{side.name or side.label} has only counted calls and no recorded step, so no "
-            "kernels and no times"
+            f"{side.name or side.label} has only counted calls and no recorded step, so it "
+            "has no kernels or times"
         )
     if not labels:
         return f"{side.name or side.label} has no matching cells or kernels"

@@ -393,8 +393,8 @@ Backend = Annotated[
         help="Limit the advice to these backends, or explain the choice of a set (flash+math) or an order "
         "(cudnn-then-flash, or 'cudnn>flash' in quotes) instead of auto. Repeatable, or separated by commas.",
         tool=(
-            "A set or an order that the call may use, in place of auto; or single backends to "
-            "limit the advice to; no file or module."
+            "A set or an order that the call may use instead of auto, or single backends to limit "
+            "the advice to. Files and modules are not accepted."
         ),
         tool_value=tool_backends,
         tool_examples=("flash+math", "cudnn-then-flash", "flash"),
@@ -481,7 +481,7 @@ Engine = Annotated[
         ("--engine",),
         type=click.Choice(list(ENGINES)),
         help="Answer for a serving engine: its candidates, why it refuses them, and what to set.",
-        tool="A serving engine, whose choice is explained in place of PyTorch's.",
+        tool="A serving engine, whose choice is explained instead of PyTorch's.",
         tool_examples=("vllm",),
     ),
 ]
@@ -773,7 +773,7 @@ def check_options(
         )
     if bisect is not None and (measure or full):
         raise UsageError(
-            "--bisect only finds choices; it cannot be combined with --measure and --full"
+            "--bisect only finds choices; it cannot be combined with --measure or --full"
         )
 
 

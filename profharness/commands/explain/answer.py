@@ -81,7 +81,7 @@ def _choice(answer: Explanation, subject: str, device: str) -> str:
                 f"{subject} {verb} on {device}: it chooses math, although only {alone} could run."
             )
         which = "backend" if answer.asked == AUTO else "backend among them"
-        return f"{subject} {verb} on {device}: no {which} takes this config."
+        return f"{subject} {verb} on {device}: no {which} supports this config."
     verb = "is predicted to run" if predicted else "runs"
     first = ", its first choice" if answer.priority_order[:1] == (choice,) else ""
     library = f" (computed by {answer.computed_by})" if answer.computed_by else ""

@@ -224,7 +224,7 @@ def _sentence(selection: Selection) -> str:
     if selection.chosen is None:
         if selection.engine in DEFAULTS_ONLY:
             return f"{name} has no default backend for this config {where}."
-        return f"{name} refuses this config {where}: every candidate has a reason against it."
+        return f"{name} refuses this config {where}: no candidate can run it."
     told = f"{name} runs {_named(selection)} {where}"
     before = list(
         itertools.takewhile(lambda e: e.backend != selection.chosen, selection.candidates)

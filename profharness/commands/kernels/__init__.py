@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 GPU_ALONE = (
     "--torch, --driver and --atlas require --gpu NAME, which predicts; it cannot be "
-    "combined with RUN, --profiler and --breakdown"
+    "combined with RUN, --profiler or --breakdown"
 )
 NAMES = """
 Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides columns.

@@ -307,7 +307,7 @@ def check_options(
     if only_configs and (output or format):
         raise UsageError(
             "--configs prints lines to stdout, as in `--configs > calls.txt`; it cannot be "
-            "combined with -o and --format"
+            "combined with -o or --format"
         )
     if named and max_time is not None:
         raise UsageError(
@@ -424,7 +424,7 @@ def require_forecast_alone(*others: object) -> None:
     if any(others):
         raise UsageError(
             "--gpu predicts; it cannot be combined with --configs, --savings, --bench, --fail-on "
-            "and --expect, which are about what ran. For a column per benchmark, use --bench "
+            "or --expect, which are about what ran. For a column per benchmark, use --bench "
             "RUN,RUN without --gpu"
         )
 

@@ -227,7 +227,7 @@ def _counted(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
     backends = ", ".join(
         f"{count:,} {name}" if len(ran) > 1 else f"all {name}" for name, count in ran.most_common()
     )
-    texts = [f"{made}{where}, {backends}." if calls else f"{made}, how often is unknown."]
+    texts = [f"{made}{where}, {backends}." if calls else f"{made}; the number of calls is unknown."]
     return (*texts, *_change(change), "No step was recorded, so no times are known.")
 
 

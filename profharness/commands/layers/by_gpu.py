@@ -229,7 +229,7 @@ def _bench_class(
         if any(call.calls for call in calls):
             remedy = f"; benchmark the configs that `profharness layers {run} --savings --configs` prints"
         raise NotFoundError(
-            f"run {bench.run} has no time of any layer of run {run} ({unknown}){remedy}"
+            f"run {bench.run} has no times for the layers of run {run} ({unknown}){remedy}"
         )
     doubts, layers = bench_doubts(bench), program.layers if program else None
     if layers is not None:
@@ -486,7 +486,7 @@ def _step_texts(answer: LayersByGpu) -> Iterator[str]:
             apart = sum(here != there for here, there in both)
             if apart:
                 yield (
-                    f"{other.name} runs another backend than {first.name} in {apart} of "
+                    f"{other.name} runs a different backend from {first.name} in {apart} of "
                     f"{len(both)} rows."
                 )
         if other.changes:

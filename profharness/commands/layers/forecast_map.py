@@ -222,7 +222,7 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
     if not forecast.calls:
         return
     if processes > 1 and forecast.of != "step":
-        yield f"The times are those of all {processes} processes together."
+        yield f"The times are totals over all {processes} processes."
     yield "Kernel times only, with a warm L2; launches and gaps are excluded."
 
 

@@ -50,7 +50,7 @@ GAPS = (
     Column("duration_ns", "idle µs", "us"),
     Column("kernel_short", "ended by", shrink=True),
     Column("op", "launched by", shrink=True),
-    Column("late", "asked for, µs into the gap", right=True),
+    Column("late", "requested, µs into the gap", right=True),
 )
 PHASES = pick(PhaseRow)
 REGRET = pick(LayerRow, "best", "saves_ns")
@@ -190,7 +190,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         both = [pair for pair in pairs if all(pair)]
         apart = sum(here != there for here, there in both)
         yield Note(
-            f"PyTorch chooses another backend on {forecast.gpu} than on {first.gpu} for {apart} of "
+            f"PyTorch chooses a different backend on {forecast.gpu} than on {first.gpu} for {apart} of "
             f"{len(both)} rows."
         )
 
