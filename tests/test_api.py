@@ -14,7 +14,7 @@ import profharness
 from profharness.attention.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.recording.profilers import PROFILERS as REGISTRY
-from profharness.rows import TRACE_PROFILERS
+from profharness.rows import ROCPROFV3, TRACE_PROFILERS
 from profharness.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,7 +80,8 @@ def test_help_tells_what_a_caller_gets_and_nothing_shadows_a_function() -> None:
 
 
 def test_profiler_names_are_those_with_traces() -> None:
-    assert list(TRACE_PROFILERS) == [one.name for one in REGISTRY.values() if one.suffix]
+    named = [one.name for one in REGISTRY.values() if one.suffix]
+    assert named == [*TRACE_PROFILERS, ROCPROFV3]
 
 
 def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:

@@ -48,6 +48,9 @@ ELSEWHERE = {
     "profharness ingest traces/step100": "of a job of the reader's: tests/commands/test_ranks.py",
     "profharness ingest /shared": "of a host that many use: tests/jobs/test_parallel_ingest.py",
     "profharness layers --gpu": "of a program of the reader's: tests/observe/test_forecast.py",
+    "profharness layers mi300x": "a trace of an AMD GPU: tests/commands/test_layers_classes.py",
+    "profharness kernels rocpd": "a trace of an AMD GPU: tests/traces/test_rocm.py",
+    "profharness layers h100_timesformer": "public traces: tests/commands/test_layers_classes.py",
     "profharness scrub traces/runs/20261121-152530-4142": "an id of another day: test_a_run_is_scrubbed",
 }
 PYTHON_ELSEWHERE = (
@@ -65,6 +68,7 @@ CODES = {
     "nsys,ncu": (1,),
     "--profiler ncu": (1,),
     "--profiler torch,ncu": (1,),
+    "--profiler torch,rocprofv3": (1,),
 }
 # Sampling continues until an interval is small. The interval is not checked here.
 SHORTER = {

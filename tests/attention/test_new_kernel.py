@@ -78,10 +78,10 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     kernel.write_text("mine = 1\n")
     again = profharness(tmp_path, "mine", "--triton", "--out", "sub/own")
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
     kernel.unlink()
     again = profharness(tmp_path, "mine", "--out", "sub/own")
-    assert "test_mine.py exists already" in again.stderr
+    assert "test_mine.py already exists" in again.stderr
     assert not kernel.exists()
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_invalid_names_are_refused(name: str, tmp_path: Path) -> None:
     done = profharness(tmp_path, name)
     assert done.returncode == 2
-    assert re.search(r"use letters, digits and _|exists already", done.stderr)
+    assert re.search(r"use letters, digits and _|already exists", done.stderr)
     assert not list(tmp_path.iterdir())
 
 

@@ -707,7 +707,7 @@ def on_amd(model: str, path: Path) -> Path:
     text = gzip.decompress((TRACES / "models" / f"{model}.json.gz").read_bytes()).decode()
     trace = json.loads(text.replace("product_cudnn_attention", "product_flash_attention"))
     for device in trace["deviceProperties"]:
-        device["name"] = "AMD Instinct MI300X"
+        device |= {"name": "AMD Instinct MI300X", "numSms": 304}
     for event in trace["traceEvents"]:
         if event.get("cat") == "kernel":
             if event["name"].startswith("cudnn"):

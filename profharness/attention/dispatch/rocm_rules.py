@@ -35,7 +35,7 @@ from profharness.attention.dispatch.rules import (
     head_rules,
     stride_rule,
 )
-from profharness.dtypes import HALF
+from profharness.dtypes import CONFIG_DTYPES, HALF
 
 ANY_VALUE_DIM: Version = (0, 12, 0)
 """The first version of AOTriton that supports a head_dim_v other than head_dim."""
@@ -192,7 +192,7 @@ ROCM_EFFICIENT = (
     ZERO_LENGTH,
     stride_rule(singleton_ok=False),
     *head_rules(gqa=NEVER, mqa=NEVER),
-    dtype_rule(lambda _, m: HALF if library(m) == CK and m.torch >= (2, 8) else ("fp16", "fp32", "bf16")),
+    dtype_rule(lambda _, m: HALF if library(m) == CK and m.torch >= (2, 8) else CONFIG_DTYPES),
 )  # fmt: skip
 ROCM_CUDNN = (
     Rule("not_compiled", "cudnn", lambda *_: True, "Torch was not compiled with cuDNN attention."),
