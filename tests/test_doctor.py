@@ -403,7 +403,7 @@ ROCM = {
     "torch": "2.9.1+rocm7.2.4",
     "torch_hip": "7.2.53211",
     "gpu": "AMD Instinct MI300X",
-    "gcn_arch": "gfx942",
+    "architecture": "gfx942",
     "num_sms": 304,
     "driver": "6.16.13",
     "aotriton": "0.11.1",
@@ -425,7 +425,7 @@ def test_a_sound_rocm_build_has_no_warning() -> None:
     checks = check_rocm(sound, {"VLLM_ROCM_USE_AITER": "0"}, vllm=True)
     assert {check.state for check in checks} == {"ok"}
     assert all(check.name != "vLLM" for check in check_rocm(sound, {}, vllm=False))
-    old = check_rocm(sound | {"gcn_arch": "gfx90a"}, {}, vllm=True)
+    old = check_rocm(sound | {"architecture": "gfx90a"}, {}, vllm=True)
     assert all(check.name != "vLLM" for check in old)  # AITER does not support gfx90a
     (without,) = (
         c for c in check_rocm(sound | {"aotriton": None}, {}, vllm=False) if c.state != "ok"

@@ -199,9 +199,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
                 "--no-deps"
             ),
         )
-    rocm = not isinstance(environment, str) and bool(environment.get("torch_hip"))
-    if rocm:
-        assert not isinstance(environment, str)
+    if not isinstance(environment, str) and environment.get("torch_hip"):
         of_gpu = check_rocm(environment, os.environ, vllm=find_spec("vllm") is not None)
         tools, counters = [check_tool(ROCPROFV3)[1]], []
     else:
@@ -331,7 +329,7 @@ def check_rocm(
 
     `vllm` is whether vLLM is installed.
     """
-    hip, arch = str(environment["torch_hip"]), environment.get("gcn_arch")
+    hip, arch = str(environment["torch_hip"]), environment.get("architecture")
     gpu = ", ".join(filter(None, (environment.get("gpu"), arch)))
     checks = [
         Check("ROCm", "ok", f"{hip} (as torch was built)"),

@@ -379,3 +379,15 @@ def test_the_rules_are_held_against_traces(tmp_path: Path, op: str, status: int,
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (status, "")
     assert said in done.stdout
+
+
+@pytest.mark.parametrize("value", ["x", 5, [1], {"a": 1}, True])
+def test_an_invalid_version_of_aotriton_in_an_environment_is_unknown(value: object) -> None:
+    """Bug: a recorded environment with such a value raised an exception."""
+    environment = {"torch": "2.9.1+rocm6.4", "architecture": "gfx942", "aotriton": value}
+    assert machine_of(environment) == machine_for("MI300X", "2.9.1")
+
+
+def test_a_recorded_environment_names_its_architecture() -> None:
+    environment = {"torch": "2.9.1+rocm6.4", "architecture": "gfx950", "gpu": "AMD Radeon Graphics"}
+    assert machine_of(environment).architecture == "gfx950"

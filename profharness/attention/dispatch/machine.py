@@ -429,12 +429,9 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
         variable, off = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     capability = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", str(environment.get("capability")))
     if (amd := _amd_gpu(environment)) is not None:
-        # A ROCm build whose GPU is unknown has no known rules.
-        return (
-            Machine((0, 0, 0))
-            if amd.architecture == ""
-            else _amd_machine(release, amd, environment)
-        )
+        return _amd_machine(release, amd, environment)
+    if environment.get("torch_hip") or "rocm" in str(environment.get("torch")):
+        return Machine((0, 0, 0))  # a ROCm build whose GPU is unknown has no known rules
     return Machine(
         torch=release,
         capability=(int(capability[1]), int(capability[2])) if capability else (0, 0),
@@ -446,15 +443,10 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
 
 
 def _amd_gpu(environment: Mapping[str, Any]) -> rocm.AmdGpu | None:
-    """Return the AMD GPU of an environment, with the architecture "" if it is unknown. Return None
-    if the environment is not that of a ROCm build.
-    """
+    """Return the AMD GPU of an environment, or None if it names none."""
     given = (environment.get("architecture"), environment.get("gpu"))
-    found = [rocm.find_amd_gpu(text) for text in given if isinstance(text, str)]
-    if (amd := next(filter(None, found), None)) is not None:
-        return amd
-    built = environment.get("torch_hip") or "rocm" in str(environment.get("torch"))
-    return rocm.AmdGpu("", "") if built else None
+    found = (rocm.find_amd_gpu(text) for text in given if isinstance(text, str))
+    return next(filter(None, found), None)
 
 
 def _amd_machine(release: Release, amd: rocm.AmdGpu, environment: Mapping[str, Any]) -> Machine:
@@ -462,7 +454,11 @@ def _amd_machine(release: Release, amd: rocm.AmdGpu, environment: Mapping[str, A
     library = environment.get("fa_library")
     if variables.get(rocm.PREFER_CK_VARIABLE) == "1":
         library = rocm.CK
-    machine = machine_for(amd.architecture, release, aotriton=environment.get("aotriton"))
+    try:
+        aotriton = _of_kind(environment.get("aotriton"), str)
+        machine = machine_for(amd.architecture, release, aotriton=aotriton)
+    except UsageError:
+        machine = machine_for(amd.architecture, release)
     return replace(
         machine,
         fa_library=library if library in rocm.LIBRARIES else rocm.AOTRITON,

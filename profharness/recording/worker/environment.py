@@ -99,7 +99,7 @@ def _rocm(device: Any) -> dict[str, Any]:
     driver = amd_driver_version()
     return {
         "torch_hip": torch.version.hip,
-        "gcn_arch": str(getattr(device, "gcnArchName", "")).partition(":")[0] or None,
+        "architecture": str(getattr(device, "gcnArchName", "")).partition(":")[0] or None,
         **({"driver": driver} if driver else {}),
         **rocm_libraries(Path(torch.__file__).parent / "lib"),
     }
