@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from profharness.columns import column
 from profharness.errors import UsageError
@@ -154,12 +154,14 @@ GPUS = tuple(gpu for gpu in TABLE if gpu.name)
 class Instinct:
     """One row of the table of AMD's data-center GPUs.
 
+    `name` is the name that `--gpu` accepts. It is empty if the row does not identify one GPU.
     `pattern` is a regular expression that matches the names that ROCm reports. `gfx` is the name of
     the architecture. The other fields are values of the data sheet: the number of compute units,
     the bandwidth in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. They
     are None or empty if the name does not identify the GPU.
     """
 
+    name: str
     pattern: str
     gfx: str
     compute_units: int | None = None
@@ -179,21 +181,21 @@ _CDNA3 = _rates(1307.4, 163.4, 163.4, tf32=653.7, fp8=2614.9)
 # The first row whose pattern matches is used. The L2 sizes are those of "AMD GPU specifications" in
 # the documentation of ROCm 7.
 INSTINCT = (
-    Instinct(r"\bMI210\b", "gfx90a", 104, 1638.4, _rates(181, 45.3, 45.3), 8,
+    Instinct("MI210", r"\bMI210\b", "gfx90a", 104, 1638.4, _rates(181, 45.3, 45.3), 8,
              "AMD Instinct MI210 data sheet"),
-    Instinct(r"\bMI250X ?/ ?MI250\b", "gfx90a"),
-    Instinct(r"\bMI250X\b", "gfx90a", 110, 1638.4, _rates(191.5, 47.9, 47.9), 8,
+    Instinct("", r"\bMI250X ?/ ?MI250\b", "gfx90a"),
+    Instinct("MI250X", r"\bMI250X\b", "gfx90a", 110, 1638.4, _rates(191.5, 47.9, 47.9), 8,
              f"AMD Instinct MI250X {_ONE_DIE}"),
-    Instinct(r"\bMI250\b", "gfx90a", 104, 1638.4, _rates(181, 45.3, 45.3), 8,
+    Instinct("MI250", r"\bMI250\b", "gfx90a", 104, 1638.4, _rates(181, 45.3, 45.3), 8,
              f"AMD Instinct MI250 {_ONE_DIE}"),
-    Instinct(r"\bMI300A\b", "gfx942", 228, 5300,
+    Instinct("MI300A", r"\bMI300A\b", "gfx942", 228, 5300,
              _rates(980.6, 122.6, 122.6, tf32=490.3, fp8=1961.2), 24,
              "AMD Instinct MI300A data sheet"),
-    Instinct(r"\bMI300X\b", "gfx942", 304, 5300, _CDNA3, 32, "AMD Instinct MI300X data sheet"),
-    Instinct(r"\bMI325X\b", "gfx942", 304, 6000, _CDNA3, 32, "AMD Instinct MI325X data sheet"),
-    Instinct(r"\bMI350X\b", "gfx950", 256, 8000, _rates(2306.9, 144.2, 72.1, fp8=4613.7), 32,
+    Instinct("MI300X", r"\bMI300X\b", "gfx942", 304, 5300, _CDNA3, 32, "AMD Instinct MI300X data sheet"),
+    Instinct("MI325X", r"\bMI325X\b", "gfx942", 304, 6000, _CDNA3, 32, "AMD Instinct MI325X data sheet"),
+    Instinct("MI350X", r"\bMI350X\b", "gfx950", 256, 8000, _rates(2306.9, 144.2, 72.1, fp8=4613.7), 32,
              "AMD Instinct MI350X data sheet"),
-    Instinct(r"\bMI355X\b", "gfx950", 256, 8000, _rates(2516.6, 157.3, 78.6, fp8=5033.2), 32,
+    Instinct("MI355X", r"\bMI355X\b", "gfx950", 256, 8000, _rates(2516.6, 157.3, 78.6, fp8=5033.2), 32,
              "AMD Instinct MI355X data sheet"),
 )  # fmt: skip
 
@@ -576,6 +578,33 @@ def occupancy(
     limiter = LIMITERS[counts.index(blocks)]
     part = shared_bytes / sm.shared_bytes_per_sm
     return Occupancy(blocks * warps / max_warps, blocks, limiter, part) if blocks else None
+
+
+class Resources(Protocol):
+    """The registers and the shared memory of a launch, as all rows of launches have them."""
+
+    @property
+    def registers_per_thread(self) -> int | None: ...
+    @property
+    def accum_registers_per_thread(self) -> int | None: ...
+    @property
+    def scalar_registers(self) -> int | None: ...
+    @property
+    def shared_bytes(self) -> int | None: ...
+
+
+def launch_occupancy(
+    block_threads: int | None, launch: Resources, device: Device | None
+) -> Occupancy | None:
+    """Return the theoretical occupancy of a launch, as `occupancy` does."""
+    return occupancy(
+        block_threads,
+        launch.registers_per_thread,
+        launch.shared_bytes,
+        device,
+        accum_registers=launch.accum_registers_per_thread,
+        scalar_registers=launch.scalar_registers,
+    )
 
 
 def _occupancy_of_cu(

@@ -364,7 +364,7 @@ class KernelRow:
     metrics: Annotated[
         dict[str, tuple[float, str]],
         column(
-            meaning="hardware counters by ncu's name, each as the median over the launches with its unit"
+            meaning="hardware counters by their names in ncu: the median over the launches, and the unit"
         ),
     ] = field(default_factory=dict, hash=False)
     shared_share: Annotated[

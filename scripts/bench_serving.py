@@ -16,7 +16,7 @@ from pathlib import Path
 import profharness
 from profharness.attention.config import Config, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
-from profharness.devices import data_sheet
+from profharness.devices import data_sheet, roofline_ns
 
 BACKENDS = "flashinfer-fa2,flashinfer-fa3,flashinfer-cudnn"
 CHUNK = 10  # configs per call of bench, which starts one worker process
@@ -87,11 +87,8 @@ def main() -> None:
 
 def floor_us(config: Config, gpu: str) -> float | None:
     """Return the least time of a config on a GPU in µs, or None if its data sheet is unknown."""
-    sheet = data_sheet(gpu)
-    if sheet is None or not sheet.bandwidth_bytes_per_s:
-        return None
-    moved = compulsory_bytes(config) / sheet.bandwidth_bytes_per_s
-    return 1e6 * max(moved, flops(config) / sheet.flops_per_s[str(config.dtype)])
+    least = roofline_ns(data_sheet(gpu), config.dtype, flops(config), compulsory_bytes(config))
+    return None if least is None else least / 1e3
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from profharness.errors import ProfharnessError
 from profharness.store.ingest import ingest_path
@@ -107,9 +107,14 @@ def read_csv(path: Path) -> Iterator[Launch]:
             )  # fmt: skip
 
 
+def open_unpacked(path: Path) -> BinaryIO:
+    """Open a file, or the contents of a `.gz` file, for reading."""
+    return cast("BinaryIO", (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
+
+
 def read_kineto(path: Path) -> Iterator[Launch]:
     """Yield the kernels of a Kineto trace of ROCm, or of PyTorch 1.8 and 1.9."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with open_unpacked(path) as file:
         trace = json.loads(file.read(), parse_float=Decimal)
     trace = trace if isinstance(trace, dict) else {"traceEvents": trace}
     base = trace.get("baseTimeNanoseconds", 0)
@@ -163,7 +168,7 @@ FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]],
 
 def form_of(path: Path) -> Callable[[Path], Iterator[Launch]] | None:
     """Return the function that reads a file, or None if the file is not of AMD's profilers."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with open_unpacked(path) as file:
         head = file.read(1 << 20)
         head += file.read() if b'"traceEvents"' in head or head.startswith(b"{") else b""
     return next((read for matches, read in FORMS if matches(head)), None)
@@ -194,17 +199,24 @@ def check(path: Path, read: Callable[[Path], Iterator[Launch]]) -> tuple[str, bo
     return "\n".join(lines), not (lost or added)
 
 
-def main(folder: Path) -> int:
-    """Check all files in a folder. Return the exit code."""
-    equal = []
+def check_file(path: Path) -> tuple[str, bool] | None:
+    """Return a line about a file and whether it is read correctly. None: not of AMD's profilers."""
+    read = form_of(path)
+    return None if read is None else check(path, read)
+
+
+def check_all(
+    folder: Path, check_one: Callable[[Path], tuple[str, bool] | None], summary: str
+) -> int:
+    """Check all files in a folder, and print a line for each and the summary. Return the exit code."""
+    passed = []
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):
-        if read := form_of(path):
-            line, same = check(path, read)
-            print(f"{path.name}: {line}", flush=True)
-            equal.append(same)
-    print(f"{sum(equal)} of {len(equal)} files are read correctly")
-    return 0 if equal and all(equal) else 1
+        if answer := check_one(path):
+            print(f"{path.name}: {answer[0]}", flush=True)
+            passed.append(answer[1])
+    print(f"{sum(passed)} of {len(passed)} {summary}")
+    return 0 if passed and all(passed) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(check_all(Path(sys.argv[1]), check_file, "files are read correctly"))

@@ -7,12 +7,11 @@ largest such kernels. It ends with exit code 1 if this share exceeds 2 % in a tr
 
 from __future__ import annotations
 
-import gzip
 import sys
 from collections import Counter
 from pathlib import Path
 
-from check_rocm import form_of, read_kineto
+from check_rocm import check_all, form_of, open_unpacked, read_kineto
 
 from profharness.traces.demangle import canonical_names
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
@@ -25,7 +24,7 @@ ATTENTION = ATTENTION_FAMILIES | {"softmax"}
 
 def _is_rocm(path: Path) -> bool:
     """Return whether a Kineto trace is of ROCm."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with open_unpacked(path) as file:
         return b'"Dispatch Kernel"' in file.read()
 
 
@@ -58,16 +57,15 @@ def check(times: Counter[str]) -> tuple[str, bool]:
     return "\n".join(lines), not computes or share <= LIMIT
 
 
+def check_file(path: Path) -> tuple[str, bool] | None:
+    """Return lines about a file and whether it passes. None: it is not a trace of ROCm."""
+    times = kernel_times(path)
+    return check(times) if times else None
+
+
 def main(folder: Path) -> int:
     """Check all files in a folder. Return the exit code."""
-    passed = []
-    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
-        if times := kernel_times(path):
-            text, is_known = check(times)
-            print(f"{path.name}: {text}", flush=True)
-            passed.append(is_known)
-    print(f"{sum(passed)} of {len(passed)} traces pass")
-    return 0 if passed and all(passed) else 1
+    return check_all(folder, check_file, "traces pass")
 
 
 if __name__ == "__main__":

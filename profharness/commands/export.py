@@ -32,7 +32,7 @@ from profharness.commands._types import (
     require_profilers,
     store_path,
 )
-from profharness.devices import Device, occupancy
+from profharness.devices import Device, launch_occupancy
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
 from profharness.rows import COUNTERS, LAUNCH_PROFILERS, LaunchRow, RangeRow
@@ -503,14 +503,7 @@ def _launch_event(
         args["flow"] = flow
     if row.duration_ns is None:  # ncu did not collect the metric for time
         args["duration"] = "not measured"
-    if result := occupancy(
-        threads,
-        row.registers_per_thread,
-        row.shared_bytes,
-        device,
-        accum_registers=row.accum_registers_per_thread,
-        scalar_registers=row.scalar_registers,
-    ):
+    if result := launch_occupancy(threads, row, device):
         args["theoretical occupancy %"] = round(100 * result.fraction, 1)
         args["occupancy limiter"] = result.limiter
     for name, (value, unit) in counters(row.launch_id).items() if counters else ():

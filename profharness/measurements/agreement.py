@@ -38,8 +38,8 @@ FAMILY_BACKENDS = {
     **dict.fromkeys(("ck", "ck_combine", "ck_bwd"), "ck"),
     **dict.fromkeys(("aiter", "aiter_combine", "aiter_bwd"), "aiter"),
 }
-# Libraries that PyTorch contains on ROCm, and the backends whose ops run their kernels
-AMD_LIBRARIES = ("aotriton", "ck", "aiter")
+# Libraries of attention kernels on ROCm with their names, and the backends whose ops run them
+AMD_LIBRARIES = {"aotriton": "AOTriton", "ck": "Composable Kernel", "aiter": "AITER"}
 _ROCM_BACKENDS = ("flash", "efficient")
 EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
 # The math backend has no kernels of its own. It runs kernels of these families.

@@ -16,7 +16,7 @@ from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.columns import column
 from profharness.device_types import CPU
 from profharness.errors import NotFoundError, UsageError, join_and
-from profharness.measurements.agreement import FAMILY_BACKENDS, backend_of_op
+from profharness.measurements.agreement import AMD_LIBRARIES, FAMILY_BACKENDS, backend_of_op
 from profharness.program.observed_calls import ObservedCalls
 from profharness.program.phases import PhaseRow, find_phases
 from profharness.rows import (
@@ -36,8 +36,6 @@ from profharness.traces.kernel_names import parse_kernel_name
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
 OF_PACKAGES, UNKNOWN = "fmha", "unknown"  # a backend, and a library in the names of kernels
-# PyTorch's ops keep their names on AMD GPUs, so that flash can be any of these libraries.
-AMD_LIBRARIES = {"aotriton": "AOTriton", "ck": "Composable Kernel", "aiter": "AITER"}
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = "use scaled_dot_product_attention (in transformers: attn_implementation='sdpa')"
 
@@ -585,9 +583,9 @@ def actual_backend(call: CallRow) -> str | None:
 
 def library_of(calls: Iterable[CallRow]) -> str | None:
     """Return the AMD libraries whose kernels computed the calls, or None if there are none."""
-    families = {kernel.family.partition("_")[0] for call in calls for kernel in call.kernels}
-    names = sorted(AMD_LIBRARIES[name] for name in families & AMD_LIBRARIES.keys())
-    return join_and(names) if names else None
+    families = {kernel.family for call in calls for kernel in call.kernels}
+    found = {FAMILY_BACKENDS.get(family, "") for family in families} & AMD_LIBRARIES.keys()
+    return join_and(sorted(AMD_LIBRARIES[name] for name in found)) if found else None
 
 
 def _kernel_backend(kernel: CallKernel) -> str | None:

@@ -44,17 +44,6 @@ NO_IMPORTER = Behaviour(
 
 
 @pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder for fake tools that is first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    for name in ("PROFHARNESS_NSYS", "PROFHARNESS_NCU"):
-        monkeypatch.delenv(name, raising=False)
-    return folder
-
-
-@pytest.fixture
 def export(tmp_path: Path) -> str:
     """Write the export of the fake nsys: two calls of c0001 with one launch each."""
     maker = Maker()

@@ -30,16 +30,6 @@ CONFIGS = expand_configs("1,2,{16,32},16")
 
 
 @pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder for fake tools that is first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.delenv("PROFHARNESS_ROCPROFV3", raising=False)
-    return folder
-
-
-@pytest.fixture
 def database(tmp_path: Path) -> str:
     """Write the database of the stand-in: two calls of c0001 and c0002 with one dispatch each."""
     made = Rocpd()

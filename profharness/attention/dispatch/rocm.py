@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from profharness.devices import INSTINCT
 from profharness.errors import UsageError
 
 Version = tuple[int, int, int]
@@ -21,19 +22,11 @@ LIBRARIES = (AOTRITON, CK)
 EXPERIMENTAL_VARIABLE = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 PREFER_CK_VARIABLE = "TORCH_ROCM_FA_PREFER_CK"
 
-# Maps the name of a GPU to its architecture, which ROCm calls gcnArchName. Source: the hardware
-# tables in AMD's documentation of ROCm.
-ARCHITECTURES = {
-    "MI210": "gfx90a",
-    "MI250": "gfx90a",
-    "MI250X": "gfx90a",
-    "MI300A": "gfx942",
-    "MI300X": "gfx942",
-    "MI308X": "gfx942",
-    "MI325X": "gfx942",
-    "MI350X": "gfx950",
-    "MI355X": "gfx950",
-}
+# Maps the name of a GPU to its architecture, which ROCm calls gcnArchName. The MI308X has no data
+# sheet in the table of devices.
+ARCHITECTURES = dict(
+    sorted([*((row.name, row.gfx) for row in INSTINCT if row.name), ("MI308X", "gfx942")])
+)
 
 
 class Kernels(NamedTuple):

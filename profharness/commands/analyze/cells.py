@@ -27,7 +27,7 @@ from profharness.commands.analyze.figures import (
 from profharness.commands.analyze.remedies import bottleneck, remedies
 from profharness.commands.analyze.rules import EAGER_RULES, RULES, kv_places, measured, us
 from profharness.device_types import CPU, CUDA
-from profharness.devices import MEASURED, Device, occupancy
+from profharness.devices import MEASURED, Device, launch_occupancy
 from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
@@ -344,14 +344,7 @@ def _kernel_rows(
         launches, total = sum(k.launches for k in same), sum(k.total_ns for k in same)
         mean = round(total / launches) if launches else None
         threads = math.prod(kind.block) if kind.block else None
-        fit = occupancy(
-            threads,
-            kind.registers_per_thread,
-            kind.shared_bytes,
-            device,
-            accum_registers=kind.accum_registers_per_thread,
-            scalar_registers=kind.scalar_registers,
-        )
+        fit = launch_occupancy(threads, kind, device)
         same_fields = kind._asdict() | {"launches": launches, "total_ns": total}
         del same_fields["direction"]
         yield KernelRow(

@@ -18,7 +18,7 @@ from profharness.devices import (
     data_sheet,
     device_facts,
     flop_peak,
-    occupancy,
+    launch_occupancy,
     ridge,
 )
 from profharness.program.counters import Counters, metric, read_counters
@@ -352,14 +352,7 @@ def kernel_figures(
         metrics = ncu.metrics if ncu else {}
         blocks = math.prod(row.grid) if row.grid else None
         threads = math.prod(row.block) if row.block else None
-        fit = occupancy(
-            threads,
-            row.registers_per_thread,
-            row.shared_bytes,
-            machine.device,
-            accum_registers=row.accum_registers_per_thread,
-            scalar_registers=row.scalar_registers,
-        )
+        fit = launch_occupancy(threads, row, machine.device)
         waves = metric(metrics, WAVES)
         if waves is None and blocks and fit and machine.num_sms:
             waves = blocks / (fit.blocks_per_sm * machine.num_sms)

@@ -359,7 +359,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     if full:
         yield Heading("Kernels compared", "of one call, the longest first", 3)
         yield Table.of(
-            (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")), _kernels(answer)
+            (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")), _kernels(answer, ordered)
         )
     yield from map(Note, _step_texts(answer))
     for row, line in zip(ordered, rows, strict=True):
@@ -375,9 +375,9 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
             yield Note("Only the forward is compared, because not all runs have a backward.", label)
 
 
-def _kernels(answer: LayersByGpu) -> Iterator[dict[str, Any]]:
-    """Yield the forward kernels of each layer on each GPU."""
-    for row in sorted(answer.rows, key=lambda row: -_spent(row)):
+def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dict[str, Any]]:
+    """Yield the forward kernels of each layer on each GPU, in the order of the rows."""
+    for row in rows:
         for each, side in zip(answer.classes, row.sides, strict=True):
             if side and side.kernels:
                 module = _name(row, full=True)

@@ -1,7 +1,7 @@
 """The registry of profilers, and the search for their tools on this machine.
 
 To add a profiler, add a row to PROFILERS, a module with its session and failure rules to this
-folder, its name to `rows.TRACE_PROFILERS` (and to `rows.COUNTERS` if it reads hardware counters),
+folder, its name to `rows.LAUNCH_PROFILERS` (and to `rows.COUNTERS` if it reads hardware counters),
 and its parser and file suffixes to `traces`.
 """
 

@@ -30,15 +30,6 @@ from profharness.run import Problem
 DISPATCHES = "rocpd_kernel_dispatch*"  # the name continues with an id of the recording
 ROCM = "install ROCm 7.0 or newer, whose rocprofv3 writes rocpd databases"
 
-NO_DISPATCHES = FailureRule(
-    "no_kernels",
-    r"(?!)",  # only the database shows it
-    "rocprofv3 recorded no kernels in {report}",
-    (
-        "check that torch is a ROCm build and sees the GPU (rocminfo, torch.cuda.is_available()); "
-        "`--profiler torch` works without rocprofv3"
-    ),
-)
 RULES = (
     FailureRule(
         "killed",
@@ -119,7 +110,13 @@ class Rocprofv3Session(ToolSession):
         if not self.report.exists():
             return problem, None
         if kernels == 0:
-            problem = problem or NO_DISPATCHES.problem(ROCPROFV3, self.report, {})
+            problem = problem or Problem(
+                ROCPROFV3,
+                "no_kernels",
+                f"rocprofv3 recorded no kernels in {self.report.name}",
+                "check that torch is a ROCm build and sees the GPU (rocminfo, "
+                "torch.cuda.is_available()); `--profiler torch` works without rocprofv3",
+            )
         return problem, self.report
 
     def _take_report(self) -> int:
@@ -129,12 +126,12 @@ class Rocprofv3Session(ToolSession):
         database is damaged.
         """
         found = sorted(self.scratch.rglob("*.db"))
-        counts = [count_rows(path, DISPATCHES, "a rocpd database") for path in found]
-        if not found:
+        counts = {path: count_rows(path, DISPATCHES, "a rocpd database") for path in found}
+        if not counts:
             return 0
-        most = max(counts)
-        shutil.move(found[counts.index(most)], self.report)  # maybe to another file system
-        return most
+        own = max(counts, key=counts.__getitem__)
+        shutil.move(own, self.report)  # maybe to another file system
+        return counts[own]
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
         kill(process.pid, signal.SIGINT)
