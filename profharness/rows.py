@@ -333,7 +333,9 @@ class KernelRow:
     max_ns: Annotated[int | None, column(meaning="longest launch")]
     share: Annotated[
         float | None,
-        column("share%", "percent", importance="answer", meaning="share of the call's kernel time"),
+        column(
+            "% of call", "percent", importance="answer", meaning="share of the call's kernel time"
+        ),
     ]
     """Share of the sum of `total_ns` in the cell, or in the range if the row has no cell."""
     first_ns: Annotated[

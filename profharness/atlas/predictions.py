@@ -377,7 +377,7 @@ class Predicted:
     choice: Annotated[
         str | None,
         column(
-            "takes",
+            "predicted choice",
             importance="answer",
             meaning="the backend that the dispatch rules choose for `auto`; `none` if PyTorch raises an error",
         ),
@@ -390,7 +390,7 @@ class Predicted:
     low_ns: Annotated[
         int | None,
         column(
-            "from",
+            "from µs",
             "us",
             importance="detail",
             scale="call",
@@ -399,7 +399,9 @@ class Predicted:
     ]
     high_ns: Annotated[
         int | None,
-        column("to", "us", importance="detail", scale="call", meaning="upper end of that interval"),
+        column(
+            "to µs", "us", importance="detail", scale="call", meaning="upper end of that interval"
+        ),
     ]
     error: Annotated[float | None, column(meaning="relative error of the model")]
     graph_ns: Annotated[
@@ -422,7 +424,7 @@ class Predicted:
     best_ns: Annotated[int | None, column("its µs", "us", scale="call", meaning="its time")] = None
     regret: Annotated[
         float | None,
-        column("loses%", "percent", importance="answer", meaning="kernel_ns / best_ns - 1"),
+        column("% slower", "percent", importance="answer", meaning="kernel_ns / best_ns - 1"),
     ] = None
     certain: Annotated[bool | None, column(meaning="whether the two intervals are disjoint")] = None
     """For this comparison, the interval of a measured time t is t * (1 ± REPEATS)."""

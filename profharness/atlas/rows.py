@@ -153,7 +153,7 @@ class AtlasComparison:
     low_ns: Annotated[
         int | None,
         column(
-            "from",
+            "from µs",
             "us",
             importance="detail",
             scale="call",
@@ -162,7 +162,9 @@ class AtlasComparison:
     ]
     high_ns: Annotated[
         int | None,
-        column("to", "us", importance="detail", scale="call", meaning="upper end of that interval"),
+        column(
+            "to µs", "us", importance="detail", scale="call", meaning="upper end of that interval"
+        ),
     ]
     ratio: Annotated[
         float, column("ran / atlas", "ratio", importance="answer", meaning="ran_ns / kernel_ns")
@@ -179,7 +181,7 @@ class AtlasComparison:
     regret: Annotated[
         float | None,
         column(
-            "loses%", "percent", meaning="kernel_ns divided by the kernel_ns of `best`, minus 1"
+            "% slower", "percent", meaning="kernel_ns divided by the kernel_ns of `best`, minus 1"
         ),
     ]
 

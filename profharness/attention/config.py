@@ -45,11 +45,11 @@ CACHE_DTYPES = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")  # the dtypes of a cache
 MAX_CONFIGS = 100_000
 
 
-_STRIDES = re.compile(r"(-(?:[a-z]+_strides=[0-9x]+|layout=[a-z_]+))+")
+_STRIDES = re.compile(r"(-[a-z]+_strides=[0-9x]+)+")
 
 
 def without_strides(text: str) -> str:
-    """Replace the strides and the layout in a config's label by `strides…`."""
+    """Replace the strides in a config's label by `strides…`."""
     return _STRIDES.sub("-strides…", text)
 
 

@@ -71,6 +71,7 @@ BACKEND_COLUMNS = pick(
     "bottleneck",
 )
 INTERVAL = ("low_ns", "high_ns")
+BOUND = "at least µs"  # title of `low_ns` if no time is known, only the roofline bound
 KERNEL_COLUMNS = (
     *pick(Predicted, "backend"),
     *pick(KernelRow, "kernel_short", "grid", "block", "shared_bytes", "registers_per_thread"),
@@ -78,8 +79,7 @@ KERNEL_COLUMNS = (
 )
 LOSS_COLUMNS = (
     *pick(Predicted, "config"),
-    replace(*pick(Predicted, "choice"), title="auto chooses"),
-    *pick(Predicted, "kernel_ns", "best", "best_ns", "regret"),
+    *pick(Predicted, "choice", "source", "kernel_ns", "best", "best_ns", "regret"),
 )
 SHOWN_LOSSES = 12
 SHOWN_CHARTS = 4  # maximum number of maps that are drawn as charts
@@ -226,7 +226,12 @@ def _config_blocks(
         # Measured times have no prediction interval, so omit its columns.
         measured = all(row.source == MEASURED for row in ran)
         hidden = INTERVAL if measured else ()
-        columns = [each for each in BACKEND_COLUMNS if each.key not in hidden]
+        bounds = all(row.kernel_ns is None for row in ran)
+        columns = [
+            replace(each, title=BOUND) if bounds and each.key == "low_ns" else each
+            for each in BACKEND_COLUMNS
+            if each.key not in hidden
+        ]
         lines = [({"backend": sourced(row.backend, row.source)}, row) for row in ran]
         yield Table.of(filled_columns(columns, lines), lines)
     kernels = [
@@ -261,8 +266,7 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
     autos = [answer[0] for answer in answers]
     if lossy := _lossy(autos):
         yield Heading("Where auto loses", f"more than {share_text(NOTABLE_LOSS)}")
-        lines = [({"choice": sourced(row.choice, row.source)}, row) for row in lossy]
-        yield Table.of(LOSS_COLUMNS, lines[:SHOWN_LOSSES])
+        yield Table.of(LOSS_COLUMNS, lossy[:SHOWN_LOSSES])
         if len(lossy) > SHOWN_LOSSES:
             yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more; the JSON has them all")
     outside = Counter(row.outside for row in autos if row.outside)
@@ -313,7 +317,7 @@ def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str)
     """Yield a table with the prediction for one backend and the best backend for each config."""
     backend = AUTO if AUTO in backends else backends[0]
     rows = [row for answer in answers for row in answer if row.backend == backend]
-    lines = [({"choice": sourced(row.choice or row.status, row.source)}, row) for row in rows]
+    lines = [({"choice": row.choice or row.status}, row) for row in rows]
     columns = LOSS_COLUMNS
     if backend != AUTO:
         columns = tuple(each for each in LOSS_COLUMNS if each.key != "choice")

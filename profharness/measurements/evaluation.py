@@ -172,7 +172,7 @@ class Loss:
     regret: Annotated[
         float,
         column(
-            "loses%",
+            "% slower",
             "percent",
             importance="answer",
             meaning="how much longer `auto` took than the fastest correct other backend",

@@ -259,7 +259,7 @@ class LayerForecast:
     predicted_backend: Annotated[
         Text,
         column(
-            "predicted backend",
+            "predicted choice",
             importance="answer",
             meaning="PyTorch's choice on the predicted GPU among the allowed backends, by rule",
         ),
@@ -267,7 +267,7 @@ class LayerForecast:
     predicted_source: Annotated[
         Text,
         column(
-            "predicted from",
+            "source",
             meaning="the least certain source of the calls: `measured`, `model` or `floor` (a lower "
             "bound instead of a time)",
         ),
@@ -275,17 +275,18 @@ class LayerForecast:
     predicted_kernels: Annotated[
         tuple[str, ...], column("kernels", "names", meaning="kernels of the median-length call")
     ] = ()
-    predicted_ns: Annotated[
-        Number, column("predicted µs/call", "us", meaning="mean time of one call")
-    ] = None
+    predicted_ns: Annotated[Number, column("µs/call", "us", meaning="mean time of one call")] = None
     predicted_low_ns: Annotated[
         Number,
         column(
-            "from", "us", importance="detail", meaning="lower end of the 90 % interval of one call"
+            "from µs",
+            "us",
+            importance="detail",
+            meaning="lower end of the 90 % interval of one call",
         ),
     ] = None
     predicted_high_ns: Annotated[
-        Number, column("to", "us", importance="detail", meaning="upper end of that interval")
+        Number, column("to µs", "us", importance="detail", meaning="upper end of that interval")
     ] = None
     predicted_total_ns: Annotated[
         Number,
@@ -298,12 +299,12 @@ class LayerForecast:
         ),
     ] = None
     predicted_share: Annotated[
-        Number, column("share", "percent", meaning="share of all predicted attention time")
+        Number, column("% of attention", "percent", meaning="share of all predicted attention time")
     ] = None
     predicted_best: Annotated[
         Text,
         column(
-            "predicted best",
+            "best",
             importance="answer",
             meaning="the fastest backend that supports the call and whose time is known",
         ),
@@ -314,7 +315,7 @@ class LayerForecast:
     predicted_saves_ns: Annotated[
         Number,
         column(
-            "would save µs",
+            "best saves µs",
             "us",
             importance="answer",
             scale="program",

@@ -61,7 +61,7 @@ class PhaseRow:
     busy_share: Annotated[
         Number,
         column(
-            "busy%", "percent", meaning="share of the step time during which a kernel was running"
+            "% busy", "percent", meaning="share of the step time during which a kernel was running"
         ),
     ]
     attention_ns: Annotated[

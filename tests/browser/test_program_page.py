@@ -284,5 +284,5 @@ def test_a_phone_shows_the_times_of_kernels_and_low_headers(
             "(th) => [th.innerText.trim(), th.getBoundingClientRect().right])])"
         )
         kernels = [dict(titles) for _, *titles in heads if titles[0][0] == "kernel"]
-        assert kernels and all(max(each[time], each["share%"]) <= 390 for each in kernels)
+        assert kernels and all(max(each[time], each["% of kernels"]) <= 390 for each in kernels)
         assert max(height for height, *_ in heads) < 50

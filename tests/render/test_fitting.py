@@ -392,7 +392,7 @@ def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
         lines = [line for line in last if "LlamaAttention_{0-2}" in line]
         assert len(lines) == 1
         assert f"  {starts.get(width, label)}" in lines[0]
-    long = label.replace("-mask", "-q_strides=1x2x3x4-layout=bshd-mask")
+    long = label.replace("-mask", "-q_strides=1x2x3x4-k_strides=1x2x3x4-mask")
     assert label.replace("-mask", "-strides…-mask") in "\n".join(
         fitted(columns, (row[0], long, *row[2:]), width=100)
     )

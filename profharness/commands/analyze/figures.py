@@ -156,7 +156,9 @@ class KernelFigures:
     call_ns: float | None
     share: Annotated[
         float | None,
-        column("share%", "percent", importance="answer", meaning="share of the call's kernel time"),
+        column(
+            "% of call", "percent", importance="answer", meaning="share of the call's kernel time"
+        ),
     ]
     blocks: Annotated[
         int | None, column("blocks", "count", importance="detail", meaning="blocks of the grid")

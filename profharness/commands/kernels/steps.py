@@ -101,7 +101,7 @@ class Step:
     share: Annotated[
         float | None,
         column(
-            "share%",
+            "% of call",
             "percent",
             importance="answer",
             meaning=(

@@ -53,7 +53,7 @@ RANGES, CPU = "range", "CPU"
 PARTS = (
     Column("kind", "kind"),
     Column("ns", "µs/step", "us"),
-    Column("share", "share%", "percent"),
+    Column("share", "% of step", "percent", meaning="share of the step"),
 )
 TOP_KERNELS = pick(KernelTime, "kernel_short", "total_ns", "share", "launches", "kind", "layer")
 LISTED = (
