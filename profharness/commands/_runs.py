@@ -13,14 +13,21 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profharness.attention.config import setting_name, split_names
 from profharness.commands._output import hint, is_command_line, live
-from profharness.errors import NotFoundError, ProfharnessError, UsageError, join_few, printable_path
+from profharness.errors import (
+    NotFoundError,
+    ProfharnessError,
+    StoreError,
+    UsageError,
+    join_few,
+    printable_path,
+)
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import ALL_RUNS, LATEST, open_store
 
@@ -49,14 +56,14 @@ def find_one(ref: Reference | None, store: Path) -> str | None:
 
 def find_several(refs: Iterable[Reference], store: Path) -> tuple[str, ...]:
     """Return texts that select the given runs in the store. A folder selects all runs in it."""
-    found: list[str] = []
+    found: dict[str, Path | None] = {}  # the file of each run that was given as one
     for text in [os.fspath(ref) for ref in refs]:
         if _is_path(text, store):
-            found += _ingest_all(_sources(text), store)
+            _ingest_all(_sources(text), store, found)
         else:
             _require_run(text, store)
-            found.append(text)
-    return tuple(dict.fromkeys(found))
+            found.setdefault(text, None)
+    return tuple(found)
 
 
 def separate(
@@ -176,32 +183,40 @@ def _only(text: str, sources: list[Path], store: Path) -> str:
     return ensure_stored(sources[0], store).run
 
 
-def _ingest_all(sources: list[Path], store: Path) -> list[str]:
-    """Return the ids of the runs of the sources. Print a warning for a source that is unreadable.
+def _ingest_all(sources: list[Path], store: Path, found: dict[str, Path | None]) -> None:
+    """Add the runs of the sources to `found`, which maps ids of runs to files.
 
-    Raise its error if no source can be read.
+    Print a warning for a source that is unreadable, and for a copy of a source that was found.
+    Raise the first error if no source can be read.
     """
-    found: list[str] = []
     failures: list[ProfharnessError] = []
     for source in sources:
         try:
-            found.append(ensure_stored(source, store).run)
+            run = ensure_stored(source, store, tuple(found)).run
         except ProfharnessError as error:
             failures.append(error)
-    if not found:
+            continue
+        first = found.setdefault(run, source)
+        if first is not None and first.resolve() != source.resolve():
+            hint(
+                f"warning: {printable_path(source)} has the same content as "
+                f"{printable_path(first)}, so it is used only once"
+            )
+    if len(failures) == len(sources):
         raise failures[0]
     for failure in failures:
         hint(f"warning: left out: {failure}")
-    return found
 
 
-def ensure_stored(source: Path, store: Path) -> IngestResult:
+def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> IngestResult:
     """Ingest a trace file or run folder unless the store has its content. Return the stored run.
 
-    Raise TraceFormatError if it cannot be read, and StoreError if the store cannot be written.
+    A stored trace whose content was given under another name takes the new name, unless its run is
+    in `found`. Raise TraceFormatError if it cannot be read, and StoreError if the store cannot be
+    written.
     """
     # imported here because only a run that is given as a path needs the readers of traces
-    from profharness.store.ingest import ingest_source, require_stored, unchanged
+    from profharness.store.ingest import ingest_source, rename_trace, require_stored, unchanged
     from profharness.store.schema import Writer
     from profharness.store.sources import read_source
 
@@ -209,7 +224,11 @@ def ensure_stored(source: Path, store: Path) -> IngestResult:
     if store.is_file():
         with open_store(store) as opened:
             known = unchanged(opened.connection, read)
+            named = opened.path_of(known.run) if known else ""
         if known is not None:
+            if known.run not in found and named and not _is_same(Path(named), source):
+                with closing(Writer(store)) as writer, contextlib.suppress(StoreError):
+                    rename_trace(writer(), known.run, source)
             return known
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)
@@ -217,6 +236,13 @@ def ensure_stored(source: Path, store: Path) -> IngestResult:
     for warning in result.warnings:
         hint(f"warning: {printable_path(source)}: {warning}")
     return result
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # such as a file that was deleted
+        return one == other
 
 
 @contextlib.contextmanager

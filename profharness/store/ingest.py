@@ -334,6 +334,28 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     )
 
 
+def rename_trace(connection: sqlite3.Connection, run: str, path: Path) -> None:
+    """Name a run that was made from a trace file after another file with the same content."""
+    named, _ = split_rank({}, path.name)
+    values = {
+        "run": run,
+        "rank": named["rank"],
+        "path": printable_path(path),
+        "file": printable_path(path.name),
+    }
+    with transaction(connection):
+        connection.execute(
+            "UPDATE traces SET path = :file WHERE run_id = "
+            "(SELECT id FROM runs WHERE run = :run AND source = 'trace')",
+            values,
+        )
+        connection.execute(
+            "UPDATE runs SET path = :path, rank = coalesce(rank, :rank) "
+            "WHERE run = :run AND source = 'trace'",
+            values,
+        )
+
+
 def _hashes(source: Source) -> dict[str, str]:
     """Map the names of the companions of a source to their content hashes."""
     return {printable_path(each.path.name): each.content_hash for each in source.companions}

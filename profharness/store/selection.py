@@ -146,6 +146,10 @@ class RunFinder:
         """Return the name of a run: the file of a trace, otherwise the id."""
         return name_runs(self.stored_runs()).get(run, run)  # another process may have deleted it
 
+    def path_of(self, run: str) -> str:
+        """Return the file or folder from which a run was ingested, or "" if it is not stored."""
+        return next((each.path for each in self.stored_runs() if each.run == run), "")
+
     def run_reference(self, run: str) -> str:
         """Return a text that selects a run when a user types it: its name, or its id if the name is
         also that of another file in the working folder.

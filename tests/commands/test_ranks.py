@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.store import ingest_path, open_store
 from profharness.store.ranks import rank_rows
 
+MODELS = Path(__file__).parents[2] / "traces" / "models"
 UNEVEN = Fleet(8, 1, slow={5: 1.05}, flash=(3,), fewer=(1,), driver=(6, 7))
 
 
@@ -87,6 +89,27 @@ def test_the_answer_names_the_slow_rank_and_not_the_spread_of_the_others(
         "Unlike most ranks, rank 3 ran other attention kernels, rank 1 launched other kernels and "
         "rank 6, rank 7 ran other software."
     )
+
+
+def test_two_ranks_are_compared_with_each_other_and_not_with_most_ranks(tmp_path: Path) -> None:
+    """Bugs: "unlike most ranks" of two ranks, "1 times", and one idle share as that of both."""
+    for at, name in enumerate(("llama_eager", "llama_prefill")):
+        shutil.copy(MODELS / f"{name}.json.gz", tmp_path / f"rank{at}.json.gz")
+    shutil.copy(tmp_path / "rank1.json.gz", tmp_path / "rank2.json.gz")
+    store = ["--store", str(tmp_path / "s.db")]
+    done = CliRunner().invoke(cli, ["ranks", str(tmp_path), *store])
+    text = " ".join(done.stdout.split())
+    assert text.startswith("Both ranks agree within ")
+    assert (
+        "Unlike rank 0, rank 1 ran other attention kernels, launched other kernels and left the "
+        "GPU idle for longer. Ranks 2 ranks, GPUs idle for 66 % of their spans (median)"
+    ) in text
+    assert "but no attention kernel on rank 0 (in" in text
+    assert "most ranks" not in text and "1 times" not in text and "1 time, not 5" in text
+    assert (
+        f"warning: {tmp_path / 'rank2.json.gz'} has the same content as "
+        f"{tmp_path / 'rank1.json.gz'}, so it is used only once\n"
+    ) in done.stderr
 
 
 def test_the_answer_about_slow_ranks_counts_them_and_what_is_slow(jobs: Path) -> None:

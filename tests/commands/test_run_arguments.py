@@ -280,3 +280,21 @@ def test_a_failed_gate_says_so(folder: Path) -> None:
     )
     assert done.returncode == 3
     assert "\ngate failed: trace.json.gz:\n  eager-attention: " in done.stderr
+
+
+def test_a_copy_of_a_stored_trace_is_shown_under_the_name_that_was_given(folder: Path) -> None:
+    """Bug: the second name of a file was ignored, and headings named the first."""
+    shutil.copy(folder / "trace.json.gz", folder / "rank3.json.gz")
+    assert "run trace.json.gz" in invoke(folder, "layers", "trace.json.gz").stdout
+    assert "run rank3.json.gz" in invoke(folder, "layers", "rank3.json.gz").stdout
+    assert "run rank3.json.gz" in invoke(folder, "layers").stdout
+    assert stored(folder) == ["rank3.json.gz"]
+    done = invoke(folder, "diff", "trace.json.gz", "rank3.json.gz")
+    assert done.stderr.endswith(
+        "warning: both sides are rank3.json.gz, or files with its content\n"
+    )
+    (folder / "trace.json.gz").unlink()
+    assert "run rank3.json.gz" in invoke(folder, "layers", "rank3.json.gz").stdout
+    with open_store(folder / "profharness.db") as store:
+        (run,) = store.runs()
+        assert run.rank == 3 and store.run_name(run.run) == "rank3.json.gz"

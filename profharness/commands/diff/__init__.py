@@ -376,6 +376,10 @@ def diff(
     """
     with open_store(store_path(store)) as opened:
         sides = find_sides(opened, str(baseline), str(candidate), config_list(configs))
+    if sides[0].label == sides[1].label:
+        hint(
+            f"warning: both sides are {sides[0].name or sides[0].label}, or files with its content"
+        )
     threshold = stats.THRESHOLD if threshold is None else threshold
     return diff_cells(*sides, threshold=threshold), sides
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
@@ -138,17 +139,17 @@ def _line(row: RankFigures) -> dict[str, Any]:
 
 
 def _summary(answer: RankComparison) -> str:
-    """Return a line such as `8 of 8 ranks on 2 hosts, GPUs idle for 40 % of the time`."""
+    """Return a line such as `8 of 8 ranks on 2 hosts, GPUs idle for 40 % of their spans`."""
     of = f" of {answer.world_size}" if answer.world_size else ""
     where = f" on {answer.hosts} hosts" if answer.hosts and answer.hosts > 1 else ""
     parts = [f"{len(answer.rows)}{of} ranks{where}"]
     middles: list[float | None] = []
     for name in SHARES:
-        known = sorted(part for row in answer.rows if (part := getattr(row, name)) is not None)
-        middles.append(known[len(known) // 2] if known else None)
+        known = [part for row in answer.rows if (part := getattr(row, name)) is not None]
+        middles.append(statistics.median(known) if known else None)
     idle, collectives, exposed = middles
     if idle is not None:
-        parts.append(f"GPUs idle for {share_text(idle)} of the time")
+        parts.append(f"GPUs idle for {share_text(idle)} of their spans (median)")
     if collectives:
         alone = f" ({share_text(exposed)} exposed)" if exposed is not None else ""
         parts.append(f"in collectives for {share_text(collectives)}{alone}")

@@ -10,6 +10,7 @@ from profharness.commands.ranks.comparison import (
     SLOW_KERNELS,
     RankComparison,
     RankFigures,
+    usual_ranks,
 )
 from profharness.errors import counted, join_and, join_few
 from profharness.render.document import share_text
@@ -59,12 +60,15 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
         if finding.code in CLAUSES:
             others.setdefault(finding.code, set()).update(finding.ranks)
     order = [row.label for row in answer.rows]
+    did: dict[tuple[str, ...], list[str]] = {}  # what these ranks did
+    for code, labels in others.items():
+        did.setdefault(tuple(sorted(labels, key=order.index)), []).append(CLAUSES[code])
     clauses = [
-        f"{join_few(sorted(labels, key=order.index), LABELS_SHOWN)} {CLAUSES[code]}"
-        for code, labels in others.items()
+        f"{join_few(labels, LABELS_SHOWN)} {join_and(texts)}" for labels, texts in did.items()
     ]
     if clauses:
-        yield f"Unlike most ranks, {join_and(clauses)}."
+        single = all(len(texts) == 1 for texts in did.values())
+        yield f"Unlike {usual_ranks(order)}, {join_and(clauses) if single else '; '.join(clauses)}."
     elif len(even) > 1 and not slow and all(each.code != MISSING for each in answer.findings):
         yield "All ran the same kernels and software."
 
@@ -74,6 +78,5 @@ def _agreement(rows: tuple[RankFigures, ...] | list[RankFigures], other: str = "
     ratios = [row.ratio for row in rows if row.ratio]
     if len(ratios) < 2:
         return ""
-    return (
-        f"all {len(ratios):,} {other}ranks agree within {share_text(max(ratios) / min(ratios) - 1)}"
-    )
+    which = "both" if len(ratios) == 2 and not other else f"all {len(ratios):,}"
+    return f"{which} {other}ranks agree within {share_text(max(ratios) / min(ratios) - 1)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -30,6 +31,14 @@ CODES = {
 SIGMAS = 3.5  # minimum distance of an outlier from the other ranks, in standard deviations
 WAIT_SHARE = 0.05  # minimum difference that is reported, as a share of the span
 Share = float | None
+
+
+def usual_ranks(labels: Sequence[str]) -> str:
+    """Return the name of the ranks with which a rank is compared.
+
+    Of two ranks, it is the first.
+    """
+    return labels[0] if len(labels) == 2 else "most ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,12 @@ class RankFigures:
     compute_ns: Annotated[
         int, column("compute ms", "ms", importance="answer", meaning="time without collectives")
     ]
-    span_ns: Annotated[int | None, column("span ms", "ms", meaning="from first to last launch")]
+    span_ns: Annotated[
+        int | None,
+        column(
+            "span ms", "ms", meaning="from the start of the first launch to the end of the last one"
+        ),
+    ]
     """The sum over the devices of the rank."""
     idle_ns: int | None  # time in the span without a kernel
     collective_ns: int | None  # time in which collectives run
@@ -85,21 +99,27 @@ class RankFigures:
     @property
     def idle_share(
         self,
-    ) -> Annotated[Share, column("% idle", "percent", meaning="without a kernel")]:
+    ) -> Annotated[
+        Share, column("% idle", "percent", meaning="share of the span without a kernel")
+    ]:
         """Share of the span in which no kernel runs."""
         return self._share(self.idle_ns)
 
     @property
     def collective_share(
         self,
-    ) -> Annotated[Share, column("% collectives", "percent", meaning="in collectives")]:
+    ) -> Annotated[
+        Share, column("% collectives", "percent", meaning="share of the span in collectives")
+    ]:
         """Share of the span in which collectives run."""
         return self._share(self.collective_ns)
 
     @property
     def exposed_share(
         self,
-    ) -> Annotated[Share, column("% exposed", "percent", meaning="in collectives alone")]:
+    ) -> Annotated[
+        Share, column("% exposed", "percent", meaning="share of the span in collectives alone")
+    ]:
         """Share of the span in which only collectives run."""
         return self._share(self.exposed_ns)
 

@@ -25,9 +25,11 @@ from profharness.commands.ranks.comparison import (
     RankComparison,
     RankFigures,
     RankFinding,
+    usual_ranks,
 )
 from profharness.errors import NotFoundError, UsageError, counted, join_few
 from profharness.program.changes import environment_changes
+from profharness.render.document import share_text
 from profharness.rows import RankKernel, RankLaunches, RankRow
 from profharness.stats import THRESHOLD
 from profharness.store.ranks import rank_launches, rank_rows
@@ -252,6 +254,14 @@ def _labels(rows: Sequence[RankFigures], indices: Iterable[int]) -> tuple[str, .
     return tuple(rows[index].label for index in indices)
 
 
+def _usual(rows: Sequence[RankFigures]) -> str:
+    return usual_ranks([row.label for row in rows])
+
+
+def _others(rows: Sequence[RankFigures]) -> str:
+    return "the others' GPUs" if len(rows) > 2 else "the other's GPU"
+
+
 def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterator[RankFinding]:
     """Set the ratio of each rank, and yield findings on slow ranks.
 
@@ -332,10 +342,11 @@ def _other_attention(
         alike.setdefault((*kind, tuple(places)), []).append(index)
     for (ran, usual_set, number, places), indices in alike.items():
         others = " + ".join(sorted(usual_set)) or "no attention kernel"
+        ranks = f"{number} of {len(rows)} ranks" if len(rows) > 2 else _usual(rows)
         named = [name for place in places if (name := table.places[place])]
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         where = f" (in {named[0]!r}{more})" if named else ""
-        text = f"attention ran {' + '.join(sorted(ran))}, but {others} on {number} of {len(rows)} ranks"
+        text = f"attention ran {' + '.join(sorted(ran))}, but {others} on {ranks}"
         yield RankFinding(OTHER_ATTENTION, _labels(rows, indices), f"{text}{where}")
 
 
@@ -372,7 +383,7 @@ def _other_kernels(
             if launches == usual[0] or reported:
                 continue
             kind = "lacks" if not launches else "alone has" if not usual[0] else "launches"
-            often = f" {launches:,} times, not {usual[0]:,}" if kind == "launches" else ""
+            often = f" {counted(launches, 'time')}, not {usual[0]:,}" if kind == "launches" else ""
             kinds = seen.setdefault(index, {})
             kinds.setdefault(kind, {})[f"{kernel.short}{often}"] = None
     alike: dict[str, list[int]] = {}
@@ -388,7 +399,7 @@ def _other_kernels(
         if len(indices) > 1:
             text = text.replace("lacks", "lack").replace("alone has", "alone have")
         yield RankFinding(
-            OTHER_KERNELS, _labels(rows, indices), f"compared with most ranks: {text}"
+            OTHER_KERNELS, _labels(rows, indices), f"compared with {_usual(rows)}: {text}"
         )
 
 
@@ -404,7 +415,7 @@ def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> It
         # ignore keys for which no value is shared by most ranks
         own = {key: value for key, value in environment.items() if key in base}
         for change in environment_changes(base, own):
-            text = f"{change.key} is {change.candidate}, but {change.baseline} on most ranks"
+            text = f"{change.key} is {change.candidate}, but {change.baseline} on {_usual(rows)}"
             if change.explains:
                 text += f": {change.explains}"
             yield RankFinding(OTHER_SOFTWARE, _labels(rows, indices), text)
@@ -415,7 +426,8 @@ def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     usual = _majority(models)
     for model, indices in _indices(models).items():
         if usual and model != usual[0]:
-            text = f"runs on {model or 'an unknown GPU'}, but most ranks run on {usual[0]}"
+            others = "most ranks run" if len(rows) > 2 else f"{_usual(rows)} runs"
+            text = f"runs on {model or 'an unknown GPU'}, but {others} on {usual[0]}"
             yield RankFinding(OTHER_GPU, _labels(rows, indices), text)
 
 
@@ -430,7 +442,10 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     shares = np.array([np.nan if row.idle_share is None else row.idle_share for row in rows])
     for index, above in _above(shares):
         own = shares[index]
-        text = f"its GPU is idle for {own:.0%} of the time, the others' GPUs for {own - above:.0%}"
+        text = (
+            f"its GPU is idle for {share_text(own)} of its span, "
+            f"{_others(rows)} for {share_text(own - above)}"
+        )
         yield RankFinding(WAITS, (rows[index].label,), text)
 
 
@@ -451,8 +466,8 @@ def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]
     spent = np.array(shares, float)
     for index, below in _above(-spent):
         text = (
-            f"spends {spent[index]:.0%} of the time in collectives, the others "
-            f"{spent[index] + below:.0%}, because they wait for it there"
+            f"spends {share_text(spent[index])} of its span in collectives, the others "
+            f"{share_text(spent[index] + below)}, because they wait for it there"
         )
         yield RankFinding(LATE, (rows[index].label,), text)
 
