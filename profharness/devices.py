@@ -278,6 +278,19 @@ def find_gpu(text: str) -> Gpu:
     )
 
 
+def short_gpu_name(device_name: str) -> str:
+    """Return the name by which people call a device, such as `H100` for `NVIDIA H100 80GB HBM3`.
+
+    If the tables do not have the device, return the whole name.
+    """
+    if (row := find_instinct(device_name)) and row.name:
+        return row.name
+    try:
+        return find_gpu(device_name).name
+    except UsageError:
+        return device_name
+
+
 def _key(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 

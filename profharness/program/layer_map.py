@@ -91,7 +91,7 @@ class LayerRow:
     ]
     phase: Annotated[
         Text,
-        column("phase", importance="detail", meaning="`prefill`, `decode`, `cross` or `train`"),
+        column("phase", meaning="`prefill`, `decode`, `cross` or `train`"),
     ]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
     mode: Annotated[
@@ -145,7 +145,10 @@ class LayerRow:
             meaning="share of the GPU's busy time",
         ),
     ]
-    step_share: Annotated[Number, column("% of step", "percent", meaning="share of the step")]
+    step_share: Annotated[
+        Number,
+        column("% of step", "percent", importance="detail", spare=1, meaning="share of the step"),
+    ]
     reasons: Annotated[
         tuple[str, ...],
         column(meaning="why this backend ran, or what the config does not describe"),
@@ -626,7 +629,10 @@ def join_numbered(names: Iterable[str]) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as `3`, `{0-2}` or `{0-2,5}`."""
+    """Format sorted numbers as `3`, `{0-2}`, `{0-2,5}` or `{1,3,…,23}`."""
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{{{numbers[0]},{numbers[1]},…,{numbers[-1]}}}"
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

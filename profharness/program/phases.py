@@ -45,7 +45,9 @@ class PhaseRow:
     ]
     step_ns: Annotated[
         float,
-        column("step µs", "us", importance="answer", scale="step", meaning="median duration"),
+        column(
+            "median step µs", "us", importance="answer", scale="step", meaning="median duration"
+        ),
     ]
     mean_ns: Annotated[float, column(meaning="mean duration")]
     step_p90_ns: Annotated[

@@ -275,6 +275,14 @@ def _figures(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def _rate(value: float) -> str:
+    """Format a column of rates: with four significant figures from 1 on, and three decimals below."""
+    if not math.isfinite(value) or 0 < value < 0.0005:
+        return _figures(value)
+    digits = 3 if value < 1 else max(3 - math.floor(math.log10(value)), 0)
+    return f"{value:,.{digits}f}"
+
+
 def _ms(value: float, digits: int) -> str:
     least = 10.0**-digits
     return f"<{least:.{digits}f}" if 0 < value < least / 2 * 1e6 else f"{value / 1e6:,.{digits}f}"
@@ -332,12 +340,12 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
     "flag": lambda value: "yes" if value else "no",
     "triple": lambda value: ",".join(map(str, value)),
-    "ratio": lambda value: f"{value:.2f}x",
+    "ratio": lambda value: f"{value:.2f}x" if value >= 0.1 else f"{value:.3g}x",
     "thousandths": lambda value: f"{value:.3f}x",
     "millions": lambda value: _count(value / 1e6),
-    "mega": lambda value: _figures(value / 1e6),
-    "giga": lambda value: _figures(value / 1e9),
-    "tera": lambda value: _figures(value / 1e12),
+    "mega": lambda value: _rate(value / 1e6),
+    "giga": lambda value: _rate(value / 1e9),
+    "tera": lambda value: _rate(value / 1e12),
     "duration": _duration,
     "price": _price,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,

@@ -24,11 +24,12 @@ MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 LONGEST_WORD = 40  # words of wrapped texts are cut into lines from this width on
 NARROWEST = 20  # a terminal is taken to have at least this width
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
+SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
 OPTIONAL = ("normal", "detail")  # columns that may be hidden, in the order in which they are kept
 _LABEL = re.compile(r"b\d+-h\d+-\S+")
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _WORD_END = re.compile(r"[^\W_]*$")
-_DOTTED = re.compile(r"[\w{}\[\],-]+(\.[\w{}\[\],-]+)+")
+_DOTTED = re.compile(r"[\w{}\[\],…-]+(\.[\w{}\[\],…-]+)+")
 
 Texts = Sequence[str]
 
@@ -81,7 +82,8 @@ def fit_columns(
 
     In this order, long texts are shortened, details are hidden, texts are shortened further, other
     columns are hidden by importance, and rows are folded into several lines. A wider table shows
-    the details of a narrower one and more. If `full` is set, rows are folded at once.
+    the details of a narrower one and more. If `full` is set, nothing is shortened or hidden: texts
+    continue on further lines, and rows are folded if that is not enough.
     """
     width = max(width, NARROWEST)
     natural = natural_layout(columns, rows)
@@ -92,6 +94,13 @@ def fit_columns(
     titles = [title_width(one_line(column.title)) for column in columns]
     if full:
         whole = tuple(map(max, titles, map(_longest, texts)))
+        wrapped = tuple(
+            min(size, max(title, READABLE)) if column.shrink or column.wrap else size
+            for column, title, size in zip(columns, titles, whole, strict=True)
+        )
+        if _line_width(wrapped, every) <= width:
+            choice = _Choice(every, (), tuple(map(_Shrunk, wrapped)))
+            return Layout((every,), tuple(_narrowed(whole, choice, width, ())))
         choice = _Choice(every, _widest(columns, every, whole, width), tuple(map(_Shrunk, whole)))
         widths = _narrowed(whole, choice, width, ())
         return Layout(_lines(choice, widths, width), tuple(widths))
@@ -399,11 +408,15 @@ def fitting(text: str, width: int) -> str:
 
 
 def chunks(text: str, width: int) -> Iterator[str]:
-    """Cut a text into lines, after a blank or a comma if one is in the second half of a line."""
+    """Cut a text into lines.
+
+    Each line but the last ends after a blank or a comma in its second half, otherwise after another
+    separator there, and otherwise anywhere.
+    """
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
-        end = max(line.rfind(" "), line.rfind(",")) + 1
-        end = end if end > len(line) // 2 else len(line)
+        ends = (max(map(line.rfind, marks)) + 1 for marks in SEPARATORS)
+        end = next((end for end in ends if end > len(line) // 2), len(line))
         yield text[:end].rstrip()
         text = text[end:].lstrip()
     yield text

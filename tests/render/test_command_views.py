@@ -205,7 +205,7 @@ def test_a_program_is_shown_by_its_longest_ranges() -> None:
     assert "4 more ranges take 120 µs\n--full shows all kernels." in text
     assert text.count("--full") == 1 and "--full" not in render_markdown(document)
     assert len(document.records) == len(rows)
-    assert render_table(kernels_document(rows, full=True)).count("range ") == len(names)
+    assert render_table(kernels_document(rows, full=True)).count("\nrange ") == len(names)
 
 
 def test_verify_counts_the_cases_that_a_backend_skipped() -> None:
@@ -326,7 +326,7 @@ def test_json_is_that_of_the_diff() -> None:
 
 
 def test_full_shows_whole_names() -> None:
-    assert kernel().kernel in RENDERERS["table"](diff_document(sample(), full=True))
+    assert kernel().kernel_short in RENDERERS["table"](diff_document(sample(), full=True))
 
 
 def test_differences_of_memory_and_launches_name_their_config() -> None:

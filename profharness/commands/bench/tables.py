@@ -147,7 +147,7 @@ BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 COLUMNS = (
     *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
-    *(Column(name, name, "us", optional=True) for name in BESIDE),
+    *(Column(name, f"{name} µs", "us", scale="call", optional=True) for name in BESIDE),
     *pick(BenchRow, "flops_per_s", "bytes_per_s", "efficiency", "queries_per_s"),
     *pick(BenchRow, "sequences_per_s", "speedup", "verified"),
     Column("mark", "", importance="answer", optional=True),

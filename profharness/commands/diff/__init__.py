@@ -66,14 +66,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FIELDS = field_names(DiffRow)
-SIDE = Column("side", "", importance="key")
+SIDE = Column("side", "side", importance="key")
 MARKS = ("-", "+")  # of the baseline and the candidate
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
 LAST = (*pick(KernelRow, "duration_ns"), *pick(DiffRow, "ratio", "verdict"))
 COLUMNS = (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *LAST)
-FULL_COLUMNS = (*pick(DiffRow, "role"), SIDE, *LAUNCH, *LAST, *pick(KernelRow, "kernel"))
 NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
 
 SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
@@ -99,7 +98,7 @@ COMPOSITE = "A fused kernel is compared with the sum of the kernels of math."
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
     """Return the document of `diff`. Its tables mark the baseline with `-`, the candidate with `+`.
 
-    If `full` is set, kernel names are not shortened. If `changed_first` is set, configs without
+    If `full` is set, no row and no part of a name is left out. If `changed_first` is set, configs without
     differences are listed at the end, in one line each.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
@@ -255,7 +254,7 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
     first = rows[0]
     yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
     lines = [line for row in rows for line in _lines(row)]
-    yield Table.of(FULL_COLUMNS if full else COLUMNS, lines)
+    yield Table.of(COLUMNS, lines)
     notes: dict[str, list[DiffRow]] = {}
     for row in rows:
         # The table shows the ratio, so a clear verdict on a time needs no note.
@@ -325,7 +324,7 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show full kernel names, and for programs also the kernels outside attention.",
+        help="Show whole names, all reasons, and for programs also the kernels outside attention.",
     ),
 ]
 

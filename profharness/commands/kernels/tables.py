@@ -295,7 +295,12 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
     hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
     if all(row.shared_share is None for row in rows):  # the device is unknown
         hidden.add("shared_share")
-    return tuple(column for column in ROW_COLUMNS if column.key not in hidden)
+    columns = (column for column in ROW_COLUMNS if column.key not in hidden)
+    # Without a cell, a share is relative to the kernel time of the range.
+    return tuple(
+        replace(column, title="% of range") if foreign and column.key == "share" else column
+        for column in columns
+    )
 
 
 def _scope(row: KernelRow) -> _Scope:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from profharness.attention.config import SDPA_BACKENDS, backend_text
 from profharness.commands.layers.savings import Change, main_change, saving_text
+from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
 from profharness.program.gates import falls_back, is_unfused
-from profharness.program.layer_map import Forecast, LayerMap, LayerRow
+from profharness.program.layer_map import OF_PACKAGES, Forecast, LayerMap, LayerRow
 from profharness.program.phases import PhaseRow
 from profharness.render.document import FORMATS, share_text, time_text
 from profharness.rows import WHOLE_TRACE
@@ -17,7 +18,9 @@ from profharness.rows import WHOLE_TRACE
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 LIMITING = 0.1  # attention of a smaller share of a step does not limit it
 IDLE = 0.1  # a smaller idle share is not worth a sentence
+NEGLIGIBLE = 0.01  # attention of a smaller share of the GPU time is not worth a change
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
+PACKAGE = "another package's kernels"
 USE_SDPA = "use scaled_dot_product_attention"
 
 
@@ -27,11 +30,13 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
     `change` is the advice that the answer contains.
     """
     if layers.forecasts:
-        return tuple(map(_forecast_sentence, layers.forecasts))
+        return tuple(_forecast_sentence(layers, forecast) for forecast in layers.forecasts)
     if not layers.steps:
         return _counted(layers, change)
     if layers.attention_ns and all(map(is_unfused, layers.rows)):
-        subject = f"Eager attention{_where(change)}"
+        subject = f"{_unfused(layers.rows)}{_where(change)}"
+        if not matters(layers):
+            return (f"{_cost(layers, subject)}, so another backend would save little.",)
         advice = _advised(change) if change else USE_SDPA
         first = f"{_cost(layers, subject)}: {advice}."
         return (first, *_saving(layers), *_idle(layers, change))
@@ -39,8 +44,21 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
     return (first, *(_saving(layers) or _change(change)), *_idle(layers, change))
 
 
+def matters(layers: LayerMap) -> bool:
+    """Return whether attention takes enough of the GPU time that a change could be worthwhile."""
+    return not layers.gpu_ns or layers.attention_ns >= NEGLIGIBLE * layers.gpu_ns
+
+
+def _unfused(rows: Sequence[LayerRow]) -> str:
+    """Return a name for the attention of rows that separate kernels compute."""
+    kinds = {row.kind for row in rows}
+    return "flex_attention without torch.compile" if kinds == {"flex"} else "Eager attention"
+
+
 def told_change(layers: LayerMap) -> Change | None:
     """Return the advice that belongs into the answer, if there is any."""
+    if not matters(layers):
+        return None
     if layers.forecasts or (layers.regret and not all(map(is_unfused, layers.rows))):
         return None
     return main_change(layers)
@@ -100,10 +118,10 @@ def _cost(layers: LayerMap, subject: str = "Attention") -> str:
     forward = sum(row.forward_ns or 0 for row in timed)
     parts = f"; forward {time_text(forward)}, backward {time_text(backward)}" if backward else ""
     if busy:
-        whole = (
-            f"{share_text(spent / busy)} of the GPU time ({time_text(spent)} of {time_text(busy)}"
-        )
-        return f"{subject} takes {whole}{parts})"
+        gpus = max(step.devices for step in layers.steps)
+        on = f" on {gpus} GPUs" if gpus > 1 else ""
+        whole = f"{share_text(spent / busy)} of the GPU time"
+        return f"{subject} takes {whole} ({time_text(spent)} of {time_text(busy)}{on}{parts})"
     whole = (
         f"{share_text(spent / layers.gpu_step_ns)} of the step" if layers.step_ns else "some time"
     )
@@ -149,7 +167,8 @@ def _what_ran(layers: LayerMap) -> str:
 
 
 def _backend(name: str | None) -> str:
-    return " and ".join(map(backend_text, name.split(" and "))) if name else "an unknown backend"
+    names = [PACKAGE if each == OF_PACKAGES else each for each in (name or "").split(" and ")]
+    return " and ".join(map(backend_text, names)) if name else "an unknown backend"
 
 
 def _calls(rows: Sequence[LayerRow]) -> float:
@@ -203,6 +222,8 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     late = sum(gap.duration_ns for gap in known if (gap.launch_ns or 0) > gap.start_ns)
     if 2 * late < sum(gap.duration_ns for gap in known) or not known:
         yield f"{text}."
+    elif all(row.mode == "graph" for row in layers.rows):
+        yield f"{text}, where it waits for the CPU to launch CUDA graphs."
     elif idle < LAUNCH_BOUND:
         yield f"{text}, where it waits for the CPU to launch kernels."
     elif layers.attention_ns < LIMITING * layers.gpu_step_ns:
@@ -231,7 +252,7 @@ def _counted(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
     return (*texts, *_change(change), "No step was recorded, so no times are known.")
 
 
-def _forecast_sentence(forecast: Forecast) -> str:
+def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
     whole = "a step" if forecast.of == "step" else "the whole program"
     if not forecast.calls:
         return f"No time is known for these calls on {forecast.gpu}."
@@ -241,8 +262,17 @@ def _forecast_sentence(forecast: Forecast) -> str:
     saves = ""
     if forecast.saves_ns:
         saves = f"; other backends would save {time_text(forecast.saves_ns)}"
+    low, high = time_text(forecast.low_ns), time_text(forecast.high_ns)
+    interval = f" ({low} to {high})" if low != high else ""
+    subject, eager = "attention", ""
+    if all(row.kind == "eager" for row in layers.rows):
+        subject = "scaled_dot_product_attention"
+        where = f" on {short_gpu_name(layers.gpu)}" if layers.gpu else ""
+        if layers.attention_ns and forecast.of == "step":
+            eager = (
+                f" The eager attention in the trace takes {time_text(layers.attention_ns)}{where}."
+            )
     return (
-        f"Predicted for {forecast.gpu}: attention takes {time_text(forecast.ns)} of {whole} "
-        f"({time_text(forecast.low_ns)} to {time_text(forecast.high_ns)}), on "
-        f"{join_and(ran)}{saves}."
+        f"Predicted for {forecast.gpu}: {subject} takes {time_text(forecast.ns)} of {whole}"
+        f"{interval}, on {join_and(ran)}{saves}.{eager}"
     )

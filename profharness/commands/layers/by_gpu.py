@@ -14,6 +14,7 @@ from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import Column, pick
 from profharness.commands.layers.tables import GPU_LAYER, figure_columns, figures, layers_document
 from profharness.device_types import device_name
+from profharness.devices import short_gpu_name
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
@@ -129,10 +130,14 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
         for layers, environment in zip(maps, environments, strict=True)
     ]
 
+    short = {device: short_gpu_name(device) for device in devices}
+    if len(set(short.values())) < len(short):  # such as two variants of a board
+        short = {device: device for device in devices}
+
     def name(device: str, run: str) -> str:
         if len(set(devices)) == 1 < len(devices):
             return run  # the GPU does not distinguish the runs
-        return device if devices.count(device) == 1 else f"{device} ({run})"
+        return short[device] if devices.count(device) == 1 else f"{short[device]} ({run})"
 
     classes = [
         GpuLayers(
@@ -350,7 +355,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
         rows.append(line | {f"roofline{at}": share for at, share in enumerate(shares)})
-    titles = figure_columns(_short(names), ["ran"] * len(names))
+    titles = figure_columns(_short(names), "ran")
     for at, name in enumerate(_short(names)):
         titles.append(Column(f"roofline{at}", f"{name} roofline%", "percent", importance="detail"))
     columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *titles)
@@ -420,9 +425,10 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
             text = f"{other.name} has no layer in common with {first.name}."
             texts.append(f"{text} Are they runs of one model?")
         elif before and after:
+            at_all = "on" if first.device != other.device else "in"
             text = (
-                f"Attention of a step takes {time_text(before)} {_where(first)} and "
-                f"{time_text(after)} {_where(other)}: {_faster(other.name, before / after)}"
+                f"Attention of a step takes {time_text(before)} {at_all} {first.name} and "
+                f"{time_text(after)} {at_all} {other.name}: {_faster(other.name, before / after)}"
             )
             gaps = [(_gap(row, at), row) for row in shared]
             gap, row = max(gaps, key=lambda pair: abs(pair[0]))
@@ -447,11 +453,6 @@ def _opposite(rows: Sequence[MatchedLayers], at: int, ratio: float) -> str:
     factor = max(before / after, after / before)
     verb = "slower" if after > before else "faster"
     return f"; it is {factor:.3g} times {verb} in {_name(row, full=False) or row.first.config}"
-
-
-def _where(side: GpuLayers) -> str:
-    """Return the name of a run after `in`, or of a GPU after `on`."""
-    return f"{'on' if side.name.startswith(side.device) else 'in'} {side.name}"
 
 
 def _faster(name: str, ratio: float) -> str:
@@ -569,7 +570,7 @@ def _bench_blocks(
             Column(f"best_us{at}", f"{name} best µs", "us", scale="call"),
         )
     ]
-    yield Table.of((*GPU_LAYER, *figure_columns(names, ["runs"] * len(names)), *best), lines)
+    yield Table.of((*GPU_LAYER, *figure_columns(names, "runs"), *best), lines)
     yield from map(Note, _bench_sums(rows, benches))
     for each in benches:
         if each.changes:

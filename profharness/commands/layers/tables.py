@@ -8,6 +8,7 @@ from typing import Any
 
 from profharness.columns import Column, pick
 from profharness.commands.layers.answer import layers_answer, told_change, what_to_change
+from profharness.devices import short_gpu_name
 from profharness.errors import join_few
 from profharness.program.layer_map import (
     NO_MASK,
@@ -20,6 +21,7 @@ from profharness.program.layer_map import (
 )
 from profharness.program.phases import PhaseRow, step_title
 from profharness.render.document import (
+    MISSING,
     Block,
     Document,
     Heading,
@@ -62,6 +64,7 @@ PREDICTED = (
     *pick(LayerForecast, "predicted_share", "predicted_best", "predicted_saves_ns"),
 )
 FORECAST = (*GPU_LAYER, *PREDICTED)
+OF_BEST = ("predicted_best", "predicted_saves_ns")
 
 
 def phase_blocks(layers: LayerMap, level: int) -> list[Block]:
@@ -152,7 +155,10 @@ def _forecast_blocks(
         for line, row in zip(lines, forecast.rows, strict=True)
     ]
     rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
-    yield Table.of(FORECAST, rows)
+    faster = any(row["predicted_saves_ns"] for row in rows)
+    yield Table.of([each for each in FORECAST if faster or each.key not in OF_BEST], rows)
+    if not faster and any(row["predicted_best"] for row in rows):
+        yield Note("No other backend is predicted to be faster.")
     yield from map(Note, forecast.conclusions)
     if full:
         yield Heading("Predicted kernels", "of a call of median size", 3)
@@ -164,10 +170,8 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     measured = any(row.forward_ns is not None for row in layers.rows)
     names = [forecast.gpu for forecast in layers.forecasts]
     names = [f"{name} predicted" for name in names]
-    verbs = [""] * len(names)
     if measured:
-        names.insert(0, f"{layers.gpu or 'here'} measured")
-        verbs.insert(0, "")
+        names.insert(0, f"{short_gpu_name(layers.gpu) if layers.gpu else 'here'} measured")
     whole = "a step" if first.of == "step" else "the whole program"
     yield Heading("GPUs compared", f"predicted time of the kernels of {whole}")
     rows = []
@@ -177,7 +181,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         predicted = [forecast.rows[at] for forecast in layers.forecasts]
         cells += [(each.predicted_backend, each.predicted_total_ns) for each in predicted]
         rows.append({column.key: line[column.key] for column in GPU_LAYER} | figures(cells))
-    yield Table.of((*GPU_LAYER, *figure_columns(names, verbs)), rows)
+    yield Table.of((*GPU_LAYER, *figure_columns(names, "backend")), rows)
     if len({forecast.torch for forecast in layers.forecasts}) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
         yield Note(f"Predicted for several PyTorch releases: {there}.")
@@ -195,12 +199,16 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         )
 
 
-def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
-    """Return columns for the backend and its time on each GPU, and for speed-ups over the first GPU."""
-    columns = []
-    for at, (name, verb) in enumerate(zip(names, verbs, strict=True)):
-        columns.append(Column(f"ran{at}", f"{name} {verb}".rstrip()))
-        columns.append(Column(f"us{at}", f"{name} µs", "us", importance="answer", scale="call"))
+def figure_columns(names: Sequence[str], backend: str) -> list[Column]:
+    """Return columns for the backends, the time on each GPU, and speed-ups over the first GPU.
+
+    `backend` is the title of the column with the backends.
+    """
+    columns = [Column("ran", backend, importance="answer", shrink=True)]
+    columns += [
+        Column(f"us{at}", f"{name} µs", "us", importance="answer", scale="call")
+        for at, name in enumerate(names)
+    ]
     columns += [
         Column(f"times{at}", f"speed-up of {name}", "ratio", importance="answer")
         for at, name in enumerate(names[1:], 1)
@@ -209,12 +217,16 @@ def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
 
 
 def figures(cells: Sequence[tuple[str | None, float | None]]) -> dict[str, Any]:
-    """Return the values of `figure_columns`, given the backend and its time in ns on each GPU."""
-    values: dict[str, Any] = {}
+    """Return the values of `figure_columns`, given the backend and its time in ns on each GPU.
+
+    The backends of all GPUs are one value, such as `flash → cudnn`, unless they are equal.
+    """
+    backends = [backend or MISSING for backend, _ in cells]
+    ran = backends[0] if len(set(backends)) == 1 else " → ".join(backends)
+    values: dict[str, Any] = {"ran": ran}
     base = cells[0][1]
-    for at, (backend, ns) in enumerate(cells):
-        ratio = base / ns if base and ns else None
-        values |= {f"ran{at}": backend, f"us{at}": ns, f"times{at}": ratio}
+    for at, (_, ns) in enumerate(cells):
+        values |= {f"us{at}": ns, f"times{at}": base / ns if base and ns else None}
     return values
 
 
@@ -258,7 +270,7 @@ def _summary(layers: LayerMap) -> str:
         return f"{made:,} calls{processes}" if made else ""
     count = len(layers.steps)
     name = step_title(layers.steps[0].name) if count == 1 else f"{count} steps"
-    each = " each" if count > 1 else ""
+    each = " on average" if count > 1 else ""
     if not layers.step_ns:
         return name
     busy = f", GPU busy {share_text(layers.busy_ns / layers.step_ns)}" if layers.busy_ns else ""

@@ -19,6 +19,9 @@ from profharness.traces.kernel_names.text import (
     KernelName,
     generic_short,
     integers,
+    join_short,
+    mangled_numbers,
+    mangled_path,
     template_arguments,
 )
 
@@ -183,7 +186,6 @@ _CONVOLUTION = re.compile(r"conv|bwd_weight|bwd_data|wgrad|dgrad")
 
 _SPLIT = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _WRAPPED = re.compile(r"<(?:\d+, ?)*(?:typename )?([\w:]+)", re.ASCII)
-_LENGTH = re.compile(r"\d{1,3}", re.ASCII)
 _MANGLED_ARGUMENT = re.compile(r"I(?:L[a-z]\d+E)*N(?P<same>S_)?(?=\d)", re.ASCII)
 
 _LIBRARIES = re.compile(
@@ -213,7 +215,9 @@ def parse_serving(text: str, head: Head) -> KernelName | None:
     library = _LIBRARIES.match(words)
     if family is None and library is None:
         return None
-    short = path.rpartition("::")[2] if is_mangled else generic_short(text, head)
+    short = generic_short(text, head)
+    if is_mangled:
+        short = join_short(path.rpartition("::")[2], *mangled_numbers(text))
     backend = str(library.lastgroup) if library else "unknown"
     if family is None:
         return KernelName(head.name, short, "other", backend)
@@ -249,22 +253,11 @@ def subject(text: str, head: Head) -> tuple[str, bool]:
     if not head.path.startswith("_ZN"):
         inner = _WRAPPED.match(text, head.end) if WRAPPER.search(head.path) else None
         return (inner[1] if inner else head.path), False
-    parts, at = _lengths(text, 3)
+    parts, at = mangled_path(text, 3)
     if parts and WRAPPER.search(parts[-1]) and (argument := _MANGLED_ARGUMENT.match(text, at)):
         # S_ stands for the namespace of the wrapper
-        parts = parts[: 1 if argument["same"] else 0] + _lengths(text, argument.end())[0]
+        parts = parts[: 1 if argument["same"] else 0] + mangled_path(text, argument.end())[0]
     return "::".join(parts), bool(parts)
-
-
-def _lengths(text: str, at: int) -> tuple[list[str], int]:
-    """Return the names in the mangled path at text[at], and the position after the path. For
-    example, the path `5aiter3abc` contains the names `aiter` and `abc`.
-    """
-    parts: list[str] = []
-    while (match := _LENGTH.match(text, at)) and len(parts) < 12:
-        at = match.end() + int(match[0])
-        parts.append(text[match.end() : at])
-    return parts, at
 
 
 _TYPES = re.compile(

@@ -94,6 +94,10 @@ _RETURN_TYPE = re.compile(
 _PATH = re.compile(r"[\w:~.$@*\-/]+")
 _BRACKET = re.compile(r"[<>(){},]")
 _INTEGER = re.compile(r"-?\d+")
+_LENGTH = re.compile(r"[1-9]\d{0,3}", re.ASCII)  # of a name in a mangled path
+_MANGLED_INTEGER = re.compile(r"L[a-z](\d+)E", re.ASCII)
+_TENSOR_LIST = re.compile(r"TensorList\w*Metadata")
+MOST_ARGUMENTS = 5  # maximum number of template arguments in a short name
 
 
 def canonical(name: str) -> str:
@@ -207,7 +211,7 @@ def short_type(argument: str) -> str:
     return name.rstrip("u") if name[:1].isdigit() else name or argument[:12]
 
 
-def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
+def reduced_arguments(arguments: list[str], most: int = MOST_ARGUMENTS) -> list[str]:
     """Return the template arguments that a short name contains: all numbers, and each type once.
 
     Bools are included if there are at most 3 arguments. If more than `most` arguments remain, an
@@ -231,8 +235,32 @@ def generic_short(text: str, head: Head) -> str:
     """
     if not head.base:
         return text
+    if head.path.startswith("_ZN"):
+        path, _ = mangled_path(text, 3)
+        return join_short(path[-1] if path else head.base, *mangled_numbers(text))
     parts = reduced_arguments(template_arguments(text, head.end))
-    return f"{head.base}<{','.join(parts)}>" if parts else head.base
+    base = head.base
+    if base == "multi_tensor_apply_kernel":
+        # the functor tells what the kernel computes
+        base = "multi_tensor_apply"
+        parts = [part.removesuffix("Functor") for part in parts if not _TENSOR_LIST.match(part)]
+    return join_short(base, *parts)
+
+
+def mangled_numbers(text: str) -> list[str]:
+    """Return the integers among the template arguments of a mangled name."""
+    return _MANGLED_INTEGER.findall(text)[:MOST_ARGUMENTS]
+
+
+def mangled_path(text: str, at: int) -> tuple[list[str], int]:
+    """Return the names in the mangled path at text[at], and the position after the path. For
+    example, the path `5aiter3abc` contains the names `aiter` and `abc`.
+    """
+    parts: list[str] = []
+    while (match := _LENGTH.match(text, at)) and len(parts) < 12:
+        at = match.end() + int(match[0])
+        parts.append(text[match.end() : at])
+    return parts, at
 
 
 def join_short(base: str, *parts: object) -> str:
