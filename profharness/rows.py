@@ -408,11 +408,11 @@ class KernelRow:
     ) -> Annotated[
         float | None,
         column(
-            "µs/call",
+            "mean µs/call",
             "us",
             importance="answer",
             scale="launch",
-            meaning="time of the kernel's launches in one call",
+            meaning="mean time of the kernel's launches in one call",
         ),
     ]:
         """Time of the kernel's launches in one call, or None if the time or the call is unknown."""

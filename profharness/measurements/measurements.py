@@ -165,15 +165,28 @@ class BenchRow:
     measurement: Annotated[str | None, column(meaning="what was timed, such as `cold`")] = None
     samples: Annotated[int, column(meaning="number of samples")] = 0
     median_ns: Annotated[
-        float | None, column("median µs", "us", importance="answer", scale="samples", meaning="median of the samples")
+        float | None,
+        column(
+            "median µs", "us", importance="answer", scale="samples", meaning="median of the samples"
+        ),
     ] = None
     low_ns: Annotated[float | None, column(meaning="95 % confidence interval of the median")] = None
     high_ns: Annotated[float | None, column(meaning="upper end of that interval")] = None
-    mean_ns: Annotated[float | None, column("mean µs", "us", importance="detail", scale="samples", meaning="mean of the samples")] = (
-        None
-    )
+    mean_ns: Annotated[
+        float | None,
+        column(
+            "mean µs", "us", importance="detail", scale="samples", meaning="mean of the samples"
+        ),
+    ] = None
     std_ns: Annotated[
-        float | None, column("std µs", "us", importance="detail", scale="samples", meaning="standard deviation of the samples")
+        float | None,
+        column(
+            "std µs",
+            "us",
+            importance="detail",
+            scale="samples",
+            meaning="standard deviation of the samples",
+        ),
     ] = None
     min_ns: Annotated[float | None, column(meaning="shortest sample")] = None
     flops_per_s: Annotated[

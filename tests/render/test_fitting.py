@@ -396,7 +396,7 @@ def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
     assert label.replace("-mask", "-strides…-mask") in "\n".join(
         fitted(columns, (row[0], long, *row[2:]), width=100)
     )
-    assert "-strides…  " in "\n".join(fitted(columns, (row[0], long, *row[2:]), width=80))
+    assert "-strides…  " in "\n".join(fitted(columns, (row[0], long, *row[2:]), width=88))
 
 
 def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> None:

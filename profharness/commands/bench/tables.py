@@ -609,7 +609,7 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
         Column(f"us{at}", f"{name} µs", "us", scale="call") for at, name in enumerate(names)
     ]
     columns += [
-        Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
+        Column(f"times{at}", f"{name} speed-up", "ratio") for at, name in enumerate(names[1:], 1)
     ]
     medians = [
         {(row.config, row.backend): row.median_ns for row in answer.ranking_rows()}

@@ -15,7 +15,7 @@ from profharness.columns import Column, pick
 from profharness.commands.layers.tables import GPU_LAYER, figure_columns, figures, layers_document
 from profharness.device_types import device_name
 from profharness.devices import short_gpu_name
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, UsageError, counted
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
 from profharness.program.layer_map import LayerMap, LayerRow, find_layers, short_module
@@ -223,7 +223,7 @@ def _bench_class(
     sides = [row.sides[at] for row in programs.rows]
     if bench is None:
         assert program is not None
-        doubt = f"no benchmark on {program.device} was named, so its times are missing"
+        doubt = f"no benchmark on {program.name} was named, so its times are missing"
         calls = (BenchedCall(),) * len(sides)
         return GpuBench(program.name, program.device, None, program.layers, calls, doubts=(doubt,))
     times = BenchTimes(bench)
@@ -247,7 +247,7 @@ def _bench_class(
         except NotFoundError as error:
             doubts.append(f"the savings of the best backends are unknown: {error}")
     return GpuBench(
-        name=program.name if program else _device(bench),
+        name=program.name if program else short_gpu_name(_device(bench)),
         device=_device(bench),
         bench=bench,
         layers=layers,
@@ -488,7 +488,7 @@ def _step_texts(answer: LayersByGpu) -> Iterator[str]:
             if apart:
                 yield (
                     f"{other.name} runs a different backend from {first.name} in {apart} of "
-                    f"{len(both)} rows."
+                    f"{counted(len(both), 'row')}."
                 )
         if other.changes:
             more = "" if other.device == first.device else "more than the GPU: "

@@ -17,6 +17,7 @@ from profharness.program.layer_map import (
     LayerMap,
     LayerRow,
     join_numbered,
+    short_module,
 )
 from profharness.stats import THRESHOLD
 from profharness.traces.kernel_names import parse_kernel_name
@@ -251,6 +252,6 @@ def _left_out(layers: LayerMap, rows: Sequence[LayerForecast]) -> Iterator[str]:
     for row, forecast in zip(layers.rows, rows, strict=True):
         if forecast.predicted_ns is None:
             reason = forecast.predicted_reason or "only a lower bound is known"
-            names.setdefault(reason, []).append(row.module or row.config or row.kind)
+            names.setdefault(reason, []).append(short_module(row.module) or row.config or row.kind)
     for reason, modules in names.items():
         yield f"No time for {join_numbered(modules)}: {reason}."

@@ -9,7 +9,7 @@ from typing import Any
 from profharness.columns import Column, pick
 from profharness.commands.layers.answer import layers_answer, told_change, what_to_change
 from profharness.devices import short_gpu_name
-from profharness.errors import join_few
+from profharness.errors import counted, join_few
 from profharness.program.layer_map import (
     NO_MASK,
     NO_MASK_EFFECT,
@@ -181,7 +181,10 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         predicted = [forecast.rows[at] for forecast in layers.forecasts]
         cells += [(each.predicted_backend, each.predicted_total_ns) for each in predicted]
         rows.append({column.key: line[column.key] for column in GPU_LAYER} | figures(cells))
-    yield Table.of((*GPU_LAYER, *figure_columns(names, "backend")), rows)
+    columns = figure_columns(names, "backend")
+    # A GPU without any time has no speed-up either.
+    optional = [each.key for each in columns if each.format == "ratio"]
+    yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
     if len({forecast.torch for forecast in layers.forecasts}) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
         yield Note(f"Predicted for several PyTorch releases: {there}.")
@@ -193,10 +196,14 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         ]
         both = [pair for pair in pairs if all(pair)]
         apart = sum(here != there for here, there in both)
-        yield Note(
-            f"PyTorch chooses a different backend on {forecast.gpu} than on {first.gpu} for {apart} of "
-            f"{len(both)} rows."
-        )
+        if both:
+            rows_apart = f"{apart} of {counted(len(both), 'row')}"
+            yield Note(
+                f"PyTorch chooses the same backends on {forecast.gpu} and {first.gpu}."
+                if not apart
+                else f"PyTorch chooses a different backend on {forecast.gpu} than on {first.gpu} for "
+                f"{rows_apart}."
+            )
 
 
 def figure_columns(names: Sequence[str], backend: str) -> list[Column]:
@@ -210,7 +217,12 @@ def figure_columns(names: Sequence[str], backend: str) -> list[Column]:
         for at, name in enumerate(names)
     ]
     columns += [
-        Column(f"times{at}", f"speed-up of {name}", "ratio", importance="answer")
+        Column(
+            f"times{at}",
+            f"{name.removesuffix(' predicted')} speed-up",
+            "ratio",
+            importance="answer",
+        )
         for at, name in enumerate(names[1:], 1)
     ]
     return columns
