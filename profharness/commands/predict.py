@@ -152,7 +152,7 @@ def predict_document(
 
 
 def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
-    """Return sentences on the fastest backend, and on what `auto` runs and loses."""
+    """Return sentences on the fastest backend, and on what `auto` runs and how much slower it is."""
     if len(answers) == 1:
         return (statement(answers[0]),)
     autos = [answer[0] for answer in answers]
@@ -187,12 +187,12 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
             longer = f"{share_text(regret)} longer than"
         may = f", and may on {unsure:,} more" if unsure else ""
         sentences.append(
-            f"auto loses more than {much} on {len(lossy):,} of {len(known):,}{may}; the worst is "
+            f"auto is more than {much} slower on {len(lossy):,} of {len(known):,}{may}; the worst is "
             f"{worst.config}: {longer} {backend_text(str(worst.best))}."
         )
     elif unsure:
         sentences.append(
-            f"auto may lose more than {much} on {unsure:,} of {len(known):,}, but the intervals overlap."
+            f"auto may be more than {much} slower on {unsure:,} of {len(known):,}, but the intervals overlap."
         )
     elif known:
         everywhere = "" if len(known) == len(autos) else f" where times are known ({len(known):,})"
@@ -203,7 +203,7 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
 
 
 def _lossy(autos: Sequence[Predicted]) -> list[Predicted]:
-    """Return the predictions in which `auto` certainly loses much, in descending order."""
+    """Return the predictions in which `auto` is certainly much slower, in descending order."""
     lossy = [row for row in autos if row.certain and (row.regret or 0) > NOTABLE_LOSS]
     return sorted(lossy, key=lambda row: -(row.regret or 0))
 
@@ -265,7 +265,7 @@ def _config_blocks(
 def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
     autos = [answer[0] for answer in answers]
     if lossy := _lossy(autos):
-        yield Heading("Where auto loses", f"more than {share_text(NOTABLE_LOSS)}")
+        yield Heading("Where auto is slower", f"by more than {share_text(NOTABLE_LOSS)}")
         yield Table.of(LOSS_COLUMNS, lossy[:SHOWN_LOSSES])
         if len(lossy) > SHOWN_LOSSES:
             yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more; the JSON has them all")
@@ -298,7 +298,9 @@ def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
     yield Heading("Predicted kernel time in µs", ", ".join(marks), level=3)
     yield map_table(axes, [[_time_cell(row) for row in line] for line in cells])
     marks = ["? means that the intervals overlap"] if any(r.certain is False for r in shown) else []
-    yield Heading("Predicted loss relative to the best backend, in %", ", ".join(marks), level=3)
+    yield Heading(
+        "Predicted slowdown relative to the best backend, in %", ", ".join(marks), level=3
+    )
     yield map_table(
         axes,
         [
@@ -343,7 +345,7 @@ def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:
                 points.append(cell | {"choice": row.choice or UNKNOWN, "lost": lost})
     for key, what in (
         ("choice", "What auto chooses"),
-        ("lost", "Loss relative to the best backend"),
+        ("lost", "Slowdown relative to the best backend"),
     ):
         title = f"{what}, {axes.title}".rstrip(", ")
         names = ("x", "y", key, axes.columns, axes.rows)

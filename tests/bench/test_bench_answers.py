@@ -38,7 +38,7 @@ def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
     ]
     assert "SDPBackend.MATH" in found.losses[0].code
     assert bench_answer(found)[0] == (
-        "auto loses more than 10 % on 2 of 4 configs; the worst is b1-h1-s128-d64-fp16: 2.91 times as "
+        "auto is more than 10 % slower on 2 of 4 configs; the worst is b1-h1-s128-d64-fp16: 2.91 times as "
         "long (369 µs on efficient, 127 µs on math). Use sdpa_kernel([SDPBackend.MATH]); see the code below."
     )
     winners = {each.config: (each.backend, each.ties) for each in found.winners}
@@ -106,7 +106,7 @@ def test_overlapping_samples_are_the_reason_of_an_open_comparison(tmp_path: Path
 def test_proven_and_open_losses_are_counted_separately(tmp_path: Path) -> None:
     found = answer(tmp_path, [*regretful(), *apart()])
     said, *_ = bench_answer(found)
-    assert "more than 10 % on 2 of 5 configs; the worst is b1-h1-s128-d64-fp16" in said
+    assert "more than 10 % slower on 2 of 5 configs; the worst is b1-h1-s128-d64-fp16" in said
     (open_one,) = [loss for loss in found.losses if loss.open]
     assert open_one.remark == "no significant difference: too few samples"
 

@@ -35,7 +35,7 @@ TRUST = {
 
 
 def bench_answer(answer: BenchResult) -> tuple[str, ...]:
-    """Return sentences on what `auto` loses or which backend is fastest, and how it was measured."""
+    """Return sentences on how much slower `auto` is or which backend is fastest, and how it was measured."""
     figures = answer.figures()
     if not figures:
         several = len({cell.config for cell in answer.cells}) > 1
@@ -68,7 +68,7 @@ def _of_auto(losses: Sequence[Loss]) -> str:
     lead = f"auto {may}{'take' if may else 'takes'} {_longer(worst.regret)}: {times}"
     if total > 1:
         lead = (
-            f"auto {may}{'lose' if may else 'loses'} more than {much} on {where}; the worst is "
+            f"auto {may or 'is '}{'be ' if may else ''}more than {much} slower on {where}; the worst is "
             f"{worst.config}: {_longer(worst.regret)} ({times})"
         )
     if not real:
@@ -77,7 +77,7 @@ def _of_auto(losses: Sequence[Loss]) -> str:
 
 
 def _good_choice(loss: Loss) -> str:
-    """Return a sentence on the only config of a bench, on which `auto` loses little or nothing."""
+    """Return a sentence on the only config of a bench, on which `auto` is hardly slower."""
     lead = f"auto takes {_time(loss.chosen_ns, loss.choice)}"
     if loss.same_backend and loss.regret > NOTABLE_LOSS:
         return (

@@ -431,7 +431,7 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     losses = [loss for loss in answer.sound_losses() if not loss.same_backend]
     if not losses:
         return
-    yield Heading("What auto loses", "compared with the fastest correct other backend")
+    yield Heading("Where auto is slower", "compared with the fastest correct other backend")
     yield Table.of(LOSS_COLUMNS, losses)
     labels_of: dict[str, list[str]] = {}
     for loss in losses:

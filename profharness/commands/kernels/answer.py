@@ -177,7 +177,7 @@ def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
     if losses:
         loss, config, auto, best = max(losses, key=lambda each: each[0])
         yield (
-            f"By kernel time auto loses more than {much} on {len(losses)} of {compared}; the worst is "
+            f"By kernel time auto is more than {much} slower on {len(losses)} of {compared}; the worst is "
             f"{config}: {time_text(auto.ns or 0)}, and {time_text(best.ns or 0)} on "
             f"{backend_text(best.ran)}."
         )

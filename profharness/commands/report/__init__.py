@@ -606,7 +606,7 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
     )
     yield (
         f"Select {named(Counter(loss.best for loss in real))}; the code below does so for the config "
-        "on which auto loses most."
+        "on which auto is slowest."
     )
 
 

@@ -91,8 +91,8 @@ class _Page:
         return table + (more if len(runs) > MAX_RUNS else "")
 
     def slow(self, runs: Sequence[RunRow]) -> str:
-        """Return the programs with the longest attention, and the captures in which `auto` loses
-        most.
+        """Return the programs with the longest attention, and the captures in which `auto` is
+        slowest compared with another backend.
         """
         programs = ((row, self._answered(self._layers, row.run)) for row in self._programs(runs))
         captures = (row for row in runs if row.cells)
@@ -101,7 +101,7 @@ class _Page:
         )
         parts = [
             ("Programs by attention time per step", _ranked(programs)),
-            ("Captures, by what <code>auto</code> loses", _ranked(losses)),
+            ("Captures, by how much slower <code>auto</code> is", _ranked(losses)),
         ]
         found = "".join(f"<p>{title}:</p>{_list(lines)}" for title, lines in parts if lines)
         return found or "<p>No program has attention kernels, and auto is not slow anywhere.</p>"

@@ -129,7 +129,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
         FROM cell_summary ORDER BY run DESC, config, backend""",
     ),
     "regret": (
-        "What auto loses",
+        "Where auto is slower",
         (
             "The cost of the choice of `auto`, relative to the fastest correct backend for each "
             "config, as in `bench` (0.5: 50 % longer). run: an id, or `all`; by default the "
