@@ -50,7 +50,7 @@ class KernelTime:
     launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
     total_ns: Annotated[float, column("µs/step", "us", meaning="time of these launches")]
     share: Annotated[
-        float, column("% of kernels", "percent", meaning="share of the time of all kernels")
+        float, column("% of all", "percent", meaning="share of the time of all kernels")
     ]
     backend: Annotated[str | None, column(meaning="the attention backend")] = None
 

@@ -249,6 +249,9 @@ def test_glossary_has_only_words_of_the_page() -> None:
     assert isinstance(heading, Heading)
     assert [note.label for note in notes if isinstance(note, Note)] == ["waves", "occ%", "% slower"]
     assert glossary_blocks([Heading("paragraph, wavesome")]) == []
+    own = (Column("a", "waves", meaning="of the sea"), Column("b", "foam", meaning="on top"))
+    texts = {note.label: note.text for note in glossary_blocks([Table(own, ())])[1:]}
+    assert texts == {"waves": "of the sea", "foam": "on top"}
     for word, meaning in GLOSSARY.items():
         assert word and meaning and "\n" not in meaning
 

@@ -227,6 +227,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     several = f"{len(runs)} runs: {', '.join(names.values())}"
     title = several if len(runs) > 2 else " → ".join(names.values())
     subtitle = _run_detail(store, runs[0]) if len(runs) == 1 else ""
+    subtitle = " · ".join(filter(None, ("Attention report", subtitle)))
     return Document(
         SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra, answer=answer, subtitle=subtitle
     )  # fmt: skip
@@ -286,6 +287,7 @@ def _run_blocks(
         blocks.append(Note(text, f"{each.profiler} {each.code}", "error"))
     if not cells:
         blocks += parts.step
+        blocks += advice_blocks(layers) if layers else []
         if layers is not None:
             blocks += phase_blocks(layers, level=2)
             document = layers_document(layers)
@@ -294,7 +296,6 @@ def _run_blocks(
             tables = [block for block in document.blocks if isinstance(block, Table)]
             blocks += [Heading("Layers"), *parts.layers, *tables[:1], *_layer_notes(layers)]
         blocks += parts.kernels
-        blocks += advice_blocks(layers) if layers else []
         blocks += parts.timeline
         if parts.record:
             extra.setdefault("programs", []).append(parts.record)
@@ -611,11 +612,13 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
 
 
 def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return a section that explains the terms of the glossary that occur in the blocks.
+    """Return a section that explains the columns of the tables, and the terms of the glossary that
+    occur in the blocks.
 
-    The result is empty if the blocks contain none of these terms.
+    The result is empty if there are none.
     """
     texts: list[str] = []
+    titles: dict[str, str] = {}
     for block in blocks:
         if isinstance(block, Heading):
             texts += [block.text, block.detail]
@@ -624,10 +627,15 @@ def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
         elif isinstance(block, Chart):
             texts += [block.title, block.x_title, block.y_title, block.kind]
         elif isinstance(block, Table):
-            texts += [column.title for column in block.columns]
+            for column in block.columns:
+                texts.append(column.title)
+                if column.title and column.meaning:
+                    titles.setdefault(column.title, column.meaning)
             values = (MISSING if value is None else value for row in block.rows for value in row)
             texts += [value for value in values if isinstance(value, str)]
-    notes = [Note(meaning, word) for word, meaning in words_of("\n".join(texts)).items()]
+    # A title can have another meaning in other reports, which the glossary has.
+    meanings = words_of("\n".join(texts)) | titles
+    notes = [Note(meaning, word) for word, meaning in meanings.items()]
     return [Heading("What the words mean", folded=True), *notes] if notes else []
 
 

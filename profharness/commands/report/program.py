@@ -156,7 +156,8 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
         for (kind, backend), ns in _ordered(times)
     )
     yield Heading("The step", f"{time_text(times.step_ns)}, {name}")
-    yield Chart("stack", "", rows, "ms", "step", "kind", "ms", label="label")
+    caption = "Shares of the whole step, including the time in which the GPU is idle."
+    yield Chart("stack", "", rows, "ms", "step", "kind", "ms", label="label", caption=caption)
     yield Heading("The step as a table", level=3, folded=True)
     parts = [
         {"kind": _series(kind, backend), "ns": ns, "share": ns / times.step_ns}
@@ -190,14 +191,16 @@ def _layer_bars(
             "layer": name,
             "ms": ns / count / 1e6,
             "backend": backend,
-            "label": f"{backend} {time_text(ns / count)} · {share_text(ns / count / busy)}",
+            "label": f"{backend} {time_text(ns / count)} · {share_text(ns / count / busy)} of busy",
         }
         for name, own in spent.items()
         for backend, ns in own.items()
         if ns
     )
     if rows:
-        caption = "Attention kernel time per step, and its share of the GPU's busy time."
+        caption = (
+            "Attention kernel time per step, and its share of the time in which the GPU is busy."
+        )
         yield Chart(
             "stack",
             "Attention by layer",
@@ -238,7 +241,7 @@ def _timeline_blocks(
     spans = [(lane.name, span) for lane in streams for span in lane.spans]
     listed = sorted(spans, key=lambda each: -each[1].duration_ns)[:MOST_LISTED]
     listed.sort(key=lambda each: each[1].start_ns)
-    few = f"the {len(listed)} longest of {len(spans)} kernels" if len(spans) > len(listed) else ""
+    few = f"the {len(listed)} longest of {len(spans)} launches" if len(spans) > len(listed) else ""
     yield Heading("The timeline as a table", few, 3, folded=True)
     yield Table.of(LISTED, [({"lane": lane}, span) for lane, span in listed])
 
@@ -346,7 +349,9 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
         return ""
     saved = saved_ns(row, text, layers, place)
     if saved is not None:
-        share = f" ({share_text(saved / layers.busy_ns)})" if layers.busy_ns else ""
+        share = (
+            f" ({share_text(saved / layers.busy_ns)} of its busy time)" if layers.busy_ns else ""
+        )
         predicted = saving_text(saved)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
     share = f", {share_text(spent / whole)} of the step" if whole else ""
