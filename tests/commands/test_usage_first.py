@@ -70,8 +70,14 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
     ("arguments", "told"),
     [
         (("layres",), "error: no command 'layres'; did you mean layers?"),
-        (("layers", "--gup", "H200"), "Did you mean '--gpu'?"),
-        (("layers", "--rn", "x"), "error: No such option '--rn'."),  # --run is hidden
+        (
+            ("layers", "--gup", "H200"),
+            "error: no such option '--gup'; did you mean '--gpu'?; see: profharness layers --help",
+        ),
+        (
+            ("layers", "--rn", "x"),
+            "error: no such option '--rn'; see: profharness layers --help",
+        ),  # --run is hidden
         (
             ("explain", "2,8,512,64,casual"),
             "error: config '2,8,512,64,casual': cannot read 'casual'; did you mean causal? "
@@ -79,6 +85,23 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         ),
         (("explain", "2,8,512,64,widow=3"), "did you mean window=?"),
         (("explain", "2,8,512,64,qqq"), "cannot read 'qqq'. `profharness"),
+        (("bench", "1,4,-3,64"), "error: config '1,4,-3,64': '-3' must be a positive integer"),
+        (
+            ("layers", "--step", "x"),
+            "error: invalid value for '--step': 'x' is not a number; see: ",
+        ),
+        (("diff",), "error: missing argument 'BASELINE'; see: profharness diff --help"),
+        (
+            ("explain", "trace.json.gz"),
+            "trace.json.gz is a file, but a config is needed, such as 2,8,512,64,bf16; show the "
+            "attention in a trace with: profharness layers trace.json.gz",
+        ),
+        (("kernels", "1,1,16,16", "--gpu", "H200,A100"), "kernels predicts for one GPU; name one"),
+        (
+            ("predict", "1,1,16,16", "--torch", "2.9..2.11"),
+            "predict predicts for one release; name",
+        ),
+        (("layers", "--torch", "2.9,2.11"), "error: layers predicts for one release; name one"),
     ],
 )
 def test_mistyped_words_are_corrected(
