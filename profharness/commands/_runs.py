@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING
 
 from profharness.attention.config import setting_name, split_names
 from profharness.commands._output import hint, is_command_line, live
-from profharness.errors import NotFoundError, ProfharnessError, UsageError, join_few, printable_path
+from profharness.errors import (
+    NotFoundError,
+    ProfharnessError,
+    UnknownNameError,
+    UsageError,
+    join_few,
+    printable_path,
+)
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import ALL_RUNS, LATEST, open_store
 
@@ -150,14 +157,14 @@ def _require_run(text: str, store: Path) -> None:
         return
     missing = f"{text}: no such file or folder"
     if not store.exists():
-        raise NotFoundError(missing)
+        raise UnknownNameError(missing)
     with open_store(store) as opened:
         if any(Path(text) in Path(each.path).parents for each in opened.stored_runs()):
             return  # `ranks` compares the traces of a folder that was deleted
         try:
             opened.resolve(text)
         except NotFoundError as error:
-            raise NotFoundError(f"{missing}; {error}") from None
+            raise UnknownNameError(f"{missing}; {error}") from None
 
 
 def _sources(text: str) -> list[Path]:
@@ -214,9 +221,15 @@ def ensure_stored(source: Path, store: Path) -> IngestResult:
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)
     require_stored(store, [result])
-    for warning in result.warnings:
-        hint(f"warning: {printable_path(source)}: {warning}")
+    hint_warnings(source, [result])
     return result
+
+
+def hint_warnings(source: Path, results: Iterable[IngestResult]) -> None:
+    """Print the warnings about a source. Each names the file only once."""
+    name = f"{printable_path(source.name)}: "
+    for text in (text for result in results for text in result.warnings):
+        hint(f"warning: {printable_path(source)}: {text.removeprefix(name)}")
 
 
 @contextlib.contextmanager

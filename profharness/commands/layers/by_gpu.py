@@ -14,7 +14,7 @@ from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import Column, pick
 from profharness.commands.layers.tables import GPU_LAYER, figure_columns, figures, layers_document
 from profharness.device_types import device_name
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, UsageError, counted
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
 from profharness.program.layer_map import LayerMap, LayerRow, find_layers, short_module
@@ -605,7 +605,7 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
         yield (
             f"attention of {whole} in these benchmarks: {here / 1000000.0:,.3f} ms on "
             f"{first.name}, {there / 1000000.0:,.3f} ms on {other.name} ({here / there:.2f}x), "
-            f"for {len(shared)} of {len(rows)} rows"
+            f"for {len(shared)} of {counted(len(rows), 'row')}"
         )
     for each in benches:
         saved = sum(
