@@ -51,7 +51,8 @@ ConfigLike = str | Config | Iterable[str | Config] | None
 CONFIGS_BYTES = 10_000_000  # maximum size of a file of configs
 MAX_TOOL_CONFIGS = 1000  # maximum number of configs in a call of an MCP tool
 EVERY_PROFILER = "all"
-_FILE = re.compile(r"[^,={}]*(/[^,={}]*|\.[a-z][\w-]*)")  # the path of a file, and no config
+# matches the path of a file, or `latest`, but no config
+_RUN = re.compile(r"latest(~\d+)?|[^,={}]*(/[^,={}]*|\.[a-z][\w-]*)")
 
 
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]
@@ -220,10 +221,10 @@ def config_list(configs: ConfigLike) -> list[Config]:
             raise UsageError(
                 f"{item!r} is not a config; write a string such as '2,8,512,64', or a Config"
             )
-        if isinstance(item, str) and _FILE.fullmatch(item):
+        if isinstance(item, str) and _RUN.fullmatch(item):
             raise UsageError(
-                f"{item} is a file, but a config is needed, such as 2,8,512,64,bf16; show the "
-                f"attention in a trace with: profharness layers {shlex.quote(item)}"
+                f"{item} is a run, but a config is needed, such as 2,8,512,64,bf16; show the "
+                f"attention in a run or trace file with: profharness layers {shlex.quote(item)}"
             )
         expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from click.testing import CliRunner
 
 import profharness
 from profharness.cli import cli
+from profharness.commands.layers.answer import _every
 from profharness.errors import ProfharnessError, UsageError
 
+ROOT = Path(__file__).parents[2]
 CONFIG = ("--config", "2,8,512,64")
 WRONG: dict[tuple[str, ...], str] = {
     ("layers", "--driver", "580"): "require --gpu NAME",
@@ -93,8 +96,8 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         (("diff",), "error: missing argument 'BASELINE'; see: profharness diff --help"),
         (
             ("explain", "trace.json.gz"),
-            "trace.json.gz is a file, but a config is needed, such as 2,8,512,64,bf16; show the "
-            "attention in a trace with: profharness layers trace.json.gz",
+            "trace.json.gz is a run, but a config is needed, such as 2,8,512,64,bf16; show the "
+            "attention in a run or trace file with: profharness layers trace.json.gz",
         ),
         (("kernels", "1,1,16,16", "--gpu", "H200,A100"), "kernels predicts for one GPU; name one"),
         (
@@ -118,3 +121,34 @@ def test_mistyped_words_are_corrected(
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
     assert told in line and "--run" not in line and "--out" not in line
+
+
+def test_a_name_that_does_not_exist_is_wrong_input(tmp_path: Path) -> None:
+    trace, store = ROOT / "traces" / "models" / "vit.json.gz", tmp_path / "s.db"
+    for words, text in (
+        (("layers", trace, "--step", "7"), "--step 7: run vit.json.gz has only step 0"),
+        (("layers", "nosuch"), "no run 'nosuch'"),
+        (("kernels", "nosuch.json"), "nosuch.json: no such file or folder"),
+        (("atlas", "export", "nosuch", "-o", tmp_path / "a.npz"), "no atlas or file 'nosuch'"),
+    ):
+        where = () if words[0] == "atlas" else ("--store", store)
+        error = CliRunner().invoke(cli, [*map(str, (*words, *where))]).exception
+        assert isinstance(error, ProfharnessError), error
+        assert error.exit_code == 2 and text in str(error)
+
+
+def test_a_warning_names_its_file_once(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1.0, "dur": 2.0}
+    event |= {"args": {"device": 0, "stream": 7, "correlation": 1}}
+    trace = tmp_path / "x.json"
+    trace.write_text(json.dumps({"traceEvents": [event, event | {"ts": 5.0, "dur": -1.0}]}))
+    for command in ("ingest", "kernels"):
+        store = ("--store", str(tmp_path / f"{command}.db"))
+        done = CliRunner().invoke(cli, [command, str(trace), *store])
+        (line,) = [each for each in done.stderr.splitlines() if "negative duration" in each]
+        assert line.startswith(f"warning: {trace}: 1 event"), line
+
+
+def test_a_number_of_calls_that_is_not_whole_is_an_average() -> None:
+    assert _every(3.0, "call") == "all 3 calls"
+    assert _every(2.913, "call") == "the 2.91 calls per step"
