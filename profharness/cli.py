@@ -162,16 +162,14 @@ def _run() -> int:
     """
     try:
         # In standalone mode, Click would print errors itself and exit with 1 on an interrupt.
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="profharness", standalone_mode=False)
         # Flush now, so that an error, such as a full disk, still changes the exit code.
         sys.stdout.flush()
     except click.ClickException as error:
-        if isinstance(error, click.NoSuchOption):
-            near = _near_options(error)
-            error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
-        shown = io.StringIO()
-        error.show(shown)
-        _say(re.sub(r"^Error: ", "error: ", shown.getvalue().rstrip(), flags=re.MULTILINE))
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            _say(error.format_message())
+        else:
+            _say(f"error: {_wrong_usage(error)}")
         if _TORN_CONFIG.search(error.message):
             _say("hint: quote configs that contain braces: '2,8,{512,1024},64'")
         return error.exit_code
@@ -185,6 +183,19 @@ def _run() -> int:
         _say(f"{error.label}: {error}")
         return error.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _wrong_usage(error: click.ClickException) -> str:
+    """Return Click's message in the form of other errors, with the command that shows the usage."""
+    if isinstance(error, click.NoSuchOption):
+        near = _near_options(error)
+        error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
+    text = error.format_message().rstrip(".").replace(". Did you", "; did you")
+    text = re.sub(r"is not a valid (integer|float)( range)?$", "is not a number", text)
+    if text[1:2].islower():
+        text = f"{text[0].lower()}{text[1:]}"
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{text}; see: {ctx.command_path} --help" if ctx else text
 
 
 def _near_options(error: click.NoSuchOption) -> list[str]:

@@ -198,6 +198,11 @@ INSTINCT = (
     Instinct("MI355X", r"\bMI355X\b", "gfx950", 256, 8000, _rates(2516.6, 157.3, 78.6, fp8=5033.2), 32,
              "AMD Instinct MI355X data sheet"),
 )  # fmt: skip
+# Maps the name of an AMD GPU to its architecture, which ROCm calls gcnArchName. The MI308X has no
+# data sheet in the table.
+ARCHITECTURES = dict(
+    sorted([*((row.name, row.gfx) for row in INSTINCT if row.name), ("MI308X", "gfx942")])
+)
 
 
 def find_instinct(device_name: str) -> Instinct | None:
@@ -262,6 +267,8 @@ def find_gpu(text: str) -> Gpu:
     if capability:
         return Gpu(f"sm{capability[0]}{capability[1]}", capability)
     gpus = {_key(gpu.name): gpu for gpu in GPUS}
+    known = {key: gpu.name for key, gpu in gpus.items()}
+    known |= {name.lower(): name for name in ARCHITECTURES}
     plain = _NOISE.sub(" ", text.lower())
     for spelling in (text, plain, plain.replace("pcie", "")):
         key = ALIASES.get(_key(spelling), _key(spelling))
@@ -269,12 +276,12 @@ def find_gpu(text: str) -> Gpu:
             return gpus[key]
     import difflib  # needed only if the name is unknown
 
-    near = difflib.get_close_matches(key, gpus, n=4, cutoff=0.5)
-    near += [name for name in gpus if key and key in name and name not in near][:4]
-    names = ", ".join(gpus[name].name for name in (near or gpus))
+    near = difflib.get_close_matches(key, known, n=4, cutoff=0.5)
+    near += [name for name in known if key and key in name and name not in near][:4]
+    names = ", ".join(known[name] for name in (near or known))
     raise UsageError(
         f"unknown GPU {text!r}; {'close matches are' if near else 'choose from'} {names}; "
-        "a capability such as sm90 or 9.0 works too"
+        "a capability such as sm90 or 9.0, or an architecture such as gfx942, works too"
     )
 
 

@@ -264,6 +264,12 @@ def gpu_name() -> str | None:
     return next((gpu.name for gpu in visible_gpus()), None)
 
 
+def no_gpu_text(remedy: str) -> str:
+    """Return a text for a command that needs a GPU where there is none. `remedy` says what to type."""
+    lead = "PyTorch cannot use the GPU" if gpu_present() else "this machine has no GPU"
+    return f"{lead}; {remedy}"
+
+
 def _text(answer: str | bytes) -> str:
     return answer.decode() if isinstance(answer, bytes) else answer
 

@@ -124,6 +124,12 @@ class NotFoundError(StoreError):
     """The requested data, such as a run or a cell, does not exist."""
 
 
+class UnknownNameError(NotFoundError):
+    """The user named a run, a file or an atlas that does not exist."""
+
+    exit_code = 2
+
+
 class MissingExtraError(ProfharnessError):
     """A feature needs a package of an optional extra, and the package is not installed."""
 

@@ -44,6 +44,7 @@ PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
 GPU = "gpu"  # `Problem.profiler` if the GPU made timings unreliable, which does not fail the run
 EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folder
+EXIT_NO_GPU = 73  # exit code of a worker that was told to use a GPU, but its torch finds none
 UNWRITABLE = "the run folder cannot be written to: "  # start of the message of such a worker
 PYTHON_FILE = "python"  # contains the path of another interpreter until the run is finished
 # maximum size in bytes of campaign.json, and of each field of run.json except `cells`

@@ -44,13 +44,19 @@ from profharness.attention.dispatch.machine import (
     machine_of,
     parse_release,
     release_text,
+    require_known,
 )
 from profharness.attention.dispatch.predict import judge
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA
 from profharness.devices import Gpu, data_sheet, find_gpu
 from profharness.environment import gpu_name
-from profharness.errors import NotFoundError, ProfharnessError, UsageError, printable_path
+from profharness.errors import (
+    ProfharnessError,
+    UnknownNameError,
+    UsageError,
+    printable_path,
+)
 from profharness.rows import Refusal
 from profharness.traces.kernel_names import parse_kernel_name
 
@@ -161,7 +167,7 @@ def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
         return [Entry(path, USER, read_any(path))]
     names = ", ".join(dict.fromkeys(entry.name for entry in fitting or entries)) or "none"
     fault = "several atlases match" if fitting else "no atlas or file"
-    raise NotFoundError(f"{fault} {printable_path(name)!r}; choose from {names}")
+    raise UnknownNameError(f"{fault} {printable_path(name)!r}; choose from {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +233,8 @@ def find_place(
     if asked := [entry for entry in found if driver in (None, entry.atlas.machine.driver)]:
         return replace(_best_place(asked, like or {}), release_note=note), ""
     rules, name = machine_for(gpu, release_text(release)), gpu_title(gpu)
+    if release not in releases:
+        require_known(release, rules.architecture)
     full = name if same_gpu(gpu, name) else gpu
     place = Place(full, release_text(rules.torch), rules, name, release_note=note)
     what = f"{place.gpu} with torch {place.release}"
@@ -472,7 +480,7 @@ def predicted(
             )
     shown = BACKENDS if not backends or "all" in backends else tuple(dict.fromkeys(backends))
     if not configs:
-        raise UsageError("predict needs a config, such as 2,8,512,64,bf16, or --configs FILE")
+        raise UsageError("predict requires a config, such as 2,8,512,64,bf16, or --configs FILE")
     place, doubt = find_place(known_atlases(folder), gpu, torch, driver=driver)
     doubts = (place.release_note, doubt, place.others, disagreement(place, configs))
     return Asked(place, "\n".join(filter(None, doubts)), predict_all(place, configs), shown)

@@ -707,6 +707,8 @@ def _numbers(token: str) -> Iterator[int]:
 
 def _range(word: str) -> Iterator[int]:
     """Yield the numbers in a text such as `512`, `128:4096:*2` or `64:256:+64`, including both ends."""
+    if re.fullmatch(r"[+-]?\d+\.?\d*", word) and not word.isdecimal():
+        raise UsageError(f"{word!r} must be a positive integer")
     match = re.fullmatch(r"(\d+)(?::(\d+):([*+])(\d+))?", word)
     if not match:
         raise UsageError(
@@ -718,7 +720,7 @@ def _range(word: str) -> Iterator[int]:
     start, step = int(match[1]), int(match[4] or 0)
     stop = int(match[2] or start)
     if start < 1:
-        raise UsageError(f"{word!r} must be at least 1")
+        raise UsageError(f"{word!r} must be a positive integer")
     if match[2] and (stop < start or step < (2 if match[3] == "*" else 1)):
         raise UsageError(
             f"range {word!r} never reaches its end; write start:end:*factor or start:end:+step"

@@ -176,7 +176,7 @@ class Declaration:
                     output: dict[str, Any] = {name: (given | values)[name] for name in names}
                     again = click.get_current_context().meta.get(MEASURED)
                     with measured(*again) if again else contextlib.nullcontext():
-                        emit(shown, **output, full=values.get("full"))
+                        emit(shown, **output)
             for text in click.get_current_context().meta.get(HINTS, ()):
                 hint(text)
             if met := self.judge(answer, values):

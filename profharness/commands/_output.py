@@ -13,19 +13,21 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from profharness.commands._options import Option, Parameter
-from profharness.environment import missing_packages
+from profharness.device_types import CPU, on_gpu
+from profharness.environment import missing_packages, no_gpu_text
 from profharness.errors import (
     ProfharnessError,
     UsageError,
+    counted,
     install_command,
     one_line,
     printable,
@@ -106,7 +108,9 @@ FORCE_OPTION = Option(
     help="Overwrite the output file if it exists.",
     click={"is_eager": True},  # parsed before -o, because `check_file` reads it
 )
+FULL_OPTION = Option(("--full",), help="Show every column, on several lines if necessary.")
 OUTPUT_PARAMETERS = (
+    Parameter("full", bool, False, FULL_OPTION),
     Parameter("format", str, None, FORMAT_OPTION),
     Parameter("output", Path, None, OUTPUT_OPTION),
     Parameter("force", bool, False, FORCE_OPTION),
@@ -130,6 +134,12 @@ def hint_after(text: str) -> None:
     """Print a line to stderr after the result, but only on the command line."""
     if is_command_line():
         click.get_current_context().meta.setdefault(HINTS, []).append(text)
+
+
+def hint_cpu(environment: Mapping[str, Any], device: str, remedy: str) -> None:
+    """Print after the result that a CPU was used for lack of a GPU, unless the user chose the CPU."""
+    if device != CPU and not on_gpu(environment):
+        hint_after(no_gpu_text(remedy))
 
 
 def live(text: str = "") -> None:
@@ -164,7 +174,8 @@ def drawable(document: Document, chosen: str) -> Document:
         block for block in document.blocks if not isinstance(block, Chart) or block.kind in plain
     )
     if left_out := len(document.blocks) - len(kept):
-        hint(f"{left_out} charts were left out; to draw them: {install_command('report')}")
+        text = counted(left_out, "chart was", "charts were")
+        hint(f"{text} left out; to draw them: {install_command('report')}")
     return replace(document, blocks=kept)
 
 
@@ -207,13 +218,13 @@ def emit(
     *,
     force: bool = False,
     images: str = "svg",
-    full: bool | None = None,
+    full: bool = False,
 ) -> None:
     """Render the document to the file, or to stdout if `output` is None.
 
     If `format` is None, the suffix of the file determines the format. The default is `table`. A
-    Markdown file has its charts in separate files, whose format is `images` (`svg` or `png`). `full`
-    is the value of the command's option `--full`, or None if it has none.
+    Markdown file has its charts in separate files, whose format is `images` (`svg` or `png`). If
+    `full` is set, a table shows every column.
     """
     chosen = chosen_format(format, output)
     if output is not None or chosen == "html":
@@ -221,7 +232,8 @@ def emit(
     detail = f": {document.about}" if document.about else ""
     if chosen == "md" and output is not None:
         charts = _write_markdown(document, output, images, force=force)
-        hint(f"wrote {output}" + (f" and {charts} charts next to it" if charts else "") + detail)
+        beside = f" and {counted(charts, 'chart')} next to it" if charts else ""
+        hint(f"wrote {output}{beside}{detail}")
         return
     if chosen == "table":
         # loads rich, which only this format needs

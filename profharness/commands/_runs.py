@@ -24,6 +24,7 @@ from profharness.errors import (
     NotFoundError,
     ProfharnessError,
     StoreError,
+    UnknownNameError,
     UsageError,
     join_few,
     printable_path,
@@ -157,14 +158,14 @@ def _require_run(text: str, store: Path) -> None:
         return
     missing = f"{text}: no such file or folder"
     if not store.exists():
-        raise NotFoundError(missing)
+        raise UnknownNameError(missing)
     with open_store(store) as opened:
         if any(Path(text) in Path(each.path).parents for each in opened.stored_runs()):
             return  # `ranks` compares the traces of a folder that was deleted
         try:
             opened.resolve(text)
         except NotFoundError as error:
-            raise NotFoundError(f"{missing}; {error}") from None
+            raise UnknownNameError(f"{missing}; {error}") from None
 
 
 def _sources(text: str) -> list[Path]:
@@ -233,8 +234,7 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)
     require_stored(store, [result])
-    for warning in result.warnings:
-        hint(f"warning: {printable_path(source)}: {warning}")
+    hint_warnings(source, [result])
     return result
 
 
@@ -243,6 +243,13 @@ def _is_same(one: Path, other: Path) -> bool:
         return one.samefile(other)
     except OSError:  # such as a file that was deleted
         return one == other
+
+
+def hint_warnings(source: Path, results: Iterable[IngestResult]) -> None:
+    """Print the warnings about a source. Each names the file only once."""
+    name = f"{printable_path(source.name)}: "
+    for text in (text for result in results for text in result.warnings):
+        hint(f"warning: {printable_path(source)}: {text.removeprefix(name)}")
 
 
 @contextlib.contextmanager

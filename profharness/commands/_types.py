@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from profharness.attention.config import (
     split_names,
 )
 from profharness.commands._options import Option
-from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, OUTPUT_OPTION
+from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, FULL_OPTION, OUTPUT_OPTION
 from profharness.commands._runs import find_one, find_several, find_side
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
@@ -40,6 +41,7 @@ from profharness.run import (
     Fleet,
     Protocol,
     gpu_classes,
+    gpu_names,
 )
 from profharness.stats import THRESHOLD
 
@@ -49,6 +51,8 @@ ConfigLike = str | Config | Iterable[str | Config] | None
 CONFIGS_BYTES = 10_000_000  # maximum size of a file of configs
 MAX_TOOL_CONFIGS = 1000  # maximum number of configs in a call of an MCP tool
 EVERY_PROFILER = "all"
+# matches the path of a file, or `latest`, but no config
+_RUN = re.compile(r"latest(~\d+)?|[^,={}]*(/[^,={}]*|\.[a-z][\w-]*)")
 
 
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]
@@ -110,8 +114,7 @@ def complete_configs(_: click.Context, __: click.Parameter, incomplete: str) -> 
 def complete_gpus(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """Complete the last name in a list of GPUs. Those with an atlas come first."""
     from profharness.atlas.data import packaged_atlases, read_atlas
-    from profharness.attention.dispatch.rocm import ARCHITECTURES
-    from profharness.devices import GPUS, find_gpu
+    from profharness.devices import ARCHITECTURES, GPUS, find_gpu
 
     names: list[str] = []
     for path in packaged_atlases():
@@ -119,6 +122,31 @@ def complete_gpus(_: click.Context, __: click.Parameter, incomplete: str) -> lis
             names.append(find_gpu(read_atlas(path).machine.gpu).name)
     before, last = _last_item(incomplete)
     return _continued(before, last, [*names, *(gpu.name for gpu in GPUS), *ARCHITECTURES])
+
+
+def require_one(command: str, what: str) -> Callable[[str], None]:
+    """Return a function that raises UsageError for several GPUs or releases."""
+
+    def check(value: str) -> None:
+        if "," in value or ".." in value:
+            raise UsageError(f"{command} predicts for one {what}; name one")
+
+    return check
+
+
+def gpu_option(
+    text: str, *, only_of: str = "", tool: str = "", tool_examples: tuple[str, ...] = ()
+) -> Option:
+    """Return the option --gpu. `only_of` is the name of a command that accepts only one GPU."""
+    return Option(
+        ("--gpu",),
+        complete=complete_gpus,
+        metavar="NAME" if only_of else "NAME,…",
+        check=require_one(only_of, "GPU") if only_of else gpu_names,
+        help=text,
+        tool=tool,
+        tool_examples=tool_examples,
+    )
 
 
 def complete_releases(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -192,6 +220,11 @@ def config_list(configs: ConfigLike) -> list[Config]:
         if not isinstance(item, str | Config):
             raise UsageError(
                 f"{item!r} is not a config; write a string such as '2,8,512,64', or a Config"
+            )
+        if isinstance(item, str) and _RUN.fullmatch(item):
+            raise UsageError(
+                f"{item} is a run, but a config is needed, such as 2,8,512,64,bf16; show the "
+                f"attention in a run or trace file with: profharness layers {shlex.quote(item)}"
             )
         expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))
@@ -353,15 +386,21 @@ Runs = Annotated[PathLike, SEVERAL_RUNS]
 DEFAULT_RELEASE = (
     "[default: the installed release if the GPU's atlases cover it, else their newest]"
 )
-RELEASE_OPTION = Option(
-    ("--torch",),
-    complete=complete_releases,
-    metavar="RELEASE",
-    help=f"The PyTorch release to predict for; requires --gpu.  {DEFAULT_RELEASE}",
-    tool="The release of PyTorch.",
-    tool_examples=("2.11",),
-)
-Release = Annotated[str | None, RELEASE_OPTION]
+
+
+def release_option(command: str, text: str) -> Option:
+    """Return the option --torch of a command that predicts for one release."""
+    return Option(
+        ("--torch",),
+        complete=complete_releases,
+        metavar="RELEASE",
+        check=require_one(command, "release"),
+        help=f"{text}  {DEFAULT_RELEASE}",
+        tool="The release of PyTorch.",
+        tool_examples=("2.11",),
+    )
+
+
 Driver = Annotated[
     str | None,
     Option(
@@ -400,6 +439,7 @@ OutFolder = Annotated[
 OutputFile = Annotated[PathLike | None, OUTPUT_OPTION]
 Format = Annotated[str | None, FORMAT_OPTION]
 Force = Annotated[bool, FORCE_OPTION]
+Full = Annotated[bool, FULL_OPTION]
 Scheduler = Annotated[
     str | None,
     Option(

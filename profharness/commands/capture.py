@@ -13,7 +13,7 @@ import click
 from profharness.attention.config import Config, backend_text, grammar_lines, split_names
 from profharness.commands._command import command, declaration_of, document, usage
 from profharness.commands._options import Option
-from profharness.commands._output import echo, hint, is_command_line, run_listener
+from profharness.commands._output import echo, hint, hint_cpu, is_command_line, run_listener
 from profharness.commands._types import (
     Backends,
     ConfigArguments,
@@ -327,6 +327,8 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
             hint(f"warning: {warning}")
     with open_store(store) as opened:
         hint(f"see it with: {opened.shown_by(run.run)}")
+    remedy = "its CPU ran; for a GPU, use: profharness predict CONFIG --gpu H200"
+    hint_cpu(run.environment, run.protocol.device, remedy)
     # Problems of the GPU were already printed as notices.
     failed = [problem for problem in run.problems if problem.profiler != GPU]
     lines = [

@@ -25,7 +25,7 @@ from profharness.commands._options import Option
 from profharness.commands._types import Insecure, Store, store_path
 from profharness.device_types import on_gpu
 from profharness.environment import EXTRAS, driver_version, installed_versions, missing_packages
-from profharness.errors import NotFoundError, ProfharnessError, install_command, join_and
+from profharness.errors import NotFoundError, ProfharnessError, counted, install_command, join_and
 from profharness.files import open_input
 from profharness.processes import run_briefly
 from profharness.recording.profilers import NVIDIA, PROFILERS, find_tool, tool_missing
@@ -389,7 +389,7 @@ def check_store(path: Path) -> Check:
     """Check that the store can be opened and written to. A missing store is not created."""
     try:
         with open_store(path) as store:
-            detail = f"{path}: {len(store.runs())} runs"
+            detail = f"{path}: {counted(len(store.runs()), 'run')}"
     except NotFoundError:
         detail = f"{path}: does not exist yet; capture or ingest creates it"
     except ProfharnessError as error:

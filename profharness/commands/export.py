@@ -33,7 +33,7 @@ from profharness.commands._types import (
     store_path,
 )
 from profharness.devices import Device, launch_occupancy
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, counted
 from profharness.files import atomic_file
 from profharness.rows import COUNTERS, LAUNCH_PROFILERS, LaunchRow, RangeRow
 from profharness.store import Selection, open_store
@@ -163,7 +163,7 @@ def export(
             else:
                 launches = _write_run(opened, name, file, profilers)
         shown = opened.run_name(name)
-    hint(f"wrote {path}: {launches:,} launches of run {shown}")
+    hint(f"wrote {path}: {counted(launches, 'launch', 'launches')} of run {shown}")
     return launches
 
 

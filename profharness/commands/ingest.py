@@ -15,9 +15,9 @@ import profharness.store as stores
 from profharness.commands._command import command, declaration_of
 from profharness.commands._options import Option
 from profharness.commands._output import hint, is_command_line, live, quiet_stdout
-from profharness.commands._runs import ingest_progress
+from profharness.commands._runs import hint_warnings, ingest_progress
 from profharness.commands._types import PathLike, Store, store_path
-from profharness.errors import ProfharnessError, UsageError, printable, printable_path
+from profharness.errors import ProfharnessError, UsageError, counted, printable, printable_path
 from profharness.files import shell_command
 from profharness.logs import duration
 from profharness.store import open_store
@@ -288,15 +288,11 @@ def _shown_by(store: Path, taken: Sequence[str]) -> str:
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:
     """Print the warnings about a source, and a line with the status and the size of each run."""
-    for warning in [text for result in results for text in result.warnings]:
-        # A warning may start with the file name, which is already in the line.
-        hint(
-            f"warning: {printable_path(source)}: {warning.removeprefix(f'{printable_path(source.name)}: ')}"
-        )
+    hint_warnings(source, results)
     with quiet_stdout() as stream:
         for result in results:
-            counts = f"{result.launches:,} launches"
-            counts += f", {result.cells} cells" if result.cells else ""
+            counts = counted(result.launches, "launch", "launches")
+            counts += f", {counted(result.cells, 'cell')}" if result.cells else ""
             kept = f" (stored from {result.kept})" if result.kept else ""
             line = f"{printable_path(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
             stream.write(printable(line).encode())

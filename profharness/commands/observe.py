@@ -21,7 +21,7 @@ from profharness.commands._types import (
     Driver,
     OutFolder,
     Store,
-    complete_gpus,
+    gpu_option,
     store_path,
 )
 from profharness.commands.capture import RunNote
@@ -35,7 +35,7 @@ from profharness.commands.layers import (
 )
 from profharness.commands.layers.answer import layers_answer, told_change
 from profharness.commands.layers.tables import layers_document
-from profharness.errors import GateError, ProfharnessError, UsageError
+from profharness.errors import GateError, ProfharnessError, UsageError, counted
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.jobs.into_store import observe_into_store
 from profharness.program.gates import Gates, check_gates, parse_gates, passed_gates
@@ -96,12 +96,7 @@ Rank = Annotated[
 ]
 GpuNames = Annotated[
     str | None,
-    Option(
-        ("--gpu",),
-        complete=complete_gpus,
-        metavar="NAME",
-        help="At the end, predict each layer on other GPUs from their atlases, such as H200.",
-    ),
+    gpu_option("At the end, predict each layer on other GPUs from their atlases, such as H200."),
 ]
 
 
@@ -267,12 +262,12 @@ def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str
     lines = []
     if eager:
         places = len({(item.call.path, item.file, item.line) for item in eager})
-        where = f"{places} place{'s' * (places != 1)}"
+        where = counted(places, "place")
         where += f" in {processes} processes" if processes > 1 else ""
-        lines.append(f"{total:,} attention call{'s' * (total != 1)} at {where}: {shares}")
+        lines.append(f"{counted(total, 'attention call')} at {where}: {shares}")
     if compiled:
         lines.append(
-            f"Compiled code calls attention at {compiled} places; only a trace counts them."
+            f"Compiled code calls attention at {counted(compiled, 'place')}; only a trace counts them."
         )
     with contextlib.suppress(ProfharnessError), open_store(store) as opened:
         layers = find_layers(opened, run)

@@ -29,16 +29,15 @@ from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import chosen_format, hint
 from profharness.commands._types import (
-    DEFAULT_RELEASE,
-    RELEASE_OPTION,
     AtlasFolder,
     Backends,
     ConfigArguments,
     Driver,
     Format,
     OutputFile,
-    complete_gpus,
     config_list,
+    gpu_option,
+    release_option,
 )
 from profharness.commands.explain.answer import platform_text
 from profharness.commands.explain.maps import Map, are_sparse, draw_maps, value_text
@@ -56,6 +55,7 @@ from profharness.render.document import (
     status_note,
 )
 from profharness.rows import MEASURED, KernelRow, sourced
+from profharness.run import gpu_names, require_distinct
 from profharness.stats import NOTABLE_LOSS
 from profharness.store import frame
 
@@ -81,6 +81,14 @@ LOSS_COLUMNS = (
     *pick(Predicted, "config"),
     *pick(Predicted, "choice", "source", "kernel_ns", "best", "best_ns", "regret"),
 )
+GPU_COLUMNS = (
+    *(
+        replace(each, title=title)
+        for each, title in zip(pick(Predicted, "gpu", "torch"), ("GPU", "torch"), strict=True)
+    ),
+    *pick(Predicted, "choice", "source", "kernel_ns", "low_ns", "high_ns"),
+    *pick(Predicted, "best", "best_ns", "regret"),
+)
 SHOWN_LOSSES = 12
 SHOWN_CHARTS = 4  # maximum number of maps that are drawn as charts
 SHOWN_OUTSIDE = 4
@@ -97,6 +105,42 @@ WINDOW = (
     "SDPA gets the window as a bool mask, so these are times of masked calls. "
     "flex_attention skips the hidden blocks, but the atlas has no times for it."
 )
+
+
+def places_document(
+    found: Sequence[Asked], *, full: bool = False, charts: bool = False
+) -> Document:
+    """Return the document of `predict` for several GPUs.
+
+    One config gets a table with a row per GPU, and several configs get the document of each GPU.
+    """
+    pages = [
+        predict_document(each.answers, each.place, each.backends, full=full, charts=charts)
+        for each in found
+    ]
+    answers = [each.answers[0] for each in found]
+    told = [text for page in pages for text in page.answer]
+    several = len(found[0].answers) > 1
+    if not several:
+        told = [
+            f"On {platform_text({'gpu': each.place.gpu})[1]}, {page.answer[0][:1].lower()}{page.answer[0][1:]}"
+            for each, page in zip(found, pages, strict=True)
+        ]
+    blocks: list[Block] = []
+    if not several:
+        rows = [answer[0] for answer in answers]
+        blocks += [Heading(rows[0].config, "auto on each GPU"), Table.of(GPU_COLUMNS, rows)]
+    if several or full:
+        blocks += [block for page in pages for block in page.blocks]
+    return replace(
+        pages[0],
+        title="What these GPUs would do",
+        blocks=tuple(blocks),
+        records=tuple(record for page in pages for record in page.records),
+        extra={"places": [{"about": page.about, **page.extra} for page in pages]},
+        about="; ".join(str(page.about) for page in pages),
+        answer=tuple(told),
+    )
 
 
 def predict_document(
@@ -371,31 +415,28 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
 
 GpuName = Annotated[
     str | None,
-    Option(
-        ("--gpu",),
-        complete=complete_gpus,
-        metavar="NAME",
-        help="The GPU: H200, or any that `explain --gpu` knows.  [default: the local GPU if it has an atlas, "
-        "else the only one with an atlas]",
-        tool="A GPU by name. Default: the only one with an atlas.",
-        tool_examples=("H200",),
+    gpu_option(
+        "The GPU: H200, any that `explain --gpu` knows, or several (H200,A100) to compare.  [default: the "
+        "local GPU if it has an atlas, else the only one with an atlas]",
+        tool="A GPU by name, or several. Default: the only one with an atlas.",
+        tool_examples=("H200", "H200,A100"),
     ),
 ]
-Release = Annotated[
-    str | None,
-    replace(
-        RELEASE_OPTION,
-        help=f"The PyTorch release, 2.11 or 2.11.0.  {DEFAULT_RELEASE}",
-    ),
-]
+Release = Annotated[str | None, release_option("predict", "The PyTorch release, 2.11 or 2.11.0.")]
 Full = Annotated[bool, Option(("--full",), help="Also show each config separately.")]
 
 
-def _to_frame(found: Asked) -> pd.DataFrame:
-    rows = [row for answer in found.answers for row in found.of(answer)]
+def _to_frame(found: Sequence[Asked]) -> pd.DataFrame:
+    rows = [row for each in found for answer in each.answers for row in each.of(answer)]
     made = frame(list(map(flat_record, rows)))
-    made.attrs |= {"answers": rows, "place": found.place.text, "doubt": found.doubt}
+    places, doubts = ("; ".join(dict.fromkeys(texts)) for texts in _texts(found))
+    made.attrs |= {"answers": rows, "place": places, "doubt": doubts}
     return made
+
+
+def _texts(found: Sequence[Asked]) -> tuple[list[str], list[str]]:
+    """Return the descriptions of the GPUs, and the doubts about their predictions."""
+    return [each.place.text for each in found], [each.doubt for each in found if each.doubt]
 
 
 @command(
@@ -411,7 +452,7 @@ def predict(
     torch: Release = None,
     driver: Driver = None,
     atlas: AtlasFolder = None,
-) -> Asked:
+) -> list[Asked]:
     """Predict PyTorch's choice, kernels, time and the best backend for configs on a GPU you do not have.
 
     Predictions come from an atlas: thousands of cells measured on such a GPU, and a model fitted to
@@ -424,28 +465,36 @@ def predict(
     Examples:
       profharness predict 16,32,1,128,bf16,seq_kv=4096,kv_heads=8 --gpu H200
       profharness predict '2,16,{512:8192:*2},{64,128,256},bf16' --gpu H200 -o maps.html
+      profharness predict 2,8,4096,128,bf16,causal --gpu H200,H100,MI300X
       profharness predict --configs FILE --gpu H200 --format csv
 
     In Python the result has one row per config and backend, times in ns. A row with the source `floor`
     has no time, and low_ns is the roofline bound. Kernels are short names. `attrs["answers"]` has the
     full rows, `attrs["place"]` the machine, and `attrs["doubt"]` any doubts.
     """
-    found = predicted(config_list(configs), split_names(backends), gpu, torch, atlas, driver)
+    asked, names = config_list(configs), split_names(backends)
+    gpus = gpu_names(gpu) if gpu else (None,)
+    found = [predicted(asked, names, each, torch, atlas, driver) for each in gpus]
     if gpu is None:
-        hint(f"answering for {found.place.text}")
-    if found.doubt:
-        hint(found.doubt)
+        hint(f"answering for {found[0].place.text}; choose another GPU with --gpu")
+    else:
+        require_distinct(gpu_names(gpu), [each.place.gpu for each in found])
+    for doubt in dict.fromkeys(_texts(found)[1]):
+        hint(doubt)
     return found
 
 
 @document(predict)
 def show(
-    found: Asked, *, full: Full = False, format: Format = None, output: OutputFile = None
+    found: list[Asked], *, full: Full = False, format: Format = None, output: OutputFile = None
 ) -> Document:
     """Return the document that shows the predictions, with charts if the format supports them."""
     path = None if output is None else Path(output)
     charts = chosen_format(format, path) in ("html", "md")
-    return predict_document(found.answers, found.place, found.backends, full=full, charts=charts)
+    if len(found) > 1:
+        return places_document(found, full=full, charts=charts)
+    (only,) = found
+    return predict_document(only.answers, only.place, only.backends, full=full, charts=charts)
 
 
 DECLARATION = declaration_of(predict)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config, split_names
-from profharness.errors import GateError, UsageError
+from profharness.errors import GateError, UsageError, counted
 from profharness.measurements.agreement import FAMILY_BACKENDS
 from profharness.program.layer_map import (
     NO_MASK_EFFECT,
@@ -116,7 +116,7 @@ def passed_gates(layers: LayerMap, gates: Gates) -> str | None:
     """
     rows = layers.rows
     calls = sum(row.program_calls or round((row.calls or 0) * len(layers.steps)) for row in rows)
-    checked = f"({calls:,} call{'s' * (calls != 1)} checked)" if calls else ""
+    checked = f"({counted(calls, 'call')} checked)" if calls else ""
     texts = []
     for name in gates.fail_on:
         text = PASSED[name]

@@ -431,7 +431,7 @@ def find_layers(
             there = f"steps 0 to {len(steps) - 1}"
             if len(steps) < 2:
                 there = "only step 0" if steps else "no recorded step"
-            raise NotFoundError(f"run {store.run_name(run)} has {there}")
+            raise UsageError(f"--step {step}: run {store.run_name(run)} has {there}")
         steps = [steps[step]]
         calls = _strictly_in(calls, steps)
     platform = _platform(store, run, torch)

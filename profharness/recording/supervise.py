@@ -23,7 +23,8 @@ import msgspec
 
 from profharness.attention.config import parse_config
 from profharness.device_types import CPU
-from profharness.errors import CaptureError
+from profharness.environment import no_gpu_text
+from profharness.errors import CaptureError, ProfharnessError, UsageError
 from profharness.files import LINE_BYTES, decode_json, open_input
 from profharness.processes import (
     WORKER_SCRIPT,
@@ -42,6 +43,7 @@ from profharness.processes import (
 from profharness.recording.profilers import PROFILERS, Profiler
 from profharness.recording.profilers.base import Outcome, Session
 from profharness.run import (
+    EXIT_NO_GPU,
     EXIT_UNWRITABLE,
     GPU,
     JOURNAL_FILE,
@@ -268,7 +270,9 @@ class _WorkerProcess:
         self.journal.append(entry)
         self.on_entry(entry)
 
-    def failure(self) -> CaptureError:
+    def failure(self) -> ProfharnessError:
+        if self.returncode == EXIT_NO_GPU:
+            return UsageError(no_gpu_text("use --device cpu, or leave --device out"))
         code, tail = self.returncode, self._stderr_tail()
         how = "it did not respond" if code is None else _describe_exit(code)
         return CaptureError(

@@ -49,17 +49,17 @@ def render_table(
     width: int = 100,
     cut: bool = False,
     color: bool = False,
-    full: bool | None = None,
+    full: bool = False,
 ) -> str:
     """Render headings, aligned tables and notes, wrapped at `width`.
 
     Tables with the same columns have the same column widths. If `cut` is set, tables fit the width
-    as `fit_columns` describes. `full` is the value of the command's option `--full`, if it has one.
+    as `fit_columns` describes. If `full` is set, they show every column.
     """
     document = for_reading(document)
     tables = [block for block in document.blocks if isinstance(block, Table)]
     rows = [formatted_rows(table) for table in tables]
-    layouts = _layouts(tables, rows, width if cut else None, full=bool(full))
+    layouts = _layouts(tables, rows, width if cut else None, full=full)
     last_cut = max(
         (at for at, each in enumerate(tables) if layouts[each.columns].hidden), default=-1
     )
@@ -98,7 +98,7 @@ def render_table(
                 console.print()
             _print_table(console, block.columns, rows[table_count], layouts[block.columns])
             if table_count == last_cut:
-                _print_hidden(console, layouts, width, full)
+                _print_hidden(console, layouts, width)
             table_count += 1
         else:
             _print_note(console, block, label_width, width)
@@ -196,14 +196,13 @@ def _padded(text: str, width: int, right: bool) -> str:
     return f"{blanks}{text}" if right else f"{text}{blanks}"
 
 
-def _print_hidden(console: Console, layouts: Layouts, width: int, full: bool | None) -> None:
+def _print_hidden(console: Console, layouts: Layouts, width: int) -> None:
     titles = dict.fromkeys(
         one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
     )
     names = join_few([title for title in titles if title], SHOWN_TITLES)
-    how = "needs a wider terminal" if full is None else "see --full"
     # No line consists of the end of the last words.
-    end = f"({how})".replace(" ", NO_BREAK)
+    end = f"(see{NO_BREAK}--full)"
     lines = "\n".join(_wrapped(f"hidden at {width} columns: {names} {end}", width))
     console.print(Text(lines.replace(NO_BREAK, " "), style="dim"), soft_wrap=True)
 

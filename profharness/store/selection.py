@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from profharness.attention.config import Config
-from profharness.errors import NotFoundError, counted, join_few
+from profharness.errors import NotFoundError, UnknownNameError, counted, join_few
 from profharness.files import shell_command
 from profharness.rows import LAUNCH_PROFILERS
 from profharness.store.names import StoredRun, match_path, name_runs
@@ -130,7 +130,7 @@ class RunFinder:
                 return matching[0]
             if matching:
                 could = _some([names[run] for run in matching])
-                raise NotFoundError(f"run {ref!r} is ambiguous; it matches {could}")
+                raise UnknownNameError(f"run {ref!r} is ambiguous; it matches {could}")
         import difflib  # needed only for this error
 
         spelled = dict.fromkeys([*names.values(), *ids, *[LATEST] * ref.isalpha()])
@@ -140,7 +140,7 @@ class RunFinder:
             if near
             else f"choose from {_some([*names.values()])}"
         )
-        raise NotFoundError(f"no run {ref!r} in {self.path}; {there}")
+        raise UnknownNameError(f"no run {ref!r} in {self.path}; {there}")
 
     def run_name(self, run: str) -> str:
         """Return the name of a run: the file of a trace, otherwise the id."""

@@ -144,26 +144,16 @@ def test_bisect_finds_the_exact_values() -> None:
     assert "all 17 values were queried" in plain(told(*args))
 
 
-def test_a_release_before_2_5_is_refused() -> None:
-    args = ("--config", "2,8,512,64,bf16", "--torch", "2.1", "--gpu", "H100")
+@pytest.mark.parametrize("release", ["2.1", "2.16", "2.9.2", "3.1.2", "9.9", "2.11,2.16"])
+@pytest.mark.parametrize("gpu", ["H100", "MI300X", "cpu"])
+def test_an_unknown_release_is_refused_and_the_known_ones_are_named(release: str, gpu: str) -> None:
+    args = ("--config", "2,8,512,64,bf16", "--torch", release, "--gpu", gpu)
     error = CliRunner().invoke(command, args).exception
     assert isinstance(error, UsageError)
-    assert str(error) == "PyTorch 2.1.0 is too old; the oldest supported release is 2.5"
-
-
-@pytest.mark.parametrize("release", ["2.16", "2.9.2", "3.1.2"])
-@pytest.mark.parametrize("gpu", ["H100", "cpu"])
-def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str, gpu: str) -> None:
-    args = ("--config", "2,8,512,64,bf16", "--torch", release, "--gpu", gpu)
-    (row,) = rows(*args)
-    assert (row["predicted"], row["priority_order"]) == ("unknown", [])
-    assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
-    caveat = row["caveats"][0]  # type: ignore[index]
-    assert f"PyTorch {release}" in caveat
-    assert (
-        "known releases: 2.9.0, 2.9.1." if release == "2.9.2" else "known releases: 2.5.0, 2.5.1"
-    ) in caveat
-    assert "cannot decide" not in plain(told(*args))
+    assert "the dispatch rules of PyTorch" in str(error) and "are unknown" in str(error)
+    near = "known releases: 2.9.0, 2.9.1" if release == "2.9.2" else "known releases: 2.5.0, 2.5.1"
+    assert near in str(error)
+    assert ("on AMD GPUs" in str(error)) == (gpu == "MI300X")
 
 
 def test_a_range_answers_the_releases_that_are_known_and_names_the_others() -> None:
@@ -303,9 +293,9 @@ def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
     from profharness.environment import gpu_name
 
     if gpu_name() is None:
-        assert "--gpu with one of V100" in str(
-            explain("--config", "2,8,512,64", "--torch", "2.8").exception
-        )
+        text = "this machine has no GPU; name one with --gpu, such as --gpu H100"
+        for options in (("--torch", "2.8"), ("--engine", "vllm")):
+            assert text in str(explain("--config", "2,8,512,64", *options).exception)
 
 
 def test_an_answer_by_rule_imports_no_torch(tmp_path: Path) -> None:
@@ -380,15 +370,55 @@ def test_the_python_interface_gives_one_row_per_config_and_release() -> None:
         profharness.explain("2,8,512,64", cudnn="9.1")
 
 
-@pytest.mark.parametrize("releases", ["2.99", "2.16,2.17,2.99"])
-@pytest.mark.parametrize("config", ["2,8,512,64,fp16", "2,8,{128,512},64,fp16"])
-def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -> None:
-    said = plain(told("--config", config, "--torch", releases, "--gpu", "H200"))
-    names = ", ".join(f"{release}.0" for release in releases.split(","))
-    assert said.count("are unknown") == (2 if "," in releases and "{" in config else 1)
-    assert f"The dispatch rules of PyTorch {names} are unknown; known releases: 2.5.0" in said
-    assert "is unknown, because the rules do not cover" in said
-    assert "is the same" not in said and "could run is unknown" not in said
+def test_several_gpus_get_a_row_each() -> None:
+    args = ("--config", "2,8,512,64,fp16", "--gpu", "H200,A100,MI300X")
+    said = plain(told(*args, "--torch", "2.11"))
+    assert (
+        "The predicted choice of PyTorch 2.11 is cuDNN on an H200 and flash on an A100 and an MI300X."
+        in said
+    )
+    assert [row["environment"]["gpu"] for row in rows(*args)] == ["H200", "A100", "MI300X"]  # type: ignore[index]
+    assert len({row["environment"]["torch"] for row in rows(*args)}) == 1  # type: ignore[index]
+    both = plain(told(*args[:3], "H200,cpu", "--torch", "2.10..2.11"))
+    assert "The predicted choice on an H200 changes at PyTorch 2.11 from flash to cuDNN." in both
+    assert "The predicted choice on the CPU is flash in all 2 releases." in both
+    several = plain(told("--config", "2,8,{64,100},64", "--gpu", "A100,MI300X", "--torch", "2.11"))
+    assert "The choice is the same on all GPUs for all 2 configs." in several
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--gpu", "H200,h200"), "are the same GPU; name it once"),
+        (("--gpu", "H200,"), "a GPU name is empty"),
+        (("--gpu", "H200,H999"), "unknown GPU 'H999'; choose from V100, .*, MI355X; a capability"),
+        (("--gpu", "MI3000"), "close matches are MI300X"),
+        (
+            ("--gpu", "H200,A100", "--bisect", "seq"),
+            "explain --bisect predicts for one GPU; name one",
+        ),
+        (
+            ("--gpu", "H200,A100", "--engine", "vllm"),
+            "explain --engine predicts for one GPU; name one",
+        ),
+    ],
+)
+def test_gpus_are_checked(args: tuple[str, ...], text: str) -> None:
+    error = explain("--config", "2,8,512,64", *args).exception
+    assert isinstance(error, UsageError) and re.search(text, str(error)), error
+
+
+def test_without_a_gpu_the_answer_of_the_cpu_says_so() -> None:
+    from profharness.environment import gpu_name
+
+    if gpu_name() is not None:
+        pytest.skip("there is a GPU")
+    done = explain("--config", "1,1,16,16")
+    assert "this machine has no GPU; its CPU answers; name a GPU with --gpu" in done.stderr
+    assert "no GPU" not in explain("--config", "1,1,16,16", "--device", "cpu").stderr
+    error = explain("--config", "1,1,16,16", "--device", "cuda").exception
+    assert isinstance(error, UsageError)
+    assert str(error) == "this machine has no GPU; use --device cpu, or leave --device out"
 
 
 def test_unquoted_braces_are_told(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ SAME: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "releases": (
         "explain",
-        {"config": CONFIG, "gpu": "H200", "torch": "2.11,2.99", "backend": "flash+math"},
-        ["explain", "--config", CONFIG, "--backend", "flash+math", *OF_RULES[:-1], "2.11,2.99"],
+        {"config": CONFIG, "gpu": "H200", "torch": "2.11,2.13", "backend": "flash+math"},
+        ["explain", "--config", CONFIG, "--backend", "flash+math", *OF_RULES[:-1], "2.11,2.13"],
     ),
     "bisect": (
         "explain",

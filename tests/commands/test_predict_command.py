@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -238,11 +239,13 @@ def test_atlas_of_another_driver_is_not_mixed(
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((), "predict needs a config"),
+        ((), "predict requires a config"),
         (("--config", "2,8,512,64", "--gpu", "H300"), "close matches are H200"),
         (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
         (("--config", "2,8,512,64", "--torch", "new"), "invalid PyTorch release"),
         (("--config", "2,8,512,64", "--backend", "xformers"), "atlases contain only auto, flash"),
+        (("--config", "2,8,512,64", "--torch", "9.9"), "PyTorch 9.9.0 are unknown; known releases"),
+        (("--config", "2,8,512,64", "--gpu", "H200,H200"), "are the same GPU; name it once"),
         (("--config", "2,8,512"), "config '2,8,512'"),
     ],
 )
@@ -250,6 +253,24 @@ def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:
     error = predict(*args).exception
     assert isinstance(error, UsageError)
     assert text in str(error)
+
+
+def test_several_gpus_are_compared() -> None:
+    args = ("--config", "2,8,512,64", "--gpu", "H200,A100,MI300X", "--torch", "2.11")
+    said = predict(*args).stdout
+    assert re.search(r"^On an H200, auto is predicted to run cuDNN in", said, re.MULTILINE)
+    assert re.search(r"^A100 +2\.11\.0 +flash +floor", said, re.MULTILINE)
+    document = answer(*args)
+    assert [row["gpu"] for row in document["rows"] if row["backend"] == "auto"] == [
+        "H200",
+        "A100",
+        "MI300X",
+    ]
+    assert [bool(each["atlas"]) for each in document["places"]] == [True, False, False]
+    many = predict("--config", "2,8,{512:2048:*2},64", *args[2:]).stdout
+    assert many.count("Predicted backend: ") == 3
+    frame = profharness.predict("2,8,512,64", gpu="H200,A100", torch="2.11")
+    assert list(frame["gpu"].unique()) == ["H200", "A100"]
 
 
 def test_the_python_interface_gives_one_row_per_config_and_backend(
@@ -262,7 +283,7 @@ def test_the_python_interface_gives_one_row_per_config_and_backend(
     assert (first.source, first.choice) == ("measured", cell.choice)
     assert first.kernel_ns == round((cell.kernel_us or 0) * 1e3)
     assert frame.attrs["place"].startswith("NVIDIA H200")
-    with pytest.raises(UsageError, match="predict needs a config"):
+    with pytest.raises(UsageError, match="predict requires a config"):
         profharness.predict(None)
 
 

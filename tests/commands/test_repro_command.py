@@ -165,7 +165,7 @@ def test_every_script_compiles_and_chooses_its_device(backend: str, text: str) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "no config"),
+        ((), "requires one config, but none was given"),
         (("--config", "1,2,{8,16},16"), "2 configs"),
         (("--config", "1,2,8,16", "--backend", "math,auto"), "one --backend"),
         (("--config", "1,2,8,16", "--backend", "varlen"), "no script"),

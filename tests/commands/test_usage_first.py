@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from click.testing import CliRunner
 
 import profharness
 from profharness.cli import cli
+from profharness.commands.layers.answer import _every
 from profharness.errors import ProfharnessError, UsageError
 
+ROOT = Path(__file__).parents[2]
 CONFIG = ("--config", "2,8,512,64")
 WRONG: dict[tuple[str, ...], str] = {
     ("layers", "--driver", "580"): "require --gpu NAME",
@@ -70,8 +73,14 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
     ("arguments", "told"),
     [
         (("layres",), "error: no command 'layres'; did you mean layers?"),
-        (("layers", "--gup", "H200"), "Did you mean '--gpu'?"),
-        (("layers", "--rn", "x"), "error: No such option '--rn'."),  # --run is hidden
+        (
+            ("layers", "--gup", "H200"),
+            "error: no such option '--gup'; did you mean '--gpu'?; see: profharness layers --help",
+        ),
+        (
+            ("layers", "--rn", "x"),
+            "error: no such option '--rn'; see: profharness layers --help",
+        ),  # --run is hidden
         (
             ("explain", "2,8,512,64,casual"),
             "error: config '2,8,512,64,casual': cannot read 'casual'; did you mean causal? "
@@ -79,6 +88,23 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         ),
         (("explain", "2,8,512,64,widow=3"), "did you mean window=?"),
         (("explain", "2,8,512,64,qqq"), "cannot read 'qqq'. `profharness"),
+        (("bench", "1,4,-3,64"), "error: config '1,4,-3,64': '-3' must be a positive integer"),
+        (
+            ("layers", "--step", "x"),
+            "error: invalid value for '--step': 'x' is not a number; see: ",
+        ),
+        (("diff",), "error: missing argument 'BASELINE'; see: profharness diff --help"),
+        (
+            ("explain", "trace.json.gz"),
+            "trace.json.gz is a run, but a config is needed, such as 2,8,512,64,bf16; show the "
+            "attention in a run or trace file with: profharness layers trace.json.gz",
+        ),
+        (("kernels", "1,1,16,16", "--gpu", "H200,A100"), "kernels predicts for one GPU; name one"),
+        (
+            ("predict", "1,1,16,16", "--torch", "2.9..2.11"),
+            "predict predicts for one release; name",
+        ),
+        (("layers", "--torch", "2.9,2.11"), "error: layers predicts for one release; name one"),
     ],
 )
 def test_mistyped_words_are_corrected(
@@ -95,3 +121,34 @@ def test_mistyped_words_are_corrected(
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
     assert told in line and "--run" not in line and "--out" not in line
+
+
+def test_a_name_that_does_not_exist_is_wrong_input(tmp_path: Path) -> None:
+    trace, store = ROOT / "traces" / "models" / "vit.json.gz", tmp_path / "s.db"
+    for words, text in (
+        (("layers", trace, "--step", "7"), "--step 7: run vit.json.gz has only step 0"),
+        (("layers", "nosuch"), "no run 'nosuch'"),
+        (("kernels", "nosuch.json"), "nosuch.json: no such file or folder"),
+        (("atlas", "export", "nosuch", "-o", tmp_path / "a.npz"), "no atlas or file 'nosuch'"),
+    ):
+        where = () if words[0] == "atlas" else ("--store", store)
+        error = CliRunner().invoke(cli, [*map(str, (*words, *where))]).exception
+        assert isinstance(error, ProfharnessError), error
+        assert error.exit_code == 2 and text in str(error)
+
+
+def test_a_warning_names_its_file_once(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1.0, "dur": 2.0}
+    event |= {"args": {"device": 0, "stream": 7, "correlation": 1}}
+    trace = tmp_path / "x.json"
+    trace.write_text(json.dumps({"traceEvents": [event, event | {"ts": 5.0, "dur": -1.0}]}))
+    for command in ("ingest", "kernels"):
+        store = ("--store", str(tmp_path / f"{command}.db"))
+        done = CliRunner().invoke(cli, [command, str(trace), *store])
+        (line,) = [each for each in done.stderr.splitlines() if "negative duration" in each]
+        assert line.startswith(f"warning: {trace}: 1 event"), line
+
+
+def test_a_number_of_calls_that_is_not_whole_is_an_average() -> None:
+    assert _every(3.0, "call") == "all 3 calls"
+    assert _every(2.913, "call") == "the 2.91 calls per step"

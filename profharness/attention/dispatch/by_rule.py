@@ -46,6 +46,7 @@ from profharness.attention.dispatch.machine import (
     parse_releases,
     permitted,
     release_text,
+    unknown_text,
 )
 from profharness.attention.dispatch.predict import (
     CPU_ORDER,
@@ -57,8 +58,7 @@ from profharness.attention.dispatch.predict import (
 from profharness.attention.dispatch.rocm_rules import library, library_text
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
-from profharness.devices import GPUS
-from profharness.environment import gpu_name
+from profharness.environment import gpu_name, no_gpu_text
 from profharness.errors import UsageError, join_few
 
 SCHEMA = "profharness.explain/1"
@@ -253,7 +253,7 @@ def named_platforms(
     amd = None if gpu is None else rocm.find_amd_gpu(gpu)
     architecture = None if amd is None else amd.architecture
     newest = default_release(architecture=architecture)
-    releases = [newest] if torch is None else parse_releases(torch)
+    releases = [newest] if torch is None else parse_releases(torch, architecture)
     if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
         raise UsageError(f"invalid CUDA version {cuda!r}; write, for example, 12.8")
     if (gpu or "").lower() == CPU:
@@ -286,11 +286,7 @@ def named_platforms(
         ]
     name = gpu or gpu_name()
     if name is None:
-        names = ", ".join(dict.fromkeys([*(gpu.name for gpu in GPUS), *rocm.ARCHITECTURES]))
-        raise UsageError(
-            f"this machine has no NVIDIA GPU; add --gpu with one of {names}, a capability such as "
-            "sm90, or cpu"
-        )
+        raise UsageError(no_gpu_text("name one with --gpu, such as --gpu H100 or --gpu cpu"))
     full_name = gpu_title(name)
     return [
         Platform(
@@ -595,16 +591,11 @@ def unread(answers: Iterable[Explanation]) -> str | None:
     return _unread([release for release, _ in missing], missing[0][1]) if missing else None
 
 
+def _unread(missing: Sequence[Release], architecture: str | None = None) -> str:
+    text = unknown_text(missing, architecture)
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def skipped_text(releases: Sequence[str]) -> str:
     """Return a sentence that lists the releases of a range whose rules are unknown."""
     return f"left out because their dispatch rules are unknown: PyTorch {join_few(releases, 6)}"
-
-
-def _unread(missing: Sequence[Release], architecture: str | None = None) -> str:
-    known = known_releases(architecture)
-    same = [number for number in known if {number[:2]} == {release[:2] for release in missing}]
-    near = same or known
-    names = ", ".join(map(release_text, near))
-    releases = ", ".join(map(release_text, missing))
-    where = "" if architecture is None else " on AMD GPUs"
-    return f"The dispatch rules of PyTorch {releases}{where} are unknown; known releases: {names}."

@@ -124,6 +124,24 @@ def known_releases(architecture: str | None = None) -> Collection[Release]:
     return RELEASES.keys() if architecture is None else rocm.RELEASES.keys()
 
 
+def require_known(release: Release, architecture: str | None = None) -> Release:
+    """Return the release. Raise UsageError if its rules are unknown, on AMD GPUs if an architecture
+    is given.
+    """
+    if release not in known_releases(architecture):
+        raise UsageError(unknown_text([release], architecture))
+    return release
+
+
+def unknown_text(missing: Collection[Release], architecture: str | None = None) -> str:
+    """Return a clause that names releases whose rules are unknown, and those whose are known."""
+    known = known_releases(architecture)
+    same = [number for number in known if {number[:2]} == {release[:2] for release in missing}]
+    releases, names = (", ".join(map(release_text, each)) for each in (missing, same or known))
+    where = "" if architecture is None else " on AMD GPUs"
+    return f"the dispatch rules of PyTorch {releases}{where} are unknown; known releases: {names}"
+
+
 def installed_release() -> Release | None:
     """Return the release of the environment's PyTorch, or None. PyTorch is not imported."""
     try:
@@ -228,27 +246,18 @@ def parse_release(text: str) -> Release:
     return max((release for release in RELEASES if release[:2] == minor), default=(*minor, 0))
 
 
-def _supported(text: str) -> Release:
-    release = parse_release(text)
-    if release < OLDEST:
-        oldest = release_text(OLDEST)
-        raise UsageError(
-            f"PyTorch {release_text(release)} is too old; the oldest supported release is {oldest}"
-        )
-    return release
-
-
 def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
     """Return the releases of a range whose rules are known, and those whose rules are unknown."""
-    low, high = _supported(first), parse_release(last)
+    low, high = parse_release(first), parse_release(last)
+    if low < OLDEST:
+        require_known(low)
     low = low if first.count(".") > 1 else (*low[:2], 0)
     text = f"release range '{first.strip()}..{last.strip()}'"
     if low > high:
         raise UsageError(f"{text} is empty: its first release is newer than its last")
     releases = [release for release in RELEASES if low <= release <= high]
     if not releases:
-        span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
-        raise UsageError(f"{text} contains no release whose rules are known; known are {span}")
+        raise UsageError(f"{text}: {unknown_text([low, high])}")
     unknown = {low, high} - RELEASES.keys()
     newest = max(RELEASES)
     if high[0] == newest[0]:
@@ -257,15 +266,19 @@ def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
     return releases, unknown
 
 
-def parse_releases(text: str) -> list[Release]:
+def parse_releases(text: str, architecture: str | None = None) -> list[Release]:
     """Parse `2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or
-    a combination of these. Return the releases, oldest first. Raise UsageError for a release before
-    2.5, and for a range that is empty or contains no known release.
+    a combination of these. Return the releases, oldest first. Raise UsageError for a release whose
+    rules are unknown, on AMD GPUs if an architecture is given, and for a range that is empty,
+    begins before 2.5 or contains no known release.
     """
     found: set[Release] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        found |= set(_parse_range(first, last)[0]) if dots else {_supported(part)}
+        if dots:
+            found |= set(_parse_range(first, last)[0])
+        else:
+            found.add(require_known(parse_release(part), architecture))
     return sorted(found)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from profharness.devices import INSTINCT
+from profharness.devices import ARCHITECTURES
 from profharness.errors import UsageError
 
 Version = tuple[int, int, int]
@@ -21,12 +21,6 @@ LIBRARIES = (AOTRITON, CK)
 """The values of torch.backends.cuda.preferred_rocm_fa_library, without `default`."""
 EXPERIMENTAL_VARIABLE = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 PREFER_CK_VARIABLE = "TORCH_ROCM_FA_PREFER_CK"
-
-# Maps the name of a GPU to its architecture, which ROCm calls gcnArchName. The MI308X has no data
-# sheet in the table of devices.
-ARCHITECTURES = dict(
-    sorted([*((row.name, row.gfx) for row in INSTINCT if row.name), ("MI308X", "gfx942")])
-)
 
 
 class Kernels(NamedTuple):

@@ -21,6 +21,7 @@ from profharness.commands._output import (
     drawable,
     emit,
     hint,
+    hint_cpu,
     measured,
     run_listener,
 )
@@ -30,6 +31,7 @@ from profharness.commands._types import (
     Configs,
     Device,
     Format,
+    Full,
     GpuClasses,
     Insecure,
     Names,
@@ -275,6 +277,8 @@ def show(
     *,
     explain: Explained = False,
     raw: Raw = False,
+    full: Full = False,
+    device: Device = Protocol.device,
     run: RunOrConfigs = None,
     store: Store = None,
     format: Format = None,
@@ -290,9 +294,12 @@ def show(
         page = benches_by_gpu_document(answers, explain=explain, raw=raw)
         if path is not None and is_folder(path):
             _write_folder(page, path, answer.environment, force=force)
-            emit(page, "table")
+            emit(page, "table", full=full)
         else:
-            emit(page, format, path, force=force)
+            emit(page, format, path, force=force, full=full)
+    if run is None:
+        remedy = "its CPU ran; for a GPU, use: profharness predict CONFIG --gpu H200"
+        hint_cpu(answer.environment, device, remedy)
     for other in answer.others:
         again = shell_command("diff", answer.run, other, store=store_path(store))
         hint(f"compare them with: {again}")

@@ -42,7 +42,7 @@ from profharness.commands.diff.compare import (
     find_sides,
     nothing_compared,
 )
-from profharness.errors import GateError, NotFoundError, join_few
+from profharness.errors import GateError, NotFoundError, counted, join_few
 from profharness.program.changes import VERDICTS, EnvChange
 from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff, LayerSide
@@ -429,7 +429,7 @@ def check(comparison: Comparison, *, fail_on: FailOn = ()) -> str | None:
     if not verdicts:
         return None
     counts = [
-        f"{count:,} {noun}{'s' * (count != 1)}"
+        counted(count, noun)
         for count, noun in (
             (len({row.config for row in found.rows}), "config" if found.costs else "range"),
             (len(found.layers), "layer"),

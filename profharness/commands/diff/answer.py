@@ -123,7 +123,7 @@ def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
             changes[_ran(row.baseline), _ran(row.candidate)] += round(row.candidate.calls or 1)
     texts = []
     for (before, after), calls in changes.items():
-        texts.append(f"from {before} to {after} in {calls:,} call{'s' * (calls != 1)} per step")
+        texts.append(f"from {before} to {after} in {counted(calls, 'call')} per step")
     if texts:
         yield f": attention went {join_and(texts)}"
     elif all(row.baseline and row.baseline.ran for row in rows):
@@ -223,7 +223,7 @@ def _environment(diff: Diff) -> Iterator[str]:
             if change.explains
         ]
         more = len(diff.environment) - len(keys[:KEYS_SHOWN])
-        names = [*keys[:KEYS_SHOWN], *([f"{more} other key{'s' * (more != 1)}"] if more else [])]
+        names = [*keys[:KEYS_SHOWN], *([counted(more, "other key")] if more else [])]
         yield f"The environments differ in {join_and(names)}."
     elif diff.environment_told:
         yield "The environments are the same."

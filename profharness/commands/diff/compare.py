@@ -19,7 +19,7 @@ from profharness import stats
 from profharness.attention.config import Config, setting_name
 from profharness.columns import column
 from profharness.device_types import CPU
-from profharness.errors import NotFoundError, join_few
+from profharness.errors import NotFoundError, UnknownNameError, join_few
 from profharness.measurements.measurements import clock_doubts, host_doubts
 from profharness.program.changes import (
     MIN_LAUNCHES,
@@ -329,7 +329,7 @@ def _find_sides(
                 found = store.find_run(Selection(text, configs), need)
             except NotFoundError as error:
                 known = ", ".join(stored) or "none"
-                raise NotFoundError(
+                raise UnknownNameError(
                     f"{error}; it is not a stored backend either ({known})"
                 ) from None
             sides.append(_side(store, found, None, configs))

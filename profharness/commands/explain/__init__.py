@@ -56,7 +56,7 @@ from profharness.attention.dispatch.predict import hazards, predict
 from profharness.attention.engines import ENGINES, Selection, engine_releases
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
-from profharness.commands._output import capture_progress, hint
+from profharness.commands._output import capture_progress, hint, hint_cpu
 from profharness.commands._types import (
     DEFAULT_RELEASE,
     ConfigArguments,
@@ -65,9 +65,10 @@ from profharness.commands._types import (
     Store,
     complete_backends,
     complete_engine_releases,
-    complete_gpus,
     complete_releases,
     config_list,
+    gpu_option,
+    require_one,
     store_path,
     tool_backends,
 )
@@ -81,7 +82,7 @@ from profharness.commands.explain.tables import (
 )
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
 from profharness.devices import Gpu, find_gpu
-from profharness.environment import gpu_name
+from profharness.environment import gpu_name, no_gpu_text
 from profharness.errors import CaptureError, UsageError
 from profharness.measurements.agreement import (
     backend_of_op,
@@ -91,7 +92,7 @@ from profharness.measurements.agreement import (
 )
 from profharness.render.document import Document
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow, Refusal
-from profharness.run import DEVICES, CaptureOptions, Protocol
+from profharness.run import DEVICES, CaptureOptions, Protocol, gpu_names, require_distinct
 from profharness.store import frame
 
 if TYPE_CHECKING:
@@ -414,14 +415,11 @@ Releases = Annotated[
 ]
 GpuName = Annotated[
     str | None,
-    Option(
-        ("--gpu",),
-        complete=complete_gpus,
-        metavar="NAME",
-        help='Use the rules for this GPU: "RTX A6000", H100, sm90, MI300X, gfx942, or cpu.  '
-        "[default: the local GPU]",
-        tool="A GPU by name, a capability, or cpu.",
-        tool_examples=("H200", "RTX A6000", "sm90", "cpu"),
+    gpu_option(
+        'Use the rules for this GPU: "RTX A6000", H100, sm90, MI300X, gfx942, or cpu. Several (H200,A100) '
+        "give a table.  [default: the local GPU]",
+        tool="A GPU by name, a capability, or cpu; or several.",
+        tool_examples=("H200", "RTX A6000", "sm90", "cpu", "H200,MI300X"),
     ),
 ]
 Cudnn = Annotated[
@@ -656,7 +654,7 @@ def explain(
     rules of that release answer instead, without torch and without a GPU. If the rules do not cover a
     case, the answer is `unknown`. The exit code is 1 if PyTorch was queried and answered no config.
 
-    Several configs give a map. Several releases give a table that marks where the choice changes. If
+    Several configs give a map. Several releases or GPUs give a table that marks where the choice changes. If
     the GPU and the release have an atlas, one config also gets its kernel time and the best backend.
     --backend limits the advice and the columns of that table. A set (flash+math) or an order
     (cudnn-then-flash) replaces auto.
@@ -671,6 +669,7 @@ def explain(
       profharness explain 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
       profharness explain 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
       profharness explain 2,8,512,256,bf16 --torch 2.5..2.13 --gpu MI300X
+      profharness explain 2,8,512,64,bf16 --torch 2.11 --gpu H200,A100,MI300X
       profharness explain 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
       profharness explain '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
       profharness explain 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
@@ -688,32 +687,45 @@ def explain(
     if engine is not None:
         name = gpu or gpu_name()
         if name is None:
-            raise UsageError("this machine has no NVIDIA GPU; add --gpu, such as --gpu H100")
+            raise UsageError(no_gpu_text("name one with --gpu, such as --gpu H100"))
+        require_one("explain --engine", "GPU")(name)
         there = rocm.find_amd_gpu(name) or find_gpu(name)
         choice = EngineChoice(engine, engine_releases(engine, engine_version), there)
         path = store_path(store)
         return Question(chosen_configs, AUTO, (), [], path, engine=choice)
-    platforms = named_platforms(
-        torch or _default_release(gpu),
-        gpu,
-        cudnn,
-        cuda,
-        cudnn_compiled,
-        aotriton=aotriton,
-        fa_library=rocm_fa,
-        experimental=aotriton_experimental,
-    )
+    names = gpu_names(gpu) if gpu else ()
+    release = torch or _default_release(names)
+    of_gpu = [
+        named_platforms(
+            release,
+            name,
+            cudnn,
+            cuda,
+            cudnn_compiled,
+            aotriton=aotriton,
+            fa_library=rocm_fa,
+            experimental=aotriton_experimental,
+        )
+        for name in names or (None,)
+    ]
+    require_distinct(names, [each[0].gpu or CPU for each in of_gpu if names])
+    platforms = list(itertools.chain.from_iterable(of_gpu))
     path = store_path(store)
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
 
 
-def _default_release(gpu: str | None) -> str | None:
-    """Return the release that answers for a GPU if none is given, and print why it does."""
-    if gpu is None or gpu.lower() == CPU:
+def _default_release(names: Sequence[str]) -> str | None:
+    """Return the release that answers for GPUs if none is given, and print why it does.
+
+    Several GPUs get the same release, so that only the GPUs differ.
+    """
+    gpus = [name for name in names if name.lower() != CPU]
+    if not gpus:
         return None
     from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
 
-    release, note = release_for(known_atlases(), gpu)
+    atlases = known_atlases()
+    release, note = min(release_for(atlases, gpu) for gpu in gpus)
     if note:
         hint(note)
     return release_text(release)
@@ -813,7 +825,11 @@ def check(question: Question) -> None:
 def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     configs, platforms, backends = question.configs, question.platforms, question.backends
     if len(platforms) > 1:
-        matrices = [matrix(config, platforms, question.asked) for config in configs]
+        matrices = [
+            matrix(config, group, question.asked)
+            for config in configs
+            for group in _groups(platforms)
+        ]
         return matrix_document(matrices, full=full, backends=backends)
     single = len(configs) == 1
     if not platforms and not single:
@@ -826,12 +842,23 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if single and platforms and is_gpu(platforms[0].device) and question.asked == AUTO:
         answers = [replace(answers[0], prediction=_predict(configs[0], platforms[0]))]
     question.explanations.extend(answers)
+    if not platforms:
+        remedy = "its CPU answers; name a GPU with --gpu, such as --gpu H200"
+        hint_cpu(answers[0].environment, question.device, remedy)
     if single:
         return explain_document(answers, full=full, named=backends)
     maps = draw_maps(
         [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
     )
     return map_document(maps, answers, where=environment_text(answers[0]), full=full)
+
+
+def _groups(platforms: Sequence[Platform]) -> list[list[Platform]]:
+    """Return the platforms to show in a table each: the releases of a GPU, or the GPUs of a release."""
+    if len({each.machine.torch for each in platforms}) == 1:
+        return [[*platforms]]
+    gpus = dict.fromkeys(each.gpu for each in platforms)
+    return [[each for each in platforms if each.gpu == gpu] for gpu in gpus]
 
 
 def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
@@ -851,7 +878,8 @@ def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
 def _bisected(question: Question, name: str) -> Document:
     platforms = question.platforms
     if len(platforms) > 1:
-        raise UsageError("--bisect accepts only one release; give --torch a single one")
+        what = "release" if len({each.machine.torch for each in platforms}) > 1 else "GPU"
+        raise UsageError(f"explain --bisect predicts for one {what}; name one")
     asked = "" if question.asked == AUTO else f", {question.asked}"
     where = f"{platforms[0].text}, by rule{asked}" if platforms else "live"
 

@@ -135,16 +135,46 @@ def _change(answer: Explanation) -> Iterator[str]:
             return
 
 
+def gpu_of(answer: Explanation) -> str:
+    """Return the GPU of an explanation, or `CPU`."""
+    return str(answer.environment.get("gpu") or "CPU")
+
+
+def compares_gpus(matrices: Sequence[Sequence[MatrixRow]]) -> bool:
+    """Return whether the rows of a matrix are GPUs instead of releases."""
+    return len({gpu_of(row.explanation) for row in matrices[0]}) > 1
+
+
 def matrix_answer(matrices: Sequence[Sequence[MatrixRow]]) -> tuple[str, ...]:
-    """Return a sentence on the releases at which the predicted choice changes."""
+    """Return sentences on the releases at which the predicted choice changes, or on the GPUs."""
     if all(chosen(row.explanation) == "unknown" for matrix in matrices for row in matrix):
         return ("What these releases run is unknown, because the rules do not cover them.",)
-    if len(matrices) > 1:
-        changing = sum(any(row.flips for row in matrix) for matrix in matrices)
-        if not changing:
-            return (f"The choice is the same in all releases for all {len(matrices)} configs.",)
-        return (f"The choice changes for {changing} of {len(matrices)} configs.",)
-    (matrix,) = matrices
+    by_gpu = compares_gpus(matrices)
+    configs = {matrix[0].explanation.config for matrix in matrices}
+    if len(configs) == 1:
+        return tuple(map(_of_gpus if by_gpu else _of_releases, matrices))
+    changing = {
+        row.explanation.config for matrix in matrices for row in matrix if row.flips
+    }  # on any of the GPUs
+    if changing:
+        return (f"The choice changes for {len(changing)} of {len(configs)} configs.",)
+    where = "on all GPUs" if by_gpu else "in all releases"
+    return (f"The choice is the same {where} for all {len(configs)} configs.",)
+
+
+def _of_gpus(matrix: Sequence[MatrixRow]) -> str:
+    """Return a sentence on what each GPU is predicted to run."""
+    gpus_of: dict[str, list[str]] = {}
+    for row in matrix:
+        device = platform_text(row.explanation.environment)[1]
+        gpus_of.setdefault(chosen(row.explanation), []).append(device)
+    parts = [f"{backend_text(name)} on {join_and(gpus)}" for name, gpus in gpus_of.items()]
+    torch = platform_text(matrix[0].explanation.environment)[0]
+    return f"The predicted choice of {torch} is {join_and(parts)}."
+
+
+def _of_releases(matrix: Sequence[MatrixRow]) -> str:
+    """Return a sentence on the releases at which the choice changes."""
     texts = []
     for before, row in pairwise(matrix):
         if row.flips:
@@ -152,9 +182,9 @@ def matrix_answer(matrices: Sequence[Sequence[MatrixRow]]) -> tuple[str, ...]:
             texts.append(f"at {platform_text(row.explanation.environment)[0]} from {was} to {now}")
     _, device = platform_text(matrix[0].explanation.environment)
     if texts:
-        return (f"The predicted choice on {device} changes {join_and(texts)}.",)
+        return f"The predicted choice on {device} changes {join_and(texts)}."
     choice = backend_text(chosen(matrix[0].explanation))
-    return (f"The predicted choice on {device} is {choice} in all {len(matrix)} releases.",)
+    return f"The predicted choice on {device} is {choice} in all {len(matrix)} releases."
 
 
 def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:

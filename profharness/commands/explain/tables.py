@@ -25,12 +25,14 @@ from profharness.attention.dispatch.by_rule import (
 from profharness.columns import Column, pick
 from profharness.commands.explain.answer import (
     bisect_answer,
+    compares_gpus,
     explain_answer,
+    gpu_of,
     map_answer,
     matrix_answer,
 )
 from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
-from profharness.errors import join_few
+from profharness.errors import counted, join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table, filled_columns
 from profharness.rows import Refusal
 
@@ -166,19 +168,20 @@ FLIP = "►"
 def matrix_document(
     matrices: Sequence[Sequence[MatrixRow]], *, full: bool = False, backends: Sequence[str] = ()
 ) -> Document:
-    """Return the document that compares the choices of several releases, oldest first.
+    """Return the document that compares the choices of several releases, oldest first, or of GPUs.
 
-    `►` marks each release whose choice differs from the release before. If `full` is set, the
-    document also has the explanation for each release. `backends` contains the backends to show as
+    `►` marks each row whose choice differs from the row before. If `full` is set, the document also
+    has the explanation for each row. `backends` contains the backends to show as
     columns. By default, these are the fused backends.
     """
     names = {
         side.backend for matrix in matrices for row in matrix for side in row.explanation.backends
     }
     shown = backends or tuple(name for name in FUSED_BACKENDS if name in names)
+    by_gpu = compares_gpus(matrices)
     columns = (
         Column("flip", "", importance="answer"),
-        Column("release", "torch", importance="key"),
+        Column("where", "GPU" if by_gpu else "torch", importance="key"),
         Column("choice", "predicted choice", importance="answer"),
         *(Column(name, name) for name in shown),
         Column("changes", "what changed", wrap=True),
@@ -187,19 +190,20 @@ def matrix_document(
     records = []
     for matrix in matrices:
         first = matrix[0].explanation
-        where = first.environment.get("gpu") or "CPU"
+        where = f"torch {first.environment['torch']}" if by_gpu else gpu_of(first)
         asked = "" if first.asked == AUTO else f", {first.asked}"
         rows, notes = [], list[Note]()
         for row in matrix:
             answer, changes = row.explanation, "; ".join(row.changes)
-            release, mark = answer.environment["torch"], FLIP if row.flips else ""
+            key = gpu_of(answer) if by_gpu else answer.environment["torch"]
+            mark = FLIP if row.flips else ""
             states = {
                 side.backend: f"no: {side.reasons[0].code}"
                 if side.eligible is False and side.reasons
                 else _STATES[side.eligible]
                 for side in answer.backends
             }
-            rows.append((mark, release, answer.predicted, *map(states.get, shown), changes))
+            rows.append((mark, key, answer.predicted, *map(states.get, shown), changes))
             extra = {"flips": row.flips, "changes": list(row.changes)}
             records.append(explanation_record(answer) | extra)
         missing = unread(row.explanation for row in matrix)
@@ -212,7 +216,7 @@ def matrix_document(
                 b for each in explained for b in answer_blocks(each, full=True, summary=True)
             ]
     fields = (*FIELDS, "flips", "changes")
-    title, told = "Choice by release", matrix_answer(matrices)
+    title, told = f"Choice by {'GPU' if by_gpu else 'release'}", matrix_answer(matrices)
     return Document(SCHEMA, title, tuple(blocks), fields, tuple(records), answer=told)
 
 
@@ -327,10 +331,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
     for bisection in bisections:
         varied = {"config": bisection.config, "property": bisection.name}
         count, flips = len(bisection.asked), len(bisection.flips)
-        text = (
-            f"{flips} flip{('s' if flips != 1 else '')}, exact: the values on both sides were "
-            "queried"
-        )
+        text = f"{counted(flips, 'flip')}, exact: the values on both sides were queried"
         if count == bisection.possible:
             text += f"; all {count:,} values were queried"
         else:

@@ -29,12 +29,12 @@ from profharness.commands._types import (
     Format,
     Names,
     OutputFile,
-    Release,
     RunOrConfigs,
     Store,
-    complete_gpus,
     complete_names,
     config_list,
+    gpu_option,
+    release_option,
     require_profilers,
     store_path,
 )
@@ -93,14 +93,15 @@ Profilers = Annotated[
 ]
 GpuName = Annotated[
     str | None,
-    Option(
-        ("--gpu",),
-        complete=complete_gpus,
-        metavar="NAME",
-        help="Predict from the atlas of this GPU (H200) instead. No store is read and nothing runs.",
+    gpu_option(
+        "Predict from the atlas of this GPU (H200) instead. No store is read and nothing runs.",
+        only_of="kernels",
         tool="Predict from the atlas of this GPU.",
         tool_examples=("H200",),
     ),
+]
+Release = Annotated[
+    str | None, release_option("kernels", "The PyTorch release to predict for; requires --gpu.")
 ]
 Steps = Annotated[
     bool,

@@ -17,8 +17,6 @@ from profharness.commands._output import capture_progress, echo, hint, keep_meas
 from profharness.commands._runs import find_listed, run_text
 from profharness.commands._types import (
     BACKENDS_OPTION,
-    DEFAULT_RELEASE,
-    RELEASE_OPTION,
     AtlasFolder,
     Driver,
     Names,
@@ -26,9 +24,10 @@ from profharness.commands._types import (
     PathLike,
     Runs,
     Store,
-    complete_gpus,
     complete_names,
     complete_runs,
+    gpu_option,
+    release_option,
     store_path,
 )
 from profharness.commands.layers.by_gpu import (
@@ -98,19 +97,16 @@ Step = Annotated[
 ]
 Release = Annotated[
     str | None,
-    replace(
-        RELEASE_OPTION,
-        help="The program's PyTorch release, such as 2.11, if its trace does not record it. With --gpu: the "
-        f"release to predict for.  {DEFAULT_RELEASE}",
+    release_option(
+        "layers",
+        "The program's PyTorch release, such as 2.11, if its trace does not record it. With --gpu: the "
+        "release to predict for.",
     ),
 ]
 GpuNames = Annotated[
     str | None,
-    Option(
-        ("--gpu",),
-        complete=complete_gpus,
-        metavar="NAME",
-        help="Predict each layer on other GPUs from their atlases: H200, or H100,H200 for a column each. "
+    gpu_option(
+        "Predict each layer on other GPUs from their atlases: H200, or H100,H200 for a column each. "
         "Nothing runs.",
         tool="Predict for these GPUs from their atlases.",
         tool_examples=("H200",),

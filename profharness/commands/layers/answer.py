@@ -154,7 +154,7 @@ def _what_ran(layers: LayerMap) -> str:
             what = several if of != 1 and count != 1 else one
             some = f"{FORMATS['count'](count)} of {counted(of, kind)}"
             if count == of:
-                some = f"all {counted(of, kind)}" if of != 1 else "it"
+                some = _every(of, kind) if of != 1 else "it"
             clauses.append(f"{some} {what}{cost}")
     if clauses:
         return ", ".join(clauses)
@@ -163,7 +163,13 @@ def _what_ran(layers: LayerMap) -> str:
     math = "" if any("math" in name for name in ran) else ", none on math"
     if whole == 1:
         return f"it runs on {names}"
-    return f"all {counted(whole, noun)} run on {names}{math}"
+    return f"{_every(whole, noun)} run on {names}{math}"
+
+
+def _every(count: float, noun: str) -> str:
+    """Return `all 3 calls`, or `the 2.91 calls per step` if the steps differ."""
+    text = counted(count, noun)
+    return f"all {text}" if count == int(count) else f"the {text} per step"
 
 
 def _backend(name: str | None) -> str:

@@ -606,7 +606,7 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
         yield (
             f"attention of {whole} in these benchmarks: {here / 1000000.0:,.3f} ms on "
             f"{first.name}, {there / 1000000.0:,.3f} ms on {other.name} ({here / there:.2f}x), "
-            f"for {len(shared)} of {len(rows)} rows"
+            f"for {len(shared)} of {counted(len(rows), 'row')}"
         )
     for each in benches:
         saved = sum(

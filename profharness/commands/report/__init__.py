@@ -20,6 +20,7 @@ from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format,
 from profharness.commands._types import (
     Force,
     Format,
+    Full,
     OutputFile,
     Runs,
     store_path,
@@ -710,7 +711,9 @@ def report(
 
 
 @document(report)
-def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -> None:
+def show(
+    made: Report, *, no_charts: NoCharts = False, images: Images = "svg", full: Full = False
+) -> None:
     """Write the report to stdout or a file. Charts of a Markdown report become separate files."""
     page, path, format, force = made
     if no_charts:
@@ -718,7 +721,7 @@ def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -
         page = replace(page, blocks=kept)
     named = ", ".join(entry["name"] for entry in page.extra["runs"])
     about = f"run {named}" if len(page.extra["runs"]) == 1 else f"runs {named}"
-    emit(replace(page, about=about), format, path, force=force, images=images)
+    emit(replace(page, about=about), format, path, force=force, images=images, full=full)
 
 
 DECLARATION = declaration_of(report)

@@ -66,6 +66,7 @@ from profharness.dtypes import DTYPES
 from profharness.errors import (
     NotFoundError,
     UsageError,
+    counted,
     join_and,
     join_few,
     one_line,
@@ -136,9 +137,9 @@ def repro(
     chosen, names = config_list(configs), split_names(backend)
     if run is None:
         if len(chosen) != 1:
-            amount = f"{len(chosen)} configs" if chosen else "no config"
+            amount = counted(len(chosen), "config was", "configs were") if chosen else "none was"
             raise UsageError(
-                f"a script contains one cell, but {amount} were given; give one CONFIG"
+                f"repro requires one config, but {amount} given; name one, such as 2,8,512,64"
             )
         if len(names) > 1:
             named = ",".join(names)

@@ -30,6 +30,7 @@ from profharness.recording.worker.gpu_watch import CudaWarmup, GpuWatch, open_wa
 if TYPE_CHECKING:
     from profharness.recording.worker.timing import Workspace, Write
 from profharness.run import (
+    EXIT_NO_GPU,
     EXIT_UNWRITABLE,
     JOURNAL_FILE,
     PLAN_FILE,
@@ -147,7 +148,8 @@ def starts_cuda(plan: Plan) -> bool:
 def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> NoReturn:
     """Read the plan in a folder, run the function `body` of a module on it, and exit.
 
-    The exit code is 0 if all cells were run, EXIT_DEAD_CONTEXT if the CUDA context was lost and the
+    The exit code is 0 if all cells were run, EXIT_NO_GPU if the plan needs a GPU but torch finds none,
+    EXIT_DEAD_CONTEXT if the CUDA context was lost and the
     remaining cells need a new process, and EXIT_UNWRITABLE if the run folder is not writable.
     """
     # needed because a backend may change the working directory or replace functions of `os`
@@ -168,6 +170,8 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     device = plan.protocol.device
     if device == "auto":
         device = environment.default_device()
+    elif is_gpu(device) and not is_gpu(environment.default_device()):
+        leave(EXIT_NO_GPU)
     watch = None
     if is_gpu(device) and plan.cells:
         watch = warmup.watch() if warmup is not None else open_watch()
