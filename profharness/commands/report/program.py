@@ -350,7 +350,7 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
     saved = saved_ns(row, text, layers, place)
     if saved is not None:
         share = (
-            f" ({share_text(saved / layers.busy_ns)} of its busy time)" if layers.busy_ns else ""
+            f" ({share_text(saved / layers.busy_ns)})" if layers.busy_ns else ""
         )
         predicted = saving_text(saved)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
