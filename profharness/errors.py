@@ -13,6 +13,7 @@ from typing import Any, TextIO
 # Matches a command at the end of a message, or in backticks, which one may want to copy.
 _COMMAND = re.compile(r"(?<=: )(?:profharness|pip) .*$|`[^`]*`")
 NO_BREAK = "\N{NO-BREAK SPACE}"
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kKMGT]i?B(?:/s)?|[GT]FLOP/s)(?![\w/]))")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -56,10 +57,18 @@ def wrapped_for(stream: TextIO, text: str) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Break a text into lines at blanks. Lines after the first begin with `indent`."""
-    return textwrap.wrap(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    """Break a text into lines at blanks, but not between a number and its unit.
+
+    Lines after the first begin with `indent`.
+    """
+    lines = textwrap.wrap(
+        _UNIT.sub(NO_BREAK, text),
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 def join_few(names: Collection[str], most: int) -> str:

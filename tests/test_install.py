@@ -45,7 +45,7 @@ ELSEWHERE = {
     "profharness observe": "runs a program of the reader's: tests/observe",
     "profharness mcp": "runs until its client leaves: tests/commands/test_mcp.py",
     "profharness ranks": "of a job of the reader's: tests/commands/test_ranks.py",
-    "profharness ingest traces/step100": "of a job of the reader's: tests/commands/test_ranks.py",
+    "profharness ingest step100": "of a job of the reader's: tests/commands/test_ranks.py",
     "profharness ingest /shared": "of a host that many use: tests/jobs/test_parallel_ingest.py",
     "profharness layers --gpu": "of a program of the reader's: tests/observe/test_forecast.py",
     "profharness layers mi300x": "a trace of an AMD GPU: tests/commands/test_layers_classes.py",

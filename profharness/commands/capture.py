@@ -327,7 +327,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
             hint(f"warning: {warning}")
     with open_store(store) as opened:
         hint(f"see it with: {opened.shown_by(run.run)}")
-    remedy = "its CPU ran; for a GPU, use: profharness predict CONFIG --gpu H200"
+    remedy = "the CPU ran these configs; for a GPU, use: profharness predict CONFIG --gpu H200"
     hint_cpu(run.environment, run.protocol.device, remedy)
     # Problems of the GPU were already printed as notices.
     failed = [problem for problem in run.problems if problem.profiler != GPU]

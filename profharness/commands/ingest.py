@@ -98,7 +98,7 @@ def ingest(
     \b
     Examples:
       profharness ingest trace.json.gz traces/runs
-      profharness ingest traces/step100 --scheduler local && profharness ranks
+      profharness ingest step100 --scheduler local && profharness ranks
       profharness ingest profile.nsys-rep counters.ncu-rep
       profharness ingest decode.json.gz --with graph_capture_rank_0.json.gz --with server.log
 

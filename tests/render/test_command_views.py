@@ -22,7 +22,7 @@ from profharness.commands.diff.compare import Change, Cost, Diff, DiffRow
 from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
 from profharness.commands.verify import verify_document
-from profharness.errors import wrapped_for
+from profharness.errors import wrapped, wrapped_for
 from profharness.program.changes import EnvChange
 from profharness.render.document import Heading, Table
 from profharness.render.renderers import RENDERERS, render_markdown
@@ -67,6 +67,15 @@ def on_terminal(*call: str, stream: str = "stdout") -> tuple[str, int]:
                 break
     os.close(ours)
     return text.decode(), child.returncode
+
+
+def test_a_number_and_its_unit_stay_on_one_line() -> None:
+    """Bug: a line began with `%`."""
+    for unit in ("%", "µs", "ms", "GB/s"):
+        for width in range(12, 20):
+            lines = wrapped(f"takes about 1.25 {unit} of it", width)
+            assert any(f"1.25 {unit}" in line for line in lines)
+    assert wrapped("at 2 steps of it", 6) == ["at 2", "steps", "of it"]
 
 
 def test_messages_are_wrapped_on_a_terminal_only() -> None:
@@ -237,7 +246,7 @@ def test_foreign_trace_has_totals_instead_of_times_per_call() -> None:
     foreign = kernel(cell=None, config=None, backend=None, launches_per_call=None, launches=7)
     assert kernel_record(foreign)["call_ns"] is None
     assert kernel_record(kernel())["call_ns"] == pytest.approx(36960 / 5)
-    for row, title in ((foreign, "total µs"), (kernel(), "µs/call")):
+    for row, title in ((foreign, "total µs"), (kernel(), "mean µs/call")):
         table = next(b for b in kernels_document([row]).blocks if isinstance(b, Table))
         assert title in [column.title for column in table.columns]
 

@@ -298,7 +298,7 @@ def show(
         else:
             emit(page, format, path, force=force, full=full)
     if run is None:
-        remedy = "its CPU ran; for a GPU, use: profharness predict CONFIG --gpu H200"
+        remedy = "the CPU ran these configs; for a GPU, use: profharness predict CONFIG --gpu H200"
         hint_cpu(answer.environment, device, remedy)
     for other in answer.others:
         again = shell_command("diff", answer.run, other, store=store_path(store))

@@ -843,7 +843,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
         answers = [replace(answers[0], prediction=_predict(configs[0], platforms[0]))]
     question.explanations.extend(answers)
     if not platforms:
-        remedy = "its CPU answers; name a GPU with --gpu, such as --gpu H200"
+        remedy = "the answer is for the CPU; name a GPU with --gpu, such as --gpu H200"
         hint_cpu(answers[0].environment, question.device, remedy)
     if single:
         return explain_document(answers, full=full, named=backends)

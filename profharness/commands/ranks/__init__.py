@@ -93,8 +93,8 @@ def ranks(
 
     \b
     Examples:
-      profharness ranks traces/step100
-      profharness ranks traces/step100 --fail-on slow-gpu,other-attention
+      profharness ranks step100
+      profharness ranks step100 --fail-on slow-gpu,other-attention
     """
     # imported here because it imports numpy, which --help does not need
     from profharness.commands.ranks.outliers import compare_ranks

@@ -349,9 +349,7 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
         return ""
     saved = saved_ns(row, text, layers, place)
     if saved is not None:
-        share = (
-            f" ({share_text(saved / layers.busy_ns)})" if layers.busy_ns else ""
-        )
+        share = f" ({share_text(saved / layers.busy_ns)})" if layers.busy_ns else ""
         predicted = saving_text(saved)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
     share = f", {share_text(spent / whole)} of the step" if whole else ""
