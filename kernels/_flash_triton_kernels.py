@@ -82,8 +82,7 @@ def _attend(
 ):  # fmt: skip
     """Apply the online softmax to the columns [begin, end).
 
-    `tops` is the maximum of the scores so far in each row, and `sums` is the sum of
-    2**(score - tops).
+    `tops` contains the maximum score of each row so far, and `sums` the sum of 2**(score - tops).
     """
     for n in tl.range(begin, end, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)

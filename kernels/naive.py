@@ -14,7 +14,8 @@ Every file in this folder has the same interface:
 - A function with an argument `window` also computes sliding windows: row i sees the columns above
   i - window, and below i + window if `is_causal` is not set.
 - With an argument `softcap`, scores s become softcap * tanh(s / softcap) before they are masked.
-- With an argument `sinks`, a tensor [Hq], each head has one more logit in its softmax, without value.
+- With an argument `sinks`, a tensor [Hq], each head has one more logit in its softmax, without a
+  value.
 
 An optional function `supports(config)` returns the reason why a config is not supported, or None.
 """

@@ -232,7 +232,8 @@ _of_captures: dict[int, tuple[torch.Tensor, int]] = {}
 
 
 def _counters(device: int, units: int) -> torch.Tensor:
-    """Return the barrier counters of a launch, which are 128 bytes per tile and 0 between launches.
+    """Return the barrier counters of a launch, which take 128 bytes per tile and are 0 between
+    launches.
 
     Launches on the same stream share the counters, because they run one after the other. Every
     captured launch has its own counters, because graphs may be replayed concurrently.

@@ -46,7 +46,7 @@ Measured = TypeVar("Measured")
 
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """Return a command line with --rounds."""
+    """Return an argument parser with the option --rounds."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +55,7 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
 
 
 def output(argv: Sequence[str], cwd: Path | None = None) -> str:
-    """Return what a command printed. Exit with its output if it fails."""
+    """Return the output of a command. Exit with this output if the command fails."""
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(
         argv, capture_output=True, text=True, check=False, env=environment, cwd=cwd
@@ -99,7 +99,7 @@ def without_traces(place: Path) -> None:
 
 
 def with_sums(cell: Cell, sums: Sequence[int] | None) -> Cell:
-    """Return the cell with the kernels' times of all its processes."""
+    """Return the cell with the kernel times of all its processes."""
     if not isinstance(sums, Series):
         return cell
     samples, turns = cell.samples | {KERNEL: list(sums)}, cell.turns | {KERNEL: list(sums.turns)}

@@ -1,13 +1,13 @@
-"""Ask the attention selection of a vLLM source tree, and print its rules as JSON.
+"""Query the attention selection of a vLLM source tree, and print its rules as JSON.
 
     python scripts/ask_vllm.py FOLDER SEED COUNT [amd]
 
-With `amd`, the release's selection on AMD GPUs is asked, with and without VLLM_ROCM_USE_AITER.
-FOLDER contains the package `vllm` of one release. SEED and COUNT draw random configs, whose answers
-check the rules. `scripts/import_engine_rules.py` runs this script
-once per release. It needs neither a GPU nor vLLM's dependencies: only the modules that select a
-backend are loaded from the tree, and every other module is replaced by an object that accepts any
-use. All optional libraries, such as FlashInfer, count as installed.
+With `amd`, the release's selection on AMD GPUs is queried, with and without VLLM_ROCM_USE_AITER.
+FOLDER contains the package `vllm` of one release. COUNT random configs are drawn with SEED to check
+the rules. `scripts/import_engine_rules.py` runs this script once per release. It needs neither a
+GPU nor vLLM's dependencies: only the modules that select a backend are loaded from the tree, and
+every other module is replaced by an object that accepts any use. All optional libraries, such as
+FlashInfer, count as installed.
 
 The script calls the release's own functions: `_get_backend_priorities` for the order of the
 candidates, and `AttentionBackend.validate_configuration` for the reasons against each of them.
@@ -184,7 +184,7 @@ class NothingSet:
 
 
 class Aiter(SimpleNamespace):
-    """The functions of vLLM that say what AITER can do: all of it, if it is enabled."""
+    """Replaces vLLM's functions that report what AITER supports: everything if it is enabled."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -193,7 +193,7 @@ class Aiter(SimpleNamespace):
 
 
 def set_architecture(modules: SimpleNamespace, name: str, *, aiter: bool) -> None:
-    """Let the release's functions see an AMD GPU, and VLLM_ROCM_USE_AITER set or unset."""
+    """Make the release's functions see an AMD GPU, and VLLM_ROCM_USE_AITER as set or unset."""
     rocm, ops = modules.selector, importlib.import_module("vllm._aiter_ops")
     rocm._GCN_ARCH = name
     source = Path(rocm.__spec__.origin).read_text().splitlines()
@@ -250,7 +250,7 @@ def load(root: Path, *, amd: bool = False) -> SimpleNamespace:
 
 
 def forget() -> None:
-    """Clear all caches of the tree's functions, and replace functions that would ask the host."""
+    """Clear all caches of the tree's functions, and replace functions that would query the host."""
     for module in list(sys.modules.values()):
         if not getattr(module, "__name__", "").startswith("vllm"):
             continue
@@ -296,7 +296,7 @@ class Release:
         return list(function(**{key: value for key, value in values.items() if key in names}))
 
     def reasons(self, backend: type, **axes: Any) -> list[str]:
-        """Return the reasons of the release against a backend."""
+        """Return the release's reasons against a backend."""
         chosen = {"head_dim": self.head_dim} | {name: each[0] for name, each in AXES.items()} | axes
         values = {ARGUMENTS[name]: value for name, value in chosen.items() if name in ARGUMENTS}
         values |= {

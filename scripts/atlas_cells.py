@@ -1,5 +1,5 @@
-"""Select the cells of an atlas: realistic configs, any prefix of which fills their space. Half of
-them are pairs between which PyTorch's choice or the shape of the work changes.
+"""Select the cells of an atlas: realistic configs, any prefix of which covers the whole space. Half
+of them are pairs between which PyTorch's choice or the shape of the work changes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Point:
         return (share(f"{self.seed} {name}") + self.number * root) % 1.0
 
     def pick(self, name: str, table: Sequence[tuple[T, float]]) -> T:
-        """Return one of the values, by their weights."""
+        """Return one of the values, chosen by weight."""
         place = self[name] * sum(weight for _, weight in table)
         for value, weight in table:
             place -= weight
@@ -96,17 +96,17 @@ class Point:
         return values[int(self[name] * len(values))]
 
     def between(self, name: str, low: int, high: int) -> float:
-        """Return a number that is evenly distributed in the logarithm."""
+        """Return a number whose logarithm is evenly distributed."""
         return float(low * (high / low) ** self[name])
 
 
 def share(text: str) -> float:
-    """Return a number between 0 and 1 that depends on a text only, evenly distributed."""
+    """Return an evenly distributed number between 0 and 1 that depends only on a text."""
     return zlib.crc32(text.encode()) / 2**32
 
 
 def length(point: Point, name: str, low: int, high: int) -> int:
-    """Return a length: a power of two, a multiple of 64, or any."""
+    """Return a length: a power of two, a multiple of 64, or any number."""
     value = point.between(name, low, high)
     # by another coordinate for each of two lengths
     place = (point["snap"] + (0.5 if name == "short" else 0)) % 1
@@ -274,7 +274,7 @@ class Sampler:
         return cells
 
     def is_worth(self, cell: Cell, config: Config) -> bool:
-        """Return whether a cell may take its time and memory. All backends of a config share the
+        """Return whether a cell is worth its time and memory. All backends of a config share the
         random number.
         """
         if cell.backend == "math" and math_bytes(config) > MATH_BYTES:

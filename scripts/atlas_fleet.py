@@ -28,11 +28,11 @@ def measure_on_lanes(options: argparse.Namespace) -> int:
     kind, _, count = options.scheduler.partition(":")
     if kind != "local" or (count and not count.isdigit()) or count == "0":
         raise UsageError(
-            f"--scheduler {options.scheduler}: here it is local or local:N; on other hosts run `measure` "
-            "with --part K/N in a job each"
+            f"--scheduler {options.scheduler}: only local and local:N are supported; on other hosts, run `measure` "
+            "with --part K/N in separate jobs"
         )
     if options.part != (0, 1):
-        raise UsageError("--part is what --scheduler gives each GPU; leave one of them out")
+        raise UsageError("--scheduler sets --part for each GPU; omit one of these options")
     lanes = local_lanes(int(count) if count else None, options.device)
     classes = defaultdict(list)
     for lane in lanes:

@@ -74,7 +74,9 @@ class Pool:
     taken: dict[Any, int] = field(default_factory=dict)
 
     def empty(self) -> None:
-        """Start again at the beginning. Tensors returned earlier will share memory with new ones."""
+        """Start again at the beginning of the memory. Tensors returned earlier will share memory
+        with new ones.
+        """
         self.taken.clear()
 
     def take(self, dtype: Any, *shape: int) -> Any:
@@ -134,7 +136,7 @@ class Graphs:
 
 
 def calls_for(call_ms: float) -> int:
-    """Return the number of calls of that length in a graph."""
+    """Return how many calls of this duration a graph contains."""
     return max(1, min(GRAPH_CALLS, math.ceil(GRAPH_MS / max(call_ms, 1e-3))))
 
 
@@ -256,8 +258,8 @@ class Bench:
         return find_backend(trial.backend).context()
 
     def attempt(self, trial: Trial, step: Callable[[Trial, list[str]], None]) -> None:
-        """Run a step of a cell; if memory is short, free caches and run it once more.
-        An exception becomes the cell's status. A lost CUDA context ends the process.
+        """Run a step of a cell; if memory runs out, free caches and run it once more. An exception
+        becomes the cell's status. A lost CUDA context ends the process.
         """
         for retry in (True, False):
             texts: list[str] = []

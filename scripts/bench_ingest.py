@@ -57,7 +57,7 @@ def main() -> None:
         "trace",
         type=Path,
         nargs="*",
-        help="default: made traces of 100 MB, and an indented one of 250 MB",
+        help="default: generated traces of 100 MB, and an indented one of 250 MB",
     )
     made.add_argument(
         "--large",
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def indent(path: Path) -> None:
-    """Print the events of a trace over many lines, as editors and other tools do.
+    """Write the events of a trace over many lines, as editors and other tools do.
 
     This runs in a process of its own, because processes inherit the peak memory of their parent.
     """

@@ -152,7 +152,7 @@ def _at_most(what: str, limit: float, value: float | None) -> Target:
 def measured(
     configs: Iterable[str], backends: Sequence[str], folder: Path, time_s: float
 ) -> BenchResult:
-    """One bench whose backends take turns on each config. Raise ProfharnessError."""
+    """Run a bench whose backends take turns on each config. Raise ProfharnessError if it fails."""
     frame = bench(
         list(configs),
         backends,
@@ -166,7 +166,7 @@ def measured(
 
 
 def shapes_of(answer: BenchResult, peaks: Peaks | None) -> list[Shape]:
-    """The shapes of an answer, by the measurement that ranks it."""
+    """Return the shapes of a bench, by the measurement that ranks its backends."""
     times: dict[str, dict[str, float]] = {}
     for row in answer.rows:
         mine = times.setdefault(row.config, {})
@@ -180,7 +180,7 @@ def shapes_of(answer: BenchResult, peaks: Peaks | None) -> list[Shape]:
 
 
 def absent(answer: BenchResult) -> list[str]:
-    """One line for each backend and reason that left a config without a time."""
+    """Return one line for each backend and each reason why it has no time for a config."""
     timed = {(row.config, row.backend) for row in answer.rows if row.median_ns}
     found: dict[tuple[str, str], list[str]] = {}
     for cell in answer.cells:
@@ -196,16 +196,16 @@ def absent(answer: BenchResult) -> list[str]:
 
 
 def told(answer: BenchResult) -> list[str]:
-    """What holds for all the figures, one sentence a line."""
+    """Return notes that apply to all figures, one sentence per line."""
     env, lines = answer.environment, []
     lines.append(
-        "fp32 products may use TF32: no fair figures of naive, math and naive-compiled"
+        "fp32 products may use TF32, so naive, math and naive-compiled are not comparable"
         if env.get("tf32")
         else "TF32 is off for the matrix products of naive, math and naive-compiled "
         "(float32_matmul_precision highest, allow_tf32 False): true fp32"
     )
     lines += [f"{where}: {text}" for where, text in replacement_notes(answer.cells)]
-    lines.append("outputs are not checked here; `profharness verify` does that")
+    lines.append("outputs are not checked here; `profharness verify` checks them")
     return lines
 
 
@@ -267,7 +267,7 @@ def report(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if not graph:
         lines.append(
             "CUDA-graph times need an NVIDIA GPU and a torch with CUDA; these are wall-clock times "
-            "of this CPU, so no target is judged"
+            "of this CPU, so no target is evaluated"
         )
     else:
         if TRITON in own and not asked.config and not asked.quick:
@@ -295,10 +295,12 @@ def report(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Print the report. The exit code is 0 even if targets are missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--config", action="append", help="instead of the table; repeatable")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--config", action="append", help="config to measure instead of the table; repeatable"
+    )
     parser.add_argument("--quick", action="store_true", help="three shapes, fewer samples")
-    parser.add_argument("--kernels", metavar="NAME,NAME", help="of kernels/ these alone")
+    parser.add_argument("--kernels", metavar="NAME,NAME", help="measure only these of kernels/")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:

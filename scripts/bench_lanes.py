@@ -194,7 +194,7 @@ def fixed_row(out: Path) -> tuple[str, str, str]:
         walls.append(told["seconds"] - record["cells"][0]["duration_ns"] / 1e9)
     wall, cpu = statistics.median(walls), statistics.median(cpus)
     part = min(wall, cpu) / (campaign.GROUP_S + min(wall, cpu))
-    figure = f"{wall:.2f} s, {cpu:.2f} CPU s; {part:.1%} of {campaign.GROUP_S:g} s of work and it"
+    figure = f"{wall:.2f} s, {cpu:.2f} CPU s; {part:.1%} of {campaign.GROUP_S:g} s of work plus this cost"
     return "fixed cost of a group", figure, "≤ 10 %"
 
 
@@ -273,7 +273,7 @@ def ratio_rows(
     for name in names:
         values = ratios(alone, other, name)
         if not values:
-            yield f"{name}: {what} / alone", "no cell on the same GPU", ""
+            yield f"{name}: {what} / alone", "no cell ran on the same GPU", ""
             continue
         off = sum(abs(value - 1) > WITHIN[name] for value in values)
         figure = f"{statistics.median(values):.4f} ({values[0]:.3f} to {values[-1]:.3f})"
@@ -295,9 +295,9 @@ def two_gpu_rows(
     keys = {record["environment"].get("gpu_key") for record in two.records.values()}
     yield "groups, GPUs that ran some", f"{len(two.records)}, {len(keys)}", "≥ 40, 2"
     times = two.rate(two.last_s) / one.rate(one.last_s)
-    yield "times as many groups a second on two, to the last group", f"{times:.3f}", "≥ 1.9"
+    yield "ratio of groups per second on two GPUs, until the last group", f"{times:.3f}", "≥ 1.9"
     times = two.rate(two.end_s) / one.rate(one.end_s)
-    yield "the same with the ingest and the table at the end", f"{times:.3f}", "≥ 1.9"
+    yield "the same, with the ingest and the final table", f"{times:.3f}", "≥ 1.9"
     yield from ratio_rows(one, two, "both busy", how.measurements)
     once_more = sweep(out, 1, again, "on1-again", how)
     yield from ratio_rows(one, once_more, "alone once more", how.measurements)
@@ -314,14 +314,19 @@ def rows(out: Path, alone: str, text: str, how: Sampling) -> Iterator[tuple[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__ or "")[0])
-    parser.add_argument("--configs", default=SWEEP, help="of the sweep on two GPUs")
-    parser.add_argument("--alone", default=EVERY_THIRD, help="of the sweep on one")
+    parser.add_argument("--configs", default=SWEEP, help="configs of the sweep on two GPUs")
+    parser.add_argument("--alone", default=EVERY_THIRD, help="configs of the sweep on one GPU")
     parser.add_argument(
-        "--measurement", action="append", choices=MEASUREMENTS, help="of the sweeps (all of them)"
+        "--measurement",
+        action="append",
+        choices=MEASUREMENTS,
+        help="measurements of the sweeps (default: all)",
     )
-    parser.add_argument("--processes", type=int, default=1, help="of a config in the sweeps (1)")
-    parser.add_argument("--scheduler", help="of Dask: what a group costs through it, and no more")
-    parser.add_argument("--keep", type=Path, help="a folder for what was measured")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes per config in the sweeps (default: 1)"
+    )
+    parser.add_argument("--scheduler", help="a Dask scheduler; measure only its cost per group")
+    parser.add_argument("--keep", type=Path, help="folder for the results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = options.keep or Path(folder)

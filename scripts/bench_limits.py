@@ -1,4 +1,5 @@
-"""What bounds the kernels in kernels/ on a GPU of compute capability 9.0, as small programs of their own.
+"""Measure what limits the kernels in kernels/ on a GPU of compute capability 9.0, with small
+separate programs.
 
 python scripts/bench_limits.py
 
@@ -6,8 +7,8 @@ python scripts/bench_limits.py
   tiled_fp32.cuh reads them; TFLOP/s, against the 67 of the data sheet.
 * copy: the bytes of a problem (Q, K, V read, O written, once) moved by 128 blocks that compute nothing; µs a
   launch in a CUDA graph, L2 warm.
-* launch: a kernel that does nothing, and one whose blocks meet twice, in a cluster of 16 or through L2; µs. How many
-  large clusters the GPU holds.
+* launch: a kernel that does nothing, and one whose blocks synchronize twice, in a cluster of 16 or
+  through L2; µs. How many large clusters the GPU holds.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ SAMPLES = 15
 
 
 def graph_us(call: Any) -> float:
-    """Median µs of a call in a CUDA graph."""
+    """Return the median µs of a call in a CUDA graph."""
     call()
     return statistics.median(open_graph(call, 1)(SAMPLES)["graph"]) / 1000
 

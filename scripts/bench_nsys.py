@@ -48,7 +48,7 @@ SUBJECTS = {
 def main() -> None:
     """Measure each export."""
     made = parser(__doc__, rounds=3)
-    made.add_argument("export", type=Path, nargs="*", help="left out: one made for the purpose")
+    made.add_argument("export", type=Path, nargs="*", help="default: a generated export")
     made.add_argument("--launches", type=int, default=1_000_000)
     options = made.parse_args()
     head = f"{'export':20} {'MB':>6} {'what':13} {'median s':>9} {'launches/s':>11} {'MB RSS':>7}"

@@ -37,7 +37,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     print(f"attention call  {calls(rounds, recorded=True):+8.2f} µs")
-    print(f"empty wrapper   {calls(rounds, recorded=False):+8.2f} µs, the least that any takes")
+    print(f"empty wrapper   {calls(rounds, recorded=False):+8.2f} µs, the minimum for any wrapper")
     print(f"other op        {other_ops(rounds):+8.2f} µs")
     print(f"start of Python {starts(min(rounds, 15)):+8.2f} ms")
 

@@ -1,8 +1,8 @@
 """Measure `ranks` and `ingest --scheduler local` on jobs made from a real trace.
 
-python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     who is named in even and uneven jobs
+python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     GPUs named in even and uneven jobs
 python scripts/bench_ranks.py many [--ranks N]                    how long a job of many ranks takes
-python scripts/bench_ranks.py ingest [--files N] [--mb N]         many files into one store, and again
+python scripts/bench_ranks.py ingest [--files N] [--mb N]         many files into one store, twice
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def small() -> dict[str, Any]:
 
 
 def fleets(count: int, ranks: int) -> None:
-    """Run `ranks` on even jobs and on as many with one GPU that is 5 % slow, and print what it
-    finds.
+    """Run `ranks` on even jobs and on equally many jobs with one GPU that is 5 % slow, and print
+    its findings.
     """
     trace = small()
     named: Counter[str] = Counter()

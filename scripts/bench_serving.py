@@ -82,7 +82,7 @@ def main() -> None:
             print(f"{config.label}: {shown}  floor {floor or 0:,.1f}  {ratio}", flush=True)
         arguments.output.write_text(json.dumps(rows, indent=1))
     if waiting:
-        print(f"the time is over; {len(waiting)} configs are left out")
+        print(f"the time is up; {len(waiting)} configs were skipped")
 
 
 def floor_us(config: Config, gpu: str) -> float | None:

@@ -7,11 +7,11 @@ python scripts/campaign.py --seconds 1200 --only kineto,nsys --format md
 python scripts/campaign.py --root ../other-checkout --seed 7
 python scripts/campaign.py --repeat FILE                    repeat a kept input; its folder names the kind
 
-Readers are fuzzed in their own process, coverage-guided by atheris if it is installed, otherwise
-by a seeded generator that keeps inputs with new kinds of answers. A failure is an uncaught
-exception, an end by a signal, more than 20 s of CPU time, more than 400 MB of memory, or a store
-that a refused input changed. Failing inputs are kept in the folder of --out with the command
-that repeats them. docs/reliability.md lists what is guaranteed.
+Readers are fuzzed in their own process, coverage-guided by atheris if it is installed, otherwise by
+a seeded generator that keeps inputs with new kinds of results. A failure is an uncaught exception,
+an end by a signal, more than 20 s of CPU time, more than 400 MB of memory, or a store that a
+refused input changed. Failing inputs are kept in the folder of --out with the command that repeats
+them. docs/reliability.md lists what is guaranteed.
 """
 
 from __future__ import annotations
@@ -97,15 +97,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout that is tried")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to test")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=30.0, help="for each kind")
-    parser.add_argument("--failures", type=int, help="a reader's kind ends after that many")
+    parser.add_argument(
+        "--failures", type=int, help="stop a reader's kind after this many failures"
+    )
     parser.add_argument("--only", default="", help=f"of {','.join((*KINDS, *ALL_TRIALS))}")
     parser.add_argument("--engine", choices=("auto", "atheris", "seeded"), default="auto")
     parser.add_argument("--format", choices=("table", "md", "json"), default="table")
     parser.add_argument(
-        "--out", type=Path, default=Path("campaign"), help="where failing inputs go"
+        "--out", type=Path, default=Path("campaign"), help="folder for failing inputs"
     )
     parser.add_argument("--repeat", type=Path, metavar="FILE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -178,8 +180,8 @@ def digest(text: str) -> str:
 
 
 def fuzz(name: str, asked: argparse.Namespace) -> Figures:
-    """Fuzz one reader in child processes. A child that dies, hangs or grows is replaced. The start
-    of a child does not count as time.
+    """Fuzz one reader in child processes. A child that dies, hangs or grows too large is replaced.
+    The start of a child does not count as time.
     """
     figures = Figures(name)
     left, start = asked.seconds, 0
@@ -452,7 +454,7 @@ def damage_of(store: Path, before: dict[str, int] | None) -> str:
     finally:
         connection.close()
     if before is not None and rows(store) != before:
-        return "store: changed by what was refused"
+        return "store: changed by a refused input"
     return ""
 
 

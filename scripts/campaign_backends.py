@@ -142,10 +142,10 @@ class Nasty:
         if status == "ok" and self.end != "returns":
             return f"a backend that {self.end} is ok"
         if status == "ok" and min(cell["samples"]["wall"]) < 1000:
-            return "a time that cannot be"
+            return "an impossible time"
         told = " ".join(cell.get("warnings", ()))
         left_out = [text for text in map(CHANGES.get, self.changes) if str(text) not in told]
-        return f"its row does not say: {left_out[0]}" if status == "ok" and left_out else ""
+        return f"its row does not report: {left_out[0]}" if status == "ok" and left_out else ""
 
 
 def backends(bench: Bench, deadline: float) -> Iterator[Outcome]:

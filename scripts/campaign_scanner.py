@@ -29,7 +29,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def scanner(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Scan mutated texts in a child process. Start another one after a text that ends it."""
+    """Scan mutated texts in a child process. If a text ends the process, start another one."""
     place = bench.place()
     environment = bench.environment() | sanitized(bench, place)
     for _ in until(deadline, 1):
@@ -112,13 +112,13 @@ def main(place: Path, seed: str, deadline: float) -> None:
             used, counts = made.scan(text, used, end, rows)
             scans += 1
             if not before <= used <= end or len(counts) != len(columns.Role):
-                return "the scanner answers a place outside the text"
+                return "the scanner returns a place outside the text"
             if any(not 0 <= count <= columns.CAPACITY for count in counts[columns.Role.OP :]):
-                return "the scanner answers more rows than there is room for"
+                return "the scanner returns more rows than fit"
             for role in list(columns.Role)[columns.Role.OP :]:
                 places = rows[role, [columns.Column.BEGIN, columns.Column.END], : counts[role]]
                 if places.size and not (before <= places.min() and places.max() <= end):
-                    return "the scanner answers an event outside the text"
+                    return "the scanner returns an event outside the text"
             made.texts(0)
             if used == before or max(counts[columns.Role.OP :]) < columns.CAPACITY:
                 return ""

@@ -59,7 +59,11 @@ def reading(bench: Bench, place: Path) -> Iterator[Callable[[], str]]:
     def ask() -> str:
         seen = process.communicate("\n", PATIENCE_S)[0].strip().rpartition("\n")[2]
         wanted = json.dumps([run for run, *_ in counted(place / "s.db")])
-        return "" if seen == wanted else f"who keeps the store open sees {seen}, not {wanted}"
+        return (
+            ""
+            if seen == wanted
+            else f"a process that keeps the store open sees {seen}, not {wanted}"
+        )
 
     try:
         yield ask

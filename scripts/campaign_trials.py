@@ -307,7 +307,7 @@ def disks(bench: Bench, deadline: float) -> Iterator[Outcome]:
             with small_disk(place / "disk", kilobytes) as mounted:
                 if not mounted:
                     yield Outcome(
-                        "disks", skipped="mounting a tmpfs needs root: full disks not tried"
+                        "disks", skipped="mounting a tmpfs needs root, so full disks were not tried"
                     )
                     return
                 if "own.db" in words:

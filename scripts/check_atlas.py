@@ -55,7 +55,7 @@ LIMITS: dict[str, tuple[float, bool]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A measured cell and the model's answer."""
+    """A measured cell and the model's prediction."""
 
     cell: AtlasCell
     estimate: Estimate
@@ -113,7 +113,7 @@ def find_atlas(gpu: str, torch: str) -> Atlas:
 
 
 def pairs_of(path: Path, atlas: Atlas, gpu: str, torch: str) -> list[Pair]:
-    """Return the cells of a file that ran or were refused, each with the model's answer."""
+    """Return the cells of a file that ran or were refused, each with the model's prediction."""
     cells = [parse_cell(row) for row in shard_lines(path) if row.get("status") in ("ok", "refused")]
     if not cells:
         raise UsageError(f"{path}: no cell that ran or was refused")
@@ -143,7 +143,9 @@ def timed(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def best_share(pairs: Sequence[Pair]) -> float:
-    """Return how often the predicted best of several timed backends is best, or nearly."""
+    """Return how often the backend predicted to be the best of several timed ones is the best, or
+    nearly the best.
+    """
     by_config: dict[Config, list[Pair]] = {}
     for each in timed(pairs):
         if each.cell.backend != AUTO:

@@ -1,5 +1,5 @@
 """Compare the dispatch rules with measured choices. Print the agreement per backend and every
-mismatch. Exit with 1 below 99.5 %.
+mismatch. Exit with 1 if it is below 99.5 %.
 
     python scripts/check_dispatch.py FILE.jsonl[.gz] [--gpu H200] [--torch 2.11] [--cudnn 9.19.0]
 
@@ -43,8 +43,8 @@ class Mismatch(NamedTuple):
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number and row of a JSON-lines file, gzip or plain. Raise UsageError for an
-    invalid line.
+    """Yield the line number and row of a JSON-lines file, compressed or plain. Raise UsageError for
+    an invalid line.
     """
     with path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"

@@ -1,5 +1,5 @@
-"""Compare layers of models in the sizes of well-known ones, measured on a GPU, with the predictions
-of `layers --gpu`.
+"""Compare layers with the sizes of well-known models, measured on a GPU, with the predictions of
+`layers --gpu`.
 
 python scripts/check_forecast.py trace FOLDER [--device cpu] [--only NAME,…]   trace each model on this GPU
 python scripts/check_forecast.py compare FOLDER|ARCHIVE --gpu H200 [--all]     compare traces with predictions

@@ -1,9 +1,9 @@
-"""Compare what the reading commands answer on the committed traces with the recorded answers.
+"""Compare the answers of the reading commands on the committed traces with recorded answers.
 
 python scripts/check_golden.py                     compare; exit 1 and print each difference
 python scripts/check_golden.py --only layers,diff  compare the cases of these commands alone
 python scripts/check_golden.py --write             record the answers of this checkout
-python scripts/check_golden.py --root ../other     ask another checkout
+python scripts/check_golden.py --root ../other     test another checkout
 
 A case is one command line. Its answer is the exit code and the JSON on stdout; for a text that is
 not JSON, such as a script of `repro`, the text. Nothing here needs a GPU or PyTorch.
@@ -68,7 +68,7 @@ def ask(root: Path, folder: Path, *argv: str) -> tuple[int, str, str]:
 
 
 def make_store(root: Path, folder: Path) -> dict[str, str]:
-    """Ingest what traces/ holds into golden.db. Return the kind of each run by its id."""
+    """Ingest the contents of traces/ into golden.db. Return the kind of each run by its id."""
     # traces/runs has what was captured here
     shutil.copytree(ROOT / "traces", folder / "traces", ignore=shutil.ignore_patterns("runs"))
     sources = ["traces"]
@@ -85,7 +85,7 @@ def make_store(root: Path, folder: Path) -> dict[str, str]:
 
 
 def run_cases(runs: dict[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield the command lines that ask about each stored run."""
+    """Yield the command lines that query each stored run."""
     yield ("runs",)
     for run, kind in runs.items():
         yield ("analyze", "--run", run, "--full", "--peaks", "data-sheet")
@@ -126,7 +126,7 @@ def diff_cases(runs: dict[str, str]) -> Iterator[tuple[str, ...]]:
 
 
 def rule_cases() -> Iterator[tuple[str, ...]]:
-    """Yield the command lines that answer from rules, names and atlases alone."""
+    """Yield the command lines that need only rules, names and atlases."""
     for config in CONFIGS:
         for gpu in GPUS:
             yield ("explain", "--config", config, "--gpu", gpu, "--torch", "2.5..2.15")
@@ -161,7 +161,7 @@ def without_machine(value: Any) -> Any:
 
 
 def answer(root: Path, folder: Path, case: tuple[str, ...]) -> dict[str, Any]:
-    """Ask one case. Return its exit code and what it printed."""
+    """Run one case. Return its exit code and its output."""
     as_json = () if case[0] in ("export", "repro") or "--configs" in case else ("--format", "json")
     code, text, _ = ask(root, folder, *case, *as_json)
     try:
@@ -196,7 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--write", action="store_true", help="record the answers")
     parser.add_argument("--only", default="", help="commands, separated by commas")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to ask")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     only = set(filter(None, options.only.split(",")))

@@ -116,7 +116,7 @@ def run_folders(data: Path) -> Iterator[tuple[str, Path]]:
             if all(cell.status != "pending" for cell in read_run(folder).cells):
                 yield kind, folder
             else:
-                print(f"{folder}: was not finished, and does not count", flush=True)
+                print(f"{folder}: is unfinished and is not counted", flush=True)
 
 
 def pack(data: Sequence[Path], target: Path) -> None:
@@ -232,8 +232,8 @@ def report(series: Sequence[Sequence[Recorded]]) -> None:
     counts = Counter(run.kind for runs in series for run in runs)
     like = pairs(series)
     if not like:
-        raise SystemExit("two like runs are needed: --record 2 or more")
-    print(f"{counts[ALIKE]} like runs, {len(like)} pairs of them; {counts[SLOWER]} slower runs")
+        raise SystemExit("two equal runs are needed: --record 2 or more")
+    print(f"{counts[ALIKE]} equal runs in {len(like)} pairs; {counts[SLOWER]} slower runs")
     for name, (hits, total, half) in overlaps(series).items():
         told = verdict(hits / total, OVERLAP, at_least=True)
         print(f"{name:7} intervals overlap {hits / total:7.2%} of {total}, ±{half:.2%}: {told}")
@@ -256,17 +256,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--record", type=int, metavar="N", help="like runs to record")
+    parser.add_argument("--record", type=int, metavar="N", help="equal runs to record")
     parser.add_argument("--slower", type=int, default=0, metavar="M", help="slower runs to record")
-    parser.add_argument("--out", type=Path, help="where the run folders go")
+    parser.add_argument("--out", type=Path, help="folder for the run folders")
     parser.add_argument(
-        "--data", type=Path, nargs="+", help="print the figures of what --record left there"
+        "--data", type=Path, nargs="+", help="print the figures of the runs in these folders"
     )
-    parser.add_argument("--pack", type=Path, metavar="FILE", help="write the runs there instead")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FILE", help="pack the runs into this file instead"
+    )
     parser.add_argument("--across", action="store_true", help="pair the runs of all folders")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--max-time", type=float, default=0.3, help="seconds of sampling a cell")
+    parser.add_argument("--max-time", type=float, default=0.3, help="seconds of sampling per cell")
     options = parser.parse_args()
     if options.record is not None:
         if options.out is None:
@@ -276,7 +278,7 @@ def main() -> None:
         record(options.out.resolve(), counts, options.device, plan, options.processes)
     given = options.data or [options.out]
     if None in given:
-        parser.error("say --record N --out DIR, or --data DIR")
+        parser.error("pass --record N --out DIR, or --data DIR")
     if options.pack is not None:
         pack(given, options.pack)
         return

@@ -491,7 +491,9 @@ def replayed(found: list[Any], store: Path, runs: Path, device: str) -> str:
             cells = [cell for cell in opened.rows(selection)[1] if cell.backend == "auto"]
             same += any(cell.choice == backend for cell in cells)
             if not any(cell.choice == backend for cell in cells):
-                print(f"  replayed otherwise: {label}: {backend}, then {[c.choice for c in cells]}")
+                print(
+                    f"  replayed differently: {label}: {backend}, then {[c.choice for c in cells]}"
+                )
     return f"{same}/{len(wanted)}"
 
 
@@ -500,7 +502,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--out", type=Path)
-    kinds.add_argument("--run", choices=MODELS, help="run the model, and nothing else")
+    kinds.add_argument("--run", choices=MODELS, help="run only the model")
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-replay", action="store_true")

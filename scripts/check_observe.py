@@ -488,9 +488,9 @@ def _run(argv: Sequence[str], place: Path, environment: Mapping[str, str]) -> _E
 def _difference(program: Program, alone: _Ended, seen: _Ended, counted: int) -> str:
     """Return the first difference from the program run alone."""
     if seen.code != alone.code:
-        return f"{program.kind}: another exit code"
+        return f"{program.kind}: different exit code"
     if seen.out != alone.out:
-        return f"{program.kind}: another output"
+        return f"{program.kind}: different output"
     if missing := _lines(alone.err) - _lines(seen.err):
         return f"{program.kind}: a line of stderr is missing: {next(iter(missing))[:60]}"
     if foreign := [line for line in _lines(seen.err) - _lines(alone.err) if _is_fault(line)]:

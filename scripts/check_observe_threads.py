@@ -52,7 +52,7 @@ def main() -> int:
             found = re.search(r"([\d,]+) attention calls", done.stderr)
             calls = int(found[1].replace(",", "")) if found else 0
             counted += calls == options.threads * options.calls
-    print(f"{same} of {options.runs} runs end as the program alone")
+    print(f"{same} of {options.runs} runs ended like the program alone")
     print(f"{counted} of {options.runs} runs count all {options.threads * options.calls} calls")
     return 0 if same == counted == options.runs else 1
 

@@ -79,7 +79,9 @@ def build(name: str, size: Size) -> tuple[torch.nn.Module, Callable[[], Any]]:
     try:
         from transformers import LlamaConfig, LlamaModel
     except ImportError:
-        raise SystemExit("--model llama needs transformers; leave it out for own layers") from None
+        raise SystemExit(
+            "--model llama needs transformers; omit it to use this script's own layers"
+        ) from None
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=size.hidden,
@@ -247,15 +249,21 @@ def options_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--forced", choices=tuple(BACKENDS), default="math")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--phases", default=",".join(PHASES), help="prefill,train")
-    parser.add_argument("--tiny", action="store_true", help="a size for a CPU; others do not count")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use sizes for a CPU, and ignore other sizes"
+    )
     for name, value in (("layers", 3), ("hidden", 2048), ("heads", 32), ("kv-heads", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=20, help="steps on each backend")
-    parser.add_argument("--max-time", default="1s", help="of `layers --savings`")
-    parser.add_argument("--within", type=float, help="exit 1 where it is off by more of attention")
-    parser.add_argument("--json", type=Path, help="the figures, for a machine")
+    parser.add_argument("--max-time", default="1s", help="time limit of `layers --savings`")
+    parser.add_argument(
+        "--within",
+        type=float,
+        help="exit 1 if the prediction is off by more, as a share of attention",
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(words)
     if options.tiny:
         tiny = Size(layers=2, hidden=64, heads=4, kv_heads=4, batch=2, length=64)

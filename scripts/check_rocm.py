@@ -167,7 +167,7 @@ FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]],
 
 
 def form_of(path: Path) -> Callable[[Path], Iterator[Launch]] | None:
-    """Return the function that reads a file, or None if the file is not of AMD's profilers."""
+    """Return the function that reads a file, or None if the file is not from AMD's profilers."""
     with open_unpacked(path) as file:
         head = file.read(1 << 20)
         head += file.read() if b'"traceEvents"' in head or head.startswith(b"{") else b""
@@ -200,7 +200,9 @@ def check(path: Path, read: Callable[[Path], Iterator[Launch]]) -> tuple[str, bo
 
 
 def check_file(path: Path) -> tuple[str, bool] | None:
-    """Return a line about a file and whether it is read correctly. None: not of AMD's profilers."""
+    """Return a line about a file and whether it is read correctly. None means that it is not from
+    AMD's profilers.
+    """
     read = form_of(path)
     return None if read is None else check(path, read)
 

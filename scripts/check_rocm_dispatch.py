@@ -4,9 +4,9 @@
 
 Each Kineto trace of an AMD GPU in FOLDER is read, plain or gzip. For each call of SDPA whose sizes
 the trace contains, the rules predict the backend, and the op inside the call shows the backend that
-ran. A trace does not contain the PyTorch release. Therefore every release is asked, and the
-release that agrees with most calls counts. The script prints agreed/total for each trace, and exits
-with 1 if no release agrees with all calls of a trace.
+ran. A trace does not contain the PyTorch release. Therefore every release is tried, and the release
+that agrees with most calls is used. The script prints agreed/total for each trace, and exits with 1
+if no release agrees with all calls of a trace.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 def gpu_of(trace: dict[str, Any]) -> rocm.AmdGpu | None:
     """Return the AMD GPU of a trace. The names of some are empty, so that only the capability and
-    ROCm's versions tell the architecture.
+    ROCm's versions reveal the architecture.
     """
     devices = trace.get("deviceProperties") or [{}]
     if (amd := rocm.find_amd_gpu(str(devices[0].get("name", "")))) is not None:
@@ -118,7 +118,7 @@ def calls(trace: dict[str, Any]) -> Iterator[Call]:
 def params_of(event: dict[str, Any]) -> AttentionParams | None:
     """Return the parameters of a call, or None if the trace does not contain its sizes.
 
-    A trace does not say whether an input requires a gradient.
+    A trace does not record whether an input requires a gradient.
     """
     args, places = event.get("args", {}), PLACES[event["name"]]
     sizes, types = args.get("Input Dims"), args.get("Input type")
@@ -177,7 +177,7 @@ def main() -> None:
     """Check the traces that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--torch", help="the releases to ask; all with known rules by default")
+    parser.add_argument("--torch", help="the releases to try (default: all with known rules)")
     options = parser.parse_args()
     asked = parse_releases(options.torch) if options.torch else sorted(known_releases("gfx942"))
     total = agreed = failed = 0

@@ -1,4 +1,4 @@
-"""Check that profharness knows the kernels of ROCm traces.
+"""Check that profharness recognizes the kernels of ROCm traces.
 
 `check_rocm_names.py FOLDER` prints a line for each trace of AMD's profilers, and each Kineto trace
 of ROCm, in a folder: the share of the kernel time that belongs to the family `other`, and the
@@ -23,13 +23,13 @@ ATTENTION = ATTENTION_FAMILIES | {"softmax"}
 
 
 def _is_rocm(path: Path) -> bool:
-    """Return whether a Kineto trace is of ROCm."""
+    """Return whether a Kineto trace is from ROCm."""
     with open_unpacked(path) as file:
         return b'"Dispatch Kernel"' in file.read()
 
 
 def kernel_times(path: Path) -> Counter[str] | None:
-    """Return the time of each kernel by canonical name, or None if the file is not of ROCm."""
+    """Return the time of each kernel by canonical name, or None if the file is not from ROCm."""
     read = form_of(path)
     # the oldest traces of CUDA have the same form
     if read is None or (read is read_kineto and not _is_rocm(path)):
@@ -58,7 +58,7 @@ def check(times: Counter[str]) -> tuple[str, bool]:
 
 
 def check_file(path: Path) -> tuple[str, bool] | None:
-    """Return lines about a file and whether it passes. None: it is not a trace of ROCm."""
+    """Return lines about a file and whether it passes. None means that it is not a ROCm trace."""
     times = kernel_times(path)
     return check(times) if times else None
 

@@ -71,11 +71,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         alone = problems(folder, "alone", capture(folder, "alone", "math"))
-        results["alone: nothing is told"] = alone == ()
+        results["alone: nothing is reported"] = alone == ()
 
         for what, computes, sentence in (
-            ("idle", False, "beside a foreign process that is idle: nothing is told"),
-            ("busy", True, "beside a foreign process that computes: it is told"),
+            ("idle", False, "beside a foreign process that is idle: nothing is reported"),
+            ("busy", True, "beside a foreign process that computes: it is reported"),
         ):
             other = subprocess.Popen(
                 [sys.executable, "-c", OTHER.format(computes=computes)],

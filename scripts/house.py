@@ -1,4 +1,4 @@
-"""Print the size and structure of the package, or the files that a command goes through.
+"""Print the size and structure of the package, or the files whose code a command runs.
 
 python scripts/house.py [--root FOLDER]                figures: files, lines, floors, circles, imports
 python scripts/house.py --walk "kernels --config 2,8,512,64" [--root FOLDER]   the files of one command

@@ -7,15 +7,15 @@ A SOURCE is a source archive or a wheel of one release, such as `vllm-0.25.0.tar
 whose name ends with the release (`vllm-0.25.0`). `pip download --no-deps --no-binary :all: vllm==0.25.0`
 gets an archive. The rules replace `profharness/attention/engine_rules/ENGINE.json`.
 
-With --amd, only vLLM's selection on AMD GPUs is asked. Its rules replace those of AMD GPUs in the
+With --amd, only vLLM's selection on AMD GPUs is queried. Its rules replace those of AMD GPUs in the
 file, whose other rules stay. The sources are then consecutive releases that the file covers.
 
-For vLLM, `scripts/ask_vllm.py` asks the functions of each release. For SGLang, this script evaluates
-the chain of conditions in the function that selects the default backend. No file of an engine is
-copied.
+For vLLM, `scripts/ask_vllm.py` calls the functions of each release. For SGLang, this script
+evaluates the chain of conditions in the function that selects the default backend. No file of an
+engine is copied.
 
-The last line is the check: random configs, which the tables were not made from, are answered by the
-tables and by the functions of each release.
+The last line reports a check: on random configs from which the tables were not made, the tables are
+compared with the functions of each release.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def release_of(source: Path) -> tuple[int, ...]:
     """Return the release in the name of a source. Raise SystemExit if there is none."""
     found = re.search(r"-(\d+(?:\.\d+)+)", source.name)
     if found is None:
-        raise SystemExit(f"{source}: its name has no release; name it like vllm-0.25.0.tar.gz")
+        raise SystemExit(
+            f"{source}: its name contains no release; rename it, for example, to vllm-0.25.0.tar.gz"
+        )
     return tuple(map(int, found[1].split(".")))
 
 
@@ -306,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("engine", choices=("vllm", "sglang"))
     parser.add_argument("--out", type=Path, default=RULES, help="the folder for the rules")
-    parser.add_argument("--amd", action="store_true", help="ask only vLLM's rules for AMD GPUs")
+    parser.add_argument("--amd", action="store_true", help="import only vLLM's rules for AMD GPUs")
     parser.add_argument("sources", nargs="+", type=Path)
     options = parser.parse_args()
     if options.amd and options.engine != "vllm":

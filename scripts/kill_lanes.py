@@ -1,14 +1,15 @@
-"""Kill processes of a campaign at random moments and check what is left.
+"""Kill processes of a campaign at random moments, and check the results.
 
-SIGKILL for the client, a lane's child or a worker, then `capture --resume`. No cell may be lost or
-counted twice, and every process must end after the client.
+Send SIGKILL to the client, a lane's child or a worker, then run `capture --resume`. No cell may be
+lost or counted twice, and every process must end after the client.
 
     python scripts/kill_lanes.py --trials 100 [--kills 3] [--seed 0] [--torch]
 
 Without --torch the worker is a stand-in that starts in 20 ms: the same processes, folders, journals
-and traces, and many more moments to die in. It waits for a permit before each cell, and each kill
-grants a few. So a campaign cannot end before its kills, however fast or loaded the machine is, and a
-process that outlives its client cannot end just because its work is done.
+and traces, and many more moments in which a process can be killed. It waits for a permit before
+each cell, and each kill grants a few. So a campaign cannot end before its kills, however fast or
+loaded the machine is, and a process that outlives its client cannot end just because its work is
+done.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class Trial:
         """Return what is wrong with the campaign, and with the store after another ingest."""
         folder = self.run_folder()
         if folder is None:
-            return ["no campaign at all"]
+            return ["there is no campaign"]
         ingest_path(self.place / "profharness.db", folder)
         cells = json.loads((folder / "run.json").read_bytes())["cells"]
         status = collections.Counter(cell["status"] for cell in cells)

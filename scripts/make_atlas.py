@@ -187,7 +187,7 @@ def new_shard(folder: Path, environment: Row, seed: int) -> Shard:
             for name in OF_THE_MACHINE:
                 if other.get(name) != environment.get(name):
                     raise UsageError(
-                        f"{folder} holds cells of {name} {other.get(name)}; this machine has "
+                        f"{folder} contains cells of {name} {other.get(name)}; this machine has "
                         f"{environment.get(name)}: give another folder"
                     )
             break
@@ -303,7 +303,7 @@ class Campaign:
                 (row["config"], row["backend"]) for row in lines_of(path) if "config" in row
             }
         if self.done:
-            print(f"{len(self.done)} cells are there already", flush=True)
+            print(f"{len(self.done)} cells were already measured", flush=True)
         try:
             while self.workers or self.is_going():
                 self.step()
@@ -370,7 +370,7 @@ class Campaign:
             self.reading.append(self.parsers.submit(rows_of, batch.cells, results, batch.trace))
 
     def open(self, environment: Row) -> None:
-        """Plan for the machine that answered. A CPU is planned for like an H200."""
+        """Plan for the machine that responded. A CPU is planned for like an H200."""
         machine: Machine = machine_of(environment)
         if environment["device_type"] != "cuda" or not machine.known:
             machine = machine_for("H200", "2.11")
@@ -402,8 +402,8 @@ class Campaign:
         return Batch(self.batches, rows, str(path)) if rows else None
 
     def lose(self, worker: Worker, reason: str) -> None:
-        """Record that a worker is gone. The cell that it was at gets this result, unless only its
-        graph was to blame. The others of its batch are measured again.
+        """Record that a worker is gone. The cell that it was measuring gets this result, unless
+        only its graph was the cause. The others of its batch are measured again.
         """
         self.workers.remove(worker)
         worker.end()
@@ -412,7 +412,7 @@ class Campaign:
         self.deaths += 1
         if self.deaths >= DEATHS * self.options.workers or self.shard is None:
             raise ProfharnessError(
-                f"{self.deaths} workers in turn were lost ({reason}); what they wrote stands above"
+                f"{self.deaths} workers in a row were lost ({reason}); see their output above"
             )
         if worker.batch is None:
             return
@@ -443,7 +443,9 @@ class Campaign:
                 self.ran += sum(row["status"] == "ok" for row in rows)
                 if not self.ran and self.shard.count > UNLIKELY:
                     texts = sorted({row.get("message", "") for row in rows})
-                    raise ProfharnessError(f"{UNLIKELY} cells and none ran: {'; '.join(texts[:3])}")
+                    raise ProfharnessError(
+                        f"none of more than {UNLIKELY} cells ran: {'; '.join(texts[:3])}"
+                    )
                 seconds = time.monotonic() - self.shard.begun
                 rate = self.shard.count / max(seconds, 1e-9)
                 print(f"{seconds:6.1f} s {self.shard.count:6} cells {rate:5.1f}/s", flush=True)
@@ -453,7 +455,7 @@ def part_of(text: str) -> tuple[int, int]:
     """Parse `0/4`, the part of the plan and the number of parts. Raise ArgumentTypeError."""
     place, slash, count = text.partition("/")
     if not (slash and place.isdigit() and count.isdigit() and int(place) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part; write 0/4 to 3/4")
     return int(place), int(count)
 
 
@@ -547,27 +549,29 @@ def main(words: list[str] | None = None) -> int:
         if function is pack:
             command.add_argument("out", type=Path)
         if function is package:
-            text = "which kernels cuBLAS took for further products (traces/cublas-*.json.xz)"
+            text = "the kernels that cuBLAS selected for further products (traces/cublas-*.json.xz)"
             command.add_argument("--products", type=Path, help=text)
         if function is measure:
             command.add_argument("--seconds", type=float, default=540)
             command.add_argument("--seed", type=int, default=0)
             command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
             command.add_argument(
-                "--part", type=part_of, default=(0, 1), help="0/4 to 3/4, of the plan"
+                "--part", type=part_of, default=(0, 1), help="part of the plan, such as 0/4 to 3/4"
             )
             command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
             command.add_argument(
                 "--scheduler", metavar="local[:N]", help="the GPUs of this host, or N of them"
             )
             command.add_argument("--workers", type=int, default=WORKERS)
-            command.add_argument("--batch", type=int, default=CELLS_A_BATCH, help="cells a trace")
-            command.add_argument("--cells", type=int, default=0, help="no more than about so many")
+            command.add_argument("--batch", type=int, default=CELLS_A_BATCH, help="cells per trace")
+            command.add_argument(
+                "--cells", type=int, default=0, help="approximate maximum number of cells"
+            )
             command.add_argument(
                 "--longest",
                 type=float,
                 default=LONGEST_US,
-                help="us of a call, as estimated on a GPU",
+                help="longest estimated time of a call on a GPU, in us",
             )
     options = parser.parse_args(words)
     try:
@@ -576,7 +580,10 @@ def main(words: list[str] | None = None) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; what was written stays, and the next call goes on", file=sys.stderr)
+        print(
+            "interrupted; the results written so far are kept, and the next call continues",
+            file=sys.stderr,
+        )
         return 130
     return code
 

@@ -46,7 +46,7 @@ def main() -> None:
     tail = rest.partition(END)[2]
     made = f"{head}{BEGIN}{maps()}{END}{tail}"
     if given.check:
-        sys.exit(0 if made == page else "docs/models.md is not what traces/models gives")
+        sys.exit(0 if made == page else "docs/models.md is out of date")
     PAGE.write_text(made, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Write what the commands of the documentation print into its pages, and draw its pictures.
+"""Update the command output in the pages of the documentation, and draw its pictures.
 
 python scripts/make_outputs.py            # README.md, docs/*.md and docs/pictures
 python scripts/make_outputs.py PAGE...    # only these pages

@@ -87,7 +87,7 @@ def _chunks(leader: int) -> Iterator[bytes]:
 
 
 def draw_terminal(printed: str, command: str, width: int) -> str:
-    """Return an SVG of a terminal after a command. Every font is one of the reader's system."""
+    """Return an SVG of a terminal after a command. It uses only fonts of the reader's system."""
     console = Console(width=width)
     prompt = Text.assemble(("$ ", "green"), (command, "bold"))
     prompt.truncate(width, overflow="ellipsis")
@@ -141,7 +141,7 @@ def _style(style: object) -> str:
 def make_terminal(
     out: Path, argv: Sequence[str], width: int, store: Path, lines: int | None = None
 ) -> None:
-    """Draw a command of profharness and its output, of which `lines` limits the number of lines."""
+    """Draw a command of profharness and its output, up to `lines` lines."""
     printed = run_in_terminal(argv, width, store).strip("\n").split("\n")
     if lines is not None and len(printed) > lines:
         printed = [*printed[:lines], "…"]
@@ -215,7 +215,7 @@ def main() -> None:
     page.add_argument("refs", nargs="+", help="runs or files")
     page.add_argument("--dark", action="store_true")
     page.add_argument("--width", type=int, default=1280, help="width in pixels; 390 is a phone")
-    page.add_argument("--height", type=int, help="draw only so many pixels from the top")
+    page.add_argument("--height", type=int, help="draw only this many pixels from the top")
     everything = kinds.add_parser("all")
     everything.add_argument("folder", type=Path)
     args = parser.parse_args()

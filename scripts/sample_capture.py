@@ -26,11 +26,13 @@ BACKENDS = ("auto", *SDPA_BACKENDS, "all-disabled")
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line: the folder, and deviations from the usual sample."""
+    """Parse the command line: the folder, and changes to the default sample."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path, help="the folder to make, such as traces/h200-nsys")
     parser.add_argument("--profiler", default="torch", help="names, separated by commas")
-    parser.add_argument("--config", action="append", help="instead of the four; repeatable")
+    parser.add_argument(
+        "--config", action="append", help="config to use instead of the four; repeatable"
+    )
     parser.add_argument("--backend", default=",".join(BACKENDS), help="names, separated by commas")
     return parser.parse_args()
 

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", action="append", help="batch,heads,rows,head_dim,dtype; default: the ten"
     )
-    parser.add_argument("--json", type=Path, help="write all rows there")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
     parser.add_argument("--top", type=int, default=4, help="plans to print for each shape")
     options = parser.parse_args()
     shapes = options.shape or TABLE

@@ -85,7 +85,7 @@ def show(action: Any) -> None:
 
 
 def call(text: str, backend: str) -> None:
-    """Run what ncu records: one call after one that compiles."""
+    """Make the calls that ncu records: one call after one that compiles."""
     import torch
 
     from profharness.attention.backends import find_backend
@@ -102,7 +102,7 @@ def call(text: str, backend: str) -> None:
 
 
 def main() -> None:
-    """Run ncu and print its samples, or be the process that it records."""
+    """Run ncu and print its samples, or act as the process that ncu records."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

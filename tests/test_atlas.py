@@ -257,7 +257,7 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     environment = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
     assert make_atlas.new_shard(tmp_path, environment, 0).path.name == "shard-0001.jsonl"
     with pytest.raises(
-        UsageError, match="holds cells of gpu NVIDIA H200; this machine has NVIDIA H100"
+        UsageError, match="contains cells of gpu NVIDIA H200; this machine has NVIDIA H100"
     ):
         make_atlas.new_shard(tmp_path, environment | {"gpu": "NVIDIA H100"}, 0)
     assert make_atlas.new_shard(tmp_path, environment, 0).path.name == "shard-0002.jsonl"

@@ -209,5 +209,5 @@ def values_of(case: str) -> str:
 
 
 def failures(rows: Iterable[VerificationRow]) -> list[VerificationRow]:
-    """Return the rows whose check failed. A backend is wrong if any of its checks failed."""
+    """Return the rows whose check failed. A backend counts as wrong if any of its checks failed."""
     return [row for row in rows if row.passed is False]

@@ -49,12 +49,12 @@ _STRIDES = re.compile(r"(-[a-z]+_strides=[0-9x]+)+")
 
 
 def without_strides(text: str) -> str:
-    """Replace the strides in a config's label by `strides…`."""
+    """Replace the strides in a config's label with `strides…`."""
     return _STRIDES.sub("-strides…", text)
 
 
 def backend_text(backend: str) -> str:
-    """Return the name of a backend as sentences spell it, such as `cuDNN`."""
+    """Return the name of a backend as it is spelled in sentences, such as `cuDNN`."""
     return "cuDNN" if backend == "cudnn" else backend
 
 
@@ -68,7 +68,7 @@ class ListKind(NamedTuple):
 
 
 def _parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the sorted pairs of a length and a number of requests, without equal lengths."""
+    """Parse lengths. Return sorted pairs of a length and its number of requests."""
     found: Counter[int] = Counter()
     for part in text.split("+"):
         length, _, count = part.partition("x")
@@ -126,7 +126,7 @@ class ConfigOption(NamedTuple):
         return getattr(Config, self.field, None)
 
     def text(self, value: Any) -> str:
-        """Format the option as a part of a label, such as `kv4`, `fp16` or `mask=bool`."""
+        """Format the option as part of a label, such as `kv4`, `fp16` or `mask=bool`."""
         if self.short:
             return f"{self.short}{value}"
         if self.kind == "flag":
@@ -290,8 +290,8 @@ class Config:
 
     @property
     def is_served(self) -> bool:
-        """Whether the config has properties that only serving engines use. If it has, the causal
-        mask and the window are aligned to the last key of each request, not to the first.
+        """Whether the config has properties that only serving engines use. If so, the causal mask
+        and the window are aligned to the last key of each request, not to the first.
         """
         return bool(self.lens or self.page or self.kv_dtype or self.mla)
 
@@ -364,7 +364,7 @@ class Config:
 
     @property
     def features(self) -> dict[str, str]:
-        """The texts of the options in FEATURES that are set, such as `page=16`, by name."""
+        """The options in FEATURES that are set, as texts such as `page=16`, by name."""
         values = {option: getattr(self, option.field) for option in OPTIONS}
         return {
             option.name: option.text(value)
@@ -393,7 +393,7 @@ class Config:
 
 def outside_sdpa(config: Config) -> str | None:
     """Return why `scaled_dot_product_attention` cannot compute a config, or None if it can. A
-    window is passed to it as a mask.
+    window is no obstacle, because it is passed as a mask.
     """
     texts = [text for name, text in config.features.items() if name != "window"]
     return f"scaled_dot_product_attention has no parameter for {join_and(texts)}" if texts else None
@@ -412,7 +412,7 @@ def parse_config(text: str) -> Config:
 
 
 class SdpaSetting(NamedTuple):
-    """The backends that a call of `sdpa_kernel` permits, which are one or more of SDPA_BACKENDS."""
+    """The backends that a call of `sdpa_kernel` permits: one or more of SDPA_BACKENDS."""
 
     backends: tuple[str, ...]
     ordered: bool = False
@@ -558,7 +558,7 @@ def _expand(text: str) -> list[Config]:
 
 
 def _canonical(config: Config) -> Config:
-    """Replace a value by None if None would have the same meaning. Raise UsageError if values
+    """Replace values with None where None has the same meaning. Raise UsageError if values
     contradict each other.
     """
     if config.num_heads % config.num_kv_heads:
@@ -590,7 +590,7 @@ def _canonical(config: Config) -> Config:
 
 
 def _canonical_serving(config: Config) -> Config:
-    """Check the properties of a config that only serving engines use, and the limit of scores."""
+    """Check the properties of a config that only serving engines use, and its limit on scores."""
     if config.kv_dtype == config.dtype:
         config = replace(config, kv_dtype=None)
     if config.lens:

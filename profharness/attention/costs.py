@@ -83,8 +83,9 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 
 def _served_bytes(config: Config, item: int) -> TensorBytes:
-    """Return the sizes of the tensors of a call on a cache. The elements of a query have `item`
-    bytes. Latent attention reads one vector per token as key and value, which is counted as the key.
+    """Return the sizes of the tensors of a call on a cache. Each element of a query takes `item`
+    bytes. Latent attention reads one vector per token as key and value, which is counted as the
+    key.
     """
     queries = sum(queries * count for queries, _, count in config.requests)
     seen = sum(seen_keys(config, *request) * count for *request, count in config.requests)
@@ -162,8 +163,8 @@ def score_count(config: Config) -> int:
 
 
 def _scores_in_band(config: Config, rows: int, columns: int, shift: int) -> int:
-    """Count the scores that `causal` and `window` leave of a matrix [rows, columns], with both moved
-    right by `shift` keys.
+    """Count the scores of a matrix [rows, columns] that `causal` and `window` do not mask. Both are
+    shifted right by `shift` keys.
     """
     first, last = -rows, columns  # the diagonals j - i that are computed, first < j - i <= last
     if config.window is not None:
@@ -186,9 +187,9 @@ def _scores_up_to(diagonal: int, rows: int, columns: int) -> int:
 
 
 def seen_keys(config: Config, queries: int | None = None, keys: int | None = None) -> int:
-    """Return the number of keys to which at least one query attends, which are the first ones.
+    """Return the number of keys to which at least one query attends. These are the first keys.
 
-    The keys of a request of a serving engine are the last ones. `queries` and `keys` are the lengths
+    In a request of a serving engine, they are the last keys. `queries` and `keys` are the lengths
     of a request if they differ from those of the config.
     """
     rows = config.seq_len_q if queries is None else queries

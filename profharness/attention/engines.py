@@ -44,7 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Selection:
-    """The answer for one config on one GPU and one release of an engine."""
+    """The backend that one release of an engine selects for a config on a GPU."""
 
     engine: str
     release: str
@@ -65,7 +65,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Rules:
-    """The tables of one engine."""
+    """The rule tables of one engine."""
 
     engine: str
     releases: tuple[str, ...]
@@ -215,9 +215,9 @@ def select(
 ) -> Selection:
     """Return which backend a release of an engine selects for a config on a GPU, and why.
 
-    `capability` is the compute capability, or the architecture of an AMD GPU, such as `gfx942`.
-    The config describes one layer on one GPU: its heads are the query heads of that GPU. `page` counts
-    as set by the user (`--block-size`). Raise UsageError if the rules do not cover the GPU.
+    `capability` is the compute capability, or the architecture of an AMD GPU, such as `gfx942`. The
+    config describes one layer on one GPU: its heads are the query heads of that GPU. `page` is
+    treated as set by the user (`--block-size`). Raise UsageError if the rules do not cover the GPU.
     """
     rules = rules_of(engine)
     amd = isinstance(capability, str)
@@ -272,7 +272,7 @@ def _aiter_doubt(candidates: list[Candidate], with_aiter: list[Candidate]) -> It
         return
     runs = next((each.backend for each in with_aiter if not each.reasons), "no backend")
     yield (
-        "VLLM_ROCM_USE_AITER counts as unset, and the AITER library as installed. With "
+        "This assumes that VLLM_ROCM_USE_AITER is unset and the AITER library is installed. With "
         f"VLLM_ROCM_USE_AITER=1, vLLM also considers {' and '.join(added)} and runs {runs}"
     )
 

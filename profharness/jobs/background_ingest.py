@@ -60,7 +60,7 @@ class BackgroundIngest:
         return forward
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
-        """Lower the priority of the thread, and let it avoid the cores of the lanes if possible."""
+        """Lower the priority of the thread, and keep it off the cores of the lanes if possible."""
         self._lane_cpus = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:

@@ -258,7 +258,7 @@ class Transport(Protocol):
         """Return the lanes that are currently available."""
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
-        """Start to run a group on a lane, and return without waiting for it.
+        """Start a group on a lane, and return without waiting for it.
 
         `on_step` may be called in any thread, with the lane's name and a step of a cell.
         """
@@ -272,7 +272,7 @@ class Transport(Protocol):
         """
 
     def end(self, lane: Plain, /) -> None:
-        """Terminate the group that a lane runs, without waiting for its end.
+        """Terminate the group that is running on a lane, without waiting for it to end.
 
         A second call for the same group kills it.
         """

@@ -252,7 +252,7 @@ def find_run_folder(text: str, out: Path) -> Path:
     # wildcards in the text are escaped
     folders = sorted(path.parent for path in out.glob(f"{glob.escape(text)}*/{RUN_FILE}"))
     if len(folders) != 1:
-        many = f"{len(folders)} of them fit" if folders else "there is none"
+        many = f"{len(folders)} folders match" if folders else "no folder matches"
         raise NotFoundError(
             f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id"
         )
@@ -431,7 +431,7 @@ def bench(
 def time_layers(
     layers: LayerMap, options: BenchOptions, store: Path, listener: Listener = SILENT
 ) -> LayerMap:
-    """Add the time to a layer map that each call would save on the fastest correct backend.
+    """Add to a layer map the time that each call would save on the fastest correct backend.
 
     The times of the backends come from the stored run `options.run`. If it is None, the configs of
     the layer map are benchmarked. Backends are ranked by kernel time, because the layer map
@@ -461,8 +461,8 @@ def time_layers(
 def _timed_run(store: Store, options: BenchOptions) -> str:
     """Return the selected run that contains the selected configs.
 
-    If no run contains them, return the selected run without regard to the configs. A later error
-    about missing configs can then list the configs of this run.
+    If no run contains them, return the selected run regardless of the configs. A later error about
+    missing configs can then list the configs of this run.
     """
     with contextlib.suppress(NotFoundError):
         return store.find_run(Selection(options.run, options.configs), *evaluation.TIMED)

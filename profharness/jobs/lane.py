@@ -289,7 +289,7 @@ def make_part(part: Path, spec: Mapping[str, Any]) -> None:
 
 
 def results_in(part: Path) -> int:
-    """Return the number of cells that have a result, or -1 if the folder is no run folder."""
+    """Return the number of cells that have a result, or -1 if the folder is not a run folder."""
     with contextlib.suppress(ProfharnessError, OSError):
         return sum(cell.status != "pending" for cell in read_run(part).cells)
     return -1

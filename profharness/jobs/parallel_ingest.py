@@ -103,7 +103,7 @@ class _Worker:
         self._mark: dict[str, str] = {}
 
     def start(self, path: Path) -> None:
-        """Start to read a source. If this fails, the method `source` raises the error."""
+        """Start reading a source. If this fails, the method `source` raises the error."""
         with contextlib.suppress(OSError):
             self._request("source", path)
             self._source = path
@@ -138,7 +138,7 @@ class _Worker:
         self._streams = False
 
     def _skip_rest(self) -> None:
-        """End the process if it still sends batches, which would be taken for its next reply."""
+        """End the process if it still sends batches, which would be mistaken for its next reply."""
         if self._streams:
             self.end()
 

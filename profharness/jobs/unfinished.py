@@ -1,4 +1,4 @@
-"""Find the runs of a folder that were begun and did not finish."""
+"""Find the runs in a folder that were started but not finished."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ class UnfinishedRun:
         str, column("created", importance="normal", meaning="when it started, in UTC")
     ]
     status: Annotated[
-        str, column("status", meaning="`unfinished`, or `running` while a process works on it")
+        str, column("status", meaning="`unfinished`, or `running` while a process is working on it")
     ]
-    done: Annotated[int, column("done", "count", meaning="cells that have a result")]
+    done: Annotated[int, column("done", "count", meaning="number of cells that have a result")]
     cells: Annotated[int, column("cells", "count", meaning="number of cells")]
     path: Annotated[str, column(meaning="run folder")]
     command: Annotated[
-        str | None, column(meaning="the command that resumes it, or else that stores what is done")
+        str | None,
+        column(
+            meaning="the command that resumes it, or if it cannot be resumed, stores its results"
+        ),
     ]
     resumable: Annotated[bool, column(meaning="whether `capture --resume` can finish it")]
 
@@ -79,12 +82,12 @@ def _unfinished(folder: Path, store: Path) -> Iterator[UnfinishedRun]:
 
 
 def _is_cut(run: Run) -> bool:
-    """Return whether an observed program has begun and has not ended."""
+    """Return whether an observed program has started but not ended."""
     return run.kind == OBSERVE and any(each.seconds is None for each in run.periods)
 
 
 def _is_locked(folder: Path) -> bool:
-    """Return whether a process works on a run."""
+    """Return whether a process is working on a run."""
     if not (folder / LOCK_FILE).exists():
         return False
     descriptor = open_lock_file(folder / LOCK_FILE)

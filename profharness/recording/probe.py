@@ -150,7 +150,7 @@ class Measured:
 
 
 def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
-    """Measure the memory bandwidth and FLOP rates of a device, which takes some seconds.
+    """Measure the memory bandwidth and FLOP rates of a device, which takes a few seconds.
 
     `device` is `cuda`, `cpu` or `auto`. Raise CaptureError if the measuring process fails or takes
     longer than `timeout_s`.
@@ -193,11 +193,11 @@ def ask(
     progress: AskProgress | None = None,
     asked: str = AUTO,
 ) -> tuple[list[LiveAnswer], dict[str, Any]]:
-    """Query PyTorch's dispatch decisions. Return one answer per config, and the environment.
+    """Query PyTorch's dispatch decisions. Return one result per config, and the environment.
 
     `asked` is `auto`, or a set or order of backends such as `flash+math`. `device` is `cuda`, `cpu`
     or `auto`. `timeout_s` limits the time for one config. If the worker dies or exceeds the limit,
-    the answer contains an error. Raise CaptureError if no worker starts.
+    the result contains an error. Raise CaptureError if no worker starts.
     """
     cells = tuple(Cell(f"c{index:04d}", config, asked) for index, config in enumerate(configs, 1))
     environment: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def ask(
     for cell in cells:
         if cell.cell not in answers:
             message = ended[cell.cell].message if cell.cell in ended else None
-            error = f"PyTorch gave no answer: {message or 'its process ended without an answer'}"
+            error = f"PyTorch gave no answer: {message or 'its process ended unexpectedly'}"
             answers[cell.cell] = LiveAnswer(cell.cell, cell.config.label, error=error)
     return [answers[cell.cell] for cell in cells], environment
 

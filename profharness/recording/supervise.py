@@ -91,7 +91,7 @@ class Step:
 
     @property
     def shown_stage(self) -> str:
-        """The stage, or `wrong` if `verify` found the result of the finished cell wrong."""
+        """The stage, or `wrong` if `verify` found that the result of the finished cell is wrong."""
         return self.cell.outcome if self.stage == self.cell.status else self.stage
 
 
@@ -563,7 +563,9 @@ class RunRecord:
             self.save()
 
     def _turns_done(self, cell: Cell) -> int:
-        """Return in how many processes a cell is done. A failed cell counts as done in all."""
+        """Return the number of processes in which a cell is done. A failed cell counts as done in
+        all.
+        """
         if cell.status == "pending":
             return 0
         return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes

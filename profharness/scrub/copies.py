@@ -39,7 +39,7 @@ from profharness.traces.sqlite_file import MAGIC
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
 ROCM_TEXTS = ("rocprofv3-json", "rocprof-csv")  # parsers of text files of AMD's profilers
-# Maximum bytes of a JSON document that is no trace. A larger document is read line by line.
+# Maximum bytes of a JSON document that is not a trace. A larger document is read line by line.
 MAX_JSON = 1 << 28
 SHOWN = 5
 
@@ -178,7 +178,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 def _json_of(file: IO[bytes]) -> tuple[bool, Any]:
     """Return whether a file is a Kineto trace, and the decoded content of any other JSON file.
 
-    The content is None if the file is a Kineto trace, is too large or is no JSON.
+    The content is None if the file is a Kineto trace, is too large or is not JSON.
     """
     file.seek(0)
     head = file.read(1 << 16)

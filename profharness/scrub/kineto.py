@@ -50,7 +50,7 @@ _encode = msgspec.json.Encoder().encode
 def scrub_kineto(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     """Write a scrubbed copy of a Kineto trace as uncompressed JSON, with one event per line.
 
-    Raise TraceFormatError if the file is no Kineto trace or is cut off.
+    Raise TraceFormatError if the file is not a Kineto trace or is cut off.
     """
     with closing(Window(path)) as window:
         layout = probe(window)

@@ -328,7 +328,7 @@ def _has_deleted(path: Path, copy: Path) -> bool:
 
     Sections 1.5 and 1.6 of the SQLite file format describe the unused parts. When SQLite moves a
     row, the old bytes of the row remain there. Therefore a text does not count as deleted if the
-    copy contains it, or contains both halves of the text for some way to cut it in two.
+    copy contains it, or if the text can be cut into two parts that the copy contains.
     """
     found: set[bytes] = set()
     with path.open("rb") as file:

@@ -115,7 +115,7 @@ def scrub_rocm_database(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     """Write a scrubbed copy of a database of rocprofv3, rpd or rocprof.
 
     Each process or thread id is replaced with the same small number in all tables. Texts are copied
-    only if a copied row refers to them. Raise TraceFormatError if it is no such database.
+    only if a copied row refers to them. Raise TraceFormatError if the file is not such a database.
     """
     with database(path, path, FORM) as source, new_database(path, out, scrubber) as target:
         copied = _Copy(source, target, scrubber)

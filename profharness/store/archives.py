@@ -28,8 +28,9 @@ MAX_MEMBERS = 100_000
 def members(path: Path) -> Iterator[Iterator[tuple[Path, Path]]]:
     """Yield an iterator over the traces in an archive.
 
-    Each item is a temporary file, which the next step deletes, and the path of the member. The
-    iterator raises TraceFormatError if the archive is damaged, cut off, or contains no trace.
+    Each item consists of a temporary file, which is deleted at the next iteration, and the path of
+    the member. The iterator raises TraceFormatError if the archive is damaged, cut off, or contains
+    no trace.
     """
     file, _ = open_file(path)
     with (

@@ -77,7 +77,7 @@ def frame(
 def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
     """Return the result of any SELECT over the store's tables and views.
 
-    Raises UsageError for other SQL.
+    Raise UsageError for other SQL.
     """
     connection = store.connection
     connection.set_authorizer(_deny_attach)

@@ -59,7 +59,8 @@ def group(
 class Grouping:
     """Groups rows by the columns `names`. The rows arrive in blocks.
 
-    Memory grows with the number of distinct durations in each group, not with the number of rows.
+    Memory use grows with the number of distinct durations in each group, not with the number of
+    rows.
     """
 
     def __init__(self, names: Sequence[str], *, merge_rows: int = MERGE_ROWS) -> None:

@@ -98,7 +98,7 @@ _Parsed = tuple[Raw, Trace]
 
 
 class _RawError(Exception):
-    """A raw trace cannot be read. The arguments are the Raw and the TraceFormatError."""
+    """Raised if a raw trace cannot be read. The arguments are the Raw and the TraceFormatError."""
 
 
 def ingest_path(
@@ -120,7 +120,7 @@ def ingest_path(
 
     If a source cannot be read, TraceFormatError is raised after the other sources are ingested.
     Rows of this source that are already stored are kept. A missing store is not created if no
-    source can be read. Raises StoreError if the store cannot be used or does not contain what was
+    source can be read. Raise StoreError if the store cannot be used or does not contain what was
     written to it.
     """
     results: list[IngestResult] = []
@@ -206,7 +206,7 @@ def ingest_source(
     progress: Progress | None,
     cache: ParsedTraces | None = None,
 ) -> IngestResult:
-    """Parse and store one source. Raises the errors of `ingest_path`.
+    """Parse and store one source. Raise the errors of `ingest_path`.
 
     `writer` opens the store. If there is no store, `writer` is called only after the traces could
     be parsed.

@@ -139,7 +139,9 @@ class Store(RunFinder):
         return environment
 
     def engine(self, run: str | None = None) -> EngineLog | None:
-        """Return what the log of the run's serving engine tells, or None without a log."""
+        """Return what the log of the run's serving engine says about attention, or None if there is
+        no log.
+        """
         from profharness.traces.engine_log import EngineLog
 
         query = "SELECT * FROM runs WHERE run = ?"
@@ -191,7 +193,8 @@ class Store(RunFinder):
         return name or next((device.name for device in self.devices(run)), None)
 
     def peaks(self, run: str | None = None, source: str | None = None) -> Peaks | None:
-        """Return the latest measured peaks of the run's device, else the peaks in its data sheet.
+        """Return the latest measured peaks of the run's device, or else the peaks in its data
+        sheet.
 
         `source` restricts the result to `measured` or `data sheet`.
         """
@@ -244,7 +247,7 @@ class Store(RunFinder):
     ) -> tuple[list[KernelRow], list[CellRow]]:
         """Return the selected kernels and cells of the run that `find_runs` selects.
 
-        Raises NotFoundError if no run matches.
+        Raise NotFoundError if no run matches.
         """
         run = self.find_runs(selection, *needs)
         configs, backends = selection.configs or None, selection.backends or None
@@ -547,8 +550,8 @@ class Store(RunFinder):
     def step_launches(self, steps: Sequence[StepRow]) -> Iterator[list[StepLaunch]]:
         """Yield for each step the launches on GPUs that started in it, sorted by start.
 
-        The store has the first launch and the number of launches of each kernel of an attention
-        call. The launches of the kernel that follow the first belong to the same call.
+        For each kernel of an attention call, the store contains the first launch and the number of
+        launches. The launches of this kernel that follow the first belong to the same call.
         """
         for trace, group in groupby(steps, key=attrgetter("trace")):
             own = list(group)
@@ -587,8 +590,8 @@ class Store(RunFinder):
     ) -> Iterator[list[tuple[Any, ...]]]:
         """Yield for each step of a trace the rows of a query whose first column is in the step.
 
-        The query is sorted by that column, and runs once, because the table has no index on it.
-        The steps are sorted and do not overlap.
+        The query must be sorted by that column. It runs only once, because the table has no index
+        on it. The steps are sorted and do not overlap.
         """
         last = steps[-1].start_ns + steps[-1].duration_ns
         rows = self.connection.execute(query, (trace, steps[0].start_ns, last))
@@ -664,8 +667,8 @@ def _idle(launches: Iterable[tuple[Any, ...]]) -> Iterator[GapRow]:
 def open_store(path: Path, *, write: bool = False) -> Store:
     """Open a store for reading, or for writing if `write` is True.
 
-    A missing store is created if `write` is True. Raises NotFoundError if there is no store to
-    read. Raises StoreError if the file belongs to another program or was written by a newer
+    A missing store is created if `write` is True. Raise NotFoundError if there is no store to
+    read. Raise StoreError if the file belongs to another program or was written by a newer
     version. Such a file is not changed.
     """
     return Store(path, connect(path, write=write))

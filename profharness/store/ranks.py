@@ -82,7 +82,7 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
     run.
 
     `refs` contains ids of runs, prefixes of ids, or folders. If it is empty, return the newest job.
-    If it selects a single run, return the job of this run. Raises NotFoundError if fewer than two
+    If it selects a single run, return the job of this run. Raise NotFoundError if fewer than two
     ranks match.
     """
     stored = _members(store.connection)
@@ -90,7 +90,7 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
     members = _by_rank([record for record in stored if record["run"] in wanted])
     if len(members) < 2:
         which = f"run {store.run_name(min(wanted))} is" if wanted else "the store has"
-        what = "the only rank of its job here" if wanted else "no job with several ranks"
+        what = "the only rank of its job in the store" if wanted else "no job with several ranks"
         raise NotFoundError(f"{store.path}: {which} {what}; {NEED}")
     stored_environments = store.connection.execute("SELECT id, data FROM environments")
     environments = {number: json.loads(data) for number, data in stored_environments}

@@ -173,7 +173,7 @@ def require_writable(path: Path) -> None:
 def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
     """Return a connection in autocommit mode. If `write` is True, create a missing store.
 
-    Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to
+    Raise NotFoundError if there is no store to read. Raise StoreError if the file belongs to
     another program, is damaged or has another schema version, or if a store on a network file
     system is to be written. In these cases, the file is not changed.
     """
@@ -303,8 +303,8 @@ def _is_busy(error: sqlite3.OperationalError) -> bool:
 def waiting(action: Callable[[], Answer]) -> Answer:
     """Run an action and return its result. Repeat it while SQLite reports that the file is busy.
 
-    SQLite skips its own busy handler if waiting could deadlock, as in the switch to WAL or the
-    recovery of a log.
+    SQLite skips its own busy handler if waiting could cause a deadlock, for example when it
+    switches to WAL or recovers a log.
     """
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
@@ -404,7 +404,7 @@ def _closed_on_error(connection: sqlite3.Connection) -> Iterator[None]:
 def _version(connection: sqlite3.Connection, path: Path) -> int:
     """Return the schema version of a store that can be read, or 0 if the file is empty.
 
-    Raises StoreError for other files.
+    Raise StoreError for other files.
     """
     # one statement, because another process may be creating the store
     application, version, objects = connection.execute(

@@ -93,7 +93,7 @@ class RunFinder:
     def resolve(self, ref: str | None) -> str:
         """Return the id of a run given by an id, a unique prefix, a file name, or `latest~N`.
 
-        None selects the latest run. Raises NotFoundError if no run or more than one run matches.
+        None selects the latest run. Raise NotFoundError if no run or more than one run matches.
         The message lists candidates.
         """
         return self.find_run(Selection(ref), "run")
@@ -106,7 +106,7 @@ class RunFinder:
         """Return the id of the selected run.
 
         `latest` and None select the newest run that satisfies a need. If no run satisfies the first
-        need, the second need is tried, and so on. The default need is `kernels`. Raises
+        need, the second need is tried, and so on. The default need is `kernels`. Raise
         NotFoundError if no run or more than one run matches. The message lists candidates.
         """
         ref = LATEST if selection.run is None else selection.run
@@ -151,8 +151,8 @@ class RunFinder:
         return next((each.path for each in self.stored_runs() if each.run == run), "")
 
     def run_reference(self, run: str) -> str:
-        """Return a text that selects a run when a user types it: its name, or its id if the name is
-        also that of another file in the working folder.
+        """Return the text with which a user can select a run: its name, or its id if another file
+        in the working folder has the same name.
         """
         runs = self.stored_runs()
         name = name_runs(runs).get(run, run)
@@ -258,7 +258,7 @@ class RunFinder:
     def _latest(self, selection: Selection, needs: Sequence[Need], back: int) -> str:
         """Return the newest matching run after skipping `back` newer matching runs.
 
-        Raises NotFoundError if there is no such run.
+        Raise NotFoundError if there is no such run.
         """
         runs: list[str] = []
         for need in needs:

@@ -85,7 +85,7 @@ class Source:
 def find_sources(path: Path) -> list[Path]:
     """Return the run folders and trace files at or below a path.
 
-    Raises TraceFormatError if nothing is found.
+    Raise TraceFormatError if nothing is found.
     """
     try:
         if path.is_file() or (path / RUN_FILE).is_file():
@@ -171,7 +171,7 @@ def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
     """Read a run folder or trace file and compute its content hash, without parsing traces.
 
     `companions` are files that describe a trace file. Files that an engine recorded beside it are
-    found without being given. Raises TraceFormatError if the source is invalid or cannot be read.
+    found automatically. Raise TraceFormatError if the source is invalid or cannot be read.
     """
     if is_archive(path):
         message = "an archive, which may contain several traces"
@@ -201,7 +201,7 @@ def hash_file(path: Path, *, packed: bool = True) -> str:
     """Return the XXH3-128 hash of a file in hexadecimal.
 
     If `packed` is False and the file is compressed, hash its uncompressed content.
-    Raises TraceFormatError if the file cannot be read.
+    Raise TraceFormatError if the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     try:
@@ -216,7 +216,7 @@ def hash_file(path: Path, *, packed: bool = True) -> str:
 def _real_path(folder: Path, trace: TraceFile) -> str:
     """Return the resolved path of a trace of a run folder.
 
-    Raises TraceFormatError if the path is outside of the folder, too long or not a valid path.
+    Raise TraceFormatError if the path is outside of the folder, too long or not a valid path.
     """
     try:
         real = os.path.realpath(folder / trace.path)
@@ -250,7 +250,7 @@ class ParsedTraces(Protocol):
     """Traces that were parsed before, by this or another process."""
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
-        """Return a trace, or None if it is not parsed yet. Raises errors from parsing."""
+        """Return a trace, or None if it is not parsed yet. Raise errors from parsing."""
 
 
 class ParsedTraceCache:

@@ -8,16 +8,18 @@ from collections.abc import Iterable, Sequence
 from profharness.rows import StepRow
 
 Step = tuple[int, str, int, int]
-"""The number, name, start and duration of a step, as the program saw them."""
+"""The number, name, start and duration of a step of the program."""
 Launch = tuple[int, int, int, int]
-"""The device of a launch, its start and end there, and the time at which the program made it."""
+"""The device of a launch, its start and end on the device, and the time at which the program
+launched it.
+"""
 
 
 def step_rows(trace: int, steps: Sequence[Step], launches: Iterable[Launch]) -> list[StepRow]:
     """Return the rows of a trace's steps. The launches are sorted by start.
 
     A step ends when the program's step and all kernels that it launched have ended. It begins with
-    the program's step, but not before the end of the step before, so that steps do not overlap.
+    the program's step, but not before the previous step has ended, so that steps do not overlap.
     """
     begins = [start for *_, start, _ in steps]
     ends = [start + duration for *_, start, duration in steps]

@@ -311,7 +311,7 @@ def errors_that_name(plain: Path, path: Path) -> Iterator[None]:
 
 @contextmanager
 def without_room() -> Iterator[None]:
-    """Convert an OSError of writing a temporary file to a ProfharnessError with a remedy."""
+    """Convert an OSError from writing a temporary file to a ProfharnessError with a remedy."""
     try:
         yield
     except OSError as error:

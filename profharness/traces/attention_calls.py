@@ -1,8 +1,8 @@
 """Find the attention calls of a program among the ops of a trace.
 
 For each call, this module determines the op that the program called, the op that computed the
-attention, the tensors, the nn.Modules around the call, and the time spans of its forward and its
-backward.
+attention, the tensors, the nn.Modules around the call, and the time spans of its forward and
+backward passes.
 
 Ops with equal arguments share one `OpArguments` object, so calls that have the same arguments are
 described only once, however often the program makes them.
@@ -193,7 +193,9 @@ def _matches(rule: re.Pattern[str], name: str) -> bool:
 
 
 class _Forward:
-    """Finds attention calls, without their backward. Ops are identified by indices into `tree`."""
+    """Finds attention calls, without their backward passes. Ops are identified by indices into
+    `tree`.
+    """
 
     def __init__(self, tree: SpanTree, modules: SpanTree) -> None:
         self._tree, self._ops = tree, tree.spans
@@ -332,7 +334,9 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
 
 
 def _eager_signature(scores: HostSpan, output: HostSpan) -> _Signature | None:
-    """Return the signature of eager attention, or None if its products' shapes do not match."""
+    """Return the signature of eager attention, or None if the shapes of its matrix products do not
+    match.
+    """
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
     if not (query and keys and weights and value):
@@ -354,12 +358,12 @@ def _backward(
     flows: Ints,
     doubts: Counter[str],
 ) -> Iterator[_Stretch]:
-    """Yield the time spans of the backward of each call.
+    """Yield the time spans of the backward pass of each call.
 
-    The arrows that start in the ops of a call lead to the backward of the call. If the trace has no
+    The arrows that start in the ops of a call lead to its backward pass. If the trace has no
     arrows, forward and backward ops are matched by autograd's sequence numbers. Compiled code has
     neither arrows nor sequence numbers, so a gradient in compiled code is assigned to the last call
-    that has the same shapes and no backward yet.
+    that has the same shapes and no backward pass yet.
     """
     gradients = _gradients(tree)
     around = (tree.spans[outer] for at, _ in gradients for outer in tree.ancestors(at))
@@ -418,7 +422,7 @@ def _stretch(index: int, op: HostSpan) -> _Stretch:
 def _by_arrows(
     drafts: Sequence[_ForwardCall], evaluations: AutogradNodes, flows: Ints
 ) -> dict[int, list[HostSpan]]:
-    """Return for each call the autograd nodes to which arrows from the call's ops lead.
+    """Return the autograd nodes to which arrows from the ops of each call lead.
 
     If arrows of several calls lead to a node, the node belongs to the call whose arrow starts
     first.
@@ -457,7 +461,7 @@ def _paths(
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> list[str | None]:
-    """Return for each call the module path in the name of the marker range around it, or None."""
+    """Return the module path of each call, from the name of the marker range around it, or None."""
     numbers = {thread: number for number, thread in enumerate(threads)}
     starts = ((row, row.start_ns - base) for row in ranges if row.name.startswith(MARKER))
     markers = SpanTree(
@@ -469,7 +473,7 @@ def _paths(
 
 
 def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | None, str | None]:
-    """Return whether a call has a backward, the config that replays the call, and a reason.
+    """Return whether a call has a backward pass, the config that replays the call, and a reason.
 
     If no config describes the call, the config is None and the reason explains why. Otherwise, the
     reason names properties of the call that the config does not describe, or is None.

@@ -42,7 +42,7 @@ Chunk = tuple[GpuRows, LaunchRows, Ints]
 
 
 class Attribution:
-    """Finds the ranges, attention calls and op stacks of launches, and makes a Trace of them.
+    """Finds the ranges, attention calls and op stacks of launches, and builds a Trace from them.
 
     Each row of `flows` is an arrow from a forward op to its backward op. The row contains a thread
     and a time at which the forward op runs, and a thread and a time at which the backward op runs.
@@ -78,8 +78,8 @@ class Attribution:
     ) -> Trace:
         """Return a Trace whose launches are in a temporary file until `stack` is closed.
 
-        `kernels` contains the (kind, name) of each kernel id. `facts` are more fields of
-        the Trace.
+        `kernels` contains the (kind, name) of each kernel id. `facts` contains other fields of the
+        Trace.
         """
         spool, blocks, count = Spool(stack), list[Block](), 0
         kernel_ids, config_ids, path_ids, api_ids = (Renumber() for _ in range(4))
@@ -356,7 +356,9 @@ class StackIds(dict[tuple[int, ...], int]):
 
 
 class Stacks:
-    """Finds the op stacks of launches. The ops are loaded by time slices, to bound the memory."""
+    """Finds the op stacks of launches. The ops are loaded one time slice at a time, to bound the
+    memory.
+    """
 
     def __init__(self, tables: Tables, rows: int) -> None:
         self._tables = tables

@@ -104,9 +104,9 @@ def parse_chrome(
     The launches of the Trace are kernels, memcpys and memsets. If the trace contains none of these,
     the launches are ATen ops, and the duration of an op excludes its child ops. Events that cannot
     be read are skipped and counted. `captures` are traces of the same program that contain the
-    captures of its CUDA graphs, or the names that `mark_kernels` gave to their nodes; they describe the
-    kernels of replays. `chunk_rows` and `slice_rows`
-    affect the memory that the parser uses, but not the result.
+    captures of its CUDA graphs, or the names that `mark_kernels` gave to their nodes. They describe
+    the kernels of replays. `chunk_rows` and `slice_rows` affect the memory that the parser uses,
+    but not the result.
 
     Raise TraceFormatError if the file is truncated, damaged or not a Kineto trace.
     """
@@ -244,7 +244,7 @@ def _assemble(
 
 
 class GridConverter:
-    """Converts grids that are recorded in threads to blocks.
+    """Converts the sizes of grids from threads to blocks.
 
     ROCm's Kineto records the arguments of the call that launched a kernel. New launch
     configurations are appended to `configs`.
@@ -256,7 +256,7 @@ class GridConverter:
         self._converted: dict[int, int] = {}
 
     def __call__(self, gpu: GpuRows, launched: LaunchRows) -> GpuRows:
-        """Return the launches with grids in blocks."""
+        """Return the launches with the sizes of grids in blocks."""
         rows = np.flatnonzero(np.isin(launched.api, self._apis)) if self._apis else ()
         if not len(rows):
             return gpu
@@ -273,7 +273,7 @@ class GridConverter:
 
 
 def _with_agents(devices: tuple[Device, ...], used: set[int]) -> tuple[Device, ...]:
-    """Return the GPUs of a trace of ROCm, with those that the launches use.
+    """Return the GPUs of a ROCm trace, including those that its launches refer to.
 
     ROCm numbers the GPUs of launches as agents, and CPUs are agents too, so these numbers are
     larger than those of the header. This does not matter if all GPUs have the same properties.

@@ -110,7 +110,7 @@ class LaunchArgs(msgspec.Struct, gc=False):
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """The `args` of an op whose arguments the store keeps. The Raw fields are decoded later."""
+    """The `args` of an op whose arguments are stored. The Raw fields are decoded later."""
 
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
@@ -222,7 +222,7 @@ def _decoded(decoder: Any, data: bytes) -> Any:
 
 
 def whole_characters(data: bytes) -> bytes:
-    r"""Replace escape sequences of lone surrogates, such as `\ud800`, by U+FFFD."""
+    r"""Replace escape sequences of lone surrogates, such as `\ud800`, with U+FFFD."""
     if not _HALF.search(data):
         return data
     return _ESCAPE.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
@@ -425,7 +425,9 @@ class Collector:
                 self.tables.details.append(detail)
 
     def _spans(self, events: list[Any]) -> Iterable[tuple[Any, bool, int, int, int]]:
-        """Return for each event a tuple: event, whether it is valid, start, duration and thread."""
+        """Return a tuple for each event: the event, whether it is valid, start, duration and
+        thread.
+        """
         start, duration, keep = self._times(events)
         columns = (column.tolist() for column in (keep, start, duration, self._threads(events)))
         return zip(events, *columns, strict=True)

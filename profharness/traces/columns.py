@@ -98,7 +98,7 @@ class OpRows(NamedTuple):
 
 
 class Ids(dict[Any, int]):
-    """Assigns ids to values in the order of first use. The lookup of a new value assigns an id."""
+    """Assigns ids to values in the order of first use. Looking up a new value assigns an id to it."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)
@@ -174,7 +174,7 @@ class Tables:
     # An arrow leads from a forward op to its backward op. For each of the two ends of an arrow, the
     # columns contain a key that both ends share, 1 for the start or 0 for the end, thread and time.
     arrows: list[Ints] = field(default_factory=list)
-    # Maps correlation ids to the kernels that API calls launched, if the file tells their names
+    # Maps correlation ids to the kernels that API calls launched, if the file contains their names
     # and was not read by the compiled scanner
     launched: dict[int, str] = field(default_factory=dict)
     events: int = 0

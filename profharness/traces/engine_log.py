@@ -70,7 +70,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineLog:
-    """What the log of an engine tells about attention."""
+    """What the log of an engine says about attention."""
 
     engine: str | None = None
     version: str | None = None
@@ -91,14 +91,15 @@ class EngineLog:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the log tells of an environment, with the keys of a run's environment."""
+        """The environment that the log describes, with the keys of a run's environment."""
         told = {"engine": self.engine, "engine_version": self.version}
         told |= {"attention_backend": self.backend}
         return {key: value for key, value in told.items() if value} | self.libraries
 
 
 def read_engine_log(path: Path) -> EngineLog | None:
-    """Return what a log tells, or None if it tells nothing of attention and names no engine.
+    """Return what a log says about attention. Return None if it mentions neither attention nor an
+    engine.
 
     Raise OSError if the file cannot be read.
     """
@@ -111,7 +112,7 @@ def read_engine_log(path: Path) -> EngineLog | None:
 
 
 def _read_line(log: EngineLog, line: str) -> EngineLog:
-    """Return the log with what one more line tells."""
+    """Return the log, extended by the information in one more line."""
     if match := _VERSION.search(line):
         return replace(log, engine=VLLM, version=match[1])
     if match := _SGLANG_VERSION.search(line):

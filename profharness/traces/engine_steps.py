@@ -20,7 +20,7 @@ class BatchPart:
     """The requests of a step that are prefilled, or the requests that are decoded.
 
     A request computes q new tokens, and attends to k tokens, which include the new ones. A field is
-    None if the annotation does not tell it.
+    None if the annotation does not contain it.
     """
 
     requests: int | None
@@ -104,7 +104,7 @@ _WORDS = frozenset(
 
 
 def parse_engine_step(name: str) -> EngineStep | None:
-    """Parse the name of a range. Return None if no engine gives such a name to its steps."""
+    """Parse the name of a range. Return None if it is not the name of an engine's step."""
     for form, build in _FORMS:
         if match := form.fullmatch(name):
             return build(match)
@@ -112,7 +112,7 @@ def parse_engine_step(name: str) -> EngineStep | None:
 
 
 def is_engine_step(name: str) -> bool:
-    """Return whether an engine gives such a name to its steps. The capture of a graph is no step."""
+    """Return whether a name is that of an engine's step. The capture of a graph is not a step."""
     step = parse_engine_step(name)
     return step is not None and step.phase != CAPTURE
 
@@ -124,7 +124,7 @@ def has_only_numbers(name: str) -> bool:
 
 
 def _of_parts(prefill: BatchPart, decode: BatchPart) -> EngineStep:
-    """Return the step of two parts, either of which may be empty."""
+    """Return the step that consists of two parts, either of which may be empty."""
     has_prefill, has_decode = bool(prefill.requests), bool(decode.requests)
     drafted = (decode.queries or 0) > (decode.requests or 0)
     if has_prefill:

@@ -1,12 +1,12 @@
-"""Find the attention calls that no op shows: those of CUDA graphs, and those of bare kernels.
+"""Find the attention calls that have no op: those in CUDA graphs, and those of bare kernels.
 
 A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the
 trace, or another trace of the same program, contains the capture of the graph, the ops that were
 captured describe the kernels. Otherwise, only the names of the kernels are known. A graph that was
 captured on one stream replays its nodes in the order of their capture.
 
-Libraries such as FlashInfer launch kernels without any op. The names of these kernels and the module
-around the launch show the call.
+Libraries such as FlashInfer launch kernels without any op. The names of these kernels and the
+module around the launch identify the call.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def replayed(
 def _bare_kernels(
     tables: Tables, calls: AttentionCalls, tree: SpanTree
 ) -> Iterator[tuple[Ints, int, int, tuple[str, ...]]]:
-    """Yield the GPU rows, the thread, the launch and the modules of calls that are no op.
+    """Yield the GPU rows, the thread, the launch and the modules of calls that have no op.
 
     A call consists of consecutive attention kernels, launched in one call of a module, in which no
     kernel occurs twice.
@@ -513,8 +513,8 @@ def _capture_of(
 ) -> GraphCapture | None:
     """Return the capture that recorded the nodes of a replay, or None if this is not certain.
 
-    Engines capture a graph for each of several batch sizes. If several captures fit, the one of the
-    smallest batch that has room for the tokens of the step is used.
+    Engines capture a graph for each of several batch sizes. If several captures fit, use the one
+    with the smallest batch that is large enough for the tokens of the step.
     """
     if not replay.ordered:
         return None
@@ -556,7 +556,7 @@ def _differences(replay: _Replay, capture: GraphCapture) -> int:
 
 
 def _misfit(replay: _Replay, captures: Sequence[GraphCapture]) -> str:
-    """Return why no capture belongs to a replay."""
+    """Return why no capture matches a replay."""
     if not replay.ordered:
         return "a replay ran on several streams"
     closest = min(captures, key=lambda capture: _differences(replay, capture))

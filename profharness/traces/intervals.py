@@ -41,7 +41,7 @@ class Intervals:
         self.nested = _nested(self.parent, self.stop)
 
     def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
-        """Return for each index in `at` the innermost intervals on its chain that enclose t.
+        """Return the innermost intervals that enclose t on the chain of each index in `at`.
 
         A row of the result has `depth` elements. Elements without an interval are -1.
         """
@@ -56,7 +56,7 @@ class Intervals:
         return columns.T
 
     def innermost(self, thread: Ints, t: Ints) -> Ints:
-        """Return for each (thread, t) the enclosing interval that starts last, or -1."""
+        """Return the enclosing interval that starts last for each (thread, t), or -1."""
         result = nothing(len(t))
         if not len(t) or not len(self.start):
             return result
@@ -70,7 +70,7 @@ class Intervals:
         return self._ending_after(result, t)
 
     def enclosing_any(self, thread: Ints, t: Ints) -> Flags:
-        """Return for each interval whether it encloses any of the times (thread, t)."""
+        """Return whether each interval encloses any of the times (thread, t)."""
         result = np.zeros(len(self.start), np.bool_)
         at = self.innermost(thread, t)
         while len(open_ := np.flatnonzero(at >= 0)):
@@ -80,7 +80,7 @@ class Intervals:
         return result
 
     def enclosing(self) -> Ints:
-        """Return for each interval the nearest other interval that encloses all of it, or -1."""
+        """Return the nearest other interval that encloses each interval completely, or -1."""
         return self._ending_after(self.parent.copy(), self.stop - 1)
 
     def _ending_after(self, at: Ints, t: Ints) -> Ints:

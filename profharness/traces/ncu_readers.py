@@ -4,8 +4,8 @@
 2. the `ncu_report` module in the installation folder of Nsight Compute
 3. ncu itself
 
-A damaged report can make NVIDIA's module abort, run forever or use all memory. Besides, the module
-never frees memory. So the module is loaded only in child processes. Each child reads a part of the
+A damaged report can make NVIDIA's module abort, run forever or use all memory. The module also
+never frees memory. It is therefore loaded only in child processes. Each child reads a part of the
 report and writes it as msgpack.
 """
 

@@ -108,13 +108,13 @@ _GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *NSYS_KEYS.values())
 
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
-    """Return a name such as `Memcpy HtoD (Pinned -> Device)` for nsys's numbers of the kinds."""
+    """Return a name such as `Memcpy HtoD (Pinned -> Device)` for nsys's kind numbers."""
     start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
     return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
 
 
 def memset_name(memory: int) -> str:
-    """Return a name such as `Memset (Device)` for nsys's number of the kind of memory."""
+    """Return a name such as `Memset (Device)` for nsys's number for a kind of memory."""
     return f"Memset ({MEMORY_KINDS.get(memory, 'Unknown')})"
 
 

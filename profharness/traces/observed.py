@@ -267,7 +267,7 @@ def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | 
 def match_calls(
     calls: Sequence[AttentionCall], observed: Sequence[ObservedCall]
 ) -> list[int | None]:
-    """Return for each call of a trace the index of the observed call that matches it.
+    """Return the index of the observed call that matches each call of a trace.
 
     The index is None if no observed call matches, or if several observed calls match but contain
     different information.
@@ -401,7 +401,7 @@ def _nearest(
 
 
 def _order(call: AttentionCall) -> list[list[int]]:
-    """Return for query, key and value the order in which the dims are stored, outermost first."""
+    """Return the order in which the dims of query, key and value are stored, outermost first."""
     return [
         sorted(range(len(item.dims)), key=lambda at: -(item.strides or item.dims)[at])
         for item in call.tensors[:3]

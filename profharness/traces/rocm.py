@@ -1,7 +1,7 @@
 """Build a Trace from the rows that the readers of AMD's profilers find.
 
 All of AMD's profilers record the same things: dispatches of kernels, copies, API calls and roctx
-ranges. A dispatch has the size of its grid in threads; here it becomes blocks.
+ranges. They record the size of a grid in threads, which this module converts to blocks.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def gpu(
     """Return a Device and warnings. The name is the first of `names` that is not empty.
 
     `target` is the version of the instruction set as a number, such as 90402 for gfx942. If the
-    name does not show the architecture, as with `AMD Radeon Graphics`, it is appended.
+    name does not contain the architecture, as in `AMD Radeon Graphics`, the architecture is
+    appended.
     """
     number = whole(target)
     major, minor = (None, None) if number is None else (number // 10000, number // 100 % 100)
@@ -138,7 +139,7 @@ def gpu(
 
 
 def limits_of(facts: dict[str, Any]) -> dict[str, object]:
-    """Return the limits of a GPU from the properties that rocprofiler-sdk records of an agent."""
+    """Return the limits of a GPU from the properties that rocprofiler-sdk records for an agent."""
     wave, waves, lds = (
         whole(facts.get(key)) for key in ("wave_front_size", "max_waves_per_cu", "lds_size_in_kb")
     )
@@ -265,8 +266,8 @@ class Recording:
     ) -> Trace:
         """Return a Trace of everything that was added.
 
-        `describe` returns the kind and the properties of a variant. `has_calls` is False if the
-        form of the file never contains API calls.
+        `describe` returns the kind and the properties of a variant. `has_calls` is False if files
+        of this form never contain API calls.
         """
         flows, unclear = self._ops.finish()
         self.doubt("{n} ops have sizes that could not be read", self._ops.unread)
@@ -407,7 +408,7 @@ class Part(Protocol):
         """Return the kind and the properties of an activity."""
 
     def environment(self) -> dict[str, object]:
-        """Return what the file tells about the machine and its software."""
+        """Return what the file says about the machine and its software."""
 
 
 def read_parts(
@@ -420,8 +421,8 @@ def read_parts(
 ) -> Trace:
     """Read all parts of a file, and return their Trace.
 
-    The first value of each variant is the index of its part. `has_calls` is False if the form of the
-    file never contains API calls.
+    The first value of each variant is the index of its part. `has_calls` is False if files of this
+    form never contain API calls.
     """
     counters = Counters(recording.path)
     for part in parts:

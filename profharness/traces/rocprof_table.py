@@ -1,7 +1,7 @@
 """Parse tables of kernels: the CSVs of rocprofv3, and the CSVs and databases of rocprof v1.
 
 A row describes a dispatch of a kernel, a copy, or a counter of a dispatch. The names of the columns
-differ between versions, in their case too, so a column is found by any of its names.
+differ between versions, sometimes only in case, so a column is found by any of its known names.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ class _Reader:
                 )  # fmt: skip
 
     def environment(self) -> dict[str, object]:
-        """Return nothing, because the file tells neither the machine nor a version."""
+        """Return an empty dict, because the file describes neither the machine nor its software."""
         return {}
 
     def describe(self, values: Sequence[Any]) -> tuple[str, Dispatch]:

@@ -19,7 +19,7 @@ PLAIN_TABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The words of messages about a kind of SQLite file."""
+    """The texts of messages about a kind of SQLite file."""
 
     expected: str
     again: str  # how to make the file again
@@ -67,9 +67,9 @@ def columns_of(connection: sqlite3.Connection, table: str) -> frozenset[str]:
 
 
 def columns_or_null(table: str | None, present: frozenset[str], wanted: Sequence[str]) -> str:
-    """Return a subquery with the wanted columns of a table, NULL in place of missing columns.
+    """Return a subquery with the wanted columns of a table, with NULL for missing columns.
 
-    Without a table, the subquery has no rows.
+    If there is no table, the subquery has no rows.
     """
     values = (quoted(name) if table and name in present else "NULL" for name in wanted)
     listed = ", ".join(

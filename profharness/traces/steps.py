@@ -72,16 +72,16 @@ def find_steps(
     base: int,
     last: int,
 ) -> tuple[ProgramStep, ...]:
-    """Return the steps of a program. The first of these that the trace contains are its steps:
+    """Return the steps of a program. They are the first of the following that the trace contains:
 
     1. the ProfilerStep ranges
     2. the user's repeated ranges around the attention calls, or around the GPU's work
     3. the annotations of an engine
-    4. the calls of outermost modules, of which an optimizer's step ends the last
+    4. the calls of outermost modules, up to an optimizer's step if there is one
 
     `modules` are the calls of outermost modules, and `calls` the times of the attention calls.
     `work` returns the times at which the program launched the GPU's work. `last` is the end of the
-    last op. These times do not include `base`, which the times of `ranges` do.
+    last op. The times of `ranges` include `base`; the other times do not.
     """
     numbered = _spans(row for row in ranges if row.name.startswith(PROFILER_STEP))
     if numbered:  # they may end in another order, since NVTX ranges are a stack
@@ -162,7 +162,7 @@ def _user_ranges(
 
 @cache
 def _pattern(name: str) -> str | None:
-    """Return the name of a user's range with # for numbers, or None if it cannot be a step's."""
+    """Return the name of a user's range with # for numbers, or None if it cannot name a step."""
     if FRAMEWORK.match(name) or is_engine_step(name) or PART.search(name):
         return None
     return _DIGITS.sub("#", name)
@@ -203,7 +203,8 @@ def _by_module(modules: Iterable[HostSpan], ends: Sequence[int], base: int) -> l
     """Return the name, start and end of the first call of a module in each step.
 
     A step contains the calls up to the end of an optimizer's step; without an optimizer, up to a
-    module that was already called in the step. Calls after the last optimizer are no step.
+    module that was already called in the step. Calls after the last optimizer's step do not form a
+    step.
     """
     spans: list[_Span] = []
     called: set[str] = set()

@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_the_runs(
     runs = check.read(tmp_path, tmp_path / "s.db")
     check.report([runs])
     text = capsys.readouterr().out
-    assert "5 like runs, 10 pairs of them; 1 slower runs" in text
+    assert "5 equal runs in 10 pairs; 1 slower runs" in text
     assert "of 40, " in text  # ten pairs of four cells
     assert "false alarms of --fail-on slower 0.00% of 80 cells: reached" in text
     assert "slow-downs of 5 % found 100.00% of 10 cells: reached" in text
@@ -113,7 +113,7 @@ def test_what_is_packed_keeps_the_samples_and_no_traces(check: ModuleType, tmp_p
 
 def test_one_run_says_nothing(check: ModuleType, tmp_path: Path) -> None:
     write_runs(tmp_path, 0.0, {"alike": 1})
-    with pytest.raises(SystemExit, match="two like runs are needed"):
+    with pytest.raises(SystemExit, match="two equal runs are needed"):
         check.report([check.read(tmp_path, tmp_path / "s.db")])
 
 

@@ -210,7 +210,7 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
     with (
         open_store(tmp_path / "s.db") as store,
         pytest.raises(
-            NotFoundError, match="the only rank of its job here; `profharness ranks FOLDER"
+            NotFoundError, match="the only rank of its job in the store; `profharness ranks FOLDER"
         ),
     ):
         compare_ranks(store)
