@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Their output on stderr is a part of the example.
 WITH_STDERR = ("profharness capture", "profharness ingest")
+# Their output is that of a terminal with 100 columns, because the full table is wider than a page.
+IN_TERMINAL = ("profharness layers traces/models/bert_fp32.json.gz",)
 PICTURES = (  # arguments of scripts/make_pictures.py
     (
         "terminal",
@@ -40,14 +43,23 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def in_terminal(command: str) -> str:
+    """Return a command that runs another one in a terminal of 100 columns, without its stderr."""
+    inner = f"stty cols 100; {command} 2>/dev/null"
+    return f"script -qec {shlex.quote(inner)} /dev/null | tr -d '\\r'"
+
+
 def run(command: str, folder: Path) -> str:
     """Return what a command prints, with stderr if it is shown or if stdout goes to a file."""
     shown = command.startswith(WITH_STDERR) or " > " in command
-    dropped = {"COLUMNS", "NO_COLOR"}
-    environment = {name: text for name, text in os.environ.items() if name not in dropped}
-    environment |= {"PYTHONPATH": str(ROOT), "PATH": f"{folder}:{environment['PATH']}"}
+    environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
+    environment |= {
+        "NO_COLOR": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{folder}:{environment['PATH']}",
+    }
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-c", in_terminal(command) if command in IN_TERMINAL else command],
         cwd=folder,
         env=environment | {"CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,

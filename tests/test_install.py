@@ -25,6 +25,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from make_outputs import IN_TERMINAL, in_terminal
 from waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,7 @@ ELSEWHERE = {
     "profharness observe": "runs a program of the reader's: tests/observe",
     "profharness mcp": "runs until its client leaves: tests/commands/test_mcp.py",
     "profharness ranks": "of a job of the reader's: tests/commands/test_ranks.py",
-    "profharness ingest step100": "of a job of the reader's: tests/commands/test_ranks.py",
+    "profharness ingest /tmp/step100": "of a job of the reader's: tests/commands/test_ranks.py",
     "profharness ingest /shared": "of a host that many use: tests/jobs/test_parallel_ingest.py",
     "profharness layers --gpu": "of a program of the reader's: tests/observe/test_forecast.py",
     "profharness layers mi300x": "a trace of an AMD GPU: tests/commands/test_layers_classes.py",
@@ -212,7 +213,7 @@ def run_command(installed: Installed, command: str, output: str, *, shown: bool)
     asked, text = text, " ".join([text, *more])
     if written := re.search(r" -o (\S+)", text):  # an earlier block may have written the file
         (installed.folder / written[1]).unlink(missing_ok=True)
-    done = installed.run(text)
+    done = installed.run(in_terminal(text) if text in IN_TERMINAL else text)
     told = f"{text}\n{done.stdout}\n{done.stderr}"
     assert "Traceback (most recent call last)" not in told, told
     codes = next((codes for part, codes in CODES.items() if part in text), (0,))
