@@ -135,7 +135,7 @@ def test_a_config_needs_no_trace(tmp_path: Path) -> None:
 
 
 def test_an_error_is_no_failed_gate(tmp_path: Path) -> None:
-    for inputs, code in (({"trace": "missing.json.gz"}, 1), ({"fail_on": "nonsense"}, 2)):
+    for inputs, code in (({"trace": "missing.json.gz"}, 2), ({"fail_on": "nonsense"}, 2)):
         ended = run_gate(tmp_path, **({"trace": str(MODELS / "vit.json.gz")} | inputs))
         assert ended.code == code, ended.log
         assert f"profharness layers failed with exit code {code}%0A" in ended.log

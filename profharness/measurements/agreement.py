@@ -25,6 +25,7 @@ from profharness.rows import (
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
+OF_PACKAGES = "fmha"  # the backend of kernels of other packages than PyTorch
 # Maps the families of kernels that compute attention to their backends.
 FAMILY_BACKENDS = {
     **dict.fromkeys(("flash", "flash_splitkv", "flash_combine", "flash_bwd"), "flash"),
@@ -33,7 +34,7 @@ FAMILY_BACKENDS = {
     "flex": "flex",
     "triton": "triton",
     # Kernels of libraries other than PyTorch. The kernel name contains the name of the library.
-    **dict.fromkeys(("fmha", "fmha_combine", "fmha_bwd"), "fmha"),
+    **dict.fromkeys(("fmha", "fmha_combine", "fmha_bwd"), OF_PACKAGES),
     **dict.fromkeys(("aotriton", "aotriton_bwd"), "aotriton"),
     **dict.fromkeys(("ck", "ck_combine", "ck_bwd"), "ck"),
     **dict.fromkeys(("aiter", "aiter_combine", "aiter_bwd"), "aiter"),

@@ -16,7 +16,12 @@ from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.columns import column
 from profharness.device_types import CPU
 from profharness.errors import NotFoundError, UsageError, join_and
-from profharness.measurements.agreement import AMD_LIBRARIES, FAMILY_BACKENDS, backend_of_op
+from profharness.measurements.agreement import (
+    AMD_LIBRARIES,
+    FAMILY_BACKENDS,
+    OF_PACKAGES,
+    backend_of_op,
+)
 from profharness.program.observed_calls import ObservedCalls
 from profharness.program.phases import PhaseRow, find_phases
 from profharness.rows import (
@@ -35,7 +40,7 @@ from profharness.traces.kernel_names import parse_kernel_name
 
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
-OF_PACKAGES, UNKNOWN = "fmha", "unknown"  # a backend, and a library in the names of kernels
+UNKNOWN = "unknown"  # a library in the names of kernels
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = "use scaled_dot_product_attention (in transformers: attn_implementation='sdpa')"
 

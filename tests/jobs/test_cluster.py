@@ -303,9 +303,13 @@ def test_killed_worker_costs_no_cell_and_leaves_no_orphan(hosts: Hosts, tmp_path
     killed: list[int] = []
 
     def kill_one() -> None:
-        until(lambda: any(map(holder, hosts.folder.glob(LOCKS))), hosts.scheduler)
-        pid = next(filter(None, map(holder, hosts.folder.glob(LOCKS))))
-        killed.append(pid)
+        def found() -> bool:
+            # A lock may be released at any time, so its holder is kept.
+            killed[:] = filter(None, map(holder, hosts.folder.glob(LOCKS)))
+            return bool(killed)
+
+        until(found, hosts.scheduler)
+        pid = killed[0]
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(parent, signal.SIGKILL)
 

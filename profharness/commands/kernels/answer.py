@@ -11,6 +11,7 @@ from profharness.commands._answers import refused_and_failed, split_text
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import (
     FAMILY_BACKENDS,
+    OF_PACKAGES,
     backend_of_family,
     backend_that_ran,
     ran_backends,
@@ -204,7 +205,8 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
         return (lead, "No kernel of a fused attention backend ran.")
     own = sum(row.total_ns or 0 for row in fused)
     ran = (backend_of_family(row.family, row.sdpa_op) for row in fused)
-    backends = join_and([*dict.fromkeys(backend_text(str(name)) for name in ran)])
+    named = ("another package" if name == OF_PACKAGES else backend_text(str(name)) for name in ran)
+    backends = join_and([*dict.fromkeys(named)])
     share = f", {share_text(own / total)}" if total else ""
     # `layers` counts all launches of the attention calls.
     others = any(

@@ -9,8 +9,9 @@ from profharness.attention.config import SDPA_BACKENDS, backend_text
 from profharness.commands.layers.savings import Change, main_change, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
+from profharness.measurements.agreement import OF_PACKAGES
 from profharness.program.gates import falls_back, is_unfused
-from profharness.program.layer_map import OF_PACKAGES, Forecast, LayerMap, LayerRow
+from profharness.program.layer_map import Forecast, LayerMap, LayerRow
 from profharness.program.phases import PhaseRow
 from profharness.render.document import FORMATS, share_text, time_text
 from profharness.rows import WHOLE_TRACE
