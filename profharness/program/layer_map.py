@@ -145,7 +145,9 @@ class LayerRow:
             meaning="share of the GPU's busy time",
         ),
     ]
-    step_share: Annotated[Number, column("% of step", "percent", meaning="share of the step")]
+    step_share: Annotated[
+        Number, column("% of step", "percent", meaning="share of the step's duration")
+    ]
     reasons: Annotated[
         tuple[str, ...],
         column(meaning="why this backend ran, or what the config does not describe"),

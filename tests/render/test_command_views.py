@@ -205,7 +205,7 @@ def test_a_program_is_shown_by_its_longest_ranges() -> None:
     assert "4 more ranges take 120 µs\n--full shows all kernels." in text
     assert text.count("--full") == 1 and "--full" not in render_markdown(document)
     assert len(document.records) == len(rows)
-    assert render_table(kernels_document(rows, full=True)).count("range ") == len(names)
+    assert render_table(kernels_document(rows, full=True)).count("\nrange ") == len(names)
 
 
 def test_verify_counts_the_cases_that_a_backend_skipped() -> None:
