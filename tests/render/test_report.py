@@ -474,3 +474,12 @@ def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
     text = RENDERERS["md"](report(tmp_path / "s.db"))
     for line in ("| attention: cudnn | 0.440 | 1.3 |", "| idle | 25.476 | 77.4 |"):
         assert line in text
+
+
+def test_a_single_layer_has_no_chart(tmp_path: Path) -> None:
+    """Bug: its bar said 100 %, beside its share of the GPU's busy time."""
+    trace = Path(__file__).parents[2] / "traces" / "models" / "llama_graph.json.gz"
+    ingest_path(tmp_path / "s.db", trace)
+    document = report(tmp_path / "s.db")
+    assert "Layers" in headings(document)
+    assert [block.title for block in document.blocks if isinstance(block, Chart)] == [""]

@@ -391,7 +391,8 @@ def top_kernel_blocks(kernels: Sequence[KernelRow]) -> list[Block]:
     if not timed:
         return []
     shown = timed[:MOST_KERNELS]
-    detail = f"the {len(shown)} longest of {len(timed)}" if len(timed) > len(shown) else ""
+    rows = f"{len(timed)} rows, one per kernel and cell"
+    detail = f"the {len(shown)} longest of {rows}" if len(timed) > len(shown) else ""
     return [Heading("Top kernels", detail), Table.of(TOP_KERNELS, shown)]
 
 

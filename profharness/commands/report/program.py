@@ -170,7 +170,10 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
 def _layer_bars(
     times: ProgramTimes, calls: Sequence[CallRow], layers: LayerMap | None
 ) -> Iterator[Block]:
-    """Yield a chart with a bar for each layer in the order of the program, or of the layer map."""
+    """Yield a chart with a bar for each layer in the order of the program, or of the layer map.
+
+    There is no chart for a single layer.
+    """
     steps = {(step.trace, step.step) for step in times.steps}
     spent: dict[str, dict[str, float]] = {}
     for call in calls:
@@ -199,7 +202,7 @@ def _layer_bars(
         for backend, ns in own.items()
         if ns
     )
-    if rows:
+    if len({row["layer"] for row in rows}) > 1:  # the table below has the same figures
         caption = "Attention kernel time per step, and its share of the GPU's busy time."
         yield Chart(
             "stack",
