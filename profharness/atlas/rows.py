@@ -167,7 +167,13 @@ class AtlasComparison:
         ),
     ]
     ratio: Annotated[
-        float, column("ran / atlas", "ratio", importance="answer", meaning="ran_ns / kernel_ns")
+        float,
+        column(
+            "ran / atlas",
+            "ratio",
+            importance="answer",
+            meaning="the measured time divided by that in the atlas",
+        ),
     ]
     inside: Annotated[
         bool | None,
@@ -181,7 +187,7 @@ class AtlasComparison:
     regret: Annotated[
         float | None,
         column(
-            "% slower", "percent", meaning="kernel_ns divided by the kernel_ns of `best`, minus 1"
+            "% slower", "percent", meaning="how much longer these kernels take than those of `best`"
         ),
     ]
 

@@ -152,7 +152,13 @@ class LayerRow:
     ]
     step_share: Annotated[
         Number,
-        column("% of step", "percent", importance="detail", spare=1, meaning="share of the step"),
+        column(
+            "% of step",
+            "percent",
+            importance="detail",
+            spare=1,
+            meaning="share of the step's duration",
+        ),
     ]
     reasons: Annotated[
         tuple[str, ...],

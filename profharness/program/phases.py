@@ -63,7 +63,9 @@ class PhaseRow:
     busy_share: Annotated[
         Number,
         column(
-            "% busy", "percent", meaning="share of the step time during which a kernel was running"
+            "GPU busy %",
+            "percent",
+            meaning="share of the step time during which a kernel was running",
         ),
     ]
     attention_ns: Annotated[
@@ -78,7 +80,7 @@ class PhaseRow:
     ]
     attention_share: Annotated[
         Number,
-        column("% of busy", "percent", meaning="attention's share of the GPU's busy time"),
+        column("% of busy", "percent", meaning="share of the GPU's busy time"),
     ]
     flops: Annotated[
         Number,

@@ -50,7 +50,12 @@ class KernelTime:
     launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
     total_ns: Annotated[float, column("µs/step", "us", meaning="time of these launches")]
     share: Annotated[
-        float, column("% of all", "percent", meaning="share of the time of all kernels")
+        float,
+        column(
+            "% of kernels",
+            "percent",
+            meaning="share of the summed time of all kernels, in which overlapping kernels count twice",
+        ),
     ]
     backend: Annotated[str | None, column(meaning="the attention backend")] = None
 

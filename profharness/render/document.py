@@ -259,6 +259,8 @@ class Document:
     """One to three sentences that answer the question. Every format shows them first."""
     subtitle: str = ""
     """Line below the title in HTML and Markdown, such as the GPU of a run."""
+    full_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The full names behind shortened names in tables and timelines. Pages show them on demand."""
 
 
 def _count(value: Any) -> str:
@@ -288,16 +290,20 @@ def _ms(value: float, digits: int) -> str:
     return f"<{least:.{digits}f}" if 0 < value < least / 2 * 1e6 else f"{value / 1e6:,.{digits}f}"
 
 
-def time_text(ns: float) -> str:
-    """Format a time for a sentence with three significant figures, in µs, ms or s: `7.44 µs`."""
+def time_text(ns: float, like: float | None = None) -> str:
+    """Format a time for a sentence with three significant figures, in µs, ms or s: `7.44 µs`.
+
+    With `like`, such as the whole of which it is a part, the time has the unit of that time.
+    """
     if not ns or not math.isfinite(ns):
         return f"{ns:g} µs"
     # Round first, so that 999.9 µs becomes 1.00 ms.
     rounded = float(f"{ns:.3g}")
-    size = abs(rounded)
+    size = abs(float(f"{like:.3g}") if like else rounded)
     unit, factor = ("s", 1e9) if size >= 1e9 else ("ms", 1e6) if size >= 1e6 else ("µs", 1e3)
-    digits = min(max(2 - math.floor(math.log10(size / factor)), 0), 3)
-    return f"{rounded / factor:,.{digits}f} {unit}"
+    digits = min(max(2 - math.floor(math.log10(abs(rounded) / factor)), 0), 3)
+    small = "<" if like and 0 < rounded / factor < 0.0005 else ""
+    return f"{small}{0.001 if small else rounded / factor:,.{digits}f} {unit}"
 
 
 def share_text(share: float) -> str:

@@ -37,6 +37,8 @@ FILTER_FROM = 16  # minimum number of rows of a table that has a filter
 DEEPEST = 3  # deepest heading level in the table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
+_BREAK = re.compile(r"(?<=[.,])(?=\w)")
+_SPAN = re.compile(r"(\{[0-9]+-[0-9]+\})")
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
@@ -61,13 +63,14 @@ def render_html(document: Document) -> str:
                 parts.append(folds.next(block, f'<{tag} id="{anchor}">{title}</{tag}>'))
             case Table():
                 last = next(reversed(headings.values()), None)
-                parts.append(_table(block, f"t{counts[Table]}", last.text if last else "table"))
+                name = last.text if last else "table"
+                parts.append(_table(block, f"t{counts[Table]}", name, document.full_names))
             case Note(level="hint"):
                 pass
             case Note():
                 level = block.level if block.level in ("warning", "error") else "note"
                 word = "" if level == "note" else f"{level}: "
-                label = f"<b>{_text(block.label)}</b> " if block.label else ""
+                label = f"<b>{_wrapping(block.label)}</b> " if block.label else ""
                 parts.append(f'<p class="{level}">{label}{word}{_text(block.text)}</p>')
             case Code(text):
                 # Unlike `_text`, this keeps the line breaks in code.
@@ -77,7 +80,7 @@ def render_html(document: Document) -> str:
                 left_out = left_out or not drawn
                 parts.append(drawn)
             case Timeline():
-                parts.append(draw_timeline(block, counts[Timeline]))
+                parts.append(draw_timeline(block, counts[Timeline], document.full_names))
     parts.append(folds.end())
     if left_out:
         text = "Some charts are left out because they need profharness's extra `report`."
@@ -155,6 +158,12 @@ def _text(value: str) -> str:
     return escape(one_line(value), quote=True)
 
 
+def _wrapping(text: str) -> str:
+    """Return the HTML of a text that wraps between the parts of paths, but not within `{0-23}`."""
+    marked = _BREAK.sub("\0", one_line(text)).split("\0")
+    return _SPAN.sub(r'<span class="span">\1</span>', "<wbr>".join(map(_text, marked)))
+
+
 def _small(text: str) -> str:
     return f" <small>{_text(text)}</small>" if text else ""
 
@@ -186,7 +195,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST_ENTRY else f"{text[: half - 1]}…{text[-half:]}"
 
 
-def _table(table: Table, ident: str, name: str) -> str:
+def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]]) -> str:
     """Return an HTML table. `data-v` contains the number by which the script sorts a cell.
 
     Repeated values are not omitted, because the rows can be sorted.
@@ -201,17 +210,19 @@ def _table(table: Table, ident: str, name: str) -> str:
         for column, long in zip(table.columns, wide, strict=True)
     ]
     head = "".join(
-        f'<th scope="col"{_th(column.title, right)}><button type="button">{_text(column.title) or "&nbsp;"}'
-        "</button></th>"
+        f'<th scope="col"{_th(column.title, right)}><button type="button"{_tip(column.meaning)}>'
+        f"{_text(column.title) or '&nbsp;'}</button></th>"
         for column, right in zip(table.columns, classes, strict=True)
     )
     lines = []
     for row in table.rows:
         cells = []
-        for column, right, value in zip(table.columns, classes, row, strict=True):
+        for column, right, long, value in zip(table.columns, classes, wide, row, strict=True):
             number = _sort_number(value)
             sort = f' data-v="{number!r}"' if number is not None else ""
-            cells.append(f"<td{right}{sort}>{_text(format_value(column, value))}</td>")
+            text = format_value(column, value)
+            shown = _wrapping(text) if long else _text(text)
+            cells.append(f"<td{right}{sort}>{_named(shown, full.get(text, ()))}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     search = ""
     if len(lines) >= FILTER_FROM:
@@ -224,6 +235,16 @@ def _table(table: Table, ident: str, name: str) -> str:
         f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
         f'<table id="{ident}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
     )
+
+
+def _tip(text: str) -> str:
+    return f' title="{_text(text.replace("`", ""))}"' if text else ""
+
+
+def _named(shown: str, full: Sequence[str]) -> str:
+    """Return the HTML of a name, which opens to its full names if it stands for any."""
+    names = "".join(f"<div>{_text(name)}</div>" for name in full)
+    return f'<details class="full"><summary>{shown}</summary>{names}</details>' if full else shown
 
 
 def _th(title: str, attributes: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from profharness.errors import one_line
@@ -12,14 +12,20 @@ from profharness.render.colors import ink_on, series_colors
 from profharness.render.document import Span, Timeline
 
 MOST_SPANS = 40_000  # maximum number of spans in a page, which then has about 1 MB
+NO_NAMES: Mapping[str, Sequence[str]] = {}
 KEYS = (
     "Drag to move. Zoom with + and −, by pinching, or with Ctrl and the wheel. After a click: arrow "
     "keys, + − 0, and N for the next attention kernel."
 )
 
 
-def draw_timeline(timeline: Timeline, number: int) -> str:
-    """Return a figure with buttons, a canvas, its data and a legend. `number` is unique on a page."""
+def draw_timeline(
+    timeline: Timeline, number: int, full_names: Mapping[str, Sequence[str]] = NO_NAMES
+) -> str:
+    """Return a figure with buttons, a canvas, its data and a legend. `number` is unique on a page.
+
+    `full_names` are the full names behind shortened ones.
+    """
     spans, left_out = _longest(span for lane in timeline.lanes for span in lane.spans)
     series = list(dict.fromkeys(span.series for lane in timeline.lanes for span in lane.spans))
     colors = dict(zip(series, series_colors(series), strict=True))
@@ -41,6 +47,7 @@ def draw_timeline(timeline: Timeline, number: int) -> str:
         "length": timeline.duration_ns,
         "lanes": lanes,
         "texts": [one_line(text) for text in texts],
+        "full": [one_line(full_names[text][0]) if _is_cut(text, full_names) else "" for text in texts],
         "series": [
             {"name": one_line(name), "color": color, "ink": ink_on(color), "marked": name in timeline.marked}
             for name, color in colors.items()
@@ -74,6 +81,11 @@ def draw_timeline(timeline: Timeline, number: int) -> str:
         f'<script type="application/json">{text}</script>{legend(colors)}'
         f'<figcaption>{escape(one_line(caption))} <span class="keys">{KEYS}</span></figcaption></figure>'
     )
+
+
+def _is_cut(text: str, full_names: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a name is cut and stands for one full name only."""
+    return "…" in text and len(full_names.get(text, ())) == 1
 
 
 def _longest(spans: Iterable[Span]) -> tuple[set[Span], int]:

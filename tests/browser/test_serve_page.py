@@ -35,7 +35,7 @@ def test_the_first_page_leads_to_reports(new_browser: Any, address: str, width: 
     assert "llama_eager.json.gz" in browser.find_element("css selector", "h1").text
     browser.back()
     browser.find_element("partial link text", "→").click()
-    assert browser.title == "llama_prefill.json.gz → llama_eager.json.gz"
+    assert browser.title == "llama_prefill.json.gz → llama_eager.json.gz: attention report"
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [each for each in messages if each["method"] == "Network.requestWillBeSent"]
     addresses = {each["params"]["request"]["url"] for each in sent}

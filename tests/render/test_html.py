@@ -19,7 +19,7 @@ from profharness.render.document import Code, Document, Heading, Note, Table
 from profharness.render.html import render_html
 from profharness.render.renderers import RENDERERS, render_markdown
 
-VOID = {"meta", "link", "input", "br", "hr"}
+VOID = {"meta", "link", "input", "br", "hr", "wbr"}
 
 
 class Page(HTMLParser):
@@ -73,10 +73,40 @@ def document(text: str, rows: int = 2) -> Document:
 def test_any_text_stays_text(text: str) -> None:
     page = Page(render_html(document(text)))
     plain = Page(render_html(document("x")))
-    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
+    tags = [tag for tag, _ in page.elements if tag != "wbr"]  # a place where a line may end
+    assert tags == [tag for tag, _ in plain.elements]
     shown = one_line(text) if text != "" else ""
     if shown.strip():
         assert "".join(page.text_of("td")).startswith(shown)
+
+
+def test_a_shortened_name_opens_to_its_full_names() -> None:
+    table = Table((Column("name", "kernel"), Column("op", "op")), (("a<…>", "x"), ("b", "a")))
+    full = {"a<…>": ("void n::a<1>()", "void n::a<2>()")}
+    html = render_html(Document("t/1", "t", (table,), (), (), full_names=full))
+    assert (
+        '<td><details class="full"><summary>a&lt;…&gt;</summary><div>void n::a&lt;1&gt;()</div>'
+        "<div>void n::a&lt;2&gt;()</div></details></td>"
+    ) in html
+    assert html.count("<details class=") == 1
+    assert Page(html)
+
+
+def test_a_title_has_the_meaning_of_its_column_as_a_tip() -> None:
+    columns = (Column("a", "a", meaning="the `first`"), Column("b", "b"))
+    html = render_html(Document("t/1", "t", (Table(columns, ((1, 2),)),), (), ()))
+    heads = [each for each in Page(html).named("button") if each.get("id") != "theme"]
+    assert [each.get("title") for each in heads] == ["the first", None]
+
+
+def test_a_long_path_wraps_between_its_parts() -> None:
+    """Bug: lines ended within `{0-2}`, and within the name of a module."""
+    path = "Decoder_{0-2}.Attention_{1,3}"
+    table = Table((Column("m", "module"), Column("n", "n", "count")), ((path, 12_345),))
+    html = render_html(Document("t/1", "t", (table, Note("text", path)), (), ()))
+    wrapping = 'Decoder_<span class="span">{0-2}</span>.<wbr>Attention_{1,<wbr>3}'
+    assert html.count(wrapping) == 2
+    assert ">12,345</td>" in html
 
 
 def test_markup_in_names_is_escaped_everywhere() -> None:

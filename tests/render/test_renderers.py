@@ -299,6 +299,20 @@ def test_a_time_in_a_sentence_has_three_figures(ns: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (32_900_000, "32.9 ms"),
+        (440_000, "0.440 ms"),
+        (7_360, "0.007 ms"),
+        (400, "<0.001 ms"),
+        (999_600, "1.00 ms"),
+    ],
+)
+def test_a_part_has_the_unit_of_its_whole(ns: float, text: str) -> None:
+    assert time_text(ns, 32_900_000) == text
+
+
+@pytest.mark.parametrize(
     ("share", "text"),
     [
         (0, "0 %"),

@@ -32,7 +32,7 @@ from profharness.commands.report import (
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
-from profharness.render.document import Chart, Code, Document, Heading, Note, Table
+from profharness.render.document import Chart, Code, Document, Heading, Note, Table, for_reading
 from profharness.render.renderers import RENDERERS
 from profharness.rows import Refusal
 from profharness.run import Cell, Check, Problem, Protocol, Run, read_run, write_run
@@ -243,11 +243,15 @@ def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> 
 
 
 def test_glossary_has_only_words_of_the_page() -> None:
-    columns = (Column("waves", "waves"), Column("a", "occ%"))
-    blocks = [Heading("A"), Table(columns, ((1.0, 2.0),)), Note("% slower than it")]
-    heading, *notes = glossary_blocks(blocks)
+    columns = (Column("waves", "waves"), Column("a", "occ%", meaning="of `a`"), Column("b", "b"))
+    blocks = [Heading("A"), Table(columns, ((1.0, 2.0, None),)), Note("eager, % slower than it")]
+    other = (Column("c", "occ%", meaning="of c"), Column("d", "occ%", meaning="of"))
+    blocks.append(Table(other, ((1.0, 2.0),)))
+    heading, *notes = glossary_blocks(blocks, ["The GPU time is short."])
     assert isinstance(heading, Heading)
-    assert [note.label for note in notes if isinstance(note, Note)] == ["waves", "occ%", "% slower"]
+    told = {note.label: note.text for note in notes if isinstance(note, Note)}
+    assert list(told) == ["occ%", "GPU time", "waves", "-"]
+    assert told["occ%"] == "of a; of c"
     assert glossary_blocks([Heading("paragraph, wavesome")]) == []
     own = (Column("a", "waves", meaning="of the sea"), Column("b", "foam", meaning="on top"))
     texts = {note.label: note.text for note in glossary_blocks([Table(own, ())])[1:]}
@@ -412,6 +416,60 @@ def test_report_on_both_captured_runs_is_small(captured: Path) -> None:
     assert len(RENDERERS["html"](report(captured, "latest~1", "latest"))) < 2_000_000
 
 
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    """The report on a program of which the advice is to replace eager attention."""
+    path = tmp_path_factory.mktemp("eager") / "s.db"
+    ingest_path(path, Path(__file__).parents[2] / "traces" / "models" / "llama_eager.json.gz")
+    return report(path)
+
+
+def test_a_report_names_its_file_and_puts_advice_second(eager: Document) -> None:
+    assert eager.title == "llama_eager.json.gz: attention report"
+    shown = ["The step", "Advice", "Layers", "Top kernels", "Timeline", "All kernels"]
+    assert headings(eager)[: len(shown)] == shown
+
+
+def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None:
+    """Bug: it had the meanings that the words have in reports on benchmarks."""
+    shown = for_reading(eager).blocks
+    tables = [block for block in shown if isinstance(block, Table)]
+    meanings = {each.title: each.meaning for table in tables for each in table.columns}
+    place = next(n for n, b in enumerate(shown) if getattr(b, "text", "") == "What the words mean")
+    told = {note.label: note.text for note in shown[place + 1 :] if isinstance(note, Note)}
+    assert told["ran"] == "the backend that computed it"
+    assert told["ms/step"] == "time per step" and told["µs/step"] == "time of these launches"
+    assert told["launches"] == "launches in the range, such as a step"
+    shares = [title for title in meanings if title.startswith("% of")]
+    assert set(shares) == {"% of step", "% of busy", "% of kernels", "% of range"}
+    assert all(told[title] == meanings[title] for title in shares)
+    assert not {"eager", "cell", "median"} & set(told)
+
+
+def test_a_chart_has_one_unit(eager: Document) -> None:
+    """Bug: the label of one part was in µs, and that of the next one in ms."""
+    step, layers = (block for block in eager.blocks if isinstance(block, Chart))
+    assert [row["label"] for row in step.rows][:2] == ["2.36 ms · 25 %", "0.781 ms · 8 %"]
+    assert all(" µs · " in row["label"] for row in layers.rows)
+
+
+def test_the_timeline_as_a_table_lists_launches(eager: Document) -> None:
+    place, heading = next(
+        (number, block)
+        for number, block in enumerate(eager.blocks)
+        if isinstance(block, Heading) and block.text == "The timeline as a table"
+    )
+    assert heading.detail == "the 100 longest of 194 launches"
+    table = eager.blocks[place + 1]
+    assert isinstance(table, Table)  # the trace has one stream
+    assert [each.key for each in table.columns] == [
+        *("start_ns", "duration_ns", "name", "series", "detail"),
+    ]
+    named = [row[2] for row in table.rows if row[2] in eager.full_names]
+    assert all(len(name) < min(map(len, eager.full_names[name])) for name in named)
+    assert named
+
+
 def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
     """Bug: the section on the step was empty without its bar."""
     trace = Path(__file__).parents[2] / "traces" / "models" / "llama_train.json.gz"
@@ -419,3 +477,12 @@ def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
     text = RENDERERS["md"](report(tmp_path / "s.db"))
     for line in ("| attention: cudnn | 0.440 | 1.3 |", "| idle | 25.476 | 77.4 |"):
         assert line in text
+
+
+def test_a_single_layer_has_no_chart(tmp_path: Path) -> None:
+    """Bug: its bar said 100 %, beside its share of the GPU's busy time."""
+    trace = Path(__file__).parents[2] / "traces" / "models" / "llama_graph.json.gz"
+    ingest_path(tmp_path / "s.db", trace)
+    document = report(tmp_path / "s.db")
+    assert "Layers" in headings(document)
+    assert [block.title for block in document.blocks if isinstance(block, Chart)] == [""]

@@ -198,8 +198,8 @@ def kernels(
 
     Columns: smem KiB is shared memory and smem% its share of an SM's; launches is the number of launches per call;
     median µs is the median time of one launch; µs/call is the mean time of all its launches in a call (in a
-    program's trace: total µs); % of call is the share of the cell's time on the device; occ% is the
-    theoretical occupancy. `-` means that the profiler does not record the value.
+    program's trace: total µs); % of call is the share of the cell's time on the device (in a program's
+    trace: % of range); occ% is the theoretical occupancy. `-` means that the profiler does not record the value.
 
     --profiler all compares the profilers: each kernel's time under torch, nsys and ncu, its counters,
     and every disagreement. With `all`, each profiler's newest run that has the config is used.

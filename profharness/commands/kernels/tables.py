@@ -74,6 +74,14 @@ ROW_COLUMNS = pick(
     *("shared_share", "registers_per_thread", "launches", "launches_per_call", "duration_ns"),
     *("call_ns", "total_ns", "share", "occupancy", "kernel"),
 )
+# Columns of a table on a range of a program's trace, such as a step.
+OF_RANGE = {
+    "launches": replace(KERNEL["launches"], meaning="launches in the range, such as a step"),
+    "total_ns": replace(KERNEL["total_ns"], meaning="sum over the launches in the range"),
+    "share": replace(
+        KERNEL["share"], title="% of range", meaning="share of the time of all kernels in the range"
+    ),
+}
 # Columns of the table that compares profilers. `_line` returns the values.
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
@@ -129,6 +137,17 @@ def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
             cuts = distinct_cuts(plain.values(), MOST_CHARACTERS)
             names |= {kernel: cuts.get(text, text) for kernel, text in plain.items()}
     return names
+
+
+def full_names(runs: Iterable[Sequence[KernelRow]]) -> dict[str, tuple[str, ...]]:
+    """Map each shortened name in the tables of these runs to the full names of its kernels."""
+    names: dict[str, dict[str, None]] = {}
+    for rows in runs:
+        longer = longer_names(rows)
+        for row in rows:
+            for short in {row.kernel_short, longer.get(row.kernel, row.kernel_short)}:
+                names.setdefault(short, {})[row.kernel] = None
+    return {short: tuple(full) for short, full in names.items() if [*full] != [short]}
 
 
 def kernels_document(
@@ -296,11 +315,7 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
     if all(row.shared_share is None for row in rows):  # the device is unknown
         hidden.add("shared_share")
     columns = (column for column in ROW_COLUMNS if column.key not in hidden)
-    # Without a cell, a share is relative to the kernel time of the range.
-    return tuple(
-        replace(column, title="% of range") if foreign and column.key == "share" else column
-        for column in columns
-    )
+    return tuple(OF_RANGE.get(each.key, each) if foreign else each for each in columns)
 
 
 def _scope(row: KernelRow) -> _Scope:

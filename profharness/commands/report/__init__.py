@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,6 +43,7 @@ from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_si
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
     cell_record,
+    full_names,
     kernel_record,
     kernels_document,
     witness_document,
@@ -80,6 +81,8 @@ from profharness.render.document import (
     Note,
     Table,
     field_names,
+    for_reading,
+    merged_notes,
     record,
 )
 from profharness.render.renderers import RENDERERS
@@ -137,6 +140,7 @@ LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTE
 TOP_KERNELS = pick(
     KernelRow, "kernel_short", "call_ns", "share", "launches_per_call", "config", "backend"
 )
+DEVICE = tuple(replace(each, meaning="") for each in pick(DeviceFact))  # obvious on the page
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
@@ -144,18 +148,22 @@ FIELDS = (
 )
 
 
-GLOSSARY = {
+TERMS = {
     **{name: f"{MEANS[name]}; no profiler running" for name in CALL_MEASUREMENTS},
     "kernel": "a function that runs on the GPU, or an ATen op on a CPU. Kernel times come from the "
     "profiler and exclude the gaps between kernels",
     "launch": "one execution of a kernel",
     "cell": "one config on one backend",
     "refused": "the backend does not support this config; this is a result, not an error",
+    "GPU time": "the time in which the GPU was busy",
     "waves": "blocks of a launch over the blocks that the GPU runs at once; a partial wave leaves "
     "SMs idle",
     "roofline": "the rate that the bandwidth allows at a given intensity, up to the peak rate",
     "intensity": "FLOPs per byte that must be moved",
-    "-": "a value that the profiler cannot record; it never means zero",
+    MISSING: "a value that the profiler cannot record; it never means zero",
+}
+GLOSSARY = {
+    **TERMS,
     "median": pick(Latency, "median_ns")[0].meaning,
     **{
         column.title: column.meaning
@@ -171,7 +179,8 @@ GLOSSARY = {
         )
     },
 }
-"""Maps words in reports to their meanings. The module `traces.kernel_names` explains the parts of
+"""Maps words in texts to their meanings. The glossary of a page has the TERMS that it uses, and the
+meanings of its columns. The module `traces.kernel_names` explains the parts of
 kernel names.
 """
 
@@ -190,6 +199,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     records: list[dict[str, Any]] = []
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
     answer: tuple[str, ...] = ()
+    launched: list[Sequence[KernelRow]] = []
     diff = None
     if len(runs) == 2:
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
@@ -210,6 +220,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["classes"] = [gpu_record(answer) for answer in classes]
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
+        launched.append(kernels)
         own, sentences = _run_blocks(
             store, run, cells, kernels, extra, bench, maps.get(run), parts[run]
         )
@@ -224,14 +235,22 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["runs"].append({"run": run, "environment": environment, "name": names[run]})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
-    blocks += glossary_blocks(blocks)
     several = f"{len(runs)} runs: {', '.join(names.values())}"
     title = several if len(runs) > 2 else " → ".join(names.values())
-    subtitle = _run_detail(store, runs[0]) if len(runs) == 1 else ""
-    subtitle = " · ".join(filter(None, ("Attention report", subtitle)))
-    return Document(
-        SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra, answer=answer, subtitle=subtitle
-    )  # fmt: skip
+    made = Document(
+        SCHEMA,
+        f"{title}: attention report",
+        tuple(blocks),
+        FIELDS,
+        tuple(records),
+        extra,
+        answer=answer,
+        subtitle=_run_detail(store, runs[0]) if len(runs) == 1 else "",
+        full_names=full_names(launched),
+    )
+    # The columns have the units that people see.
+    shown = for_reading(made).blocks
+    return replace(made, blocks=(*blocks, *glossary_blocks(shown, answer)))
 
 
 def _run_detail(store: Store, run: str) -> str:
@@ -352,18 +371,19 @@ def _run_blocks(
         extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in compared)
     machine = run_machine(store, run, cells=cells)
     if facts := machine.facts():
-        details += [Heading("Device", machine.name or ""), Table.of(pick(DeviceFact), facts)]
+        details += [Heading("Device", machine.name or ""), Table.of(DEVICE, facts)]
     details += environment_blocks(environment)
     return [*blocks, *_folded(details)], sentences
 
 
-def _layer_notes(layers: LayerMap) -> Iterator[Note]:
-    """Yield why the layers ran so, and what the trace does not tell."""
-    for row in layers.rows:
-        for reason in row.reasons:
-            yield Note(reason, short_module(row.module) or row.config or row.kind)
-    for text in layers.caveats:
-        yield Note(text, "", "warning")
+def _layer_notes(layers: LayerMap) -> list[Note]:
+    """Return why the layers ran so, and what the trace does not tell."""
+    reasons = [
+        Note(reason, short_module(row.module) or row.config or row.kind)
+        for row in layers.rows
+        for reason in row.reasons
+    ]
+    return [*merged_notes(reasons), *(Note(text, "", "warning") for text in layers.caveats)]
 
 
 def top_kernel_blocks(kernels: Sequence[KernelRow]) -> list[Block]:
@@ -372,7 +392,8 @@ def top_kernel_blocks(kernels: Sequence[KernelRow]) -> list[Block]:
     if not timed:
         return []
     shown = timed[:MOST_KERNELS]
-    detail = f"the {len(shown)} longest of {len(timed)}" if len(timed) > len(shown) else ""
+    rows = f"{len(timed)} rows, one per kernel and cell"
+    detail = f"the {len(shown)} longest of {rows}" if len(timed) > len(shown) else ""
     return [Heading("Top kernels", detail), Table.of(TOP_KERNELS, shown)]
 
 
@@ -612,14 +633,14 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
     )
 
 
-def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return a section that explains the columns of the tables, and the terms of the glossary that
-    occur in the blocks.
+def glossary_blocks(blocks: Sequence[Block], answer: Sequence[str] = ()) -> list[Block]:
+    """Return a section that explains the TERMS and the columns that occur in the blocks.
 
-    The result is empty if there are none.
+    The result is empty if the blocks contain neither. A title with several meanings has all of them.
     """
-    texts: list[str] = []
-    titles: dict[str, str] = {}
+    texts = [*answer]
+    columns: dict[str, dict[str, None]] = {}
+    unused = set(CALL_MEASUREMENTS)  # the names of measurements are also words such as `eager`
     for block in blocks:
         if isinstance(block, Heading):
             texts += [block.text, block.detail]
@@ -631,20 +652,29 @@ def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
             for column in block.columns:
                 texts.append(column.title)
                 if column.title and column.meaning:
-                    titles.setdefault(column.title, column.meaning)
-            values = (MISSING if value is None else value for row in block.rows for value in row)
+                    columns.setdefault(column.title, {})[column.meaning] = None
+                if column.key == "measurement":
+                    unused.clear()
+            values = [MISSING if value is None else value for row in block.rows for value in row]
             texts += [value for value in values if isinstance(value, str)]
-    # A title can have another meaning in other reports, which the glossary has.
-    meanings = words_of("\n".join(texts)) | titles
-    notes = [Note(meaning, word) for word, meaning in meanings.items()]
+    words = words_of("\n".join(texts), TERMS)
+    told = {word: meaning for word, meaning in words.items() if word not in unused}
+    told = {title: _joined(meanings) for title, meanings in columns.items()} | told
+    notes = [Note(meaning.replace("`", ""), word) for word, meaning in told.items()]
     return [Heading("What the words mean", folded=True), *notes] if notes else []
 
 
-def words_of(text: str) -> dict[str, str]:
-    """Return the terms of the glossary that occur in a text, with their meanings."""
+def _joined(meanings: Collection[str]) -> str:
+    """Join the meanings of a title, except those that another one contains."""
+    whole = [each for each in meanings if not any(each in m for m in meanings if m != each)]
+    return "; ".join(whole)
+
+
+def words_of(text: str, words: Mapping[str, str] = GLOSSARY) -> dict[str, str]:
+    """Return the words that occur in a text, with their meanings."""
     return {
         word: meaning
-        for word, meaning in GLOSSARY.items()
+        for word, meaning in words.items()
         if re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", text)
     }
 

@@ -43,6 +43,7 @@ from profharness.render.document import (
 )
 from profharness.rows import CallRow, RangeRow, StepLaunch
 from profharness.store import Store
+from profharness.traces.ops import EVALUATION
 
 MOST_BARS = 48  # maximum number of layers with a bar each; more are merged into rows of `layers`
 MOST_KERNELS = 15
@@ -51,15 +52,15 @@ MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
 OBSERVED = "profharness-attention:"  # ranges that the observer opens around attention calls
 RANGES, CPU = "range", "CPU"
 PARTS = (
-    Column("kind", "kind"),
-    Column("ns", "µs/step", "us"),
-    Column("share", "% of step", "percent", meaning="share of the step"),
+    *pick(KernelTime, "kind"),
+    Column("ns", "µs/step", "us", meaning="time per step"),
+    *pick(LayerRow, "step_share"),
 )
 TOP_KERNELS = pick(KernelTime, "kernel_short", "total_ns", "share", "launches", "kind", "layer")
 LISTED = (
-    Column("start_ns", "start µs", "us"),
-    Column("duration_ns", "µs", "us"),
-    Column("lane", "stream"),
+    Column("start_ns", "start µs", "us", scale="timeline", meaning="time since the step began"),
+    Column("duration_ns", "µs", "us", meaning="duration of the launch"),
+    Column("lane", "stream", optional=True),
     Column("name", "kernel", shrink=True),
     Column("series", "kind"),
     Column("detail", "layer or op", shrink=True),
@@ -113,13 +114,14 @@ def compared_steps(programs: Mapping[str, ProgramTimes | None]) -> list[Block]:
     timed = {name: times for name, times in programs.items() if times is not None}
     if len(timed) < 2:
         return []
+    longest = max(times.step_ns for times in timed.values())
     # The last part of each bar has its label.
     rows = tuple(
         {
             "run": name,
             "ms": times.parts.get(part, 0) / 1e6,
             "kind": _series(*part),
-            "label": time_text(times.step_ns) if part[0] == IDLE else "",
+            "label": time_text(times.step_ns, longest) if part[0] == IDLE else "",
         }
         for part in sorted(
             dict.fromkeys(
@@ -151,7 +153,7 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
             "step": "step",
             "ms": ns / 1e6,
             "kind": _series(kind, backend),
-            "label": f"{time_text(ns)} · {share_text(ns / times.step_ns)}",
+            "label": f"{time_text(ns, times.step_ns)} · {share_text(ns / times.step_ns)}",
         }
         for (kind, backend), ns in _ordered(times)
     )
@@ -160,7 +162,7 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
     yield Chart("stack", "", rows, "ms", "step", "kind", "ms", label="label", caption=caption)
     yield Heading("The step as a table", level=3, folded=True)
     parts = [
-        {"kind": _series(kind, backend), "ns": ns, "share": ns / times.step_ns}
+        {"kind": _series(kind, backend), "ns": ns, "step_share": ns / times.step_ns}
         for (kind, backend), ns in _ordered(times)
     ]
     yield Table.of(PARTS, parts)
@@ -169,7 +171,10 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
 def _layer_bars(
     times: ProgramTimes, calls: Sequence[CallRow], layers: LayerMap | None
 ) -> Iterator[Block]:
-    """Yield a chart with a bar for each layer in the order of the program, or of the layer map."""
+    """Yield a chart with a bar for each layer in the order of the program, or of the layer map.
+
+    There is no chart for a single layer.
+    """
     steps = {(step.trace, step.step) for step in times.steps}
     spent: dict[str, dict[str, float]] = {}
     for call in calls:
@@ -185,22 +190,21 @@ def _layer_bars(
         for row in layers.rows if layers else ():
             own = spent.setdefault(short_module(row.module) or row.config or row.kind, {})
             own[row.ran or UNKNOWN] = own.get(row.ran or UNKNOWN, 0) + row.kernel_ns
-    busy = sum(ns for (kind, _), ns in times.parts.items() if kind != KINDS[-1])
+    busy = (layers.gpu_ns if layers else 0) or times.step_ns - times.parts.get((IDLE, None), 0)
+    longest = max((ns for own in spent.values() for ns in own.values()), default=0) / count
     rows = tuple(
         {
             "layer": name,
             "ms": ns / count / 1e6,
             "backend": backend,
-            "label": f"{backend} {time_text(ns / count)} · {share_text(ns / count / busy)} of busy",
+            "label": f"{backend} {time_text(ns / count, longest)} · {share_text(ns / count / busy)} of busy",
         }
         for name, own in spent.items()
         for backend, ns in own.items()
         if ns
     )
-    if rows:
-        caption = (
-            "Attention kernel time per step, and its share of the time in which the GPU is busy."
-        )
+    if len({row["layer"] for row in rows}) > 1:  # the table below has the same figures
+        caption = "Attention kernel time per step, and its share of the GPU's busy time."
         yield Chart(
             "stack",
             "Attention by layer",
@@ -238,7 +242,9 @@ def _timeline_blocks(
     yield Timeline(
         f"Timeline of {step.name}", tuple(lanes), max(step.duration_ns, 1), marked, several and f"{several}."
     )  # fmt: skip
-    spans = [(lane.name, span) for lane in streams for span in lane.spans]
+    spans = [
+        (lane.name if len(streams) > 1 else None, span) for lane in streams for span in lane.spans
+    ]
     listed = sorted(spans, key=lambda each: -each[1].duration_ns)[:MOST_LISTED]
     listed.sort(key=lambda each: each[1].start_ns)
     few = f"the {len(listed)} longest of {len(spans)} launches" if len(spans) > len(listed) else ""
@@ -265,7 +271,9 @@ def _spans(times: ProgramTimes, launches: Sequence[StepLaunch]) -> Iterator[Span
     for launch in launches:
         owner, kind = times.owner(launch), kind_of(launch)
         backend = times.backend(launch)
-        op = launch.op_path.replace(";", " › ") if launch.op_path else ""
+        path = launch.op_path.split(";") if launch.op_path else ()
+        # An op of the autograd engine repeats the name of the op inside it.
+        op = " › ".join(each for each in path if not each.startswith(EVALUATION))
         detail = (short_module(owner.module) or "") if owner else op
         if owner and launch.direction != "forward":
             detail = f"{detail}, {launch.direction}".removeprefix(", ")
@@ -344,13 +352,14 @@ def advice_blocks(layers: LayerMap) -> list[Block]:
 
 def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> str:
     """Return what a change saves at most, as predicted or else as the time of these calls."""
-    spent, whole = row.kernel_ns, layers.step_ns
+    spent = row.kernel_ns
     if not spent or row.saves_ns is not None:  # advice of a bench has its own figures
         return ""
     saved = saved_ns(row, text, layers, place)
     if saved is not None:
-        share = f" ({share_text(saved / layers.busy_ns)})" if layers.busy_ns else ""
+        share = f" ({share_text(saved / layers.gpu_ns)} of it)" if layers.gpu_ns else ""
         predicted = saving_text(saved)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
-    share = f", {share_text(spent / whole)} of the step" if whole else ""
+    whole, of = (layers.gpu_ns, "GPU time") if layers.gpu_ns else (layers.step_ns, "step")
+    share = f", {share_text(spent / whole)} of the {of}" if whole else ""
     return f"These calls take {time_text(spent)} per step{share}, which is the most that a change can save."

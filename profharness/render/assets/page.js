@@ -25,6 +25,11 @@
   });
   addEventListener("afterprint", () => closed.forEach((fold) => { fold.open = false; }));
 
+  for (const name of document.querySelectorAll("details.full")) { // a tip with the full names
+    const [short, ...full] = [...name.children];
+    short.title = full.map((each) => each.textContent).join("\n");
+  }
+
   const missing = (text) => text === "" || text === "-";
   const compare = (a, b, sign) => {
     const [x, y] = [a.dataset.v, b.dataset.v];

@@ -20,7 +20,7 @@
       let last = 0;
       for (let at = 0; at < spans.length; at += 5) {
         last += spans[at];
-        marks.push({ start: last, end: last + spans[at + 1], name: data.texts[spans[at + 2]],
+        marks.push({ start: last, end: last + spans[at + 1], name: data.texts[spans[at + 2]], full: data.full[spans[at + 2]],
           detail: data.texts[spans[at + 3]], series: data.series[spans[at + 4]] });
       }
       return { name, marks, visited, longest: marks.reduce((most, mark) => Math.max(most, mark.end - mark.start), 0) };
@@ -147,7 +147,7 @@
       if (mark !== chosen) { chosen = mark; redraw(); }
       tip.hidden = !mark;
       if (!mark) return;
-      const lines = [mark.name, `${brief(mark.end - mark.start)} from ${brief(mark.start)}`, mark.series.name, mark.detail];
+      const lines = [mark.full || mark.name, `${brief(mark.end - mark.start)} from ${brief(mark.start)}`, mark.series.name, mark.detail];
       tip.replaceChildren(...lines.filter(Boolean).map((text, number) => {
         const part = document.createElement(number ? "span" : "b");
         part.textContent = text;
