@@ -659,7 +659,9 @@ def glossary_blocks(blocks: Sequence[Block], answer: Sequence[str] = ()) -> list
             texts += [value for value in values if isinstance(value, str)]
     words = words_of("\n".join(texts), TERMS)
     told = {word: meaning for word, meaning in words.items() if word not in unused}
-    told = {title: _joined(meanings) for title, meanings in columns.items()} | told
+    own = {title: _joined(meanings) for title, meanings in columns.items()}
+    # A title has the meanings of the tables on this page, not the general one.
+    told = own | {word: meaning for word, meaning in told.items() if word not in own}
     notes = [Note(meaning.replace("`", ""), word) for word, meaning in told.items()]
     return [Heading("What the words mean", folded=True), *notes] if notes else []
 
