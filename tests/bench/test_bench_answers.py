@@ -38,8 +38,9 @@ def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
     ]
     assert "SDPBackend.MATH" in found.losses[0].code
     assert bench_answer(found)[0] == (
-        "auto is more than 10 % slower on 2 of 4 configs; the worst is b1-h1-s128-d64-fp16: 2.91 times as "
-        "long (369 µs on efficient, 127 µs on math). Use sdpa_kernel([SDPBackend.MATH]); see the code below."
+        "auto takes more than 10 % longer than the fastest backend on 2 of 4 configs; the worst is "
+        "b1-h1-s128-d64-fp16: 2.91 times as long (369 µs on efficient against 127 µs on math). Use "
+        "sdpa_kernel([SDPBackend.MATH]); see the code below."
     )
     winners = {each.config: (each.backend, each.ties) for each in found.winners}
     assert winners["b1-h1-s512-d64-fp16"] == ("cudnn", ())
@@ -67,7 +68,7 @@ def apart() -> list[Cell]:
 def test_undecided_comparisons_have_no_verdict(tmp_path: Path) -> None:
     found = answer(tmp_path, apart())
     assert bench_answer(found)[0] == (
-        "auto may take 9 times as long: 900 µs, 100 µs on naive. The difference is not significant: too "
+        "auto may take 9 times as long: 900 µs against 100 µs on naive. The difference is not significant: too "
         "few samples."
     )
     said = " / ".join(found.conclusions)
@@ -98,7 +99,7 @@ def test_overlapping_samples_are_the_reason_of_an_open_comparison(tmp_path: Path
         ("unknown", "the samples overlap")
     ]
     assert bench_answer(found)[0] == (
-        "auto may take 10 % longer: 110 µs, 100 µs on math. The difference is not significant: the "
+        "auto may take 10 % longer: 110 µs against 100 µs on math. The difference is not significant: the "
         "samples overlap."
     )
 
@@ -106,7 +107,10 @@ def test_overlapping_samples_are_the_reason_of_an_open_comparison(tmp_path: Path
 def test_proven_and_open_losses_are_counted_separately(tmp_path: Path) -> None:
     found = answer(tmp_path, [*regretful(), *apart()])
     said, *_ = bench_answer(found)
-    assert "more than 10 % slower on 2 of 5 configs; the worst is b1-h1-s128-d64-fp16" in said
+    assert (
+        "more than 10 % longer than the fastest backend on 2 of 5 configs; the worst is b1-h1-s128-d64-fp16"
+        in said
+    )
     (open_one,) = [loss for loss in found.losses if loss.open]
     assert open_one.remark == "no significant difference: too few samples"
 
@@ -265,8 +269,8 @@ def test_a_backend_measured_twice_is_not_compared_with_itself(tmp_path: Path) ->
     found = answer(tmp_path, regretful()[-2:])  # auto chose flash, and is 20 % slower than it
     assert found.losses[0].regret > 0.19
     assert bench_answer(found)[0] == (
-        "auto takes 60.0 µs on flash, which is the fastest backend; the same backend by name took "
-        "50.0 µs, so the times vary by 20 %."
+        "auto takes 60.0 µs on flash, which is the fastest backend; the same backend requested by name "
+        "took 50.0 µs, so the times vary by 20 %."
     )
 
 
@@ -290,7 +294,7 @@ def test_nothing_is_concluded_from_figures_of_a_busy_machine(tmp_path: Path) -> 
     # The baseline of the second config is busy too.
     assert re.findall(r"[\d.]+x\b", text) == ["1.50x", "1.00x"]
     said = " ".join((*bench_answer(found), *found.conclusions))
-    assert "flash" not in said and "2 times of 5 cannot be used" in said
+    assert "flash" not in said and "2 of 5 times cannot be used" in said
     assert [loss.config for loss in found.sound_losses()] == ["b1-h2-s128-d64-fp16"]
     assert len(found.losses) == 2
     assert all(row.speedup for row in found.figures())  # JSON and CSV keep every figure

@@ -236,7 +236,7 @@ def test_one_query_a_block_is_the_bottleneck_of_the_study() -> None:
     places = evidence(found, "working_set")
     assert places["K and V of one head"] == 2 * 64 * 8192 * 4
     # 8 blocks of 384 B and 1 KiB of the driver's take 16 KiB of the unified L1
-    assert places["the part of an SM's L1 that shared memory leaves"] == (256 - 16) * 1024
+    assert places["the part of an SM's L1 that is not used as shared memory"] == (256 - 16) * 1024
 
 
 def test_a_launch_gap_allows_for_the_flushed_l2() -> None:

@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["20261121-165619-f5ef"],
             "The most frequent bottleneck is latency, with neither compute nor memory near its peak "
-            "(8 of 20 cells), followed by launching kernels from the CPU (4).",
+            "(8 of 20 cells), followed by the overhead of launching kernels (4).",
         ),
     ],
 )

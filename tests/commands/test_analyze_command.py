@@ -87,7 +87,7 @@ def test_a_remedy_follows_its_finding(store: Path) -> None:
     asked = ("--config", "2,8,1024,64,causal,bwd", "--backend", "flash", "--full")
     text = " ".join(run(analyze, "--store", store, *asked).stdout.split())
     parts = (
-        "flash Bottleneck: launching",
+        "flash Bottleneck: launch overhead",
         "flash Remedy: Capture the call into a CUDA graph",
         "flash Copies around the attention kernel",
         "flash Remedy: Pass inputs in the layout",

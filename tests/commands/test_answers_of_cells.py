@@ -65,7 +65,7 @@ def answer(*words: object) -> list[str]:
             ("--run", "latest"),
             [
                 "auto runs cuDNN on 3 of 4 configs and flash on 1.",
-                "By kernel time auto is within 10 % of the fastest backend everywhere.",
+                "By kernel time, auto is within 10 % of the fastest backend on every compared config.",
                 "Refused: efficient (2 configs), cuDNN (1 config), all-disabled (1 config).",
             ],
         ),
@@ -101,7 +101,7 @@ def test_kernels_from_an_atlas_are_marked_as_predicted() -> None:
     (sentence,) = answer(
         "kernels", "--config", "2,8,512,64,bf16", "--gpu", "A100", "--torch", "2.11"
     )
-    assert sentence == "auto is predicted to take flash; its kernels are unknown."
+    assert sentence == "auto is predicted to run flash; its kernels are unknown."
 
 
 @pytest.mark.parametrize(
@@ -146,15 +146,16 @@ def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
     store = tmp_path / "profharness.db"
     ingest_path(store, tmp_path / folder)
     assert answer("bench", "--store", store, "--run", "latest") == [
-        "auto is more than 10 % slower on all 3 configs; the worst is b1-h1-s16-d8192-fp32: 34.1 times as "
-        "long (356 µs on efficient, 10.4 µs on tiled). Call tiled itself instead.",
+        "auto takes more than 10 % longer than the fastest backend on all 3 configs; the worst is "
+        "b1-h1-s16-d8192-fp32: 34.1 times as long (356 µs on efficient against 10.4 µs on tiled). Call tiled "
+        "itself instead.",
         "Medians of 90 to 150 cold calls (caches flushed before each) on NVIDIA H200 with PyTorch 2.11.0.",
     ]  # fmt: skip
     shown = invoke("bench", "--store", store, "--run", "latest").stdout
     assert "cold is one call with flushed caches, as between the layers" in " ".join(shown.split())
     few = ("--backend", "auto,math,efficient", "--config", "1,1,16,8192,fp32")
     assert answer("bench", "--store", store, "--run", "latest", *few)[0] == (
-        "auto takes 9.18 times as long: 356 µs on efficient, 38.8 µs on math. Use "
+        "auto takes 9.18 times as long: 356 µs on efficient against 38.8 µs on math. Use "
         "sdpa_kernel([SDPBackend.MATH]); see the code below."
     )
 

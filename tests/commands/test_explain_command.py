@@ -223,7 +223,7 @@ def test_nothing_answered_is_an_error_with_the_rules_still_told() -> None:
     result = explain("--config", HUGE, "--device", "cpu")
     assert isinstance(result.exception, CaptureError), result.output
     label = "b60000-h60000-s60000-d60000-fp32"
-    assert f"PyTorch answered no config: {label}" in str(result.exception)
+    assert f"PyTorch gave no answer for {label}" in str(result.exception)
     assert "--timeout SECONDS" in str(result.exception)
     assert "math" in plain(result.stdout)
     edges = ("--config", "60000,60000,{60000,60001},60000,fp32", "--bisect", "seq")
@@ -271,7 +271,7 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
         (("--torch", "2.8", "--gpu", "H100", "--cudnn", "nine"), "invalid cuDNN version"),
         (("--torch", "2.8", "--gpu", "H100", "--cuda", "x"), "invalid CUDA version"),
         (("--torch", "2.8", "--gpu", "cpu", "--cudnn", "9.1"), "do not apply to a CPU"),
-        (("--bisect", "dtype"), "is a word"),
+        (("--bisect", "dtype"), "is not a numeric property"),
         (("--bisect", "sequence"), "is not a property"),
         (("--bisect", "seq", "--torch", "2.8..2.10", "--gpu", "H100"), "one release"),
         (("--bisect", "seq", "--full"), "it cannot be combined with --measure or --full"),

@@ -113,7 +113,7 @@ def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
     done = CliRunner().invoke(cli, ["kernels", layers.run, "--store", str(store)])
     text = " ".join(done.stdout.split())
     assert "137 launches of 32 different kernels" in text
-    alone = "Attention kernels (cuDNN) take 115 µs, 16 %, without memsets and other launches of their calls."
+    alone = "Attention kernels (cuDNN) take 115 µs, 16 %, excluding memsets and other launches of their calls."
     assert alone in text
     with open_store(store) as opened:
         rows, _ = opened.rows(Selection(layers.run))

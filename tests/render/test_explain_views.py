@@ -306,7 +306,7 @@ def test_only_heads_divisible_by_kv_heads_are_evaluated() -> None:
 
 
 def test_what_cannot_be_bisected_is_an_error() -> None:
-    for name, text in (("dtype", "is a word"), ("sequence", "is not a property")):
+    for name, text in (("dtype", "is not a numeric property"), ("sequence", "is not a property")):
         with pytest.raises(UsageError, match=text):
             numeric_name(name)
     names = {"seq_len": "seq", "num_kv_heads": "kv_heads", "seq_len_q": "seq_q"}

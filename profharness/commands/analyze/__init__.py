@@ -69,15 +69,16 @@ def analyze(
     analyze every config of the run. With CONFIG and no RUN, use the latest run that has the configs;
     if there is none, capture them first. Counters of ncu are used if a run has them.
 
-    For a program's trace, analyze each group of equal attention calls whose config is known, on the
-    time of their kernels, including backward if it was traced.
+    For a program's trace, analyze each group of equal attention calls whose config is known. Their
+    time is that of their kernels, including backward if it was traced.
 
     Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
     configuration). TFLOP/s and GB/s are exact FLOPs and compulsory bytes divided by the time of the
-    measurement in the column `of`. A finding that several cells share is printed once; of many cells,
-    only the most frequent are. --full explains every cell, with the figures and sources of its
-    findings, its phases and counters. It adds the best backend for training, prefill, decoding and
-    low memory, a table of each sweep (configs that differ in one number), and the device.
+    measurement in the column `of`. A finding that several cells share is printed once. If there are
+    many cells, only the most frequent findings are printed. --full explains every cell, with the
+    figures and sources of its findings, its phases and counters. It adds the best backend for training,
+    prefill, decoding and low memory, a table of each sweep (configs that differ in one number), and the
+    device.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Answer what limits attention, and what to change first."""
+"""Report what limits attention and what to change first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profharness.program.layer_map import short_module
 from profharness.render.document import time_text
 
 LIMITS = {
-    "launch": "launching kernels from the CPU",
+    "launch": "the overhead of launching kernels",
     "memory": "memory bandwidth",
     "compute": "compute throughput",
     "latency": "latency, with neither compute nor memory near its peak",
@@ -21,12 +21,15 @@ LIMITS = {
     "combine": "combining the partial results of a split",
     "K and V traffic": "repeated reads of K and V",
 }
-"""Maps the short name of a bottleneck to its words in a sentence."""
-MANY = 3  # with at least this many configs, the answer is about all of them
+"""Maps the short name of a bottleneck to the phrase that describes it in a sentence."""
+MANY = 3  # With at least this many configs, the answer summarizes all of them.
 
 
 def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
-    """Return the bottleneck and the first remedy, of the cell that matters most or of most cells."""
+    """Return sentences on the bottleneck and the first remedy.
+
+    They describe the cell that matters most. If there are many configs, they describe most cells.
+    """
     ran = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
     if not ran:
         return ("Nothing to analyze: no backend computed these configs.",)
@@ -65,7 +68,7 @@ def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
     if cell.bottleneck:
         yield f"{subject} is limited by {LIMITS.get(cell.bottleneck, cell.bottleneck)}."
     else:
-        yield f"These measurements show no bottleneck of {subject.removesuffix(',')}."
+        yield f"These measurements show no bottleneck for {subject.removesuffix(',')}."
     if cell.remedies:
         yield _remedy(cell.remedies[0])
 

@@ -128,7 +128,7 @@ def analyze_all(
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     """Return a finding that recommends the fastest other backend.
 
-    The list is empty if the samples do not show that this backend is faster, or if the cell ran it.
+    The list is empty if the samples do not show that this backend is faster, or if the cell already ran it.
     """
     rivals = [rival for rival in others if rival.backend != cell.backend]
     # All backends must be compared by one measurement, because an eager call includes CPU time that
@@ -151,8 +151,8 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     return [
         measured(
             "faster_backend",
-            f"{best.backend} takes {least / 1e3:.1f} µs for the same config, {factor:.2f} times "
-            f"faster than {cell.backend} ({name} samples).",
+            f"{best.backend} takes {least / 1e3:.1f} µs for the same config, which is "
+            f"{factor:.2f} times faster than {cell.backend} ({name} samples).",
             "major" if factor >= 1.5 else "minor",
             Evidence("fastest backend", best.backend, "", f"{name} samples of this run"),
             us(f"{best.backend} {name} time", least, "median"),
@@ -188,7 +188,7 @@ def prepare_peaks(path: Path, runs: Sequence[str], peaks: str | None) -> None:
     """
     if peaks != MEASURE and not (peaks is None and is_command_line() and _lacks_peaks(path, runs)):
         return
-    hint("measuring copy bandwidth and matrix rates; this takes some seconds")
+    hint("measuring copy bandwidth and matrix rates; this takes a few seconds")
     try:
         _measure_peaks(path, runs)
     except CaptureError as error:
@@ -291,8 +291,8 @@ def analyze_program(
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     if described != recorded:
         left_out.append(
-            "the configs have the mean lengths of an engine's steps; `layers` has their exact FLOPs and "
-            "bytes"
+            "the configs use the mean lengths of an engine's steps; `layers` shows their exact FLOPs "
+            "and bytes"
         )
     for text in left_out:
         if is_command_line():

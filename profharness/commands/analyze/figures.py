@@ -1,4 +1,4 @@
-"""The dataclasses of an analysis, and the computation of the figures of a cell."""
+"""Define the dataclasses of an analysis, and compute the figures of a cell."""
 
 from __future__ import annotations
 
@@ -166,7 +166,10 @@ class KernelFigures:
     threads: int | None
     blocks_per_sm: int | None
     waves: Annotated[
-        float | None, column("waves", "count", meaning="blocks over the number that fits at once")
+        float | None,
+        column(
+            "waves", "count", meaning="blocks divided by the number that fits on the device at once"
+        ),
     ]
     occupancy: Annotated[
         float | None,
@@ -184,7 +187,7 @@ class KernelFigures:
     l2_bytes: float | None = None
     dtype: str | None = None  # the dtype that the kernel's name contains
     dram_bytes_per_s: Annotated[
-        float | None, column("DRAM GB/s", "giga", meaning="to and from DRAM")
+        float | None, column("DRAM GB/s", "giga", meaning="traffic to and from DRAM")
     ] = None
     shared_share: Annotated[
         float | None,

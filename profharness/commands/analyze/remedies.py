@@ -1,4 +1,4 @@
-"""Derive the bottleneck of a cell and remedies from the findings about the cell."""
+"""Derive the bottleneck and the remedies of a cell from its findings."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Findings = Mapping[str, Finding]  # by code
 Bottleneck = tuple[str, Finding]  # a short name such as `memory`, and the finding `bottleneck`
 Text = str | Callable[[Config, str], str]
 
-# Maps the code of a finding that is the bottleneck if it is major to the short name of the
-# bottleneck and to the cause in its sentence.
+# Maps the code of a finding to the short name of the bottleneck and to the cause in its sentence.
+# The finding is the bottleneck if it is major.
 CAUSES = {
-    "launch_gap": ("launch", "launching"),
+    "launch_gap": ("launch", "launch overhead"),
     "input_copies": ("input copies", "copies of the inputs"),
     "score_traffic": ("score traffic", "score traffic"),
     "few_blocks": ("few blocks", "too few blocks"),
-    "split_overhead": ("combine", "combining"),
+    "split_overhead": ("combine", "combining partial results"),
     "kv_reread": ("K and V traffic", "K and V traffic"),
 }
 
@@ -78,7 +78,7 @@ def _at_peak(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
         return None
     if memory >= NEAR_PEAK and memory >= rate:
         text = (
-            f"Bottleneck: memory bandwidth. The compulsory bytes alone take {percent(memory)} of "
+            f"Bottleneck: memory bandwidth. The compulsory bytes alone need {percent(memory)} of "
             "the peak."
         )
         return _named("memory", text, achieved)

@@ -51,7 +51,7 @@ GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # minimum share of a call in which no kernel 
 # head_dim or the keys among their blocks, and the grid does not show whether they do.
 READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
-    " (if every block reads a whole head; to count the traffic: `capture --profiler "
+    " (assuming that every block reads a whole head; to count the traffic: `capture --profiler "
     "torch,ncu --metrics cache`)"
 )
 SHAPES = "shapes and dtype"
@@ -119,9 +119,9 @@ def dram_share(cell: CellAnalysis, figures: Figures) -> float | None:
 
 
 def intensity(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report whether the config is limited by memory or compute according to its shapes alone.
+    """Report whether the shapes alone make the config memory-bound or compute-bound.
 
-    It is limited by compute if its FLOPs per compulsory byte are at or above the ridge.
+    It is compute-bound if its FLOPs per compulsory byte are at or above the ridge.
     """
     peaks = cell.machine.peaks
     if figures.ridge is None or peaks is None:
@@ -146,7 +146,7 @@ def intensity(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         Evidence("ridge", round(figures.ridge, 1), "FLOP/B", source),
         *(
             Evidence(
-                f"intensity of {p.name}", round(p.intensity, 2), "FLOP/B", "FLOPs / bytes of it"
+                f"intensity of {p.name}", round(p.intensity, 2), "FLOP/B", "its FLOPs / its bytes"
             )
             for p in moving
             if p.intensity is not None
@@ -191,8 +191,8 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
             )
         else:
             why = (
-                "the working set does not explain it, so the peak is too low for this device, or the "
-                "time misses part of the work"
+                "the working set does not explain it, so either the peak is too low for this device "
+                "or the time excludes part of the work"
             )
         yield measured(
             "bandwidth_above_peak",
@@ -222,9 +222,9 @@ def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     )
     part = dram_share(cell, figures)
     if part is not None:
-        text += f", at {percent(part)} of the bandwidth ({figures.against})"
+        text += f", at {percent(part)} of the peak bandwidth ({figures.against})"
     if ratio < 1:
-        text += "; the rest was read from the L2, or is not yet written back"
+        text += "; the rest was read from the L2, or has not yet been written back"
     yield measured(
         "dram_traffic",
         f"{text}.",
@@ -250,18 +250,21 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         share("time outside of products", outside, "roles of the kernels"),
     ]
     text = (
-        f"The score matrix goes through memory: it has {size(matrix)}, and the steps move at "
-        f"least {size(by_phases)}; fused attention moves {size(figures.compulsory_bytes)}"
+        f"The score matrix is written to memory and read back. It takes {size(matrix)}; the "
+        f"unfused kernels move at least {size(by_phases)}"
     )
     finding = derived
     if figures.dram_bytes is not None:
         finding = measured
         evidence.append(in_bytes("DRAM bytes", figures.dram_bytes, "ncu dram__bytes"))
-        rest = ", the rest hit the L2" if figures.dram_bytes < by_phases else ""
+        rest = "; the rest hit the L2" if figures.dram_bytes < by_phases else ""
         text += f" (ncu counted {size(figures.dram_bytes)} of DRAM traffic{rest})"
     if figures.peak_memory_bytes:
         evidence.append(in_bytes("peak memory", figures.peak_memory_bytes, "allocator"))
-    text += f". {percent(outside)} of the kernel time is not spent on matrix products."
+    text += (
+        f", and fused attention would move {size(figures.compulsory_bytes)}. {percent(outside)} of "
+        "the kernel time is not spent on matrix products."
+    )
     severity = _severity(by_phases / figures.compulsory_bytes, 2)
     copies = [phase for phase in cell.phases if phase.name in (REPEAT, CASTS)]
     copied = sum(phase.bytes for phase in copies)
@@ -270,9 +273,9 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         yield derived(
             "input_copies",
             (
-                f"Copies of the inputs go through memory: {size(copied)} of the {size(by_phases)} "
-                f"that the steps move are copies that math makes before its products ({what}). One "
-                f"score matrix has {size(matrix)}; fused attention moves "
+                f"Before its products, math copies the inputs ({what}). These copies account for "
+                f"{size(copied)} of the {size(by_phases)} that its kernels move. One score matrix "
+                f"takes {size(matrix)}; fused attention would move "
                 f"{size(figures.compulsory_bytes)} in all."
             ),
             severity,
@@ -294,8 +297,8 @@ def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     yield derived(
         "score_traffic",
         (
-            f"The score matrix goes through memory: it has at least {size(matrix)}, and it is "
-            f"written twice and read twice; fused attention moves {size(compulsory)}."
+            f"The score matrix takes at least {size(matrix)} and is written to memory twice and "
+            f"read back twice; fused attention would move {size(compulsory)}."
         ),
         _severity((moved + compulsory) / compulsory, 2),
         in_bytes("score matrix", matrix, f"batch x heads x seq_q x seq_kv, {dtype}"),
@@ -416,8 +419,8 @@ def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         yield derived(
             "tail",
             (
-                f"{main.kernel} needs {main.waves:.2f} waves, so {whole} rounds: over the whole run, "
-                f"{percent(idle)} of the block slots are empty because of the last round."
+                f"{main.kernel} needs {main.waves:.2f} waves, so it runs {whole}. Because the last "
+                f"one is not full, {percent(idle)} of all block slots are empty."
             ),
             _severity(idle, TAIL_MAJOR),
             *evidence,
@@ -474,8 +477,9 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 def _readers(cell: CellAnalysis, kernel: KernelFigures) -> float | None:
     """Return how many blocks of a forward kernel read the same row of K and V, based on the grid.
 
-    Return None if the grid does not show that several blocks do, if the config has a window, of
-    which a block may read only a part, or if ncu counted too few bytes for this number.
+    Return None if the grid does not show that several blocks do, or if ncu counted too few bytes
+    for this number. Also return None if the config has a window, because a block may then read only
+    a part of K and V.
     """
     config, sms = cell.config, cell.machine.num_sms
     if config.window is not None:
@@ -560,7 +564,7 @@ def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def cache_traffic(_: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report the bytes that ncu counted in the L1 and L2 caches, against the compulsory bytes."""
+    """Report the bytes that ncu counted in the L1 and L2 caches, compared with the compulsory bytes."""
     counted = [
         (name, counter, moved)
         for name, counter, moved in (
@@ -573,11 +577,11 @@ def cache_traffic(_: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if not most:
         return
     ratio, per_byte = most / figures.compulsory_bytes, figures.flops / most
-    clauses = " and ".join(f"{size(moved)} through the {name}" for name, _, moved in counted)
+    clauses = " and ".join(f"{size(moved)} in the {name}" for name, _, moved in counted)
     yield measured(
         "cache_traffic",
         f"ncu counted {clauses}: up to {ratio:.1f} times the compulsory "
-        f"{size(figures.compulsory_bytes)}, {per_byte:.2f} FLOPs per byte.",
+        f"{size(figures.compulsory_bytes)}. This is {per_byte:.2f} FLOPs per byte.",
         "major" if per_byte < LOW_INTENSITY else "note",
         *(in_bytes(f"{name} bytes", round(moved), f"ncu {key}") for name, key, moved in counted),
         in_bytes("compulsory bytes", figures.compulsory_bytes),
@@ -600,7 +604,7 @@ def _memories(cell: CellAnalysis) -> list[tuple[str, str, int]]:
         ("shared", "one block's shared memory", block),
         (
             "L1",
-            "the part of an SM's L1 that shared memory leaves",
+            "the part of an SM's L1 that is not used as shared memory",
             l1_bytes(device, *resident) or 0,
         ),
         ("L2", "the L2", cell.l2_size or 0),
@@ -667,7 +671,7 @@ def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
             "unused_shared",
             (
                 f"{main.kernel} uses {size(main.shared_bytes)} of shared memory per block "
-                f"({percent(used)} of an SM's, with {counted(resident, 'block')} on it), while {times:.0f} "
+                f"({percent(used)} of an SM's, with {counted(resident, 'block')} per SM), while {times:.0f} "
                 "blocks read the same K and V."
             ),
             "minor",
@@ -692,9 +696,9 @@ def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if not busy or 1 - busy / eager < GAP_MINOR:
         return
     gap = 1 - busy / eager
-    without = "replayed as a CUDA graph it takes" if basis == GRAPH else "its kernels take"
+    without = "replayed as a CUDA graph, it takes" if basis == GRAPH else "its kernels take"
     text = (
-        f"The GPU waits for the CPU in {percent(gap)} of an eager call of {eager / 1000.0:.1f} "
+        f"The GPU waits for the CPU during {percent(gap)} of an eager call of {eager / 1000.0:.1f} "
         f"µs: {without} {busy / 1000.0:.1f} µs"
     )
     if host:
@@ -739,7 +743,7 @@ def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding
     if gap < GAP_MINOR:
         return
     text = (
-        f"No kernel runs in at least {percent(gap)} of a call of {event / 1000.0:.1f} µs: its "
+        f"No kernel runs during at least {percent(gap)} of a call of {event / 1000.0:.1f} µs: its "
         f"{figures.launches:.0f} launches take {busy / 1000.0:.1f} µs even with cold caches"
     )
     graph = figures.graph_ns
@@ -768,7 +772,10 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     ),
     "issue slots": (0.8, _STALL_RULES),
     "stall": (0.3, _STALL_RULES),
-    "sectors": (18, "32 threads of 16 bytes in 32-byte sectors, and two for a ragged start"),
+    "sectors": (
+        18,
+        "32 threads of 16 bytes in 32-byte sectors, and two more for a misaligned start",
+    ),
     "scattered": (24, "one and a half times what the widest access needs"),
     "narrow": (4, "32 threads of 4 bytes in 32-byte sectors"),
     "bank conflicts": (0.1, _OWN),
@@ -791,12 +798,15 @@ WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
         "for shared memory or a special function such as exp",
         "read shared memory in wider words and without bank conflicts, or less often",
     ),
-    "mio_throttle": ("for room in the queue of shared memory and special functions", _FEWER),
+    "mio_throttle": (
+        "for a free entry in the queue of shared memory and special functions",
+        _FEWER,
+    ),
     "lg_throttle": (
-        "for room in the queue of global memory",
+        "for a free entry in the queue of global memory",
         "make fewer and wider accesses, 16 bytes per thread",
     ),
-    "tex_throttle": ("for room in the queue of texture memory", _FEWER),
+    "tex_throttle": ("for a free entry in the queue of texture memory", _FEWER),
     "math_pipe_throttle": (
         "for a busy arithmetic pipe",
         "issue fewer instructions; this kernel is at the limit of the pipe",
@@ -824,15 +834,15 @@ WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
     "imc_miss": ("for constants", "let all threads of a warp read the same constant"),
     "membar": ("for a memory barrier", "use fewer fences, and of a smaller scope"),
     "drain": ("for their stores to finish at the end", "write the results in wider words"),
-    "sleeping": ("in a sleep that the code asks for", "sleep less"),
+    "sleeping": ("in a sleep that the code requests", "sleep less"),
     "dispatch_stall": ("for the dispatcher", "check the pipes: one is busy"),
-    "misc": ("for other reasons of the hardware", "no remedy is known"),
+    "misc": ("for other hardware reasons", "no remedy is known"),
     "not_selected": (
         "for a scheduler that issues from another warp",
         "there are enough warps; fewer warps with more registers each would do as well",
     ),
 }
-"""Maps a warp state of ncu to the reason for which warps in this state wait, and to a remedy.
+"""Maps a warp state of ncu to the reason why warps in this state wait, and to a remedy.
 
 The reasons follow the table of metrics in NVIDIA's documentation of Nsight Compute.
 """
@@ -901,12 +911,12 @@ def coalescing(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
 
 
 def bank_conflicts(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
-    """Report the share of shared memory passes that are caused by bank conflicts."""
+    """Report the share of shared memory passes that bank conflicts cause."""
     part = kernel.counters.bank_conflicts
     if part is not None and _over("bank conflicts", part):
         yield measured(
             "bank_conflicts",
-            f"{percent(part)} of the shared memory passes of {kernel.kernel} are bank conflicts.",
+            f"{percent(part)} of the shared memory passes of {kernel.kernel} are due to bank conflicts.",
             "major" if _over("many bank conflicts", part) else "minor",
             share("bank conflicts", part, f"ncu {ncu.BANK_CONFLICTS} / wavefronts"),
         )
@@ -936,7 +946,7 @@ def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
 
 
 def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
-    """Report the most frequent reason for which warps wait, if the schedulers are often idle."""
+    """Report the most frequent reason why warps wait, if the schedulers are often idle."""
     states = [item for item in kernel.counters.warp_states.items() if item[0] != "selected"]
     issue = kernel.counters.issue_active
     if not states or _over("issue slots", issue) or not _over("stall", states[0][1]):

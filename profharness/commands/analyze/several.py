@@ -24,7 +24,7 @@ Members = list[tuple[CellAnalysis, Item]]
 
 
 def where(members: Members[Item]) -> str:
-    """Return text on where a finding was made, such as `naive, single_query on 4 configs`."""
+    """Return a text that says where a finding was made, such as `naive, single_query on 4 configs`."""
     configs: dict[str, set[tuple[str, Config]]] = {}
     for analysis, _ in members:
         configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
@@ -57,7 +57,7 @@ def common_findings(
 def common_remedies(
     pairs: Iterable[tuple[CellAnalysis, Remedy]],
 ) -> Iterator[tuple[Remedy, Members[Remedy]]]:
-    """Yield each remedy that cells of several configs share, with its largest gain and cells."""
+    """Yield each remedy that cells of several configs share, with the largest gain and the cells."""
     for members in _common(pairs, lambda remedy: (remedy.text, remedy.findings)):
         yield max((each for _, each in members), key=lambda each: each.factor or 0), members
 
@@ -98,7 +98,7 @@ SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
     ),
 }
 """Maps a use of attention to a function that returns whether a config is an example of this use,
-and to a config that users can capture if no stored config is an example.
+and to a config to capture if no stored config is one.
 """
 LITTLE_MEMORY = "little memory"
 MIB = 1 << 20
@@ -125,7 +125,7 @@ class ScenarioChoice:
         str | None, column("next", meaning="the fastest backend that does not tie")
     ]
     factor: Annotated[
-        float | None, column("next / best", "ratio", meaning="its time over that of the best")
+        float | None, column("next / best", "ratio", meaning="its time divided by that of the best")
     ]
 
     @property
@@ -193,7 +193,7 @@ def _choice(
 
 
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
-DROP = 1.5  # The rate drops if it falls by at least this factor between neighbouring configs.
+DROP = 1.5  # A drop is a fall of the rate by at least this factor between neighbouring configs.
 MANY_DIMS = (
     3  # Configs look like a sweep over head_dim if they have at least this many values of head_dim.
 )
@@ -244,8 +244,8 @@ def drops(name: str, group: Sequence[CellAnalysis]) -> Iterator[tuple[int, int, 
 def changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[tuple[str, dict[int, int]]]:
     """Yield (backend, number of scores by head_dim) for configs that only look like a sweep.
 
-    Their head_dim differs, but so does their number of scores, so a change of the FLOP rate is not
-    due to head_dim alone.
+    Their head_dim differs, but so does their number of scores, so head_dim alone does not
+    explain a change in the FLOP rate.
     """
     groups: dict[tuple[object, ...], list[Config]] = {}
     for analysis in analyses:

@@ -96,17 +96,17 @@ TRAFFIC_COLUMNS = (
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),
 )
-EXPLAINED = 4  # maximum number of cells that have all findings told without --full
-SWEPT = 3  # minimum number of values of a sweep whose drops are told without --full
+EXPLAINED = 4  # maximum number of cells whose findings are all shown without --full
+SWEPT = 3  # minimum number of values of a sweep whose drops are shown without --full
 MOST_SHARED = 2  # maximum number of findings, and of remedies, of many cells without --full
 COUNTED_SHARE = 0.01  # Kernels with a smaller share of the kernel time are not listed.
 
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
-    """Return the document of `analyze`: a table of the cells, their findings, and what helps.
+    """Return the document of `analyze`: a table of the cells, their findings and remedies.
 
-    Of many cells, only the findings that most configs share are told. If `full` is set, the document
-    has a section per config with every finding, all of its evidence, phases and counters, and then
+    If there are many cells, only the findings that most configs share are shown. If `full` is set,
+    the document has a section per config with every finding, all of its evidence, phases and counters, and then
     the best backends, the sweeps, and the facts of the devices.
     """
     found: dict[tuple[str, str], Peaks] = {}
@@ -147,10 +147,10 @@ def _full_sections(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
 
 
 def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> Iterator[Block]:
-    """Yield one table of the cells, what several configs share, and what each config has.
+    """Yield a table of the cells, the findings that several configs share, and those of each config.
 
-    Of many cells, only what several configs share is told, or of one config the bottleneck and the
-    first remedy of each cell. Remedies that the answer contains are left out.
+    If there are many cells, yield only the shared findings or, for a single config, the bottleneck
+    and the first remedy of each cell. Omit remedies that the answer already contains.
     """
     configs = _by_config(analyses)
     several = len(configs) > 1
@@ -196,9 +196,9 @@ def _notes_of(
     most: int | None = None,
     covered: Covered = frozenset(),
 ) -> list[Note]:
-    """Return the notes of the cells of one config. Like notes of several cells become one.
+    """Return the notes on the cells of one config, merging equal notes.
 
-    `most` limits the findings, and the remedies, of each cell.
+    `most` is the maximum number of findings, and of remedies, per cell.
     """
     notes: list[Note] = []
     for analysis in own:
@@ -211,7 +211,10 @@ def _notes_of(
 def _peak_notes(
     known: Sequence[Peaks], analyses: Sequence[CellAnalysis], *, full: bool
 ) -> Iterator[Note]:
-    """Yield the peaks with which the rates are compared, or if `full` is set, all known peaks."""
+    """Yield notes on the peaks that the rates are compared with.
+
+    If `full` is set, the notes list all known peaks.
+    """
     compared = {each.figures.rate for each in analyses if each.figures}
     for peaks in known:
         rates = ", ".join(
@@ -228,7 +231,7 @@ def _peak_notes(
         text = "; ".join(filter(None, parts))
         yield Note(f"Peaks of {peaks.device}, {peaks.source}: {text}{origin}")
     if not known:
-        yield Note("The peaks of this device are unknown, and so are the shares of the peaks.")
+        yield Note("The peaks of this device are unknown, so no shares of the peaks are shown.")
         yield Note("Measure them on that device with --peaks measure.", level="hint")
 
 
@@ -292,7 +295,7 @@ def _swept_title(name: str) -> str:
 
 
 def _sweep_blocks(name: str, group: Sequence[CellAnalysis], *, full: bool) -> Iterator[Block]:
-    """Yield the drops of the rates in a sweep, and if `full` is set, the table of the sweep."""
+    """Yield a note on each drop of the rate in a sweep. If `full` is set, first yield its table."""
     first, title = group[0], _swept_title(name)
     if full:
         columns = (Column("swept", title, right=True, format="count"), *SWEEP_COLUMNS)
@@ -315,7 +318,7 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
             (
                 f"head_dim is {', '.join(map(str, scores))}, and batch x heads x queries x keys is "
                 f"{counts}: these configs also differ in how much work can run at once, so head_dim "
-                "alone does not explain a change of TFLOP/s. A set such as "
+                "alone does not explain a change in TFLOP/s. A set such as "
                 "'B,H,S,{512,1024}' keeps the rest equal"
             ),
             backend,
@@ -340,13 +343,13 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> Iterator[
         )
         if rows:
             title = _swept_title(name)
-            text = f"Achieved TFLOP/s (exact FLOPs) over {title}, one line per backend."
+            text = f"Achieved TFLOP/s (exact FLOPs) against {title}, one line per backend."
             axes = ("x", "y", "series", title, "TFLOP/s", text)
             yield Chart("lines", f"TFLOP/s over {title}", rows, *axes)
 
 
 def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
-    """Return the bytes and the FLOPs per byte of a cell in DRAM, L2 and L1, as ncu counted them.
+    """Return the bytes and the FLOPs per byte of a cell in DRAM, L2 and L1, as counted by ncu.
 
     A further row has these figures for the compulsory bytes. All rates use the time under ncu. The
     list is empty if ncu did not record the cell.
@@ -417,16 +420,16 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
             "Roofline",
             cells,
             "FLOPs per compulsory byte",
-            "Achieved FLOP/s of each cell over its intensity, below the limits of the device.",
+            "Each cell's achieved FLOP/s against its arithmetic intensity, with the device's roofline.",
         ),
         (
             "Roofline on measured traffic",
             points,
             "FLOPs per byte counted",
             (
-                "Achieved FLOP/s of each cell under ncu (cold caches) over its FLOPs per byte, for "
-                "the compulsory bytes and for those that ncu counted in DRAM, L2 and L1. The roof is "
-                "DRAM's, so points of L2 and L1 may be above it."
+                "Each cell's achieved FLOP/s under ncu (cold caches) against its FLOPs per byte, for "
+                "the compulsory bytes and for those that ncu counted in DRAM, L2 and L1. The roofline "
+                "is that of DRAM, so points of L2 and L1 may be above it."
             ),
         ),
     ):
@@ -490,7 +493,7 @@ def cell_notes(
     most: int | None = None,
     covered: Covered = frozenset(),
 ) -> Iterator[Note]:
-    """Yield notes with the first findings and remedies of one cell, without those in `covered`."""
+    """Yield notes with the first findings and remedies of one cell, except those in `covered`."""
     if analysis.status != "ok":
         yield status_note(analysis.status, analysis.message or "no reason recorded", label)
         return
@@ -509,7 +512,7 @@ def cell_notes(
 
 
 def _causes(finding: Finding, analysis: CellAnalysis) -> set[str]:
-    """Return the codes of a finding, and of those that a bottleneck sums up."""
+    """Return the code of a finding or, for a bottleneck, of all findings that it sums up."""
     if finding.code != "bottleneck":
         return {finding.code}
     return {
@@ -566,9 +569,9 @@ def common_blocks(
 ) -> tuple[list[Block], Covered]:
     """Return a section with the findings and remedies that cells of several configs share.
 
-    Remedies in `answered` are left out. `most` limits the findings, and the remedies, to those of the
-    most cells. Also return all that the cells share, so that the sections on single configs can omit
-    them.
+    Remedies in `answered` are left out. `most` is the maximum number of findings, and of remedies; those of
+    the most cells are kept. Also return everything that the cells share, so that the sections on
+    single configs can omit it.
     """
     findings = ((each, item) for each in analyses for item in shown_findings(each, full=False))
     remedies = (
@@ -594,7 +597,7 @@ def common_blocks(
 
 
 def _cell_count(shared: tuple[object, Sequence[object]]) -> int:
-    """Return a key that sorts what most cells share to the front."""
+    """Return a sort key that puts the items of the most cells first."""
     return -len(shared[1])
 
 

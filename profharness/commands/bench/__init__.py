@@ -229,7 +229,8 @@ def bench(
     program. A cell that is refused, fails, crashes or hangs gets a row with the reason.
 
     Without --backend, or with `all`, time the default backends of the device. With RUN, which is a run
-    folder or a stored run, nothing is measured: show all of it, or only the given configs and backends.
+    folder or a stored run, nothing is measured. The command shows all of its results, or only
+    those of the given configs and backends.
 
     \b
     Examples:
@@ -239,7 +240,7 @@ def bench(
       profharness bench 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
       profharness bench 8,4,128,64 --dtype fp16,bf16 --samples 500 -o out/
 
-    In Python the result has one row per cell and measurement, times in ns. The whole answer is in
+    In Python the result has one row per cell and measurement, with times in ns. The BenchResult is in
     `attrs["answer"]`. Raise CaptureError if no worker starts.
     """
     # Imported here because --help does not need the code that runs workers.

@@ -1,4 +1,4 @@
-"""The sentences with which `bench` answers, computed from its evaluation."""
+"""Summarize the evaluation of `bench` in a few sentences."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ CALLS = {
     EVENT: "cold calls (timed by an older version)",
     WALL: "calls (wall clock)",
 }
-"""What the samples of each measurement are, for a sentence."""
+"""Maps each measurement to a description of its samples for use in a sentence."""
 TRUST = {
     EAGER: "eager is the time in a program without CUDA graphs, including the launch cost",
     GRAPH: "graph is a CUDA-graph replay, with warm caches and no launch cost",
     COLD: "cold is one call with flushed caches, as between the layers of a model",
     KERNEL: "kernel is the kernel time only, with warm caches; use it to compare kernels",
 }
-"""What each measurement is good for."""
+"""Maps each measurement to what it measures and what it is good for."""
 
 
 def bench_answer(answer: BenchResult) -> tuple[str, ...]:
-    """Return sentences on how much slower `auto` is or which backend is fastest, and how it was measured."""
+    """Return sentences on how `auto` compares with the fastest backend, and how that was measured.
+
+    If `auto` was not compared, the first sentence names the fastest backends.
+    """
     figures = answer.figures()
     if not figures:
         several = len({cell.config for cell in answer.cells}) > 1
@@ -63,13 +66,13 @@ def _of_auto(losses: Sequence[Loss]) -> str:
             return f"auto is within {much} of the fastest backend on {_all(total)}."
         return _good_choice(losses[0])
     worst, may = found[0], "" if real else "may "
-    times = f"{_time(worst.chosen_ns, worst.choice)}, {_time(worst.best_ns, worst.best)}"
+    times = f"{_time(worst.chosen_ns, worst.choice)} against {_time(worst.best_ns, worst.best)}"
     where = _all(total) if len(found) == total else f"{len(found)} of {total} configs"
     lead = f"auto {may}{'take' if may else 'takes'} {_longer(worst.regret)}: {times}"
     if total > 1:
         lead = (
-            f"auto {may or 'is '}{'be ' if may else ''}more than {much} slower on {where}; the worst is "
-            f"{worst.config}: {_longer(worst.regret)} ({times})"
+            f"auto {may}{'take' if may else 'takes'} more than {much} longer than the fastest backend "
+            f"on {where}; the worst is {worst.config}: {_longer(worst.regret)} ({times})"
         )
     if not real:
         return f"{lead}. The difference is not significant: {worst.why_open}."
@@ -77,12 +80,12 @@ def _of_auto(losses: Sequence[Loss]) -> str:
 
 
 def _good_choice(loss: Loss) -> str:
-    """Return a sentence on the only config of a bench, on which `auto` is hardly slower."""
+    """Return a sentence for a single config on which `auto` is about as fast as the fastest backend."""
     lead = f"auto takes {_time(loss.chosen_ns, loss.choice)}"
     if loss.same_backend and loss.regret > NOTABLE_LOSS:
         return (
-            f"{lead}, which is the fastest backend; the same backend by name took "
-            f"{time_text(loss.best_ns)}, so the times vary by {share_text(loss.regret)}."
+            f"{lead}, which is the fastest backend; the same backend requested by name "
+            f"took {time_text(loss.best_ns)}, so the times vary by {share_text(loss.regret)}."
         )
     if loss.same_backend:
         return f"{lead}, which is the fastest backend."
@@ -112,7 +115,7 @@ def _instead(backend: str) -> str:
 
 
 def _of_winners(answer: BenchResult) -> str:
-    """Return a sentence on the fastest backends of a bench in which `auto` lost to none."""
+    """Return a sentence on the fastest backends, for a bench without a comparison of `auto`."""
     figures = answer.figures()
     ranked = [row for row in figures if row.ranked and not row.busy]
     if not answer.winners:
@@ -133,7 +136,7 @@ def _of_winners(answer: BenchResult) -> str:
         unclear = join_and([backend_text(name) for name in winner.open])
         lead = (
             f"{backend_text(winner.backend)} has the lowest median, {time_text(winner.median_ns)}, but "
-            f"no significant difference from {unclear}"
+            f"is not significantly faster than {unclear}"
         )
     elif winner.ties:
         lead += f", and {join_and([backend_text(name) for name in winner.ties])} as fast"
@@ -172,11 +175,11 @@ def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
     busy = sum(row.busy for row in figures)
     if busy:
         yield (
-            f"The machine was busy: {counted(busy, 'time')} of {len(figures)} cannot be used. "
+            f"The machine was busy, so {busy} of {counted(len(figures), 'time')} cannot be used. "
             "Repeat the benchmark when nothing else runs."
         )
 
 
 def trust_note(measurements: Sequence[str]) -> str:
-    """Return a legend of the measurements that explains which of them to trust for what."""
+    """Return a legend that says what each of these measurements is good for."""
     return "; ".join(text for name, text in TRUST.items() if name in measurements)

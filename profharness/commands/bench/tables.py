@@ -141,7 +141,7 @@ VERIFIED = {True: "yes", False: "WRONG", None: ""}
 LOG_LINES = 6
 """The maximum number of lines of compiler output that are shown for a failed cell."""
 RATIOS = ("speedup", "efficiency")
-"""Keys of the columns that are empty in rows that rest on a figure of a busy machine."""
+"""Keys of the columns that are left empty if a figure they depend on comes from a busy machine."""
 BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 """Measurements with a column of their own in the main table."""
 COLUMNS = (
@@ -270,7 +270,7 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     ceiling = "this device's peaks are unknown, so the efficiency is unknown too"
     if peaks := answer.peaks:
         ceiling = (
-            f"% of peak is relative to the {peaks.source} peak of {peaks.device} that limits first"
+            f"% of peak is relative to whichever {peaks.source} peak of {peaks.device} limits first"
         )
         against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
         ceiling += f" ({'; '.join(against)})" if against else ""
@@ -391,7 +391,7 @@ def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
 
     The warning about shared cores is left out, because it is among the warnings about unreliable
     measurements. If `explain` is set, yield every reason for a refusal, including the reasons that
-    only the dispatch rules know.
+    only the dispatch rules give.
     """
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
@@ -539,7 +539,7 @@ def rate_blocks(
         roofs = [(f"{name}, {peaks.source}", peaks, rate) for name, rate in rates]
         caption = (
             f"Compulsory bytes; FLOPs are counted as exact. The roofs are the {peaks.source} "
-            f"peaks of {peaks.device}. Data that is in the L2 can exceed the slope."
+            f"peaks of {peaks.device}. Points can lie above the slope if the data is in the L2."
         )
         blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
     if wrong:
@@ -580,7 +580,7 @@ def benches_by_gpu_document(
 
 
 def on_several_gpus(answers: Sequence[BenchResult]) -> bool:
-    """Return whether the results are from several devices, and some cell ran more than once."""
+    """Return whether the results come from several devices and some cell ran more than once."""
     cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
     alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
     return alike and len({_device(answer) for answer in answers}) > 1
@@ -628,7 +628,7 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
 
 
 def other_winners(answers: Sequence[BenchResult]) -> list[str]:
-    """Return one text per further GPU on the configs for which another backend is the fastest."""
+    """Return one sentence per further GPU on the configs whose fastest backend is another one there."""
     best = [{winner.config: winner for winner in answer.winners} for answer in answers]
     texts = []
     for answer, each in zip(answers[1:], best[1:], strict=True):

@@ -106,7 +106,7 @@ def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
     """Return the explanations, completed by stored cells of the same configs.
 
     The cells provide the backend that was observed, whether it agrees with the explanation, and the
-    gain of each advice. Raise StoreError if the file is not a store.
+    gain of each advised change. Raise StoreError if the file is not a store.
     """
     if not path.exists():
         return list(answers)
@@ -134,8 +134,8 @@ class _StoredCells:
     def join(self, answer: Explanation) -> Explanation:
         """Return the explanation with the data that stored cells provide.
 
-        These are the backend that was observed, the gains of advice, and a caveat if torch.compile
-        replaced the plain attention of `naive-compiled`.
+        These are the backend that was observed, the gains of advised changes, and a caveat if
+        torch.compile replaced the plain attention of `naive-compiled`.
         """
         cells = self._alike(answer.config, answer)
         seen = (self._backend_seen(cell) for cell in cells if cell.backend == answer.asked)
@@ -214,7 +214,7 @@ class _StoredCells:
 
 
 def _advised(answer: Explanation) -> list[tuple[str, str]]:
-    """Return (backend, label of the changed config) for each advice that changes the config."""
+    """Return (backend, label of the changed config) for each advised change of the config."""
     return [
         (side.backend, advice.config)
         for side in answer.backends
@@ -230,18 +230,18 @@ def _timed(cells: Sequence[CellRow], *backends: str) -> list[CellRow]:
 
 
 def require_answer(answers: Sequence[Explanation]) -> None:
-    """Raise CaptureError if PyTorch could not answer for any of the configs."""
+    """Raise CaptureError if PyTorch gave no answer for any of the configs."""
     if not answers or any(answer.error is None for answer in answers):
         return
     more = f" (and {len(answers) - 1} more)" if len(answers) > 1 else ""
     raise CaptureError(
-        f"PyTorch answered no config: {answers[0].config}{more}: {answers[0].error}; give it "
+        f"PyTorch gave no answer for {answers[0].config}{more}: {answers[0].error}; give it "
         "more time with --timeout SECONDS, or use the dispatch rules with --torch and --gpu"
     )
 
 
 def to_measure(answers: Sequence[Explanation]) -> dict[tuple[str, ...], list[Config]]:
-    """Return the captures that are necessary to measure the gain of each advice.
+    """Return the captures that are necessary to measure the gain of each advised change.
 
     The result maps a tuple of backends to the configs to capture on these backends.
     """
@@ -287,7 +287,7 @@ def explain_live(
     from profharness.recording.probe import ask
 
     inside = [config for config in configs if outside_sdpa(config) is None]
-    # PyTorch is asked about some config in any case, because the answer has the environment.
+    # Ask PyTorch about some config in any case, because the answer contains the environment.
     answers, environment = ask(
         inside or [Config(1, 1, 1, 16, 16, 16)],
         device=device,
@@ -534,7 +534,7 @@ Timeout = Annotated[
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """A serving engine, the releases to ask, and the GPU."""
+    """A serving engine, the releases to query, and the GPU."""
 
     name: str
     releases: list[str]
@@ -561,7 +561,7 @@ class Question:
     device: str = AUTO
     timeout_s: float = Protocol.timeout_s
     engine: EngineChoice | None = None
-    """The serving engine to ask, if PyTorch is not asked."""
+    """The serving engine whose choice is explained. None if PyTorch's choice is explained."""
     explanations: list[Explanation] = field(default_factory=list)
     """The explanations that `show` displayed, which `check` examines."""
 
@@ -624,8 +624,8 @@ def _engine_frame(engine: EngineChoice, configs: Sequence[Config]) -> pd.DataFra
     "explain",
     frame=_to_frame,
     tool=(
-        "Use it for any config, stored or not. The dispatch rules of the release answer, "
-        "without a GPU. Several configs give a map of choices, several releases show where "
+        "Use it for any config, stored or not. It applies the dispatch rules of the "
+        "release and needs no GPU. Several configs give a map of choices, several releases show where "
         "the choice changes, and bisect finds the value at which it changes."
     ),
     tool_required=("gpu",),
@@ -651,17 +651,19 @@ def explain(
     """Explain which backend PyTorch chooses, why not the others, and what to change.
 
     By default the local PyTorch is queried; nothing is launched. With --torch or --gpu, the dispatch
-    rules of that release answer instead, without torch and without a GPU. If the rules do not cover a
-    case, the answer is `unknown`. The exit code is 1 if PyTorch was queried and answered no config.
+    rules of that release are applied instead, which requires neither torch nor a GPU. If the rules do
+    not cover a case, the answer is `unknown`. The exit code is 1 if PyTorch was queried and gave no
+    answer.
 
-    Several configs give a map. Several releases or GPUs give a table that marks where the choice changes. If
-    the GPU and the release have an atlas, one config also gets its kernel time and the best backend.
+    Several configs give a map. Several releases give a table that marks where the choice changes. If
+    there is an atlas of the GPU and release, a single config is shown with its kernel time and the
+    best backend.
     --backend limits the advice and the columns of that table. A set (flash+math) or an order
     (cudnn-then-flash) replaces auto.
 
-    With --engine, the rules of a release of vLLM or SGLang answer: its candidates in order, the first
-    reason against each, and what to set to run another one. A config then describes one layer on one
-    GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
+    With --engine, explain the choice of a release of vLLM or SGLang by its rules: the candidates in
+    order, the first reason against each, and what to set to run another one. A config then describes
+    one layer on one GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
 
     \b
     Examples:
@@ -714,13 +716,9 @@ def explain(
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
 
 
-def _default_release(names: Sequence[str]) -> str | None:
-    """Return the release that answers for GPUs if none is given, and print why it does.
-
-    Several GPUs get the same release, so that only the GPUs differ.
-    """
-    gpus = [name for name in names if name.lower() != CPU]
-    if not gpus:
+def _default_release(gpu: str | None) -> str | None:
+    """Return the release to use for a GPU if none is given, and print why it is used."""
+    if gpu is None or gpu.lower() == CPU:
         return None
     from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
 
@@ -781,7 +779,7 @@ def check_options(
         )
     if measure and elsewhere:
         raise UsageError(
-            "--measure runs on this machine, but --torch and --gpu mean another; use one of them"
+            "--measure runs on this machine, but --torch and --gpu describe another; use one of them"
         )
     if bisect is not None and (measure or full):
         raise UsageError(
@@ -814,7 +812,7 @@ def show(
 
 @gate(explain)
 def check(question: Question) -> None:
-    """Raise CaptureError if PyTorch was queried and could not answer for any config.
+    """Raise CaptureError if PyTorch was queried and gave no answer for any config.
 
     The document is printed before this check, because it still contains the prediction by rule.
     """
@@ -834,7 +832,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     single = len(configs) == 1
     if not platforms and not single:
         hint(f"asking PyTorch about {len(configs):,} configs")
-    # several configs are shown as a map, which has no room for advice
+    # several configs are shown as a map, which does not include advice
     answers = question.explain(advice=single or full or measure)
     if measure:
         _measure(answers, question)
@@ -906,7 +904,7 @@ def _measure(answers: Sequence[Explanation], question: Question) -> None:
     options = CaptureOptions(protocol=Protocol(device=question.device), kind="explain")
     jobs = to_measure(answers)
     if not jobs:
-        hint("--measure: there is no advice to measure")
+        hint("--measure: there is no advised change to measure")
     for backends, configs in jobs.items():
         with capture_progress() as progress:
             capture_into_store(configs, backends, question.store, options, progress)

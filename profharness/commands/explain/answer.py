@@ -1,4 +1,4 @@
-"""The sentences with which `explain` answers, computed from its explanations."""
+"""Summarize explanations in a few sentences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHOWN_FLIPS = 3
 
 
 def platform_text(environment: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the PyTorch release and the device for a sentence: `PyTorch 2.11`, `an H100`."""
+    """Return the PyTorch release and the device as parts of a sentence: `PyTorch 2.11`, `an H100`."""
     release = re.sub(r"\.0$", "", str(environment.get("torch") or "").split("+")[0])
     gpu = str(environment.get("gpu") or "").removeprefix("NVIDIA ")
     return f"PyTorch {release}".rstrip(), with_article(gpu) if gpu else "the CPU"
@@ -45,7 +45,7 @@ def with_article(gpu: str) -> str:
 
 
 def explain_answer(answer: Explanation) -> tuple[str, ...]:
-    """Return sentences on what runs, what else could run and why not, and the first change that helps.
+    """Return sentences on what runs, why other backends cannot, and the first change that helps.
 
     The last sentence is the prediction of an atlas, if there is one.
     """

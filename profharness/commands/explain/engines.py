@@ -1,4 +1,4 @@
-"""Answer which attention backend a serving engine selects, why not the others, and what to set."""
+"""Show which attention backend a serving engine selects, why not the others, and what to set."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ReleaseRow:
 
 
 def _place(gpu: Gpu | AmdGpu) -> tuple[int, int] | str:
-    """Return what stands for a GPU in the tables: its capability, or AMD's architecture."""
+    """Return the key of a GPU in the rules: its compute capability, or an AMD GPU's architecture."""
     return gpu.architecture if isinstance(gpu, AmdGpu) else gpu.capability
 
 
@@ -153,7 +153,7 @@ def _setting(selection: Selection, candidate: Candidate, config: Config, gpu: Gp
             found = next((e for e in other.candidates if e.backend == candidate.backend), None)
             if found is not None and not found.reasons:
                 text = "auto" if value is None else DTYPE_NAMES.get(value, str(value))
-                # An unset page size has no value to give.
+                # No value of the option leaves the page size unset.
                 first = f"no {option}" if field == "page" and value is None else f"{option} {text}"
                 more = "" if other.chosen == candidate.backend else f" {SELECT} {candidate.backend}"
                 return f"{first}{more}"
@@ -169,8 +169,9 @@ def engine_document(
 ) -> Document:
     """Return the document of `explain --engine`.
 
-    `selections` has the releases of the first config, then those of the second, and so on. One
-    release is shown candidate by candidate, several as a table that joins equal releases.
+    `selections` contains those of all releases for the first config, then for the second, and so
+    on. For one release, the document lists the candidates. For several, it has a table in which
+    releases with equal choices share a row.
     """
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
@@ -217,7 +218,7 @@ def _named(selection: Selection) -> str:
 
 
 def _sentence(selection: Selection) -> str:
-    """Return the answer for one release, such as `vLLM 0.25.1 runs FLASH_ATTN on an H100`."""
+    """Return the sentence for one release, such as `vLLM 0.25.1 runs FLASH_ATTN on an H100`."""
     name = f"{ENGINES[selection.engine]} {selection.release}"
     named = not selection.gpu.startswith("sm")
     where = f"on {with_article(selection.gpu) if named else f'SM {selection.capability}'}"
@@ -238,7 +239,7 @@ def _sentence(selection: Selection) -> str:
 
 
 def _spans(selections: Sequence[Selection]) -> Iterator[list[Selection]]:
-    """Yield the selections of consecutive releases that are equal in everything a row shows."""
+    """Yield groups of selections of consecutive releases whose table rows are equal."""
     for _, group in itertools.groupby(selections, key=lambda each: _history_row([each])[1:]):
         yield list(group)
 
@@ -256,7 +257,7 @@ def _history_row(span: Sequence[Selection]) -> tuple[str, ...]:
 
 
 def _history(spans: Sequence[Sequence[Selection]]) -> str:
-    """Return the answer for several releases: where the choice changed."""
+    """Return a sentence on the releases between which the choice changed."""
     first, last = spans[0][0], spans[-1][-1]
     name = ENGINES[first.engine]
     runs = [list(group) for _, group in itertools.groupby(spans, key=lambda span: _named(span[0]))]

@@ -67,7 +67,7 @@ def numeric_name(text: str) -> str:
     """
     name = ALIASES.get(text, text)
     if name not in NUMERIC:
-        fault = "is a word, not a number" if name in FIELDS else "is not a property"
+        fault = "is not a numeric property" if name in FIELDS else "is not a property"
         names = " ".join(NUMERIC)
         raise UsageError(f"--bisect {text!r} {fault}; choose a numeric property: seq_len {names}")
     return name
@@ -144,7 +144,7 @@ def draw_maps(
 
     The axes are the two varying properties with the most values. Numeric properties are preferred.
     There is one map for each combination of values of the other properties. Set `with_edges` to
-    False if `choices` contains other values than choices.
+    False if `choices` contains values that are not choices.
     """
     values_of = _values(configs)
     names = [name for name, values in values_of.items() if len(values) > 1]
@@ -378,8 +378,9 @@ def _set(base: Config, name: str, value: int) -> Config:
 
 
 def _without(config: Config, name: str, configs: Sequence[Config]) -> Config:
-    """Return the config with a placeholder for a property. It is equal for all configs that differ
-    only in this property.
+    """Return the config with a placeholder for a property.
+
+    The result is equal for all configs that differ only in this property.
     """
     if name == "kv_heads":
         # 0 can be the placeholder, because no config has 0 heads.

@@ -61,7 +61,7 @@ _STATES = {True: "yes", False: "no", None: "unknown"}
 def explain_document(
     answers: Sequence[Explanation], *, full: bool = False, named: Sequence[str] = ()
 ) -> Document:
-    """Return the document of `explain` that explains each config by itself.
+    """Return the document of `explain` that explains each config separately.
 
     If `full` is set, messages are not truncated. `named` contains the backends of --backend, whose
     advice is always shown.

@@ -64,14 +64,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GPU_ALONE = (
-    "--torch, --driver and --atlas require --gpu NAME, which predicts; it cannot be "
+    "--torch, --driver and --atlas require --gpu NAME, which predicts the kernels; --gpu cannot be "
     "combined with RUN, --profiler or --breakdown"
 )
 NAMES = """
 Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides columns.
 <64,64x128,w4> means head dimension 64, a tile of 64 queries x 128 keys, and 4 warps per block. m8 is
 the number of rows per block, and split2 the largest number of splits that it combines. knob_7 is
-cuDNN's number of a variant. `profharness explain-kernel NAME` describes any name.
+cuDNN's number for a variant. `profharness explain-kernel NAME` describes any name.
 """
 # The first columns of the DataFrame, because pandas prints only the first and the last columns.
 FRAME_COLUMNS = (
@@ -173,8 +173,8 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
     tool=(
         "Use it for the kernels that ran on a stored config. The key `cells` lists refusals "
         "with their reasons. Nothing is captured: a config that no run has is an error; call "
-        "explain for it. With gpu, an atlas of that GPU answers, as for predict, and no "
-        "store is read."
+        "explain for it. With gpu, the kernels are predicted from an atlas of that GPU, "
+        "as by predict, and no store is read."
     ),
 )
 def kernels(
@@ -309,7 +309,7 @@ def find_rows(
     """Return the kernels and cells of the selected run, by default the latest run with the configs.
 
     `needs` lists in order of preference what the run must contain. On the command line, configs
-    without the first need are captured if no run is given. If the run has no kernels, print why.
+    for which no run meets the first need are captured if no run is given. If the run has no kernels, print why.
     """
     capturing = selection.configs and selection.run is None and is_command_line()
     try:

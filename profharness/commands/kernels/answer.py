@@ -1,4 +1,4 @@
-"""The sentences with which `kernels` answers, computed from its rows."""
+"""Summarize the rows of `kernels` in a few sentences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Call:
     ran: str
     """The backend that computed the cell, or `backend` if PyTorch's choice is unknown."""
     launches: str
-    """What the call launches: `1 kernel and 1 memset`. In a CPU trace, ops take the place of kernels."""
+    """What the call launches, such as `1 kernel and 1 memset`. In a CPU trace, ops take the place of kernels."""
     ns: float | None
     on_cpu: bool
     predicted: bool
@@ -41,7 +41,7 @@ class Call:
 def kernels_answer(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> tuple[str, ...]:
     """Return sentences on what `auto` runs, how long its kernels take, and what was refused.
 
-    If several profilers recorded the same launches, only one of them counts.
+    If several profilers recorded the same launches, only those of one profiler are counted.
     """
     rows = preferred_profiler_rows(rows)
     if not cells:
@@ -87,8 +87,8 @@ def _without_kernels(cells: Sequence[CellRow]) -> Iterator[str]:
     ran = [cell for cell in cells if cell.status == "ok"]
     chosen = [cell.choice for cell in ran if cell.backend == AUTO]
     known = [name for name in chosen if name not in (None, "none", "error", "unknown")]
-    # Only cells from an atlas have a message although they ran: why their kernels are unknown.
-    takes = "is predicted to take" if any(cell.message for cell in ran) else "takes"
+    # Only cells from an atlas have a message although they ran. It says why their kernels are unknown.
+    takes = "is predicted to run" if any(cell.message for cell in ran) else "runs"
     if known:
         yield f"auto {takes} {split_text(Counter(map(str, known)))}; its kernels are unknown."
     elif any(cell.message for cell in ran):
@@ -178,16 +178,17 @@ def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
     if losses:
         loss, config, auto, best = max(losses, key=lambda each: each[0])
         yield (
-            f"By kernel time auto is more than {much} slower on {len(losses)} of {compared}; the worst is "
-            f"{config}: {time_text(auto.ns or 0)}, and {time_text(best.ns or 0)} on "
+            f"By kernel time, auto takes more than {much} longer than the fastest backend on "
+            f"{len(losses)} of {counted(compared, 'config')}; the worst is {config}: "
+            f"{time_text(auto.ns or 0)}, against {time_text(best.ns or 0)} on "
             f"{backend_text(best.ran)}."
         )
     elif compared:
-        yield f"By kernel time auto is within {much} of the fastest backend everywhere."
+        yield f"By kernel time, auto is within {much} of the fastest backend on every compared config."
 
 
 def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
-    """Return sentences on the kernels of a program's trace, and on those of attention."""
+    """Return sentences on the kernels of a program's trace, and on its attention kernels."""
     if not rows:
         return ("No kernels were recorded.",)
     of = "op" if any(row.kernel_kind == "op" for row in rows) else "kernel"
@@ -214,5 +215,5 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
         for row in rows
         if row.family not in FAMILY_BACKENDS
     )
-    alone = ", without memsets and other launches of their calls" if others else ""
+    alone = ", excluding memsets and other launches of their calls" if others else ""
     return (lead, f"Attention kernels ({backends}) take {time_text(own)}{share}{alone}.")

@@ -1,4 +1,4 @@
-"""What names and sources say about the pipeline stages and the warp roles of kernels."""
+"""List the pipeline stages and the warp roles of kernels, as given by their names or sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profharness.traces.kernel_names.parts import describe
 
 
 def source_notes(rows: Iterable[KernelRow]) -> Iterator[Block]:
-    """Yield a note for each kernel whose stages or warp roles its name or its source tells."""
+    """Yield a note for each kernel whose name or source gives its stages or warp roles."""
     notes = []
     for name, short in dict.fromkeys((row.kernel, row.kernel_short) for row in rows):
         described = describe(name)

@@ -1,4 +1,4 @@
-"""The steps of an attention call, such as QK^T and softmax, and the time between its kernels."""
+"""Divide an attention call into steps, such as QK^T and softmax, and the time between kernels."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class CallFigures:
             "kernel µs", "us", importance="answer", scale="call", meaning="sum of the kernel times"
         ),
     ]
-    """None on a CPU, because the sum of its ops is not a latency."""
+    """None on a CPU, because the times of its ops do not add up to a latency."""
     graph_ns: Annotated[
         float | None, column("graph µs", "us", scale="call", meaning="CUDA-graph replay")
     ]
@@ -341,7 +341,7 @@ CALL_COLUMNS = tuple(columns_of(CallFigures).values())
 def steps_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels --breakdown`. Each config has a table of steps and of backends."""
+    """Return the document of `kernels --breakdown`. Each config has a table of steps and one of backends."""
     columns = (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
@@ -385,7 +385,7 @@ def _of_call(figures_of: Mapping[tuple[str, str], Sequence[CallFigures]]) -> Ite
         if shown.eager_ns and shown.kernels_ns:
             yield (
                 f"An eager call of {backend_text(shown.backend)} takes {time_text(shown.eager_ns)}; "
-                f"its kernels run for {share_text(min(1, shown.kernels_ns / shown.eager_ns))} of it."
+                f"its kernels run for {share_text(min(1, shown.kernels_ns / shown.eager_ns))} of that time."
             )
 
 
@@ -423,8 +423,8 @@ def _explanations(
     growing = [each.growth for own in figures for each in own]
     if any(growth and growth not in ("S", "S_q") for growth in growing):
         yield Note(
-            "Fused backends keep about as much as the output. The others keep score matrices, and "
-            "copies of repeated or cast inputs.",
+            "Fused backends allocate about as much memory as the output takes. The others also "
+            "allocate score matrices, and copies of repeated or cast inputs.",
             "memory",
         )
     if any(WALL in cell.samples for cell in cells):

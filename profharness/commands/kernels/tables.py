@@ -1,4 +1,4 @@
-"""Documents of `kernels`, with one table per config and notes about backends without kernels."""
+"""Build the documents of `kernels`, with one table per config and notes about backends without kernels."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ CELL_FIELDS = (
 MINOR_SHARE = 0.005
 MAX_NOTES = 12
 MOST_KERNELS, FEW_KERNELS = 15, 5
-"""The maximum number of kernels that are shown without --full: of the longest range of a program's
-trace, and of each further range.
+"""The maximum numbers of kernels that are shown without --full: for the longest range of a program's
+trace, and for each further range.
 """
 MOST_RANGES = 3  # maximum number of ranges of a program's trace that are shown without --full
 COMPARED = (
@@ -225,7 +225,7 @@ def kernels_document(
 
 
 def _about_times(rows: Sequence[KernelRow]) -> str:
-    """Return a note on what the times of kernels contain, and which ones to use for a program."""
+    """Return a note that says what kernel times include, and which measurement to use for a program."""
     if any(row.kernel_kind == "op" for row in rows):
         return "An op's own time, without the ops that it calls. For the time of a call use bench."
     caches = "cold caches, because ncu runs each kernel on its own"
@@ -244,7 +244,7 @@ def is_minor(row: KernelRow) -> bool:
 
 
 def _shown_ranges(rows: Sequence[KernelRow]) -> dict[_Scope, int]:
-    """Map each config to 1, and then each range to show to the number of ranges like it.
+    """Map each config to 1, and then each range to show to the number of similar ranges.
 
     Of the ranges of a program that differ only in numbers, such as its steps, the longest is shown.
     """
@@ -301,7 +301,7 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
     ]
     if not parts:
         return []
-    text = f"ops of under {share_text(MINOR_SHARE)} each are hidden: {', '.join(parts)}"
+    text = f"ops that take under {share_text(MINOR_SHARE)} each are hidden: {', '.join(parts)}"
     return [Note(text)]
 
 
@@ -429,7 +429,7 @@ def _time_disagreements(rows: dict[str, KernelRow]) -> list[Disagreement]:
         ratio = other.duration_ns / warm.duration_ns
         odd = ratio < 1 / MAX_TIME_RATIO or (both_ways and ratio > MAX_TIME_RATIO)
         if odd and abs(other.duration_ns - warm.duration_ns) > MIN_TIME_DIFFERENCE_NS:
-            text = f"{other.profiler} takes {ratio:.2f} times as long as {warm.profiler}"
+            text = f"it takes {ratio:.2f} times as long under {other.profiler} as under {warm.profiler}"
             points.append(Disagreement("time", text))
     return points
 
