@@ -231,12 +231,13 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
             longer = f"{share_text(regret)} longer than"
         may = f", and may on {unsure:,} more" if unsure else ""
         sentences.append(
-            f"auto is more than {much} slower on {len(lossy):,} of {len(known):,}{may}; the worst is "
-            f"{worst.config}: {longer} {backend_text(str(worst.best))}."
+            f"auto takes more than {much} longer than the fastest on {len(lossy):,} of "
+            f"{len(known):,}{may}; the worst is {worst.config}: {longer} {backend_text(str(worst.best))}."
         )
     elif unsure:
         sentences.append(
-            f"auto may be more than {much} slower on {unsure:,} of {len(known):,}, but the intervals overlap."
+            f"auto may take more than {much} longer than the fastest on {unsure:,} of "
+            f"{len(known):,}, but the intervals overlap."
         )
     elif known:
         everywhere = "" if len(known) == len(autos) else f" where times are known ({len(known):,})"

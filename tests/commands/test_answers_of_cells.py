@@ -210,12 +210,14 @@ def test_predict_answers_for_one_and_for_several_configs() -> None:
     assert answer(*several) == [
         "On an H200 the fastest backend is predicted to be cuDNN on 2 of 4 configs and flash on 2; auto "
         "chooses cuDNN on all 4 configs.",
-        "auto is more than 10 % slower on 2 of 4; the worst is b1-h8-sq9-skv16384-d64-fp16: 6.41 times the "
+        "auto takes more than 10 % longer than the fastest on 2 of 4; the worst is "
+        "b1-h8-sq9-skv16384-d64-fp16: 6.41 times the "
         "time of flash.",
     ]  # fmt: skip
     (_, loss) = answer("predict", "--config", "1,4,{512,1024},64,fp32", *of)
     assert loss == (
-        "auto is more than 10 % slower on 1 of 2, and may on 1 more; the worst is b1-h4-s512-d64-fp32: 58 % "
+        "auto takes more than 10 % longer than the fastest on 1 of 2, and may on 1 more; the worst is "
+        "b1-h4-s512-d64-fp32: 58 % "
         "longer than math."
     )
     shown = invoke(*several).stdout
@@ -230,11 +232,12 @@ def test_predict_does_not_rule_out_losses_that_are_not_certain() -> None:
     exact = predict_all(place, configs)
     doubtful = (replace(exact[0][0], regret=0.2, certain=False), *exact[0][1:])
     assert predict_answer([doubtful, exact[1]], place)[1] == (
-        "auto may be more than 10 % slower on 1 of 2, but the intervals overlap."
+        "auto may take more than 10 % longer than the fastest on 1 of 2, but the intervals overlap."
     )
     certain = (replace(exact[1][0], regret=0.2, certain=True), *exact[1][1:])
     assert predict_answer([doubtful, certain], place)[1] == (
-        "auto is more than 10 % slower on 1 of 2, and may on 1 more; the worst is b2-h8-s1024-d64-bf16: 20 % "
+        "auto takes more than 10 % longer than the fastest on 1 of 2, and may on 1 more; the worst is "
+        "b2-h8-s1024-d64-bf16: 20 % "
         "longer than cuDNN."
     )
 

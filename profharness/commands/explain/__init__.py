@@ -655,9 +655,9 @@ def explain(
     not cover a case, the answer is `unknown`. The exit code is 1 if PyTorch was queried and gave no
     answer.
 
-    Several configs give a map. Several releases give a table that marks where the choice changes. If
-    there is an atlas of the GPU and release, a single config is shown with its kernel time and the
-    best backend.
+    Several configs give a map. Several releases or GPUs give a table that marks where the choice
+    changes. If there is an atlas of the GPU and release, a single config is shown with its kernel time
+    and the best backend.
     --backend limits the advice and the columns of that table. A set (flash+math) or an order
     (cudnn-then-flash) replaces auto.
 
@@ -716,9 +716,13 @@ def explain(
     return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
 
 
-def _default_release(gpu: str | None) -> str | None:
-    """Return the release to use for a GPU if none is given, and print why it is used."""
-    if gpu is None or gpu.lower() == CPU:
+def _default_release(names: Sequence[str]) -> str | None:
+    """Return the release to use for GPUs if none is given, and print why it is used.
+
+    Several GPUs get the same release, so that only the GPUs differ.
+    """
+    gpus = [name for name in names if name.lower() != CPU]
+    if not gpus:
         return None
     from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
 
