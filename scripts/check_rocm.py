@@ -112,6 +112,28 @@ def open_unpacked(path: Path) -> BinaryIO:
     return cast("BinaryIO", (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
 
 
+def read_json(path: Path) -> Iterator[Launch]:
+    """Yield the dispatches of a JSON of rocprofv3. Its grids are in threads."""
+    with open_unpacked(path) as file:
+        processes = json.load(file)["rocprofiler-sdk-tool"]
+    for process in processes:
+        symbols = {each["kernel_id"]: each for each in process["kernel_symbols"]}
+        gpus = {each["id"]["handle"]: each["logical_node_type_id"] for each in process["agents"]}
+        for launch in process["buffer_records"]["kernel_dispatch"]:
+            info, start = launch["dispatch_info"], launch["start_timestamp"]
+            symbol = symbols[info["kernel_id"]]
+            sizes, widths = (
+                [info[f"{what}_size"][axis] for axis in "xyz"] for what in ("grid", "workgroup")
+            )
+            resources = (symbol[f"{name}_count"] for name in ("arch_vgpr", "accum_vgpr", "sgpr"))
+            yield (
+                symbol["formatted_kernel_name"], start, launch["end_timestamp"] - start,
+                gpus[info["agent_id"]["handle"]], launch["stream_id"]["handle"],
+                blocks(sizes, widths), tuple(widths), *resources,
+                info["group_segment_size"], info["private_segment_size"],
+            )  # fmt: skip
+
+
 def read_kineto(path: Path) -> Iterator[Launch]:
     """Yield the kernels of a Kineto trace of ROCm, or of PyTorch 1.8 and 1.9."""
     with open_unpacked(path) as file:
@@ -162,6 +184,7 @@ FORMS: tuple[tuple[Callable[[bytes], bool], Callable[[Path], Iterator[Launch]]],
         read_rocprof,
     ),
     (lambda head: b"Kernel_Name" in head and b"Start_Timestamp" in head[:1000], read_csv),
+    (lambda head: b'"rocprofiler-sdk-tool"' in head[:1000], read_json),
     (lambda head: b'"Dispatch Kernel"' in head or b'"cat": "Operator"' in head, read_kineto),
 )
 
