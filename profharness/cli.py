@@ -251,7 +251,7 @@ def _open_streams() -> None:
 
 
 class _Stdout(io.FileIO):
-    """The unbuffered file of stdout. Errors of writing have `stdout` as their `filename`."""
+    """The unbuffered file of stdout. Write errors have `stdout` as their `filename`."""
 
     def write(self, data: Any) -> int:
         try:

@@ -19,7 +19,7 @@ NUMERIC = frozenset({
 """Formats whose columns are aligned to the right."""
 
 Importance = Literal["key", "answer", "normal", "detail"]
-"""What a narrow terminal does with a column.
+"""How a narrow terminal treats a column.
 
 `key` identifies a row and `answer` is what one reads the table for: both are always visible. If the
 others do not fit, `detail` is hidden first and then `normal`, from the right. Columns of details with
@@ -52,7 +52,7 @@ class Column:
 
 
 column = functools.partial(Column, "")
-"""Creates a column for the annotation of a field. `columns_of` uses the field's name as the key."""
+"""Create a column for the annotation of a field. `columns_of` uses the field's name as the key."""
 
 
 @functools.cache

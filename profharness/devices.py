@@ -175,7 +175,7 @@ def _rates(half: float, fp32: float, fp64: float, **others: float) -> dict[str, 
     return {"fp16": half, "bf16": half, "fp32": fp32, "fp64": fp64, **others}
 
 
-_ONE_DIE = "data sheet, one of two dies, which is a device of its own"
+_ONE_DIE = "data sheet, one of two dies, each a separate device"
 _CDNA3 = _rates(1307.4, 163.4, 163.4, tf32=653.7, fp8=2614.9)
 
 # The first row whose pattern matches is used. The L2 sizes are those of "AMD GPU specifications" in
@@ -407,7 +407,7 @@ _GFX_OF_VERSION = {(9, 4): "gfx942", (9, 5): "gfx950"}
 
 
 def _capability_of(device: Device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU. That of an AMD GPU is not in any table."""
+    """Return the compute capability of an NVIDIA GPU. For an AMD GPU, return (0, 0), which is in no table."""
     return (0, 0) if is_amd(device) else (device.compute_major, device.compute_minor)
 
 
@@ -616,7 +616,7 @@ class Resources(Protocol):
 def launch_occupancy(
     block_threads: int | None, launch: Resources, device: Device | None
 ) -> Occupancy | None:
-    """Return the theoretical occupancy of a launch, as `occupancy` does."""
+    """Return the theoretical occupancy of a launch, computed by `occupancy`."""
     return occupancy(
         block_threads,
         launch.registers_per_thread,
@@ -673,9 +673,9 @@ class DeviceFact(NamedTuple):
 
     name: Annotated[str, column("figure", repeat=False, meaning="name of the property")]
     value: Annotated[
-        float | str, column("value", "tenths", importance="answer", meaning="its value")
+        float | str, column("value", "tenths", importance="answer", meaning="value of the property")
     ]
-    unit: Annotated[str, column("unit", importance="answer", meaning="its unit")]
+    unit: Annotated[str, column("unit", importance="answer", meaning="unit of the value")]
     source: Annotated[str, column("source", wrap=True, meaning="where the value comes from")]
 
 
@@ -695,7 +695,7 @@ _Fact = tuple[str, float | str | None, str, str]
 
 
 def _amd_facts(device: Device) -> list[_Fact]:
-    """Return the sizes of an AMD GPU."""
+    """Return the known properties of an AMD GPU."""
     memory, cu = device.total_memory_bytes, cu_limits(device)
     facts: list[_Fact] = [
         ("architecture", gfx_name(device), "", _TRACE),

@@ -116,7 +116,7 @@ def amd_driver_version(module: Path = AMD_MODULE) -> str | None:
 
 
 def rocm_libraries(folder: Path) -> dict[str, Any]:
-    """Return what the library folder of a ROCm build of torch contains.
+    """Return the versions of the libraries in the folder of a ROCm build of torch.
 
     `aotriton` is the version of AOTriton, or None if there is no such library. `roctracer` lists the
     copies of the tracing libraries, which are used in place of those of the system.

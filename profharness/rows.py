@@ -13,7 +13,7 @@ Triple = tuple[int, int, int]
 TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
 """Names of the profilers. `profilers.PROFILERS` describes each profiler."""
 ROCPROFV3, RPD, ROCPROF = "rocprofv3", "rpd", "rocprof"
-"""Names of AMD's profilers: rocprofiler-sdk's, rocmProfileData, and rocprof v1."""
+"""Names of AMD's profilers: rocprofv3 of rocprofiler-sdk, rocmProfileData, and rocprof v1."""
 TRACE_PROFILERS = (TORCH, NSYS, NCU)
 """Profilers that `capture` runs on NVIDIA GPUs and that record kernel launches, in order of preference."""
 LAUNCH_PROFILERS = (*TRACE_PROFILERS, ROCPROFV3, RPD, ROCPROF)
@@ -150,7 +150,7 @@ class RunRow:
             "rank", importance="detail", right=True, meaning="rank in a distributed job, if known"
         ),
     ]
-    world_size: Annotated[int | None, column(meaning="ranks of its job, if known")]
+    world_size: Annotated[int | None, column(meaning="number of ranks in its job, if known")]
     host_key: Annotated[str | None, column(meaning="hash of the host, if known")]
     gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")]
     name: Annotated[
@@ -345,7 +345,7 @@ class KernelRow:
     op_path: Annotated[
         str | None, column(json_key="op", meaning="the ops around the launches, outermost first")
     ]
-    sdpa_op: Annotated[str | None, column(meaning="the attention op among them, if any")]
+    sdpa_op: Annotated[str | None, column(meaning="the attention op among these ops, if any")]
     occupancy: Annotated[
         float | None,
         column(

@@ -247,7 +247,7 @@ class RunTimes:
 
 
 def run_times(run: Run) -> RunTimes:
-    """Return the times of a run, as far as its periods tell them."""
+    """Return the times of a run, as far as they follow from its periods."""
     spans = []
     try:
         for each in run.periods:
@@ -383,7 +383,7 @@ def _with_groups(folder: Path, run: Run) -> Run:
         cells=tuple(results.get(cell.cell, cell) for cell in run.cells),
         traces=tuple(traces),
         problems=tuple(dict.fromkeys(problems)),
-        # the times are unknown if those of a group are
+        # the times are unknown if the times of any group are unknown
         periods=(
             tuple(period for _, part in groups for period in part.periods)
             if all(part.periods for _, part in groups)

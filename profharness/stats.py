@@ -158,7 +158,7 @@ def interval(samples: Sequence[int]) -> Interval | None:
     """Return the interval that contains the median of a repeated run in 95 % of cases.
 
     Return None for fewer than three samples. The turns are resampled within each process (a block
-    bootstrap). There are only few processes, so their medians are assumed to follow Student's
+    bootstrap). There are only a few processes, so their medians are assumed to follow Student's
     t-distribution. The result covers both intervals. It is deterministic.
     """
     if len(samples) < MIN_SAMPLES_CI:

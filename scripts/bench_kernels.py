@@ -300,7 +300,9 @@ def main() -> None:
         "--config", action="append", help="config to measure instead of the table; repeatable"
     )
     parser.add_argument("--quick", action="store_true", help="three shapes, fewer samples")
-    parser.add_argument("--kernels", metavar="NAME,NAME", help="measure only these of kernels/")
+    parser.add_argument(
+        "--kernels", metavar="NAME,NAME", help="measure only these files of the folder kernels/"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -74,8 +74,8 @@ def main() -> int:
         results["alone: nothing is reported"] = alone == ()
 
         for what, computes, sentence in (
-            ("idle", False, "beside a foreign process that is idle: nothing is reported"),
-            ("busy", True, "beside a foreign process that computes: it is reported"),
+            ("idle", False, "another process is idle on the GPU: nothing is reported"),
+            ("busy", True, "another process computes on the GPU: it is reported"),
         ):
             other = subprocess.Popen(
                 [sys.executable, "-c", OTHER.format(computes=computes)],
@@ -95,7 +95,9 @@ def main() -> int:
         assert second.stdout is not None
         said = second.stdout.readline()
         go.touch()
-        results["two at once: the second waits and says so"] = "waiting: another" in said
+        results["two captures at once: the second waits and reports that"] = (
+            "waiting: another" in said
+        )
         for each, process in (("first", first), ("second", second)):
             found = problems(folder, each, process)
             results[f"two at once: the {each} has the GPU to itself"] = found == ()

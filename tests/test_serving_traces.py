@@ -177,4 +177,4 @@ def test_analyze_tells_the_limit_of_each_phase(tmp_path: Path) -> None:
     (decode,) = (row for label, row in rows.items() if "sq1" in label)
     assert decode["bottleneck"] == "latency"
     assert any("SMs are idle" in json.dumps(finding) for finding in decode["findings"])
-    assert "the configs have the mean lengths" in result.stderr
+    assert "the configs use the mean lengths" in result.stderr

@@ -1,4 +1,4 @@
-"""Sentences that the answers of several commands contain."""
+"""Build the sentences that the answers of several commands share."""
 
 from __future__ import annotations
 

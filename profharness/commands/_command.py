@@ -84,7 +84,7 @@ class Declaration:
         return Document in (returned, *typing.get_args(returned))
 
     def check_values(self, values: Mapping[str, Any]) -> None:
-        """Raise UsageError for an invalid value, and for values that exclude each other."""
+        """Raise UsageError for an invalid value and for mutually exclusive values."""
         for parameter in (*self.parameters, *self.shown_parameters):
             if parameter.name in values:
                 parameter.require_valid(values[parameter.name])
@@ -260,7 +260,7 @@ def gate(
 
 
 def usage(of: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the function that raises UsageError for options that exclude each other.
+    """Register the function that raises UsageError for mutually exclusive options.
 
     The parameters of this function have the names and the defaults of the options that it checks.
     """

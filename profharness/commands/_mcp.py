@@ -35,7 +35,7 @@ MAX_ANSWER_BYTES = 1 << 20  # ten times what a model can usually read at once
 TOOLS = ("runs", "kernels", "layers", "predict", "explain", "diff", "explain-kernel")
 GRAMMAR = "\n  ".join(grammar_lines())
 INSTRUCTIONS = (
-    "profharness knows which CUDA kernels PyTorch's attention "
+    "profharness reports which CUDA kernels PyTorch's attention "
     "(scaled_dot_product_attention) launches, why PyTorch chose that backend, and what "
     "it cost. A store contains runs: captured configs and traces of programs. Call "
     "`runs` to list them. All tools are read-only. They return JSON with `rows` and other keys. A "
@@ -100,7 +100,7 @@ def _limits(parameter: Parameter) -> dict[str, Any]:
 
 
 def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
-    """Run a command and return its JSON. Raise ProfharnessError, also for an invalid argument."""
+    """Run a command and return its JSON. Raise ProfharnessError for an invalid argument too."""
     declaration, offered = declared(name), _offered(declared(name))
     try:
         given = msgspec.structs.asdict(msgspec.convert(arguments, arguments_type(name)))
@@ -120,7 +120,7 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     text = render_json(declaration.shown(declaration.answer(values), values))
     if len(text) > MAX_ANSWER_BYTES:
         raise UsageError(
-            f"the result has {len(text) / 1000000.0:.1f} MB, more than the limit of "
+            f"the result takes {len(text) / 1000000.0:.1f} MB, more than the limit of "
             f"{MAX_ANSWER_BYTES >> 20} MiB; request fewer configs or backends, or one run"
         )
     return text

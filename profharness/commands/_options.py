@@ -68,7 +68,7 @@ class Option:
 
 
 class RenamedOption(click.Option):
-    """An option with earlier spellings, which only the parser knows."""
+    """An option whose earlier spellings are accepted but not shown in the help."""
 
     def __init__(self, *arguments: Any, old_flags: tuple[str, ...], **settings: Any) -> None:
         super().__init__(*arguments, **settings)

@@ -124,7 +124,7 @@ def echo(text: str) -> None:
 
 
 def hint(text: str) -> None:
-    """Print a message to stderr, but only on the command line. Errors of writing are ignored."""
+    """Print a message to stderr, but only on the command line. Write errors are ignored."""
     if is_command_line():
         with contextlib.suppress(OSError):
             click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
@@ -384,7 +384,7 @@ def progress_line(wanted: bool | None) -> Iterator[Progress | None]:
 
 
 class _Lines:
-    """Prints one line for each finished cell, with the time that is probably left."""
+    """Prints one line for each finished cell, with the estimated remaining time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

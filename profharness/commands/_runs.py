@@ -100,7 +100,7 @@ def _is_run(text: str, store: Path) -> bool:
 
 
 def run_text(ref: Reference | None) -> str | None:
-    """Return a reference that was resolved as text."""
+    """Return a resolved reference as text."""
     return None if ref is None else os.fspath(ref)
 
 
@@ -131,7 +131,7 @@ def find_side(ref: Reference, store: Path) -> str:
 
 
 def _is_path(text: str, store: Path) -> bool:
-    """Return whether a text is a file or folder that exists. Ids and `latest` come first."""
+    """Return whether a text is a file or folder that exists. Ids and `latest` take precedence."""
     if not text or text == ALL_RUNS or text.partition("~")[0] == LATEST:
         return False
     try:
@@ -193,7 +193,7 @@ def _ingest_all(sources: list[Path], store: Path, found: dict[str, Path | None])
     failures: list[ProfharnessError] = []
     for source in sources:
         try:
-            run = ensure_stored(source, store, tuple(found)).run
+            run = ensure_stored(source, store, found).run
         except ProfharnessError as error:
             failures.append(error)
             continue

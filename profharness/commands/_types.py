@@ -85,7 +85,7 @@ def complete_names(names: Callable[[], Iterable[str]]) -> Complete:
 
 
 def _last_item(text: str) -> tuple[str, str]:
-    """Split a text behind its last comma."""
+    """Split a text after its last comma."""
     before, comma, last = text.rpartition(",")
     return before + comma, last
 
@@ -380,7 +380,7 @@ RunOrConfigs = Annotated[
         configs="configs",
     ),
 ]
-"""As `OneRun`, of a command whose arguments may also be configs."""
+"""Like `OneRun`, for a command whose arguments may also be configs."""
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the parameter `*runs` of a command that shows several runs."""
 DEFAULT_RELEASE = (

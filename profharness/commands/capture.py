@@ -206,8 +206,8 @@ def capture(
       profharness capture --python old/bin/python --python new/bin/python
 
     In Python the result has one row per cell, including cells that failed or were refused. `configs` are
-    texts ("2,8,512,64,bf16"), Config objects or a list of them. Raise UsageError, and CaptureError if no
-    worker starts.
+    texts ("2,8,512,64,bf16"), Config objects or a list of them. Raise UsageError for invalid arguments,
+    and CaptureError if no worker starts.
     """
     path, pythons, where = store_path(store), split_names(python), fleet(scheduler, gpu, insecure)
     watched = split_names(profilers) or CaptureOptions.profilers

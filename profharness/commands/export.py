@@ -122,7 +122,7 @@ def export(
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
-    The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
+    The file can be opened in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
     with its kernels. Each launch lists its resources, theoretical occupancy, op stack and ncu
     counters. Thread tracks contain ranges, launch calls, and ops that launched kernels.
     The store does not contain op times, so each op is drawn from its first launch to its last.
@@ -403,7 +403,7 @@ class _OpenOp:
 class _Ops:
     """Reconstructs the ops of each thread from the op stacks of launches.
 
-    The store has no times of ops. So an op lasts from the first to the last of consecutive launches
+    The store contains no op times, so an op lasts from the first to the last of consecutive launches
     whose stacks contain the op.
     """
 

@@ -182,7 +182,7 @@ def _ingest_each(
 def _in_turn(
     store: Path, paths: Sequence[Path], companions: Sequence[Path]
 ) -> Generator[IngestOutcome, None, None]:
-    """Ingest one source after the other in this process, and yield the outcomes."""
+    """Ingest one source after another in this process, and yield the outcomes."""
     from profharness.jobs.parallel_ingest import IngestOutcome  # loads numpy
 
     for source in paths:

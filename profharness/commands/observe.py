@@ -1,4 +1,4 @@
-"""`profharness observe`: run a program and record the attention in it."""
+"""`profharness observe`: run a program and record its attention calls."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def check(result: ObservedProgram, *, fail_on: FailOn = (), expect: Expected = (
 
 
 def _print_forecast(result: ObservedProgram, options: Mapping[str, object]) -> None:
-    """Print the predictions for other GPUs. An error is only printed, to keep the exit code.
+    """Print the predictions for other GPUs. Errors are printed and not raised, to keep the exit code.
 
     `options` are the options of the `layers` command that is printed as a hint.
     """
@@ -267,7 +267,7 @@ def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str
         lines.append(f"{counted(total, 'attention call')} at {where}: {shares}")
     if compiled:
         lines.append(
-            f"Compiled code calls attention at {counted(compiled, 'place')}; only a trace counts them."
+            f"Compiled code calls attention at {counted(compiled, 'place')}; these calls are counted only in a trace."
         )
     with contextlib.suppress(ProfharnessError), open_store(store) as opened:
         layers = find_layers(opened, run)

@@ -1,4 +1,4 @@
-"""`profharness predict`: predict the backend and time of configs on a GPU by means of an atlas."""
+"""`profharness predict`: predict the backend and time of configs on a GPU, using an atlas."""
 
 from __future__ import annotations
 
@@ -82,10 +82,8 @@ LOSS_COLUMNS = (
     *pick(Predicted, "choice", "source", "kernel_ns", "best", "best_ns", "regret"),
 )
 GPU_COLUMNS = (
-    *(
-        replace(each, title=title)
-        for each, title in zip(pick(Predicted, "gpu", "torch"), ("GPU", "torch"), strict=True)
-    ),
+    replace(*pick(Predicted, "gpu"), title="GPU"),
+    replace(*pick(Predicted, "torch"), title="torch"),
     *pick(Predicted, "choice", "source", "kernel_ns", "low_ns", "high_ns"),
     *pick(Predicted, "best", "best_ns", "regret"),
 )

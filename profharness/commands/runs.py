@@ -76,7 +76,7 @@ PricePerHour = Annotated[
 
 @dataclass(frozen=True)
 class RunsFound:
-    """The stored runs, and the run folders that were begun and did not finish."""
+    """The stored runs, and the folders of unfinished runs."""
 
     rows: list[RunRow]
     unfinished: list[UnfinishedRun]

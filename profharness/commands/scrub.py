@@ -123,7 +123,7 @@ def require_clean(done: Scrubbed | Audit) -> None:
     """Raise GateError if --check found texts that `scrub` would replace."""
     if isinstance(done, Audit) and done.findings:
         raise GateError(
-            f"{done.source}: {counted(len(done.findings), 'thing')} not known to be harmless; "
+            f"{done.source}: {counted(len(done.findings), 'text')} not known to be harmless; "
             "`profharness scrub` makes a clean copy"
         )
 

@@ -289,18 +289,28 @@ class LayerForecast:
     predicted_kernels: Annotated[
         tuple[str, ...], column("kernels", "names", meaning="kernels of the median-length call")
     ] = ()
-    predicted_ns: Annotated[Number, column("µs/call", "us", meaning="mean time of one call")] = None
+    predicted_ns: Annotated[
+        Number, column("µs/call", "us", scale="prediction", meaning="mean time of one call")
+    ] = None
     predicted_low_ns: Annotated[
         Number,
         column(
             "from µs",
             "us",
             importance="detail",
+            scale="prediction",
             meaning="lower end of the 90 % interval of one call",
         ),
     ] = None
     predicted_high_ns: Annotated[
-        Number, column("to µs", "us", importance="detail", meaning="upper end of that interval")
+        Number,
+        column(
+            "to µs",
+            "us",
+            importance="detail",
+            scale="prediction",
+            meaning="upper end of that interval",
+        ),
     ] = None
     predicted_total_ns: Annotated[
         Number,

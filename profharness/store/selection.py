@@ -148,7 +148,8 @@ class RunFinder:
 
     def path_of(self, run: str) -> str:
         """Return the file or folder from which a run was ingested, or "" if it is not stored."""
-        return next((each.path for each in self.stored_runs() if each.run == run), "")
+        row = self.connection.execute("SELECT path FROM runs WHERE run = ?", (run,)).fetchone()
+        return str(row[0]) if row else ""
 
     def run_reference(self, run: str) -> str:
         """Return the text with which a user can select a run: its name, or its id if another file
@@ -158,7 +159,7 @@ class RunFinder:
         name = name_runs(runs).get(run, run)
         if name == run or not Path(name).exists():
             return name
-        path = next(Path(each.path) for each in runs if each.run == run)
+        path = Path(self.path_of(run))
         return name if path.exists() and path.samefile(name) else run
 
     def has(self, run: str, need: Need) -> bool:

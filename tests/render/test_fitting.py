@@ -27,7 +27,7 @@ from profharness.commands import bench, report
 from profharness.commands.kernels.tables import longer_names
 from profharness.commands.verify import verify_document
 from profharness.errors import NotFoundError
-from profharness.program.layer_map import LayerRow
+from profharness.program.layer_map import LayerForecast, LayerRow
 from profharness.render.document import (
     Code,
     Document,
@@ -538,6 +538,14 @@ def test_columns_with_the_same_scale_have_the_same_unit() -> None:
     table = Table(columns, ((7_440, 7_000, 2_000_000),))
     text = render_table(Document("t/1", "t", (table,), (), ()))
     assert text.split() == ["forward", "ms", "low", "total", "ms", "0.0074", "0.0070", "2.0000"]
+
+
+def test_an_interval_has_the_unit_of_its_time() -> None:
+    """Bug: the ends of a predicted interval could be in µs beside a time in ms."""
+    columns = pick(LayerForecast, "predicted_ns", "predicted_low_ns", "predicted_high_ns")
+    table = Table(columns, ((1_200_000, 900_000, 1_400_000),))
+    text = render_table(Document("t/1", "t", (table,), (), ()))
+    assert text.split()[:5] == ["ms/call", "from", "ms", "to", "ms"]
 
 
 def test_tables_with_the_same_columns_have_the_same_units() -> None:

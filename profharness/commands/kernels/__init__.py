@@ -197,7 +197,7 @@ def kernels(
     that has the configs; if there is none, capture them first.
 
     Columns: smem KiB is shared memory and smem% its share of an SM's; launches is the number of launches per call;
-    median µs is the median time of one launch; µs/call is the mean time of all its launches in a call (in a
+    median µs is the median time of one launch; mean µs/call is the time of all its launches in a call (in a
     program's trace: total µs); % of call is the share of the cell's time on the device (in a program's
     trace: % of range); occ% is the theoretical occupancy. `-` means that the profiler does not record the value.
 

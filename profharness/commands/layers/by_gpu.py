@@ -425,10 +425,10 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
             text = f"{other.name} has no layer in common with {first.name}."
             texts.append(f"{text} Are they runs of one model?")
         elif before and after:
-            at_all = "on" if first.device != other.device else "in"
+            preposition = "on" if first.device != other.device else "in"
             text = (
-                f"Attention of a step takes {time_text(before)} {at_all} {first.name} and "
-                f"{time_text(after)} {at_all} {other.name}: {_faster(other.name, before / after)}"
+                f"Attention of a step takes {time_text(before)} {preposition} {first.name} and "
+                f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, before / after)}"
             )
             gaps = [(_gap(row, at), row) for row in shared]
             gap, row = max(gaps, key=lambda pair: abs(pair[0]))

@@ -168,10 +168,11 @@ def _forecast_blocks(
 def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterator[Block]:
     first, *others = layers.forecasts
     measured = any(row.forward_ns is not None for row in layers.rows)
-    names = [forecast.gpu for forecast in layers.forecasts]
-    names = [f"{name} predicted" for name in names]
+    gpus = [forecast.gpu for forecast in layers.forecasts]
+    names = [f"{gpu} predicted" for gpu in gpus]
     if measured:
-        names.insert(0, f"{short_gpu_name(layers.gpu) if layers.gpu else 'here'} measured")
+        gpus.insert(0, short_gpu_name(layers.gpu) if layers.gpu else "here")
+        names.insert(0, f"{gpus[0]} measured")
     whole = "a step" if first.of == "step" else "the whole program"
     yield Heading("GPUs compared", f"predicted time of the kernels of {whole}")
     rows = []
@@ -181,7 +182,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         predicted = [forecast.rows[at] for forecast in layers.forecasts]
         cells += [(each.predicted_backend, each.predicted_total_ns) for each in predicted]
         rows.append({column.key: line[column.key] for column in GPU_LAYER} | figures(cells))
-    columns = figure_columns(names, "backend")
+    columns = figure_columns(names, "backend", gpus)
     # A GPU without any time has no speed-up either.
     optional = [each.key for each in columns if each.format == "ratio"]
     yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
@@ -206,10 +207,13 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
             )
 
 
-def figure_columns(names: Sequence[str], backend: str) -> list[Column]:
+def figure_columns(
+    names: Sequence[str], backend: str, gpus: Sequence[str] | None = None
+) -> list[Column]:
     """Return columns for the backends, the time on each GPU, and speed-ups over the first GPU.
 
-    `backend` is the title of the column with the backends.
+    `names` are the titles of the times, and `backend` is the title of the column with the backends.
+    `gpus` are the titles of the speed-ups if they differ from `names`.
     """
     columns = [Column("ran", backend, importance="answer", shrink=True)]
     columns += [
@@ -219,11 +223,11 @@ def figure_columns(names: Sequence[str], backend: str) -> list[Column]:
     columns += [
         Column(
             f"times{at}",
-            f"{name.removesuffix(' predicted')} speed-up",
+            f"{name} speed-up",
             "ratio",
             importance="answer",
         )
-        for at, name in enumerate(names[1:], 1)
+        for at, name in enumerate((gpus or names)[1:], 1)
     ]
     return columns
 

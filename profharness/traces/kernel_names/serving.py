@@ -215,9 +215,11 @@ def parse_serving(text: str, head: Head) -> KernelName | None:
     library = _LIBRARIES.match(words)
     if family is None and library is None:
         return None
-    short = generic_short(text, head)
-    if is_mangled:
-        short = join_short(path.rpartition("::")[2], *mangled_numbers(text))
+    short = (
+        join_short(path.rpartition("::")[2], *mangled_numbers(text))
+        if is_mangled
+        else generic_short(text, head)
+    )
     backend = str(library.lastgroup) if library else "unknown"
     if family is None:
         return KernelName(head.name, short, "other", backend)
