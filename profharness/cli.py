@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
-from profharness.errors import Interrupted, ProfharnessError, printable, wrapped_for
+from profharness.errors import Interrupted, ProfharnessError, join_few, printable, wrapped_for
 
 # Maps each command to (its module, its help line). The module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -71,6 +71,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
+FEW = 4  # maximum number of commands that an error names
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Matches Click's error message if the shell has expanded the braces of an unquoted config.
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
@@ -188,8 +189,12 @@ def _run() -> int:
 def _wrong_usage(error: click.ClickException) -> str:
     """Return Click's message in the form of other errors, with the command that shows the usage."""
     if isinstance(error, click.NoSuchOption):
-        near = _near_options(error)
-        error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
+        if others := _commands_with(error.option_name):
+            text = f"No such option {error.option_name!r}; it belongs to {join_few(others, FEW)}"
+            error = click.UsageError(text, error.ctx)
+        else:
+            near = _near_options(error)
+            error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
     text = error.format_message().rstrip(".").replace(". Did you", "; did you")
     text = re.sub(r"is not a valid (integer|float)( range)?$", "is not a number", text)
     if text[1:2].islower():
@@ -198,12 +203,25 @@ def _wrong_usage(error: click.ClickException) -> str:
     return f"{text}; see: {ctx.command_path} --help" if ctx else text
 
 
+def _commands_with(flag: str) -> list[str]:
+    """Return the commands whose `--help` shows an option."""
+    return [
+        name
+        for name in COMMANDS
+        if any(flag in option.opts and not option.hidden for option in _options(find_command(name)))
+    ]
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [each for each in command.params if isinstance(each, click.Option)]
+
+
 def _near_options(error: click.NoSuchOption) -> list[str]:
     """Return the options that `--help` shows and that are spelled like the unknown one."""
     import difflib  # needed only for this error
 
-    given = error.ctx.command.params if error.ctx else []
-    shown = [each for each in given if isinstance(each, click.Option) and not each.hidden]
+    given = _options(error.ctx.command) if error.ctx else []
+    shown = [each for each in given if not each.hidden]
     flags = [flag for each in shown for flag in (*each.opts, *each.secondary_opts)]
     return difflib.get_close_matches(error.option_name, flags, cutoff=0.7)
 

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
     "count", "figures", "short", "tenths", "us", "ms", "ms3", "ms4", "kib", "mib", "percent",
-    "spread", "load", "triple", "ratio", "thousandths", "mega", "millions", "giga", "tera", "duration",
-    "price",
+    "spread", "load", "triple", "ratio", "inverse", "thousandths", "mega", "millions", "giga", "tera",
+    "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 

@@ -121,7 +121,7 @@ class RunRow:
         str | None,
         column(
             "device",
-            importance="normal",
+            importance="answer",
             shrink=True,
             meaning="the GPU, or the CPU of a run without a GPU",
         ),
@@ -138,11 +138,20 @@ class RunRow:
             meaning="the profilers that recorded its kernels and times",
         ),
     ]
-    cells: Annotated[int, column("cells", "count", meaning="number of cells")]
+    cells: Annotated[int, column("cells", "count", importance="detail", meaning="number of cells")]
     failed_cells: Annotated[
-        int, column("failed", "count", meaning="cells that neither ran nor were refused")
+        int,
+        column(
+            "failed",
+            "count",
+            importance="detail",
+            meaning="cells that neither ran nor were refused",
+        ),
     ]
-    launches: Annotated[int, column("launches", "count", meaning="stored launches of kernels")]
+    launches: Annotated[
+        int,
+        column("launches", "count", importance="detail", meaning="stored launches of kernels"),
+    ]
     warnings: Annotated[tuple[str, ...], column(meaning="problems with its traces")]
     rank: Annotated[
         int | None,
@@ -158,6 +167,7 @@ class RunRow:
         column(
             "run",
             importance="key",
+            shrink=True,
             meaning="the file that a trace was read from, otherwise the id",
         ),
     ]
@@ -167,7 +177,7 @@ class RunRow:
         column(
             "took",
             "duration",
-            importance="answer",
+            importance="normal",
             meaning="how long it took, or the time that a trace covers, if known",
         ),
     ] = None
@@ -349,7 +359,7 @@ class KernelRow:
     occupancy: Annotated[
         float | None,
         column(
-            "occ%",
+            "% occupancy",
             "percent",
             importance="detail",
             meaning="theoretical occupancy, as limited by registers, shared memory and block size",
@@ -372,7 +382,7 @@ class KernelRow:
     shared_share: Annotated[
         float | None,
         column(
-            "smem%",
+            "% of smem",
             "percent",
             importance="detail",
             spare=3,

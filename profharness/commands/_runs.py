@@ -166,6 +166,8 @@ def _require_run(text: str, store: Path) -> None:
             opened.resolve(text)
         except NotFoundError as error:
             raise UnknownNameError(f"{missing}; {error}") from None
+    if os.sep in text:  # not only the name of a run
+        hint(f"note: {missing}; its stored run is used")
 
 
 def _sources(text: str) -> list[Path]:
@@ -230,6 +232,11 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
             if known.run not in found and named and not _is_same(Path(named), source):
                 with closing(Writer(store)) as writer, contextlib.suppress(StoreError):
                     rename_trace(writer(), known.run, source)
+                    hint(
+                        f"note: {printable_path(source)} has the same content as the stored "
+                        f"{printable_path(Path(named).name)}; the run is now named "
+                        f"{printable_path(source.name)}"
+                    )
             return known
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)

@@ -222,9 +222,10 @@ def config_list(configs: ConfigLike) -> list[Config]:
                 f"{item!r} is not a config; write a string such as '2,8,512,64', or a Config"
             )
         if isinstance(item, str) and _RUN.fullmatch(item):
+            # Whether the file exists is not checked, because an MCP client may have sent the text.
             raise UsageError(
-                f"{item} is a run, but a config is needed, such as 2,8,512,64,bf16; show the "
-                f"attention in a run or trace file with: profharness layers {shlex.quote(item)}"
+                f"{item} is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
+                f"run, show its attention with: profharness layers {shlex.quote(item)}"
             )
         expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))

@@ -224,7 +224,8 @@ def warning_notes(warnings: Mapping[str, Sequence[str]]) -> list[Note]:
         several = len(texts) > 1
         count = f"{len(texts)} warnings, the first: " if several else ""
         more = "; all of them: profharness runs --format json" if several else ""
-        notes.append(Note(f"{count}{texts[0]}{more}", run, "warning"))
+        text = texts[0].removeprefix(f"{run}: ")  # the label names the run
+        notes.append(Note(f"{count}{text}{more}", run, "warning"))
     return notes
 
 

@@ -355,8 +355,11 @@ def capture_missing(store: Path, selection: Selection, listener: Listener = SILE
     """Capture configs that are not in the store, and return a selection of the new run."""
     configs = counted(len(selection.configs), "config")
     named = ", ".join(selection.backends) or "the usual backends"
-    listener.say(f"{store} has no kernels of the config yet; capturing {configs} on {named}")
     options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
+    listener.say(
+        f"{store} has no kernels of the config yet; capturing {configs} on {named}, "
+        f"with the traces in {options.out}"
+    )
     with listener.progress() as progress:
         captured = capture_into_store(
             selection.configs, selection.backends, store, options, progress

@@ -642,7 +642,7 @@ def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[S
             if not lines:
                 continue
             rivals = _rivals(lines, ran)
-            events = (*_crossovers(lines, rivals, samples_of), *_drops(lines, samples_of, ran))
+            events = (*_crossovers(lines, rivals, samples_of, ran), *_drops(lines, samples_of, ran))
             growth = _growths(lines) if axis is LENGTH else ()
             sweep = Sweep(
                 *(axis.key, axis.title, name, tuple(group), tuple(group.values())),
@@ -697,7 +697,7 @@ def _ns(row: BenchRow) -> float:
     return float(row.median_ns or 0)
 
 
-def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[AxisEvent]:
+def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
     """Return the points of the axis at which the samples show another fastest backend.
 
     There is also an event at each point where the fastest backend so far has no median.
@@ -706,6 +706,10 @@ def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Axis
     def ahead(one: str, other: str, value: int) -> bool:
         rows = lines[one].get(value), lines[other].get(value)
         if rows[0] is None or rows[1] is None:
+            return False
+        # A difference between `auto` and the backend that it ran is noise.
+        took = [ran.get((row.config, row.backend)) for row in rows if row]
+        if took[0] is not None and took[0] == took[1]:
             return False
         return stats.compare(samples_of(rows[1]), samples_of(rows[0])).verdict == "faster"
 

@@ -96,7 +96,7 @@ class LayerRow:
     ]
     phase: Annotated[
         Text,
-        column("phase", meaning="`prefill`, `decode`, `cross` or `train`"),
+        column("phase", meaning="`train`, `decode`, `prefill` (causal), `self` or `cross`"),
     ]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
     mode: Annotated[
@@ -230,11 +230,7 @@ class LayerRow:
     ] = ()
     library: Annotated[
         Text,
-        column(
-            "computed by",
-            importance="detail",
-            meaning="on AMD GPUs: the library whose kernels computed the backend",
-        ),
+        column(meaning="on AMD GPUs: the library whose kernels computed the backend"),
     ] = None
 
     @property
@@ -579,8 +575,10 @@ def any_length(config: Config, phase: str | None) -> Config:
 
 
 def phase_of(call: CallRow) -> str | None:
-    """Return the phase of a call: `prefill`, `decode`, `cross` or `train`. Return None if the
-    shapes of the call are unknown.
+    """Return the phase of a call: `train`, `decode`, `prefill`, `self` or `cross`.
+
+    `self` is attention over a whole sequence that is not known to be causal, such as that of an
+    encoder. Return None if the shapes of the call are unknown.
     """
     if call.backward or call.recompute:
         return "train"
@@ -588,7 +586,7 @@ def phase_of(call: CallRow) -> str | None:
         return None
     config = parse_config(call.config)
     if config.seq_len_q == config.seq_len_kv:
-        return "prefill"
+        return "prefill" if config.causal else "self"
     return "decode" if config.seq_len_q == 1 else "cross"
 
 

@@ -102,7 +102,7 @@ class LayerSide:
     roofline_share: Annotated[
         float | None,
         column(
-            "roofline%",
+            "% of roofline",
             "percent",
             importance="detail",
             right=True,
@@ -139,10 +139,10 @@ class LayerDiff:
     ratio: Annotated[
         float | None,
         column(
-            "ratio",
-            "ratio",
+            "speed-up",
+            "inverse",
             importance="answer",
-            meaning="the candidate's time divided by the baseline's",
+            meaning="the candidate's time divided by the baseline's; tables show the inverse, the speed-up",
         ),
     ] = None
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`

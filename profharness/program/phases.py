@@ -104,7 +104,7 @@ class PhaseRow:
     roofline_share: Annotated[
         Number,
         column(
-            "roofline%",
+            "% of roofline",
             "percent",
             meaning="share of the limit set by the data sheet's matrix rate and bandwidth",
         ),

@@ -329,6 +329,10 @@ def _duration(time_ns: float) -> str:
     return f"{time_ns / 1e9:.1f} s" if time_ns < 1e10 else duration(time_ns / 1e9)
 
 
+def _ratio(value: float) -> str:
+    return f"{value:.2f}x" if value >= 0.1 else f"{value:.3g}x"
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "count": _count,
@@ -346,7 +350,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
     "flag": lambda value: "yes" if value else "no",
     "triple": lambda value: ",".join(map(str, value)),
-    "ratio": lambda value: f"{value:.2f}x" if value >= 0.1 else f"{value:.3g}x",
+    "ratio": _ratio,
+    "inverse": lambda value: _ratio(1 / value) if value else MISSING,
     "thousandths": lambda value: f"{value:.3f}x",
     "millions": lambda value: _count(value / 1e6),
     "mega": lambda value: _rate(value / 1e6),

@@ -241,8 +241,15 @@ def _groups(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[
 def _widest(
     columns: Sequence[Column], kept: Sequence[int], least: Sequence[int], width: int
 ) -> tuple[int, ...]:
-    """Return the widest texts that must leave the line so that the others fit in it."""
+    """Return the texts that must leave the line so that the others fit in it.
+
+    This is the first column if that is enough, because it names the row. Otherwise, it is the
+    widest texts.
+    """
     rest = list(kept)
+    others = [place for place in kept if place]
+    if 0 in kept and not columns[0].right and _line_width(least, others) <= width - INDENT:
+        return (0,)
     texts = sorted((at for at in kept if not columns[at].right), key=lambda at: -least[at])
     stacked: list[int] = []
     while _line_width(least, rest) > width - INDENT and len(stacked) < len(texts) and len(rest) > 1:
@@ -393,6 +400,8 @@ def _from_difference(text: str, shared: str, width: int) -> str:
     start = word if len(shared) - word <= width // 4 else len(shared)
     spare = 0 if _DOTTED.fullmatch(text) else width - 1 - cell_len(text[start:])
     head = fitting(shared, max(width // 3, spare))
+    if not head:
+        return f"{fitting(text, width - 1)}…"
     rest, room = text[start:], width - cell_len(head) - 1
     if cell_len(rest) > room:
         return f"{head}…{fitting(rest, room - 1)}…"

@@ -530,6 +530,19 @@ def test_a_lead_that_samples_do_not_show_is_no_crossover(tmp_path: Path) -> None
     )
 
 
+def test_the_backend_that_auto_ran_does_not_overtake_auto(tmp_path: Path) -> None:
+    """Bug: `flash overtakes auto between 64 and 100`, where auto ran flash at 100."""
+    cells = [
+        cell("2,8,512,64,fp16", "auto", {"graph": steady(50_000)}, choice="cudnn"),
+        *timed("2,8,512,64,fp16", "graph", flash=60_000, cudnn=50_000),
+        cell("2,8,512,100,fp16", "auto", {"graph": steady(95_000)}, choice="flash"),
+        *timed("2,8,512,100,fp16", "graph", flash=90_000),
+    ]
+    (sweep,) = answer(tmp_path, cells).sweeps
+    assert sweep.events == ()
+    assert sweep.statement.startswith("the lowest median is that of auto at 64, flash at 100;")
+
+
 def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
     cells = [
         *timed("2,4,512,128,fp16", "graph", flash=50_000, math=90_000),

@@ -216,9 +216,9 @@ def test_the_table_of_a_program_does_not_contradict_its_findings(tmp_path: Path)
     (eager,) = rows(analyze, "--run", "llama_eager.json.gz", "--store", path)
     assert eager["bottleneck"] == "score traffic" and eager["bandwidth_share"] < 0.01
     text = run(analyze, "--run", "llama_eager.json.gz", "--store", path).stdout
-    assert "GB/s " not in text and "bw%" not in text
+    assert "GB/s " not in text and "% of peak GB/s" not in text
     assert " mean µs/call " in text and "unrolled_elementwise<direct_copy>  131,072" in text
-    assert "bw%" in run(analyze, "--run", "unet.json.gz", "--store", path).stdout
+    assert "% of peak GB/s" in run(analyze, "--run", "unet.json.gz", "--store", path).stdout
 
 
 def test_a_run_without_counters_is_analyzed_by_what_it_has(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def diff(store: Path, *words: str) -> Any:
             ("llama_prefill", "llama_eager"),
             "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward of "
             "attention (104 µs → 2.36 ms per step): attention went from cuDNN to eager in 3 calls per "
-            "step. The step takes 9.68 ms → 9.63 ms: the GPU is idle for most of it. "
+            "step. A trace of eager attention does not show its mask or its number of key heads, so "
+            "the configs differ (kv8 and causal only in llama_prefill.json.gz). The step takes "
+            "9.68 ms → 9.63 ms: the GPU is idle for most of it. "
             f"{UNTOLD}",
         ),
         (
@@ -108,7 +110,7 @@ def test_a_small_increase_of_memory_is_a_percentage() -> None:
 def test_the_kernels_of_a_program_need_full(store: Path) -> None:
     sides = "llama_prefill", "llama_eager"
     short, full = diff(store, *sides).stdout, diff(store, *sides, "--full").stdout
-    assert len(short.splitlines()) < 15 and "softmax_warp_forward" not in short
+    assert len(short.splitlines()) < 20 and "softmax_warp_forward" not in short
     assert "--full also compares the kernels of the whole trace" in short
     assert "softmax_warp_forward" in full and "--full" not in full
 

@@ -205,6 +205,28 @@ def test_a_fallback_to_math_has_its_layers_and_the_saving(store: Path) -> None:
     )
 
 
+def test_a_saving_that_cannot_be_predicted_has_a_reason(store: Path) -> None:
+    """Bug: a trace of a GPU without an atlas got advice without a word about its saving."""
+    layers = replace(the_map(store, "llama_eager"), gpu="NVIDIA L40S")
+    notes = [each.text for each in layers_document(layers).blocks if isinstance(each, Note)]
+    assert "The saving is not predicted, because there is no atlas for L40S." in notes
+
+
+def test_a_choice_without_times_is_the_answer(store: Path) -> None:
+    """Bug: the answer was that no time is known, although the choice was predicted."""
+    run = the_map(store, "llama_prefill").run
+    first = ask(store, run, "--gpu", "MI300X", "--torch", "2.11").stdout.splitlines()[0]
+    assert first == "Predicted for MI300X: PyTorch chooses flash; the times are unknown."
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"), [("llama_prefill", "prefill"), ("vit", "self"), ("llama_train", "train")]
+)
+def test_only_causal_attention_is_a_prefill(store: Path, name: str, phase: str) -> None:
+    """Bug: the attention of encoders was called prefill."""
+    assert {row.phase for row in the_map(store, name).rows} == {phase}
+
+
 def test_nothing_is_predicted_without_advice(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(savings, "known_atlases", lambda _: pytest.fail("an atlas was read"))
     assert told_change(the_map(store, "llama_prefill")) is None

@@ -92,7 +92,7 @@ def test_each_class_is_a_column(store: dict[str, str]) -> None:
         assert title in header
     figures = ["cudnn", "44.48", "35.74", "140.57", "1.24x", "0.32x"]
     assert first.split()[-9:-3] == figures
-    assert all(f"{gpu} roofline%" in header for gpu in ("H100", "H200", "L40S"))
+    assert all(f"{gpu} % of roofline" in header for gpu in ("H100", "H200", "L40S"))
     assert "another backend" not in table
     answer = (
         "Attention of a step takes 148 µs on H100 and 120 µs on H200: H200 is 1.24 times "
@@ -732,11 +732,13 @@ def test_vendors_are_compared_by_library_and_roofline(tmp_path: Path) -> None:
     # In the same time, the GPU with the higher peak is farther from its limit.
     assert 0 < right["roofline_share"] < left["roofline_share"] < 1
     text = ask(store, "h100.json", "mi300x.json").stdout
-    assert "computed by" in text and "flash (AOTriton)" in text
+    assert text.count("flash (AOTriton)") == 2
     diff = CliRunner().invoke(
         cli, ["diff", "h100.json", "mi300x.json", "--store", store["store"]], env=WIDE
     )
-    assert "roofline%" in diff.stdout and "name both runs in `profharness layers`" in diff.stdout
+    assert (
+        "% of roofline" in diff.stdout and "name both runs in `profharness layers`" in diff.stdout
+    )
 
 
 def test_a_layer_that_differs_in_the_other_direction_is_named(tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def test_each_rank_that_is_uneven_is_named_for_what_it_is(jobs: Path) -> None:
         ("other-software", ("rank 6", "rank 7")),
     }
     told = {each.code: each.sentence for each in answer.findings}
-    assert "ran cudnn_bwd + flash, but cudnn + cudnn_bwd on 7 of 8 ranks" in told["other-attention"]
+    assert (
+        "kernels: cudnn_bwd + flash, but cudnn + cudnn_bwd on 7 of 8 ranks"
+        in told["other-attention"]
+    )
     assert "cuda_driver_version is 12080, but 13000 on most ranks" in told["other-software"]
     (slow,) = [row for row in answer.rows if row.findings == ("slow-gpu",)]
     assert slow.ratio == pytest.approx(1.05, abs=0.015)
@@ -130,7 +133,7 @@ def test_the_answer_about_slow_ranks_counts_them_and_what_is_slow(jobs: Path) ->
     assert asked((0.98, 1, 1), "slow-kernels", 1)[0].startswith(
         "Rank 0 is slow: some of its kernels take longer than on the others, 0 % longer in total;"
     )
-    assert asked((1,), "slow-gpu", 0) == ("These ranks' times cannot be compared.",)
+    assert asked((1,), "slow-gpu", 0) == ("The times of these ranks cannot be compared.",)
 
 
 def test_shares_are_parts_of_the_span_and_ranks_that_wait_are_told(jobs: Path) -> None:

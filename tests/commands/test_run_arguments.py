@@ -81,6 +81,17 @@ def test_a_name_works_after_the_file_was_deleted(folder: Path) -> None:
     assert [(row["run"], row["name"]) for row in listed] == [(rows[0]["run"], "trace.json.gz")]
 
 
+def test_a_path_that_no_longer_exists_says_so(folder: Path) -> None:
+    """Bug: `layers PATH` answered from the store without a word about the missing file."""
+    path = folder / "trace.json.gz"
+    invoke(folder, "layers", str(path))
+    path.unlink()
+    done = invoke(folder, "layers", str(path))
+    assert done.exit_code == 0 and "run trace.json.gz" in done.stdout
+    assert done.stderr == f"note: {path}: no such file or folder; its stored run is used\n"
+    assert invoke(folder, "layers", "trace.json.gz").stderr == ""
+
+
 def test_equal_file_names_are_told_apart_by_their_folders(folder: Path) -> None:
     for name, source in (("a", EAGER), ("b", PREFILL)):
         (folder / name).mkdir()
@@ -286,7 +297,11 @@ def test_a_copy_of_a_stored_trace_is_shown_under_the_name_that_was_given(folder:
     """Bug: the second name of a file was ignored, and headings named the first."""
     shutil.copy(folder / "trace.json.gz", folder / "rank3.json.gz")
     assert "run trace.json.gz" in invoke(folder, "layers", "trace.json.gz").stdout
-    assert "run rank3.json.gz" in invoke(folder, "layers", "rank3.json.gz").stdout
+    renamed = invoke(folder, "layers", "rank3.json.gz")
+    assert "run rank3.json.gz" in renamed.stdout
+    assert (
+        "has the same content as the stored trace.json.gz; the run is now named" in renamed.stderr
+    )
     assert "run rank3.json.gz" in invoke(folder, "layers").stdout
     assert stored(folder) == ["rank3.json.gz"]
     done = invoke(folder, "diff", "trace.json.gz", "rank3.json.gz")

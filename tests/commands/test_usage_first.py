@@ -86,6 +86,10 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
             "error: config '2,8,512,64,casual': cannot read 'casual'; did you mean causal? "
             "`profharness capture --help` lists all options of a config",
         ),
+        (
+            ("kernels", "--step", "3"),
+            "error: no such option '--step'; it belongs to layers; see: profharness kernels --help",
+        ),
         (("explain", "2,8,512,64,widow=3"), "did you mean window=?"),
         (("explain", "2,8,512,64,qqq"), "cannot read 'qqq'. `profharness"),
         (("bench", "1,4,-3,64"), "error: config '1,4,-3,64': '-3' must be a positive integer"),
@@ -96,8 +100,8 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         (("diff",), "error: missing argument 'BASELINE'; see: profharness diff --help"),
         (
             ("explain", "trace.json.gz"),
-            "trace.json.gz is a run, but a config is needed, such as 2,8,512,64,bf16; show the "
-            "attention in a run or trace file with: profharness layers trace.json.gz",
+            "trace.json.gz is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
+            "run, show its attention with: profharness layers trace.json.gz",
         ),
         (("kernels", "1,1,16,16", "--gpu", "H200,A100"), "kernels predicts for one GPU; name one"),
         (

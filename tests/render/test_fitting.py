@@ -362,8 +362,8 @@ def test_each_width_hides_details_in_one_order() -> None:
         kept = {columns[at].title for line in layout.lines for at in line}
         assert shown <= kept
         shown = kept
-        assert ("smem%" in kept) <= ("block" in kept) <= ("smem KiB" in kept)
-        if {"block", "smem KiB", "regs", "occ%"} & kept:
+        assert ("% of smem" in kept) <= ("block" in kept) <= ("smem KiB" in kept)
+        if {"block", "smem KiB", "regs", "% occupancy"} & kept:
             assert layout.cuts.get(0, {}).get(row[0], row[0]) == row[0]
     assert len(shown) == len(columns)
 
@@ -538,6 +538,13 @@ def test_columns_with_the_same_scale_have_the_same_unit() -> None:
     table = Table(columns, ((7_440, 7_000, 2_000_000),))
     text = render_table(Document("t/1", "t", (table,), (), ()))
     assert text.split() == ["forward", "ms", "low", "total", "ms", "0.0074", "0.0070", "2.0000"]
+
+
+def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:
+    """Bug: names with a common end were cut to `…mi300_Qwen_…`, although they begin with mi300."""
+    names = [f"{gpu}_Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz" for gpu in ("h100", "mi300")]
+    cuts = distinct_cuts(names, 30)
+    assert all(cuts[name].startswith(name[:10]) for name in names) and len(set(cuts.values())) == 2
 
 
 def test_an_interval_has_the_unit_of_its_time() -> None:

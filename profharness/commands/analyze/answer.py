@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from profharness.attention.config import OWN_CHOICE, backend_text, pytorch_chooses
 from profharness.commands.analyze.figures import CellAnalysis, Remedy
+from profharness.errors import join_and
 from profharness.program.layer_map import short_module
 from profharness.render.document import time_text
 
@@ -88,16 +89,21 @@ def _of_all(ran: Sequence[CellAnalysis]) -> Iterator[str]:
             f"The most frequent bottleneck is {LIMITS.get(first, first)} ({count} of {len(ran)} "
             f"cells){next_one}."
         )
-    remedies: dict[str, list[Remedy]] = {}
+    remedies: dict[str, list[tuple[CellAnalysis, Remedy]]] = {}
     limited = [each for each in ran if limits and each.bottleneck == limits.most_common(1)[0][0]]
     for each in limited:
         for remedy in each.remedies[:1]:
-            remedies.setdefault(remedy.text, []).append(remedy)
+            remedies.setdefault(remedy.text, []).append((each, remedy))
     if remedies:
         alike = max(remedies.values(), key=len)
-        best = max(alike, key=lambda remedy: remedy.factor or 0)
-        cells = f" ({len(alike)} of these cells)" if len(alike) > 1 else ""
-        yield f"{_remedy(best).removesuffix('.')}{cells}."
+        text = _remedy(max((remedy for _, remedy in alike), key=lambda each: each.factor or 0))
+        if len(alike) > 1:
+            configs = dict.fromkeys(cell.config.label for cell, _ in alike)
+            where = configs.popitem()[0] if len(configs) == 1 else f"{len(configs)} configs"
+            names = dict.fromkeys(cell.backend for cell, _ in alike)
+            cells = f"{len(alike)} of these cells ({join_and(names)} on {where})"
+            text = f"In {cells}, {text[0].lower()}{text[1:]}"
+        yield text
 
 
 def _remedy(remedy: Remedy) -> str:

@@ -173,7 +173,7 @@ class KernelFigures:
     ]
     occupancy: Annotated[
         float | None,
-        column("occ%", "percent", importance="detail", meaning="theoretical occupancy"),
+        column("% occupancy", "percent", importance="detail", meaning="theoretical occupancy"),
     ]
     limiter: str | None
     achieved_occupancy: float | None  # measured by ncu, per launch
@@ -191,7 +191,7 @@ class KernelFigures:
     ] = None
     shared_share: Annotated[
         float | None,
-        column("smem%", "percent", meaning="shared memory of one block, as a share of an SM's"),
+        column("% of smem", "percent", meaning="shared memory of one block, as a share of an SM's"),
     ] = None
     counters: Counters = field(default_factory=Counters)
 
@@ -236,14 +236,16 @@ class Figures:
     ]
     flops_share: Annotated[
         float | None,
-        column("rate%", "percent", importance="answer", meaning="share of the peak rate"),
+        column(
+            "% of peak FLOP/s", "percent", importance="answer", meaning="share of the peak rate"
+        ),
     ]
     rate: str | None
     bytes_per_s: Annotated[
         float | None, column("GB/s", "giga", meaning="compulsory bytes per second")
     ]
     bandwidth_share: Annotated[
-        float | None, column("bw%", "percent", meaning="share of the peak bandwidth")
+        float | None, column("% of peak GB/s", "percent", meaning="share of the peak bandwidth")
     ]
     dram_bytes: Annotated[
         float | None,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from profharness.attention.config import parse_config
+from profharness.attention.config import ALL_DISABLED, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
@@ -265,6 +265,9 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     measured = {str(row.measurement) for row in answer.rows}
     if text := trust_note([*measured]):
         yield Note(text, "which to trust")
+    if any(row.backend == ALL_DISABLED for row in answer.rows):
+        text = "sdpa_kernel with flash, efficient and math disabled, which leaves only cudnn"
+        yield Note(text, ALL_DISABLED)
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)
     ceiling = "this device's peaks are unknown, so the efficiency is unknown too"

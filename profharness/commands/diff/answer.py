@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
-from profharness.attention.config import backend_text
+from profharness.attention.config import backend_text, parse_config
 from profharness.commands.diff.compare import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
 from profharness.errors import counted, join_and
 from profharness.program.matching import LayerDiff, LayerSide
@@ -65,6 +66,7 @@ def _layers(diff: Diff) -> Iterator[str]:
     else:
         lead = f"The times of {before} and {after} cannot be compared"
     yield f"{lead}{''.join(_backend_changes(both))}."
+    yield from _other_work(timed, before, after)
     gone = sum(row.candidate is None for row in diff.layers)
     new = sum(row.baseline is None for row in diff.layers)
     if gone or new:
@@ -72,6 +74,34 @@ def _layers(diff: Diff) -> Iterator[str]:
             f"{count} only in {name}" for count, name in ((gone, before), (new, after)) if count
         ]
         yield f"Unmatched layers: {join_and(parts)}."
+
+
+def _other_work(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
+    """Yield a sentence if calls that are compared have different configs, apart from layouts."""
+    found: dict[str, dict[str, None]] = {before: {}, after: {}}
+    for row in rows:
+        labels = [each.config for each in (row.baseline, row.candidate) if each and each.config]
+        if len(labels) < 2:
+            continue
+        left, right = (_compared(label).split("-") for label in labels)
+        found[before] |= dict.fromkeys(part for part in left if part not in right)
+        found[after] |= dict.fromkeys(part for part in right if part not in left)
+    texts = [f"{join_and(own)} only in {name}" for name, own in found.items() if own]
+    if not texts:
+        return
+    differ = "; ".join(texts)
+    if any(each and each.ran == "eager" for row in rows for each in (row.baseline, row.candidate)):
+        yield (
+            "A trace of eager attention does not show its mask or its number of key heads, so the "
+            f"configs differ ({differ})."
+        )
+    else:
+        yield f"The compared calls have different configs ({differ})."
+
+
+def _compared(label: str) -> str:
+    """Return the label of a config without its layout and without its backward pass."""
+    return replace(parse_config(label).contiguous(), bwd=False).label
 
 
 def _steps(diff: Diff) -> Iterator[str]:

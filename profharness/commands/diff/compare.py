@@ -155,10 +155,10 @@ class DiffRow:
     ratio: Annotated[
         float | None,
         column(
-            "ratio",
-            "ratio",
+            "speed-up",
+            "inverse",
             importance="answer",
-            meaning="the candidate's time over the baseline's",
+            meaning="the candidate's time divided by the baseline's; tables show the inverse, the speed-up",
         ),
     ] = None
     baseline_ns: Annotated[float | None, column(meaning="time per call of the baseline")] = None

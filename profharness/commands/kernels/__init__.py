@@ -196,10 +196,11 @@ def kernels(
     stored run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use the latest run
     that has the configs; if there is none, capture them first.
 
-    Columns: smem KiB is shared memory and smem% its share of an SM's; launches is the number of launches per call;
-    median µs is the median time of one launch; mean µs/call is the time of all its launches in a call (in a
-    program's trace: total µs); % of call is the share of the cell's time on the device (in a program's
-    trace: % of range); occ% is the theoretical occupancy. `-` means that the profiler does not record the value.
+    Columns: smem KiB is the shared memory of a block, and "% of smem" its share of an SM's. launches is
+    the number of launches per call. median µs is the median time of one launch, and mean µs/call the time
+    of all launches in a call (total µs in a program's trace). "% of call" is the share of the cell's time
+    on the device ("% of range" in a program's trace). "% occupancy" is the theoretical occupancy. `-`
+    means that the profiler does not record the value.
 
     --profiler all compares the profilers: each kernel's time under torch, nsys and ncu, its counters,
     and every disagreement. With `all`, each profiler's newest run that has the config is used.

@@ -203,7 +203,9 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     if of == "op":
         return (lead,)
     if not fused:
-        return (lead, "No kernel of a fused attention backend ran.")
+        eager = any(row.family == "softmax" for row in rows)
+        perhaps = ", but a softmax did: attention may run eagerly" if eager else ""
+        return (lead, f"No kernel of a fused attention backend ran{perhaps}.")
     own = sum(row.total_ns or 0 for row in fused)
     ran = (backend_of_family(row.family, row.sdpa_op) for row in fused)
     named = ("another package" if name == OF_PACKAGES else backend_text(str(name)) for name in ran)

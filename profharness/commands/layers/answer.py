@@ -261,11 +261,12 @@ def _counted(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
 
 def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
     whole = "a step" if forecast.of == "step" else "the whole program"
-    if not forecast.calls:
-        return f"No time is known for these calls on {forecast.gpu}."
     ran = dict.fromkeys(
         _backend(row.predicted_backend) for row in forecast.rows if row.predicted_backend
     )
+    if not forecast.calls:
+        chosen = f"PyTorch chooses {join_and(ran)}" if ran else "no backend is known"
+        return f"Predicted for {forecast.gpu}: {chosen}; the times are unknown."
     saves = ""
     if forecast.saves_ns:
         saves = f"; other backends would save {time_text(forecast.saves_ns)}"

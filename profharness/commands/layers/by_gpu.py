@@ -12,7 +12,13 @@ from typing import Any
 from profharness import stats
 from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import Column, pick
-from profharness.commands.layers.tables import GPU_LAYER, figure_columns, figures, layers_document
+from profharness.commands.layers.tables import (
+    GPU_LAYER,
+    figure_columns,
+    figures,
+    layers_document,
+    ran_text,
+)
 from profharness.device_types import device_name
 from profharness.devices import short_gpu_name
 from profharness.errors import NotFoundError, UsageError, counted
@@ -351,13 +357,15 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     for row in ordered:
         side = row.first
         line = {"module": _name(row, full=full), "config": side.config, "calls": side.calls}
-        ran = [_ran(each) if each else None for each in row.sides]
+        ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
         rows.append(line | {f"roofline{at}": share for at, share in enumerate(shares)})
     titles = figure_columns(_short(names), "ran")
     for at, name in enumerate(_short(names)):
-        titles.append(Column(f"roofline{at}", f"{name} roofline%", "percent", importance="detail"))
+        titles.append(
+            Column(f"roofline{at}", f"{name} % of roofline", "percent", importance="detail")
+        )
     columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *titles)
     optional = [column.key for column in titles if column.importance == "detail"]
     yield Table.of(filled_columns(columns, rows, optional), rows)
@@ -387,11 +395,6 @@ def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dic
             if side and side.kernels:
                 module = _name(row, full=True)
                 yield {"module": module, "gpu": each.name, "kernels": side.kernels}
-
-
-def _ran(side: LayerSide) -> str | None:
-    """Return the backend that ran, followed by the AMD library that computed it."""
-    return f"{side.ran} ({side.library})" if side.ran and side.library else side.ran
 
 
 def _short(names: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from profharness.atlas.predictions import Place, find_place, known_atlases, plac
 from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import predict
+from profharness.devices import short_gpu_name
 from profharness.errors import ProfharnessError
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import LayerMap, LayerRow, suggestions
@@ -22,6 +23,7 @@ class Change:
     text: str
     rows: tuple[LayerRow, ...]
     saves_ns: float | None
+    why_unknown: str = ""  # the reason why no time is predicted, if it is known
 
 
 def main_change(layers: LayerMap) -> Change | None:
@@ -34,7 +36,19 @@ def main_change(layers: LayerMap) -> Change | None:
     place = own_place(layers)
     saved = [saved_ns(row, text, layers, place) for row in rows]
     known = [ns for ns in saved if ns is not None]
-    return Change(text, rows, sum(known) if len(known) == len(rows) else None)
+    if len(known) == len(rows):
+        return Change(text, rows, sum(known))
+    return Change(text, rows, None, _why_unknown(layers, rows, place))
+
+
+def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], place: Place | None) -> str:
+    if layers.gpu and (place is None or place.atlas is None):
+        return f"there is no atlas for {short_gpu_name(layers.gpu)}"
+    if any(row.backward_ns for row in rows):
+        return "predictions do not include the backward pass"
+    if any(row.config is None for row in rows):
+        return "the trace does not contain the shapes"
+    return ""
 
 
 def saving_text(ns: float) -> str:

@@ -19,6 +19,7 @@ from profharness.program.layer_map import (
     LayerRow,
     short_module,
 )
+from profharness.program.matching import LayerSide
 from profharness.program.phases import PhaseRow, step_title
 from profharness.render.document import (
     MISSING,
@@ -43,9 +44,9 @@ FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
 COLUMNS = pick(
     LayerRow,
     *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked", "ran"),
-    *("library", "forward_ns", "backward_ns", "share", "step_share", "site"),
+    *("forward_ns", "backward_ns", "share", "step_share", "site"),
 )
-OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "library", "site")
+OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "kernels")
 GAPS = (
@@ -57,7 +58,11 @@ GAPS = (
 PHASES = pick(PhaseRow)
 REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
-GPU_LAYER = pick(LayerRow, "module", "config")  # first columns of a table with columns for each GPU
+# first columns of a table with columns for each GPU
+GPU_LAYER = (
+    *pick(LayerRow, "module"),
+    *(replace(each, importance="normal") for each in pick(LayerRow, "config")),
+)
 PREDICTED = (
     *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
     *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
@@ -101,6 +106,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
     blocks += _notes(layers.rows, full, change.text if change else None)
+    if change and change.why_unknown and change.saves_ns is None:
+        blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of their first launch", 3)]
@@ -215,7 +222,7 @@ def figure_columns(
     `names` are the titles of the times, and `backend` is the title of the column with the backends.
     `gpus` are the titles of the speed-ups if they differ from `names`.
     """
-    columns = [Column("ran", backend, importance="answer", shrink=True)]
+    columns = [Column("ran", backend, importance="answer")]
     columns += [
         Column(f"us{at}", f"{name} µs", "us", importance="answer", scale="call")
         for at, name in enumerate(names)
@@ -256,9 +263,15 @@ def _line(row: LayerRow, full: bool) -> dict[str, Any]:
         # Only the exceptions are shown, because `eager` is also a kind of attention.
         line["mode"] = "fast path" if row.kind == "fast_path" else None
     line["config"] = _config(row)
+    line["ran"] = ran_text(row)
     if row.mask == NO_MASK:
         line["mask"] = None
     return line
+
+
+def ran_text(call: LayerRow | LayerSide) -> str | None:
+    """Return the backend that ran, such as `flash`, or `flash (AOTriton)` if an AMD library computed it."""
+    return f"{call.ran} ({call.library})" if call.ran and call.library else call.ran
 
 
 def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from profharness.commands.ranks.comparison import (
     MISSING,
+    OTHER_KERNELS,
     SLOW_GPU,
     SLOW_KERNELS,
     RankComparison,
@@ -54,7 +55,9 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
     elif agreement := _agreement(answer.rows):
         yield f"{agreement[0].upper()}{agreement[1:]}; no rank is slow."
     else:
-        yield "These ranks' times cannot be compared."
+        differ = any(finding.code == OTHER_KERNELS for finding in answer.findings)
+        why = ", because they ran different kernels" if differ else ""
+        yield f"The times of these ranks cannot be compared{why}."
     others: dict[str, set[str]] = {}  # labels of ranks by code
     for finding in answer.findings:
         if finding.code in CLAUSES:

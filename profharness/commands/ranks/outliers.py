@@ -346,7 +346,7 @@ def _other_attention(
         named = [name for place in places if (name := table.places[place])]
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         where = f" (in {named[0]!r}{more})" if named else ""
-        text = f"attention ran {' + '.join(sorted(ran))}, but {others} on {ranks}"
+        text = f"attention kernels: {' + '.join(sorted(ran))}, but {others} on {ranks}"
         yield RankFinding(OTHER_ATTENTION, _labels(rows, indices), f"{text}{where}")
 
 
@@ -415,7 +415,8 @@ def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> It
         # ignore keys for which no value is shared by most ranks
         own = {key: value for key, value in environment.items() if key in base}
         for change in environment_changes(base, own):
-            text = f"{change.key} is {change.candidate}, but {change.baseline} on {_usual(rows)}"
+            usual_value = "not recorded" if change.baseline is None else change.baseline
+            text = f"{change.key} is {change.candidate}, but {usual_value} on {_usual(rows)}"
             if change.explains:
                 text += f": {change.explains}"
             yield RankFinding(OTHER_SOFTWARE, _labels(rows, indices), text)
@@ -489,6 +490,9 @@ def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[
             "No trace contains its rank, so file names are shown. Kineto records the rank if "
             "torch.distributed is initialized; a file name such as rank3.json also sets it."
         )
-    alone = sorted({str(row.device) for row in rows if row.ratio is None})
-    if alone:
-        yield f"No other rank runs the same kernels as {', '.join(alone)}, so its speed is unknown."
+    alone = [row.label for row in rows if row.ratio is None]
+    if alone and len(alone) < len(rows):
+        yield (
+            f"No other rank ran the same kernels as {join_few(alone, RANKS_SHOWN)}, so a comparison "
+            "of times is not possible there."
+        )
