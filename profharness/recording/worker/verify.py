@@ -112,14 +112,14 @@ def attend(
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
     """Compute attention in plain torch ops. Return the results and, if requested, their sizes.
 
-    The result `out` is softmax(Q K^T * scale + mask) V. If the config has `bwd`, there are
-    also the gradients `dq`, `dk` and `dv`. A causal mask and a window are aligned to
-    the first row and column, as in SDPA.
+    The result `out` is softmax(Q K^T * scale + mask) V. If the config has `bwd`, the results also
+    contain the gradients `dq`, `dk` and `dv`. A causal mask and a window are aligned to the first row
+    and column, as in SDPA.
 
     If `with_sizes` is set, the second dict has a size for each result, otherwise it is empty. The
-    size is what the result would be if all terms of its sums were positive, as (largest element,
-    Frobenius norm). Rounding errors are proportional to it. The entry `score` has the
-    largest absolute value of Q K^T * scale.
+    size is the value that the result would have if all terms of its sums were positive, as (largest
+    element, Frobenius norm). Rounding errors are proportional to the size. The entry `score` contains
+    the largest absolute value of Q K^T * scale.
     """
     tensors = _zeros(config, inputs, dtype)
     terms = _zeros(config, inputs, dtype) if with_sizes else {}
