@@ -290,7 +290,9 @@ def _no_amd(rules: Rules, release: str, gpu: str, architecture: str) -> str:
         return f"the rules of {name} do not cover {gpu} ({architecture}); they cover {', '.join(known)}"
     places = [rules.places[row[end]] for row in rows for end in ("since", "until")]
     first, last = rules.releases[min(places)], rules.releases[max(places)]
-    return f"the rules of {name} {release} do not cover AMD GPUs; those of {first} to {last} do"
+    return (
+        f"the rules of {name} {release} do not cover AMD GPUs, but those from {first} to {last} do"
+    )
 
 
 def _is_causal(config: Config) -> bool:
