@@ -595,7 +595,7 @@ class RunRecord:
         """Record the trace and the problem of a worker process that ran under nsys or ncu."""
         trace, problem = outcome
         if trace is not None:
-            # leave out failed cells, of which the trace may contain only a part
+            # leave out failed cells, because the trace may contain only a part of their launches
             done = tuple(cell for cell in trace.cells if self._cells[cell].status == "ok")
             self._wrapped.append(replace(trace, cells=done))
         if problem is not None:

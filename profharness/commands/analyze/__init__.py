@@ -86,8 +86,8 @@ def analyze(
       profharness analyze '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
       profharness analyze trace.json.gz
 
-    In Python, nothing is captured, and nothing is measured unless `peaks` is "measure". The result has one row per
-    cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
+    In Python, nothing is captured, and nothing is measured unless `peaks` is "measure". The result has
+    one row per cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
     `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`.
     """
     path = store_path(store)

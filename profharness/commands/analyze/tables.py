@@ -243,7 +243,7 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
         "places": places,
     }
     if analysis.finding("score_traffic"):
-        # These are rates of the compulsory bytes, of which unfused attention moves many more.
+        # These rates count only the compulsory bytes, but unfused attention moves many more bytes.
         shown |= {"bytes_per_s": None, "bandwidth_share": None}
     return shown, analysis, analysis.figures, analysis.main
 

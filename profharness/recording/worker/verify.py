@@ -651,7 +651,7 @@ class Verifier:
         return tuple(checks), tuning_of(backend, attention)
 
     def _with_cache_error(self, check: Check, config: Config, expected: Expected) -> Check:
-        """Return a check whose message has the error that the dtype of the cache itself makes."""
+        """Return a check whose message contains the error that the dtype of the cache alone causes."""
         if check.what != "out" or check.message:
             return check
         seed, device = self.workspace.plan.protocol.seed, self.workspace.device
@@ -717,10 +717,10 @@ def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
 
 @dataclass
 class _Caller:
-    """Calls the backend of one cell four times: other inputs, cell's inputs, and both again.
+    """Calls the backend of one cell four times: on other inputs, on the cell's inputs, and again.
 
     The calls on other inputs ensure that data left over from an earlier call is never the correct
-    result. Both pairs of calls run on poisoned memory, each with its own byte.
+    result. Both pairs of calls run on poisoned memory, each pair with its own byte.
     """
 
     config: Config
