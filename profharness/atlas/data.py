@@ -251,12 +251,12 @@ class Atlas:
 
     @cached_property
     def starts(self) -> Integers:
-        """Return the index of the first launch of each sequence. Append the number of launches."""
+        """Return the index of the first launch of each sequence, then the number of launches."""
         return np.concatenate([[0], np.cumsum(self.columns["length"])])
 
     @cached_property
     def time_starts(self) -> Integers:
-        """Return the index of the first launch time of each cell. Append the number of times."""
+        """Return the index of the first launch time of each cell, then the number of times."""
         # a cell without launches has the sequence -1, which selects the appended length 0
         lengths = np.append(self.columns["length"], 0)[self.columns["sequence"]]
         return np.concatenate([[0], np.cumsum(lengths)])
@@ -629,7 +629,7 @@ def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
     data = read_input(path)
     try:
         # Check the size of the directory, because zipfile reads all of it. Reject zip64 records,
-        # because they could contain another size.
+        # because they could declare a different size.
         signature, directory, _ = END.unpack(data[-END.size :])
         _require(signature == b"PK\5\6" and b"PK\6\7" not in data[-END.size - 20 : -END.size])
         _require(directory <= MAX_ENTRY * len(counts))

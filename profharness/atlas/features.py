@@ -103,9 +103,10 @@ def with_shapes(c: Columns) -> Columns:
 
 
 def _efficient_shapes(c: Columns) -> Columns:
-    """Add the number of key splits in the backward pass of `efficient`, and of floats to clear.
+    """Add the numbers of key splits and of floats to clear in the backward pass of `efficient`.
 
-    The backward pass clears a buffer and a lock for each tile of dQ, and the sums over splits.
+    For each tile of dQ, the backward pass clears a buffer and a lock. It also clears the sums over
+    splits.
     """
     narrow, middle = c["D"] <= 64, (c["D"] > 64) & (c["D"] <= 128) & (c["F32"] == 0)
     wide = (c["D"] > 128) & (c["F32"] == 0)

@@ -411,7 +411,7 @@ class Launched:
 
     us: Values  # total time
     count: Values  # number of launches
-    longest: Values  # time of the longest launch, which the next three fields describe too
+    longest: Values  # time of the longest launch; the next three fields also describe this launch
     share: Values
     blocks: Values
     code: Values

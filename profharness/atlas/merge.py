@@ -30,7 +30,7 @@ from profharness.store import ALL_RUNS, Store
 
 OWN_REGIME = "own"  # the regime of cells that come from a store
 MAX_MEDIAN_GAP = 0.1  # maximum deviation from 1 of the median ratio of the times of shared cells
-LEAST_FOR_MEDIAN = 10  # minimum number of shared cells with times for comparing the median
+LEAST_FOR_MEDIAN = 10  # the median ratio is checked if at least this many shared cells have times
 
 
 def merge(atlases: Sequence[Atlas]) -> Atlas:
@@ -52,7 +52,7 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
         for earlier in atlases[:number]:
             if text := conflicts(earlier, later):
                 raise ProfharnessError(f"cannot merge {earlier.source} and {later.source}: {text}")
-    # Two passes over the atlases, because a list of all cells would take far more memory than
+    # Iterate over the atlases twice, because a list of all cells would take far more memory than
     # columns.
     cells = (
         cell
@@ -66,8 +66,8 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
 def conflicts(one: Atlas, other: Atlas) -> str:
     """Describe the cells whose results differ between two atlases of a machine.
 
-    Return a text such as `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-…
-    auto: …`, or "" if the atlases agree.
+    Return a text such as `3 of 40 shared cells disagree: kernels in 2, choice in 1; for example
+    b2-… auto: …`, or "" if the atlases agree.
     """
     counts: Counter[str] = Counter()
     examples: list[str] = []

@@ -272,9 +272,9 @@ def estimate(
 
 
 def measured_rows(atlas: Atlas, configs: Sequence[Config], backends: Sequence[str]) -> list[int]:
-    """Return the row of the atlas with each config on each backend, or NOTHING if there is none.
+    """Return the row of the atlas for each config on each backend, or NOTHING if there is none.
 
-    If the atlas does not contain a config, the row of a config with the same call is returned.
+    If the atlas does not contain a config, return the row of a config that makes the same call.
     """
     exact = [config.resolve(CUDA) for config in configs]
     alike = [_as_measured(config) for config in exact]
@@ -286,7 +286,7 @@ def measured_rows(atlas: Atlas, configs: Sequence[Config], backends: Sequence[st
 
 
 def _as_measured(config: Config) -> Config:
-    """Return the config with the same call whose mask has the shape that atlases contain.
+    """Return a config that makes the same call, but whose mask has a shape that atlases contain.
 
     PyTorch expands masks [Sq, Skv] and [1, 1, Sq, Skv] to the same strided tensor, and its backends
     accept both, so their choices, kernels and times are the same.

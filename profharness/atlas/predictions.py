@@ -178,7 +178,7 @@ class Place:
     name in the table of GPUs, or its compute capability if the table does not contain the GPU.
     `own` contains the user's atlases of the same machine. Their cells take precedence over the
     cells of `atlas`. `others` describes atlases of other versions, which are not used.
-    `release_note` says why the release is not that of the environment, if none was given.
+    `release_note` explains why a default release differs from the installed release.
     """
 
     gpu: str
@@ -251,8 +251,9 @@ def find_place(
 
 
 def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
-    """Return the release that answers for a GPU if none is given, and why it is not that of the
-    environment. The reason is "" if it is, or if the environment has no PyTorch.
+    """Return the default release for a GPU, and the reason if it differs from the installed release.
+
+    The reason is "" if both releases are the same, or if PyTorch is not installed.
     """
     machines = [entry.atlas.machine for entry in entries]
     releases = {parse_release(each.torch) for each in machines if same_gpu(gpu, each.gpu)}
@@ -408,7 +409,11 @@ class Predicted:
     high_ns: Annotated[
         int | None,
         column(
-            "to µs", "us", importance="detail", scale="call", meaning="upper end of that interval"
+            "to µs",
+            "us",
+            importance="detail",
+            scale="call",
+            meaning="upper end of the time's 90 % interval",
         ),
     ]
     error: Annotated[float | None, column(meaning="relative error of the model")]
@@ -429,13 +434,17 @@ class Predicted:
         str | None,
         column("best", importance="answer", meaning="the fastest backend whose time is known"),
     ] = None
-    best_ns: Annotated[int | None, column("its µs", "us", scale="call", meaning="its time")] = None
+    best_ns: Annotated[
+        int | None, column("its µs", "us", scale="call", meaning="time of `best`")
+    ] = None
     regret: Annotated[
         float | None,
         column("% slower", "percent", importance="answer", meaning="kernel_ns / best_ns - 1"),
     ] = None
-    certain: Annotated[bool | None, column(meaning="whether the two intervals are disjoint")] = None
-    """For this comparison, the interval of a measured time t is t * (1 ± REPEATS)."""
+    certain: Annotated[
+        bool | None, column(meaning="whether the intervals of both times are disjoint")
+    ] = None
+    """The interval of a measured time t in this comparison is t * (1 ± REPEATS)."""
     outside: Annotated[str | None, column(meaning="why no time is known")] = None
     kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None
 

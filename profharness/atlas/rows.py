@@ -157,13 +157,17 @@ class AtlasComparison:
             "us",
             importance="detail",
             scale="call",
-            meaning="lower end of the 90 % interval of that time",
+            meaning="lower end of the 90 % interval of `kernel_ns`",
         ),
     ]
     high_ns: Annotated[
         int | None,
         column(
-            "to µs", "us", importance="detail", scale="call", meaning="upper end of that interval"
+            "to µs",
+            "us",
+            importance="detail",
+            scale="call",
+            meaning="upper end of the 90 % interval of `kernel_ns`",
         ),
     ]
     ratio: Annotated[
@@ -172,7 +176,7 @@ class AtlasComparison:
             "ran / atlas",
             "ratio",
             importance="answer",
-            meaning="the measured time divided by that in the atlas",
+            meaning="the measured time divided by the time in the atlas",
         ),
     ]
     inside: Annotated[
@@ -181,9 +185,10 @@ class AtlasComparison:
     ]
     source: Annotated[str, column("source", importance="detail", meaning="`measured` or `model`")]
     same_kernels: Annotated[
-        bool | None, column("same kernels", "flag", meaning="whether the atlas has these kernels")
+        bool | None,
+        column("same kernels", "flag", meaning="whether the atlas has the same kernels"),
     ]
-    best: Annotated[str | None, column("best there", meaning="the fastest backend in the atlas")]
+    best: Annotated[str | None, column("atlas best", meaning="the fastest backend in the atlas")]
     regret: Annotated[
         float | None,
         column(

@@ -167,7 +167,7 @@ _DERIVED: dict[str, Derive] = {
     "masked_row": lambda config: _plain(config) if config.mask != "none" else None,
 }
 CASES = (AS_GIVEN, *_DERIVED)
-# the cases of configs that only serving engines use, whose caches have one layout
+# the cases that apply to configs of serving engines, whose caches have only one layout
 SERVED = ("seq_1", "seq_129", "fewer_queries", "window_1", "window_67", "large", "equal")
 VALUES = {
     "large_offset": "tensors that start at element 1,048,576 of their storage",

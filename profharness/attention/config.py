@@ -280,8 +280,8 @@ class Config:
     """The dtype of the cache of keys and values. None means that it equals `dtype`."""
     mla: tuple[int, int] | None = None
     """The dimensions of the latent vector and of the rotary part of multi-head latent attention with
-    absorbed projections. All heads share one vector per token of both parts, which is the key. Its
-    latent part is also the value.
+    absorbed projections. For each token, all heads share one key that consists of both parts. The
+    latent part of the key is also the value.
     """
     softcap: float | None = None
     """The limit c of the scores, which become c·tanh(score / c). None means no limit."""

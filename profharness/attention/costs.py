@@ -258,8 +258,9 @@ def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
     the output.
 
     If `score_dtype` is given, attention is unfused. Each step reads and writes whole score matrices
-    in this dtype, even if a causal mask or a window hides scores. K and V are copied for each query head of a
-    group. Narrower inputs are cast first, as PyTorch's math backend casts 16-bit inputs to fp32.
+    in this dtype, even if a causal mask or a window hides scores. K and V are copied for each query
+    head of a group. Narrower inputs are cast first, as PyTorch's math backend casts 16-bit inputs to
+    fp32.
     """
     return _fused(config) if score_dtype is None else _unfused(config, score_dtype)
 

@@ -21,13 +21,14 @@ from profharness.errors import UsageError, join_few
 
 FOLDER = Path(__file__).with_name("engine_rules")
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
-# How many numbers a line of releases has: vLLM 0.25.1 belongs to 0.25. SGLang has no patch releases.
+# How many numbers identify a line of releases. vLLM 0.25.1 belongs to the line 0.25. In SGLang, each
+# release is its own line.
 LINE_NUMBERS = {"vllm": 2, "sglang": 3}
 FLASH_ATTN = "FLASH_ATTN"
-AMD = "gfx"  # the architecture of an AMD GPU stands in the tables in place of a capability
+AMD = "gfx"  # prefix of AMD's architectures, which the tables contain in place of capabilities
 FEW_HEADS = 16  # vLLM orders the sparse MLA backends by whether a GPU has at most 16 query heads
 DEFAULT_DTYPE = "bf16"  # engines run a model in the dtype of its weights
-HEAD_DIM_STEP = 8  # the tables have every multiple of 8
+HEAD_DIM_STEP = 8  # the tables cover every multiple of 8
 HEAD_DIM_MAX = 1024
 
 
@@ -92,7 +93,7 @@ class Rules:
     def candidates(
         self, release: str, capability: str, *, mla: bool, facts: Mapping[str, Any]
     ) -> list[Candidate]:
-        """Return the candidates in the order in which the engine tries them, and the reasons against each.
+        """Return the candidates, with the reasons against each, in the order of the engine.
 
         `facts` has `heads`, `head_dim`, `dtype`, `kv_dtype`, `page`, `sinks`, `causal` and `window`.
         A rule about a missing fact does not apply. Return an empty list if no rule covers the
@@ -107,7 +108,8 @@ class Rules:
         }
         orders = list(self.rows(self.orders, release, capability, mla=mla))
         exact = [row for row in orders if _matches(row["when"], values)]
-        # An order that depends on the head dimension names the usual one and the exception.
+        # If the order depends on the head dimension, there is one row for the usual head dimension
+        # and one row for the exception.
         found = exact or [row for row in orders if row["when"].get("head_dim") in (128, 576)]
         names = found[0]["backends"] if found else []
         made = []
@@ -162,11 +164,11 @@ def rules_of(engine: str) -> Rules:
 
 
 def engine_releases(engine: str, text: str | None) -> list[str]:
-    """Return the releases that a text such as `0.25`, `0.25.1`, `0.19..0.32` or `0.19,0.25` means.
+    """Parse a text such as `0.25`, `0.25.1`, `0.19..0.32` or `0.19,0.25`. Return the releases.
 
-    A release without its last part means the newest release of that line. A range contains the
-    newest release of each line. None means the newest release. Raise UsageError if a release is
-    unknown.
+    A release without its last part stands for the newest release of that line. A range contains the
+    newest release of each line. If the text is None, return the newest release. Raise UsageError if
+    a release is unknown.
     """
     known = rules_of(engine).releases
     if text is None:
@@ -288,7 +290,9 @@ def _no_amd(rules: Rules, release: str, gpu: str, architecture: str) -> str:
         return f"the rules of {name} do not cover {gpu} ({architecture}); they cover {', '.join(known)}"
     places = [rules.places[row[end]] for row in rows for end in ("since", "until")]
     first, last = rules.releases[min(places)], rules.releases[max(places)]
-    return f"the rules of {name} {release} do not cover AMD GPUs; they cover them from {first} to {last}"
+    return (
+        f"the rules of {name} {release} do not cover AMD GPUs, but those from {first} to {last} do"
+    )
 
 
 def _is_causal(config: Config) -> bool:

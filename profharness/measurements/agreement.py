@@ -25,7 +25,7 @@ from profharness.rows import (
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
-OF_PACKAGES = "fmha"  # the backend of kernels of other packages than PyTorch
+OF_PACKAGES = "fmha"  # the backend name for kernels of packages other than PyTorch
 # Maps the families of kernels that compute attention to their backends.
 FAMILY_BACKENDS = {
     **dict.fromkeys(("flash", "flash_splitkv", "flash_combine", "flash_bwd"), "flash"),
@@ -171,7 +171,7 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
             what = "and the rules allow it" if cell.predicted else "as the only backend"
             clauses.append(("rules", [cell.backend], f"{cell.backend} was requested {what}"))
     if cell.choice in ("none", "error"):
-        clauses.append(("choice", ["none"], "PyTorch reports that no backend supports it"))
+        clauses.append(("choice", ["none"], "PyTorch reports that no backend supports the call"))
     elif cell.choice is not None:
         clauses.append(("choice", [cell.choice], f"PyTorch chose {cell.choice}"))
     op = _op_of(cell, rows)
@@ -293,8 +293,8 @@ def unmet_expectations(
     cells: Sequence[CellRow],
     names: Mapping[str, str],
 ) -> list[str]:
-    """Return a line for each cell, or range of a foreign trace, whose backend is unexpected or
-    unknown. Refused and failed cells are ignored. If there is nothing to check, return a line that
+    """Return a line for each cell, and for each range of a foreign trace, whose backend is unexpected
+    or unknown. Ignore refused and failed cells. If there is nothing to check, return a line that
     says so. `names` maps the ids of runs to their names.
     """
     judged: list[tuple[str, list[Sign]]] = []
@@ -346,8 +346,8 @@ def replacement_text(backend: str) -> str:
 
 
 def replacement_notes(cells: Iterable[CellRow]) -> list[tuple[str, str]]:
-    """Return notes about cells whose attention torch.compile replaced. A note is a text that names
-    the cells, and a sentence about them.
+    """Return notes about cells whose attention torch.compile replaced. Each note is a pair of a text
+    that names the cells and a sentence about them.
     """
     configs: dict[tuple[str, str], list[str]] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Evaluate a benchmark: find the fastest backends and what `auto` costs compared with them."""
+"""Evaluate a benchmark: find the fastest backends and compare `auto` with them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Loss:
         column("fastest other", importance="answer", meaning="the fastest correct other backend"),
     ]
     best_ns: Annotated[
-        float, column("µs", "us", importance="answer", scale="call", meaning="its median")
+        float, column("µs", "us", importance="answer", scale="call", meaning="median of `best`")
     ]
     regret: Annotated[
         float,
@@ -242,11 +242,11 @@ class BenchResult:
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
     def busy(self) -> set[tuple[str, str]]:
-        """Return the cells, as (config, backend), whose ranking figure cannot be used."""
+        """Return the cells, as (config, backend), whose ranking figure is unusable."""
         return {(row.config, row.backend) for row in self.figures() if row.busy}
 
     def sound_losses(self) -> list[Loss]:
-        """Return the losses whose two times can be used."""
+        """Return the losses for which both times are usable."""
         busy = self.busy()
         return [
             loss
@@ -255,7 +255,7 @@ class BenchResult:
         ]
 
     def sound_winners(self) -> list[Winner]:
-        """Return the winners whose time, and that of another backend if there is one, can be used."""
+        """Return the winners with a usable time. If a winner has rivals, one of them needs one too."""
         return _sound_winners(self.winners, self.figures())
 
     def figures(self) -> list[BenchRow]:

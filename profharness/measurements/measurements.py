@@ -43,8 +43,8 @@ BUSY = 0.1
 # The median is meaningless if the half-width of its interval exceeds this multiple of the median.
 UNKNOWN = 1.0
 UNSTEADY = (
-    "machine too busy for this figure: half its 95 % interval is wider than the median; measure "
-    "again when nothing else runs"
+    "machine too busy for this figure: the half-width of its 95 % interval exceeds the median; "
+    "measure again when nothing else runs"
 )
 FEW_SAMPLES = 5
 SHOWN_NAMES = 8
@@ -170,8 +170,12 @@ class BenchRow:
             "median µs", "us", importance="answer", scale="samples", meaning="median of the samples"
         ),
     ] = None
-    low_ns: Annotated[float | None, column(meaning="95 % confidence interval of the median")] = None
-    high_ns: Annotated[float | None, column(meaning="upper end of that interval")] = None
+    low_ns: Annotated[
+        float | None, column(meaning="lower end of the 95 % confidence interval of the median")
+    ] = None
+    high_ns: Annotated[
+        float | None, column(meaning="upper end of the 95 % confidence interval of the median")
+    ] = None
     mean_ns: Annotated[
         float | None,
         column(
@@ -211,7 +215,9 @@ class BenchRow:
             meaning="the rate divided by the peak rate that limits it",
         ),
     ] = None
-    against: Annotated[str | None, column(meaning="that peak")] = None
+    against: Annotated[
+        str | None, column(meaning="the peak rate on which `efficiency` is based")
+    ] = None
     speedup: Annotated[
         float | None,
         column(
@@ -285,7 +291,7 @@ class BenchRow:
 
     @property
     def busy(self) -> bool:
-        """Whether the machine was too busy for this figure, so that nothing may be concluded from it."""
+        """Whether the machine was too busy for this figure to support any conclusion."""
         return self.samples >= FEW_SAMPLES and (self.half or 0) > UNKNOWN
 
     def is_wide(self, precision: float) -> bool:
@@ -337,7 +343,7 @@ def bench_rows(
     precision: float,
     baseline: Baseline | None,
 ) -> list[BenchRow]:
-    """Return the rows of cells, in the order of the cells. `with_speedup` explains `baseline`."""
+    """Return the rows of cells, in the order of the cells. See `with_speedup` for `baseline`."""
     peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
     right = store.verdicts(run)
     rows = []
@@ -669,8 +675,8 @@ def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow])
 
 
 def _rivals(lines: Lines, ran: Ran) -> Lines:
-    """Return the lines without rows for which PyTorch chose a backend that was also measured on its
-    own.
+    """Return the lines without the rows for which PyTorch chose a backend that was also measured
+    separately.
     """
 
     def is_another(row: BenchRow, value: int) -> bool:
@@ -698,7 +704,7 @@ def _ns(row: BenchRow) -> float:
 
 
 def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
-    """Return the points of the axis at which the samples show another fastest backend.
+    """Return an event for each point of the axis at which the samples show a new fastest backend.
 
     There is also an event at each point where the fastest backend so far has no median.
     """

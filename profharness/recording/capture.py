@@ -147,7 +147,7 @@ def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
 
 
 def carry_on(folder: Path, progress: Progress | None = None) -> None:
-    """Run the cells of a run folder that have no result yet, also for a verification.
+    """Run the cells of a run folder that have no result yet, even if the run is a verification.
 
     Do nothing if the run is finished. Raise the same errors as `capture`.
     """
@@ -317,8 +317,8 @@ def write_folder(
         with delay_signals():
             folder.mkdir(parents=True)
             made = True
-            # find backends by the user's arguments, because the name of a backend that is a file
-            # does not contain the file's folder
+            # find the backends by the user's arguments, because the name of a backend in a file does
+            # not contain the folder of the file
             write_sources(folder, find_backends(backends).values())
             if python is not None:
                 (folder / PYTHON_FILE).write_text(python, encoding="utf-8")

@@ -481,9 +481,9 @@ class RunRecord:
     def begin_pass(self, profiler: Profiler | None, process: int = 0) -> list[Cell]:
         """Begin a pass and return the cells that it has to run.
 
-        `profiler` is nsys or ncu, or None if the worker runs without an external profiler. The pass
-        without one may be repeated in new processes. `process` is 0 for the first, 1 for the next
-        and so on. A repetition runs only the cells that succeeded in the first process.
+        `profiler` is nsys or ncu, or None if the worker runs without an external profiler. A pass
+        without an external profiler may be repeated in new processes. `process` is the number of the
+        process, starting at 0. A repetition runs only the cells that succeeded in the first process.
         """
         cells = list(self._cells.values())
         if process:
@@ -563,8 +563,8 @@ class RunRecord:
             self.save()
 
     def _turns_done(self, cell: Cell) -> int:
-        """Return the number of processes in which a cell is done. A failed cell counts as done in
-        all.
+        """Return the number of processes in which a cell is done. A failed cell counts as done in all
+        processes.
         """
         if cell.status == "pending":
             return 0
@@ -595,7 +595,7 @@ class RunRecord:
         """Record the trace and the problem of a worker process that ran under nsys or ncu."""
         trace, problem = outcome
         if trace is not None:
-            # leave out failed cells, of which the trace may contain only a part
+            # leave out failed cells, because the trace may contain only a part of their launches
             done = tuple(cell for cell in trace.cells if self._cells[cell].status == "ok")
             self._wrapped.append(replace(trace, cells=done))
         if problem is not None:

@@ -223,11 +223,11 @@ Fill = Callable[..., Any]
 @dataclass(frozen=True)
 class Inputs:
     """The tensors of one call: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv],
-    gradient of the output [B, Hq, Sq, Dv], mask, and the sinks [Hq].
+    gradient of the output [B, Hq, Sq, Dv], mask, and sinks [Hq].
 
-    `grad` is None if the config has no backward pass. `mask` is None if the config has no mask, and
-    `sinks` if it has no sinks. The mask of a window is made by the calls that need it. With `mla`, the
-    value is a part of the key.
+    `grad` is None if the config has no backward pass. `mask` is None if the config has no mask.
+    `sinks` is None if the config has no sinks. A call that needs a mask for a window creates this
+    mask itself. With `mla`, the value is a part of the key.
     """
 
     query: Any

@@ -27,18 +27,18 @@ from profharness.attention.config import Config
 from profharness.dtypes import DTYPES, HALF
 
 WORKSPACE_BYTES = 256 << 20  # FlashInfer's documentation recommends 128 MiB; long caches need more
-PAGE_SEED = 20  # of the order of the pages in the cache
+PAGE_SEED = 20  # the seed for the random order of the pages in the cache
 HEAD_DIMS = (64, 128, 256)
 FLEX_PAGES = (16, 32, 64, 128)  # a page is a block of the mask, which kernels read as one tile
 TRTLLM_PAGES = (16, 32, 64, 128)  # `page_size` of flashinfer.xqa.xqa
-TRTLLM_CAPABILITIES = (9, 10, 12)  # the same function refuses others
+TRTLLM_CAPABILITIES = (9, 10, 12)  # the same function refuses other compute capabilities
 CACHE = ("lens", "page", "kv_dtype")
 INSTALL = "pip install flashinfer-python"
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Where the keys and values of each request are in a paged cache.
+    """The locations of the keys and values of each request in a paged cache.
 
     Request i has the pages `pages[starts[i]:starts[i + 1]]` in this order. The last page contains
     `last[i]` tokens.
@@ -54,7 +54,7 @@ class PageTable:
         return [self.pages[low:high] for low, high in itertools.pairwise(starts)]
 
     def padded(self) -> Any:
-        """Return the pages as int32 [requests, most pages of a request], padded with zeros."""
+        """Return the pages as int32 [requests, maximum pages per request], padded with zeros."""
         from torch.nn.utils.rnn import pad_sequence
 
         return pad_sequence(self.of_requests(), batch_first=True)
@@ -121,7 +121,9 @@ def _scale(config: Config) -> float:
 
 
 def _paged(kernels: str, config: Config, inputs: Inputs) -> Prepared:
-    """Prepare FlashInfer's paged prefill wrapper, or the one with sinks. Their kernels also decode."""
+    """Prepare FlashInfer's paged prefill wrapper, or its wrapper with sinks. The kernels of both
+    wrappers also decode.
+    """
     import torch
     from flashinfer import (
         BatchAttentionWithAttentionSinkWrapper,
@@ -375,7 +377,7 @@ def trtllm_supports(config: Config) -> str | None:
     if reason := outside_contract(config, (*CACHE, "window", "sinks")):
         return reason
     if config.seq_len_q != 1:
-        return "only decodes; use seq_q=1"
+        return "supports only decoding; use seq_q=1"
     if reason := paged_supports("fa2", replace(config, window=None)):
         return reason
     if config.page not in TRTLLM_PAGES:
@@ -403,14 +405,16 @@ def _of_flex() -> Attention:
 
 
 def _of_trtllm() -> Attention:
-    """Return TensorRT-LLM's decoding kernels. Raise ImportError without FlashInfer."""
+    """Return TensorRT-LLM's decoding kernels. Raise ImportError if FlashInfer is not installed."""
     import flashinfer
 
     return _prepared(_trtllm, flashinfer.__version__)
 
 
 def _of_cudnn() -> Attention:
-    """Return cuDNN's paged attention. Raise ImportError without FlashInfer or cuDNN's front end."""
+    """Return cuDNN's paged attention. Raise ImportError if FlashInfer or cuDNN's front end is not
+    installed.
+    """
     import cudnn
     import flashinfer
 
@@ -427,7 +431,7 @@ def _prepared(prepare: Callable[[Config, Inputs], Prepared], version: str) -> At
 
 
 def _load(kernels: str) -> Attention:
-    """Return the attention of FlashInfer's paged kernels. Raise ImportError without FlashInfer."""
+    """Return FlashInfer's paged attention. Raise ImportError if FlashInfer is not installed."""
     import flashinfer
 
     def prepare(config: Config, inputs: Inputs) -> Prepared:
@@ -437,7 +441,7 @@ def _load(kernels: str) -> Attention:
 
 
 def _absent(*majors: int) -> Callable[[], str | None]:
-    """Return a function that tells why kernels of these compute capabilities cannot run here."""
+    """Return an `absent` function for kernels that run only on these major compute capabilities."""
 
     def absent() -> str | None:
         import torch

@@ -1,5 +1,5 @@
-"""Find the properties of a config because of which a backend refuses it, and the smallest change
-after which the backend accepts it.
+"""Find the properties that make a backend refuse a config, and the smallest change that makes the
+backend accept it.
 
 Both searches repeatedly ask an oracle whether the backend accepts a changed config. A single answer
 is not enough, because PyTorch stops at its first failing check.
@@ -391,7 +391,7 @@ def setting_code(setting: SdpaSetting) -> str:
 
 
 def window_condition(config: Config) -> str:
-    """Return a Python expression of whether query i attends to key j in a config with a window."""
+    """Return a Python expression that is true if query i attends to key j within the window."""
     ahead = "j <= i" if config.causal else f"j < i + {config.window}"
     return f"(i - {config.window} < j) & ({ahead})"
 
@@ -475,7 +475,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 def mask_mod(b, h, i, j):
     return {seen}
 
-# build it once, and use it again in every layer and step
+# build it once, and reuse it in every layer and step
 block_mask = create_block_mask(mask_mod, {sizes}, device=q.device)
 out = torch.compile(flex_attention)(q, k, v, block_mask=block_mask{arguments})"""
 EXPANDED = """

@@ -1,6 +1,6 @@
 """The records of `explain`, which explain why PyTorch selects a backend, and explanations by rule.
 
-An explanation by rule needs neither the GPU nor the PyTorch release that it is about.
+An explanation by rule requires neither the GPU nor the PyTorch release that it describes.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def named_platforms(
     if torch is None and gpu is None:
         if given:
             raise UsageError(
-                f"--{given[0]} requires --torch or --gpu; without them the installed PyTorch answers, "
-                "with its own version"
+                f"--{given[0]} requires --torch or --gpu; without them, explain queries the installed "
+                "PyTorch, which has its own versions"
             )
         return []
     amd = None if gpu is None else rocm.find_amd_gpu(gpu)
@@ -397,8 +397,8 @@ def explain_by_rule(
 
 
 def computed_by(choice: str, machine: Machine) -> str | None:
-    """Return the library that computes a backend on an AMD GPU. Return None if the op itself says
-    which kernels run.
+    """Return the library that computes a fused backend on an AMD GPU. Return None for other GPUs and
+    backends.
     """
     if not machine.is_rocm or choice not in FUSED_BACKENDS:
         return None

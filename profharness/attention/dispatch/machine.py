@@ -58,9 +58,9 @@ RELEASES: dict[Release, Wheel] = {
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
 OLDEST: Release = (2, 5)
-# Builds for other CUDA versions than the PyPI wheel. The cu130 build of 2.9.1 tries cuDNN first, so
-# it was compiled with cuDNN 9.9 or newer. At run time it needs cuDNN 9.13.0, according to PyTorch's
-# build scripts.
+# Builds for CUDA versions other than that of the PyPI wheel. The cu130 build of 2.9.1 tries cuDNN
+# first, so it was compiled with cuDNN 9.9 or newer. At run time, it needs cuDNN 9.13.0, according to
+# PyTorch's build scripts.
 OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
     (2, 9, 1): (Wheel("13.0", 91300, 90900),),
 }
@@ -134,7 +134,7 @@ def require_known(release: Release, architecture: str | None = None) -> Release:
 
 
 def unknown_text(missing: Collection[Release], architecture: str | None = None) -> str:
-    """Return a clause that names releases whose rules are unknown, and those whose are known."""
+    """Return a clause that names the missing releases and the releases whose rules are known."""
     known = known_releases(architecture)
     same = [number for number in known if {number[:2]} == {release[:2] for release in missing}]
     releases, names = (", ".join(map(release_text, each)) for each in (missing, same or known))
@@ -151,11 +151,11 @@ def installed_release() -> Release | None:
 
 
 def default_release(measured: Collection[Release] = (), architecture: str | None = None) -> Release:
-    """Return the release that answers for another GPU if none is given.
+    """Return the default release for another GPU.
 
-    It is the environment's release, or the newest one with known rules, on AMD GPUs if an
-    architecture is given. `measured` contains the releases with an atlas of the GPU. If there are
-    any, the release is one of them, because only they have times.
+    Prefer the installed release, then the newest release whose rules are known. If an architecture
+    is given, these are the rules for AMD GPUs. `measured` contains the releases with an atlas of the
+    GPU. If it is not empty, return one of these releases, because only they have times.
     """
     known, installed = measured or known_releases(architecture), installed_release()
     return installed if installed is not None and installed in known else max(known)

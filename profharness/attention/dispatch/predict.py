@@ -53,7 +53,7 @@ CUDNN_BEFORE_2_9 = (
     *("runtime_disabled", "nonzero_lengths", "on_device", "tensor_shapes", "cudnn_shapes"),
     *("deterministic", "dtypes", "mask_shape", "hardware", "last_stride", "num_heads"),
 )
-# PyTorch calls an AMD GPU `cuda`, but its rules differ, so that it has tables of its own.
+# PyTorch calls an AMD GPU `cuda`, but AMD GPUs have different rules and therefore their own tables.
 ROCM = "rocm"
 TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
     (CUDA, "flash"): FLASH,
@@ -166,7 +166,7 @@ MISSING: dict[str, tuple[object, ...]] = {
 }
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 ROCM_ORDER = ("flash", "efficient", "math")
-"""PyTorch's list also contains cudnn after math. A ROCm build is compiled without it."""
+"""PyTorch's list also contains cudnn after math, but ROCm builds are compiled without cuDNN."""
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")
 

@@ -1,8 +1,8 @@
 """Dispatch rules on AMD GPUs: the `#ifdef USE_ROCM` parts of PyTorch's sdp_utils.
 
 The rules come from the source of sdp_utils.cpp before 2.6 and at 2.10, 2.11, 2.14 and later, and
-from the pull requests between them. What they leave open is unknown, as in `rules.py`, from which
-the checks that CUDA and ROCm share are imported.
+from the pull requests between them. Anything that these sources leave open counts as unknown. The checks
+that CUDA and ROCm share are imported from `rules.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ANY_VALUE_DIM: Version = (0, 12, 0)
 
 
 def version(machine: Machine) -> Version:
-    """Return the version of AOTriton. It must be known, as `judge` fills in unknown ones."""
+    """Return the version of AOTriton. `judge` fills in an unknown version before it calls a rule."""
     return machine.aotriton or min(machine.aotriton_versions)
 
 
@@ -63,8 +63,8 @@ def library_text(machine: Machine) -> str:
 
 
 def max_head_dim(machine: Machine) -> int:
-    """Return the largest head_dim. PyTorch does not look at the library: it is the limit of
-    AOTriton even if CK is preferred.
+    """Return the largest head_dim that PyTorch accepts. This is the limit of AOTriton even if CK is
+    preferred, because PyTorch does not check which library is used.
     """
     minor = version(machine)[:2]
     if minor == (0, 11) and str(machine.architecture).startswith("gfx11"):
@@ -73,7 +73,7 @@ def max_head_dim(machine: Machine) -> int:
 
 
 def alignment(params: AttentionParams) -> int:
-    """Return the number by which head_dim must be divisible for the efficient kernels: 16 bytes."""
+    """Return the number of elements in 16 bytes. The efficient kernels need a multiple of it."""
     return 8 if params.dtype in HALF else 4
 
 
@@ -96,7 +96,7 @@ def unpadded(params: AttentionParams, machine: Machine) -> bool | None:
 
 
 def nested_dims(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether the rule refuses that 2.13 and newer apply to AOTriton before 0.12."""
+    """Return whether PyTorch 2.13 and newer refuse the head dims with AOTriton before 0.12."""
     limits = params.head_dim % 8 or params.head_dim > 256
     old = version(machine) < ANY_VALUE_DIM
     return old and bool(limits or params.head_dim != params.value_dim)
@@ -135,7 +135,7 @@ def hardware_rules(name: str, long_name: str, navi_name: str) -> tuple[Rule, ...
         Rule("capability", "hardware", no_kernels,
              f"{name} was not compiled for current AMD GPU architecture. Attempting to run on architecture "
              "{m.architecture}"),
-        # PyTorch 2.5 itself gates gfx1100. AOTriton does not know experimental architectures yet.
+        # PyTorch 2.5 itself restricts gfx1100. Its AOTriton has no experimental architectures.
         Rule("experimental", "hardware",
              lambda _, m: m.architecture == "gfx1100" and not m.experimental,
              f"{navi_name} support on Navi31 GPU is still experimental.{enable}", until=(2, 6)),
@@ -152,7 +152,7 @@ ROCM_FLASH = (
     ON_DEVICE,
     FOUR_D,
     NO_MASK,
-    # the text of PyTorch still says 256 where the limit is 512
+    # PyTorch's message says 256 even if the limit is 512
     Rule("head_dim", "head_dim_size", bad_dims, "Flash attention" + _SAME_DIMS),
     *hardware_rules("Flash attention", "Flash Efficient attention", "Flash attention"),
     TRAINING_LARGE_HEADS,
@@ -199,12 +199,12 @@ ROCM_CUDNN = (
 )
 
 
-# Known failures of a backend that accepts the call, and calls of which it is unknown.
+# Known and possible failures of a backend that accepts the call.
 ROCM_HAZARDS: dict[str, tuple[Rule, ...]] = {
     "flash": (
         Rule("head_dim", "kernel",
              lambda p, m: library(m) == CK and p.head_dim > 256,
-             "PyTorch accepts a head_dim of up to 512 without looking at the library, but CK raises `CK only supports "
+             "PyTorch accepts a head_dim of up to 512 for every library, but CK raises `CK only supports "
              "head dimension at most 256`.", (2, 7)),
         Rule("head_dim", "kernel",
              lambda p, m: library(m) != CK and p.head_dim > 256,
@@ -219,11 +219,12 @@ ROCM_HAZARDS: dict[str, tuple[Rule, ...]] = {
              "with the first key. The result may be wrong; use attn_mask instead.", until=(2, 6)),
         Rule("head_dim", "kernel",
              lambda p, m: library(m) == CK and max(p.head_dim, p.value_dim) > 256,
-             "PyTorch accepts a head_dim of up to 512 without looking at the library, but CK supports at most 256.",
+             "PyTorch accepts a head_dim of up to 512 for every library, but CK supports at most 256.",
              (2, 7)),
         Rule("alignment", "kernel", lambda p, _: misaligned_dims(p),
-             "PyTorch accepts this head_dim, but the efficient kernels need rows of a multiple of 16 bytes, and "
-             "PyTorch pads them only for flash. The call may fail or return wrong values; pad head_dim first.",
+             "PyTorch accepts this head_dim, but the efficient kernels need rows whose size is a multiple of "
+             "16 bytes, and PyTorch pads rows only for flash. The call may fail or return wrong values; pad "
+             "head_dim first.",
              until=(2, 9)),
     ),
 }  # fmt: skip

@@ -113,9 +113,9 @@ def flash_dtypes(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
 def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
     """Return whether the backward pass of flash has too little shared memory for the head_dim.
 
-    GPUs of sm86 to sm89 are affected, from release 2.7 on also sm120, and from 2.15 on also sm121.
-    Their memory is too small for a head_dim in (192, 224]. With dropout, it is also too small for a
-    larger head_dim.
+    This affects sm86 to sm89. It also affects sm120 from release 2.7 on, and sm121 from release 2.15
+    on. Their shared memory is too small for a head_dim in (192, 224]. With dropout, it is also too
+    small for a larger head_dim.
     """
     newest = 1 if machine.torch >= (2, 15) else 0
     small = (8, 6) <= machine.capability <= (8, 9) or (
@@ -181,7 +181,7 @@ def non_finite_gradients(params: AttentionParams, machine: Machine) -> bool:
 def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
     """Return whether FA4 is active on a GPU whose compute capability it does not support.
 
-    Return None for a capability of which this is unknown: 9.x and 10.x other than 9.0 and 10.0.
+    Return None if this is unknown, which applies to 9.x and 10.x other than 9.0 and 10.0.
     """
     if params.flash_impl != "FA4" or machine.capability in ((9, 0), (10, 0)):
         return False

@@ -40,8 +40,8 @@ Peaks = Annotated[
         ("--peaks",),
         help=(
             "The peak rates of the device. measure: measure them on this machine now, and store "
-            "them; data-sheet: use the built-in table. [default: the stored ones; without any, "
-            "measure them if the cells ran on a GPU like this machine's, else use the table]"
+            "them; data-sheet: use the built-in table. [default: the stored rates; if there are none, "
+            "measure them if the cells ran on this machine's GPU model, otherwise use the table]"
         ),
     ),
 ]
@@ -86,8 +86,8 @@ def analyze(
       profharness analyze '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
       profharness analyze trace.json.gz
 
-    In Python nothing is captured or measured unless `peaks` is "measure". The result has one row per
-    cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
+    In Python, nothing is captured, and nothing is measured unless `peaks` is "measure". The result has
+    one row per cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
     `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`.
     """
     path = store_path(store)

@@ -201,7 +201,7 @@ class PhaseFigures:
     """One phase of the attention computation, such as the product of Q and K."""
 
     name: Annotated[str, column("phase", importance="key", meaning="step of the call")]
-    flops: Annotated[int, column("MFLOP", "mega", meaning="its FLOPs")]
+    flops: Annotated[int, column("MFLOP", "mega", meaning="FLOPs of the step")]
     bytes: Annotated[int, column("MB", "mega", meaning="bytes that the step moves")]
     intensity: Annotated[float | None, column("FLOP/B", "count", meaning="FLOPs per byte")]
     bound: Annotated[
@@ -218,7 +218,7 @@ class Figures:
     ]
     duration_ns: Annotated[
         float | None,
-        column("median µs", "us", importance="answer", meaning="median of that measurement"),
+        column("median µs", "us", importance="answer", meaning="median of the measurement `basis`"),
     ]
     kernels_ns: float | None
     event_ns: float | None  # median `event` sample, or cold_ns if the run has no `event` samples

@@ -273,7 +273,7 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         yield derived(
             "input_copies",
             (
-                f"Before its products, math copies the inputs ({what}). These copies account for "
+                f"Before the matrix products, math copies the inputs ({what}). These copies account for "
                 f"{size(copied)} of the {size(by_phases)} that its kernels move. One score matrix "
                 f"takes {size(matrix)}; fused attention would move "
                 f"{size(figures.compulsory_bytes)} in all."
@@ -627,8 +627,8 @@ def kv_places(cell: CellAnalysis, figures: Figures) -> tuple[str, ...] | None:
 def working_set(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     """Report which on-chip memories the data fit in.
 
-    K and V of one head are compared with shared memory and the L1, all inputs and the output with
-    the L2.
+    K and V of one head are compared with shared memory and the L1. All inputs and the output are
+    compared with the L2.
     """
     memories = _memories(cell)
     if not memories:
@@ -780,7 +780,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "narrow": (4, "32 threads of 4 bytes in 32-byte sectors"),
     "bank conflicts": (0.1, _OWN),
     "many bank conflicts": (0.5, "every second pass of shared memory is a repetition"),
-    "kernel": (0.2, "profharness: the share of a call's time from which a kernel matters"),
+    "kernel": (0.2, "profharness: kernels with a smaller share of a call's time matter little"),
 }
 """The threshold of each check of a counter, and the source of the threshold."""
 
@@ -832,7 +832,7 @@ WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
         "make the code of the loop smaller, or unroll it less",
     ),
     "imc_miss": ("for constants", "let all threads of a warp read the same constant"),
-    "membar": ("for a memory barrier", "use fewer fences, and of a smaller scope"),
+    "membar": ("for a memory barrier", "use fewer fences, and fences with a smaller scope"),
     "drain": ("for their stores to finish at the end", "write the results in wider words"),
     "sleeping": ("in a sleep that the code requests", "sleep less"),
     "dispatch_stall": ("for the dispatcher", "check the pipes: one is busy"),
@@ -960,7 +960,7 @@ def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
         "stalls",
         f"{text}. Possible remedy: {change}.",
         "minor",
-        share(name, part, f"ncu {ncu.warp_state(name)} / all of them"),
+        share(name, part, f"ncu {ncu.warp_state(name)} / all warp states"),
         *(share(other, of, "the same") for other, of in others[:2]),
         share("issue slots", issue, f"ncu {ncu.ISSUE_ACTIVE}"),
     )

@@ -125,7 +125,10 @@ class ScenarioChoice:
         str | None, column("next", meaning="the fastest backend that does not tie")
     ]
     factor: Annotated[
-        float | None, column("next / best", "ratio", meaning="its time divided by that of the best")
+        float | None,
+        column(
+            "next / best", "ratio", meaning="time or memory of `next`, divided by that of `best`"
+        ),
     ]
 
     @property
@@ -244,8 +247,8 @@ def drops(name: str, group: Sequence[CellAnalysis]) -> Iterator[tuple[int, int, 
 def changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[tuple[str, dict[int, int]]]:
     """Yield (backend, number of scores by head_dim) for configs that only look like a sweep.
 
-    Their head_dim differs, but so does their number of scores, so head_dim alone does not
-    explain a change in the FLOP rate.
+    The configs differ not only in head_dim, but also in the number of scores, so head_dim alone does
+    not explain a change in the FLOP rate.
     """
     groups: dict[tuple[object, ...], list[Config]] = {}
     for analysis in analyses:

@@ -106,8 +106,8 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     """Return the document of `analyze`: a table of the cells, their findings and remedies.
 
     If there are many cells, only the findings that most configs share are shown. If `full` is set,
-    the document has a section per config with every finding, all of its evidence, phases and counters, and then
-    the best backends, the sweeps, and the facts of the devices.
+    the document has a section per config with every finding, its evidence, the phases and the
+    counters. The best backends, the sweeps, and the facts of the devices follow.
     """
     found: dict[tuple[str, str], Peaks] = {}
     for analysis in analyses:
@@ -147,7 +147,7 @@ def _full_sections(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
 
 
 def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> Iterator[Block]:
-    """Yield a table of the cells, the findings that several configs share, and those of each config.
+    """Yield a table of the cells, the findings that several configs share, and other findings.
 
     If there are many cells, yield only the shared findings or, for a single config, the bottleneck
     and the first remedy of each cell. Omit remedies that the answer already contains.
@@ -211,7 +211,7 @@ def _notes_of(
 def _peak_notes(
     known: Sequence[Peaks], analyses: Sequence[CellAnalysis], *, full: bool
 ) -> Iterator[Note]:
-    """Yield notes on the peaks that the rates are compared with.
+    """Yield notes on the peaks with which the rates are compared.
 
     If `full` is set, the notes list all known peaks.
     """
@@ -243,7 +243,7 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
         "places": places,
     }
     if analysis.finding("score_traffic"):
-        # These are rates of the compulsory bytes, of which unfused attention moves many more.
+        # These rates count only the compulsory bytes, but unfused attention moves many more bytes.
         shown |= {"bytes_per_s": None, "bandwidth_share": None}
     return shown, analysis, analysis.figures, analysis.main
 
@@ -311,7 +311,7 @@ def _sweep_blocks(name: str, group: Sequence[CellAnalysis], *, full: bool) -> It
 
 
 def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
-    """Yield warnings for configs that look like a sweep over head_dim but differ in more."""
+    """Yield warnings for configs that look like a sweep over head_dim, but also differ otherwise."""
     for backend, scores in changed_problems(analyses):
         counts = ", ".join(f"{count:,}" for count in scores.values())
         yield Note(
@@ -319,7 +319,7 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
                 f"head_dim is {', '.join(map(str, scores))}, and batch x heads x queries x keys is "
                 f"{counts}: these configs also differ in how much work can run at once, so head_dim "
                 "alone does not explain a change in TFLOP/s. A set such as "
-                "'B,H,S,{512,1024}' keeps the rest equal"
+                "'B,H,S,{512,1024}' keeps all other sizes equal"
             ),
             backend,
             "warning",
@@ -404,7 +404,7 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
     cells, points = [], []
     for each in analyses:
         figures, peaks = each.figures, each.machine.peaks
-        # Each memory is a series of the chart, so that its points have a mark of their own.
+        # Each memory is a series of the chart, so that its points have their own mark.
         points += [
             point
             | {"backend": f"{point['level']} bytes", "label": f"{each.backend} {point['label']}"}
@@ -523,9 +523,10 @@ def _causes(finding: Finding, analysis: CellAnalysis) -> set[str]:
 
 
 def merged_notes(notes: Iterable[Note], *, full: bool) -> list[Note]:
-    """Merge notes with equal texts into one that names all their labels.
+    """Merge notes with equal texts into one note that names all their labels.
 
-    Backends that run the same kernels, such as `auto` and the one that it chose, have equal notes.
+    Backends that run the same kernels, such as `auto` and the backend that PyTorch chose for it, have
+    equal notes.
     Unless `full` is set, texts may differ in their numbers, which become ranges.
     """
     groups: dict[tuple[str, str], list[Note]] = {}
@@ -569,9 +570,9 @@ def common_blocks(
 ) -> tuple[list[Block], Covered]:
     """Return a section with the findings and remedies that cells of several configs share.
 
-    Remedies in `answered` are left out. `most` is the maximum number of findings, and of remedies; those of
-    the most cells are kept. Also return everything that the cells share, so that the sections on
-    single configs can omit it.
+    Remedies in `answered` are left out. `most` is the maximum number of findings, and of remedies. The
+    items that the most cells share are kept. Also return everything that the cells share, so that the
+    sections on single configs can omit it.
     """
     findings = ((each, item) for each in analyses for item in shown_findings(each, full=False))
     remedies = (

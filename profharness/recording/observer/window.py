@@ -2,9 +2,8 @@
 
 The window opens when no new kind of call has occurred for some steps, and closes after a few steps.
 Only the thread that started PyTorch's profiler can stop it. The main thread lives until the process
-ends, so only its steps open and close the window. A process has only
-one session of the underlying tracer, so a profiler of the program ends the window early. A fork
-ends the window early too.
+ends, so only its steps open and close the window. A process has only one session of the underlying
+tracer, so a profiler of the program ends the window early. A fork also ends the window early.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 
 from profharness.recording.observer.journal import Journal
 
-TRIES = 3  # after this many lost windows, no other window opens
+TRIES = 3  # number of lost windows after which no window opens again
 SUFFIX = ".torch.json.gz"
 ELSEWHERE = "attention ran in other threads, but the profiler records only the main thread"
 OWN_PROFILER = "the program ran its own profiler"

@@ -44,7 +44,7 @@ class Profiler:
     # several files match the same pattern, the newest version is preferred.
     patterns: tuple[str, ...] = ()
     remedy: str = ""  # appended to the remedy if the tool is missing
-    vendor: str = NVIDIA  # whose GPUs the tool profiles
+    vendor: str = NVIDIA  # vendor of the GPUs that the tool profiles
 
 
 PROFILERS: dict[str, Profiler] = {

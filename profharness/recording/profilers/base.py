@@ -174,10 +174,10 @@ def report_state(report: Path, started: float) -> str:
 
 
 def count_rows(path: Path, table: str, expected: str) -> int:
-    """Return the number of rows of all tables of an SQLite file whose name matches a GLOB pattern.
+    """Return the number of rows of all tables of an SQLite file whose names match a GLOB pattern.
 
-    Return 0 if there is no such table. Raise TraceFormatError, which names what was `expected`, for a
-    damaged file.
+    Return 0 if there is no such table. Raise TraceFormatError if the file is damaged. The error says
+    that the file should be what `expected` describes.
     """
     with open_input(path) as file:
         size, header = file.size, file.read(100)

@@ -1,8 +1,8 @@
 """rocprofv3, AMD's profiler of ROCm: command line, the database of the worker, and failures.
 
 The texts of failures are those in the source of rocprofv3 (rocprofiler-sdk, `source/bin/rocprofv3.py`).
-This module was tested with a stand-in that writes databases in the form of real ones. It has not run on
-an AMD GPU.
+This module was tested with a stand-in that writes databases in the format of rocprofv3. It has not run
+on an AMD GPU.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Rocprofv3Session(ToolSession):
         return problem, self.report
 
     def _take_report(self) -> int:
-        """Move the database with the most kernels into the run folder. Return their number.
+        """Move the database with the most kernels into the run folder. Return the number of kernels.
 
         The other databases belong to processes that the worker started. Raise TraceFormatError if a
         database is damaged.

@@ -60,5 +60,5 @@ if __name__ == "__main__":
     try:
         import torch  # noqa: F401
     finally:
-        order.join()  # after it, stderr is the log of the run, which then contains import errors
+        order.join()  # from here on, stderr is the log of the run, so the log contains import errors
     run_arguments(order.arguments, order.warmup)

@@ -249,7 +249,7 @@ def _failure(error: BaseException, config: Config) -> str:
     text = next(iter(str(error).splitlines()), type(error).__name__)
     if is_oom(error) or "out of memory" in text:
         return (
-            f"the inputs of {config.label} do not fit into memory, so PyTorch could not be asked: "
+            f"the inputs of {config.label} do not fit into memory, so PyTorch could not be queried: "
             f"{text}"
         )
     return f"the query about {config.label} failed: {text}"

@@ -75,7 +75,7 @@ def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
 def in_cache(config: Config, inputs: Inputs) -> Inputs:
     """Return the inputs with keys and values that the dtype of the cache can represent.
 
-    So the rounding of a narrow cache does not count as an error of a backend.
+    The rounding of a narrow cache therefore does not count as an error of a backend.
     """
     if config.kv_dtype is None:
         return inputs
@@ -212,7 +212,7 @@ def priority_absent() -> str | None:
 
 @contextlib.contextmanager
 def legacy_all_disabled() -> Iterator[None]:
-    """Disable flash, efficient and math in the block by the deprecated `sdp_kernel`.
+    """Disable flash, efficient and math in the block with the deprecated `sdp_kernel`.
 
     cuDNN stays enabled because `sdp_kernel` is called without its flag.
     """
@@ -227,7 +227,7 @@ def legacy_all_disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def activated(impl: str) -> Iterator[None]:
-    """Limit SDPA to flash attention in the block, and replace FA2 by the implementation `impl`."""
+    """Limit SDPA to flash attention in the block, and replace FA2 with the implementation `impl`."""
     before = torch_attention.current_flash_attention_impl()
     try:
         torch_attention.activate_flash_attention_impl(impl)
@@ -284,7 +284,7 @@ def naive_compiled() -> Attention:
     """Return the attention of kernels/naive.py, compiled anew by torch.compile.
 
     The function has an attribute `tuning`, a function that returns how often Inductor's pattern
-    matcher replaced naive attention in the graph by `scaled_dot_product_attention`. Raise
+    matcher replaced naive attention in the graph with `scaled_dot_product_attention`. Raise
     RefusedError if kernels/naive.py does not exist.
     """
     plain = find_implementation("naive")

@@ -141,7 +141,7 @@ def narrow(samples: Sequence[int], precision: float) -> bool:
 
 
 def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """Return a function that makes the next of `calls` each time, in a cycle."""
+    """Return a function that, each time it is called, makes the next of `calls` in a cycle."""
     turn = itertools.cycle(calls).__next__
     return lambda: turn()()
 

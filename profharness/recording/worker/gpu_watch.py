@@ -90,7 +90,7 @@ class GpuWatch:
     def problems(self, *, at_once: bool = False) -> Iterator[Problem]:
         """Yield problems that were not reported before.
 
-        Look at the GPU at most every PERIOD_S seconds, unless `at_once` is set.
+        Query the GPU at most every PERIOD_S seconds, unless `at_once` is set.
         """
         if not at_once and time.monotonic() - self._last_look < PERIOD_S:
             return

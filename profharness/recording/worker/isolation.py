@@ -208,7 +208,7 @@ def checked_write(
 
 
 def with_doubt(result: Cell, peaks: Peaks | None) -> Cell:
-    """Replace a result by an error without samples if any of its times is impossible."""
+    """Replace a result with an error without samples if any of its times is impossible."""
     for name, samples in result.samples.items():
         why = why_impossible(result, name, samples, peaks) if samples else None
         if why is not None:

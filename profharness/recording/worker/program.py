@@ -123,7 +123,7 @@ class JournalWriter:
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
     """Return a function that calls `write` and then writes the problems that `watch` has found.
 
-    Looking at the GPU is slow, so most entries skip it, but never the end of the cell `last`.
+    Querying the GPU is slow, so skip it for most entries, but never for the end of the cell `last`.
     """
 
     def write_and_report(entry: JournalEntry) -> None:
@@ -149,8 +149,8 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     """Read the plan in a folder, run the function `body` of a module on it, and exit.
 
     The exit code is 0 if all cells were run, EXIT_NO_GPU if the plan needs a GPU but torch finds none,
-    EXIT_DEAD_CONTEXT if the CUDA context was lost and the
-    remaining cells need a new process, and EXIT_UNWRITABLE if the run folder is not writable.
+    EXIT_DEAD_CONTEXT if the CUDA context was lost and the remaining cells need a new process, and
+    EXIT_UNWRITABLE if the run folder is not writable.
     """
     # needed because a backend may change the working directory or replace functions of `os`
     folder, leave = folder.absolute(), os._exit

@@ -84,7 +84,7 @@ class ClockReader:
         return [reading for begun, answered, reading in kept if begun <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """Return a list of the one reading that is nearest to an interval.
+        """Return a list that contains only the reading nearest to an interval.
 
         The list is empty if NVML is not available.
         """
@@ -116,7 +116,7 @@ def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Summarize readings by the median, minimum and maximum of each value.
 
     For example, `sm_mhz` becomes `sm_mhz`, `sm_mhz_min` and `sm_mhz_max`. Throttle reasons are
-    combined by a bitwise or. Return an empty dict if there are no readings.
+    combined with a bitwise or. Return an empty dict if there are no readings.
     """
     summary: dict[str, Any] = {}
     for name in dict.fromkeys(name for reading in readings for name in reading):
@@ -223,7 +223,7 @@ class StreamDelay:
     def __call__(self) -> None:
         if self.cycles_per_ns is None:
             spin = partial(torch.cuda._sleep, TRIAL_CYCLES)
-            spin()  # the first launch loads the kernel, which takes long
+            spin()  # the first launch loads the kernel, which takes a long time
             self.cycles_per_ns = TRIAL_CYCLES / (elapsed_ms(spin) * 1e6)
         torch.cuda._sleep(round(self.length_ns * self.cycles_per_ns))
 
@@ -290,7 +290,7 @@ def _queue_delayed(
 
 
 def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[str, list[int]]:
-    """Time bursts of calls by two events around each burst.
+    """Time bursts of calls with two events around each burst.
 
     The calls of a burst follow each other without a wait or a flush of the L2. Also return the time
     that the host takes per call, under the key HOST.

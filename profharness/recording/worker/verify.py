@@ -112,14 +112,14 @@ def attend(
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
     """Compute attention in plain torch ops. Return the results and, if requested, their sizes.
 
-    The result `out` is softmax(Q K^T * scale + mask) V. If the config has `bwd`, there are
-    also the gradients `dq`, `dk` and `dv`. A causal mask and a window are aligned to
-    the first row and column, as in SDPA.
+    The result `out` is softmax(Q K^T * scale + mask) V. If the config has `bwd`, the results also
+    contain the gradients `dq`, `dk` and `dv`. A causal mask and a window are aligned to the first row
+    and column, as in SDPA.
 
     If `with_sizes` is set, the second dict has a size for each result, otherwise it is empty. The
-    size is what the result would be if all terms of its sums were positive, as (largest element,
-    Frobenius norm). Rounding errors are proportional to it. The entry `score` has the
-    largest absolute value of Q K^T * scale.
+    size is the value that the result would have if all terms of its sums were positive, as (largest
+    element, Frobenius norm). Rounding errors are proportional to the size. The entry `score` contains
+    the largest absolute value of Q K^T * scale.
     """
     tensors = _zeros(config, inputs, dtype)
     terms = _zeros(config, inputs, dtype) if with_sizes else {}
@@ -651,7 +651,7 @@ class Verifier:
         return tuple(checks), tuning_of(backend, attention)
 
     def _with_cache_error(self, check: Check, config: Config, expected: Expected) -> Check:
-        """Return a check whose message has the error that the dtype of the cache itself makes."""
+        """Return a check whose message contains the error that the dtype of the cache alone causes."""
         if check.what != "out" or check.message:
             return check
         seed, device = self.workspace.plan.protocol.seed, self.workspace.device
@@ -717,10 +717,10 @@ def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
 
 @dataclass
 class _Caller:
-    """Calls the backend of one cell four times: other inputs, cell's inputs, and both again.
+    """Calls the backend of one cell four times: on other inputs, on the cell's inputs, and again.
 
     The calls on other inputs ensure that data left over from an earlier call is never the correct
-    result. Both pairs of calls run on poisoned memory, each with its own byte.
+    result. Both pairs of calls run on poisoned memory, each pair with its own byte.
     """
 
     config: Config
