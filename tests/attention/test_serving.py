@@ -19,6 +19,7 @@ from profharness.attention.backends.serving import (  # noqa: E402
     packed_queries,
     page_table,
     paged_supports,
+    trtllm_supports,
     unpacked,
 )
 from profharness.attention.config import Config, outside_sdpa, parse_config  # noqa: E402
@@ -194,3 +195,24 @@ def test_latent_attention_reads_one_vector_per_token() -> None:
     assert (sizes.key, sizes.value) == (2 * 100 * 576 * 2, 0)
     inputs = make_inputs(config, "cpu", 0)
     assert inputs.value.data_ptr() == inputs.key.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("capability", "more", "reason"),
+    [
+        ((9, 0), ",causal", "prefill kernels require compute capability 10.x; this GPU has 9.0"),
+        ((12, 0), ",causal", "prefill kernels require compute capability 10.x; this GPU has 12.0"),
+        ((10, 0), "", "supports prefill only with causal"),
+        ((10, 3), ",causal", None),
+        ((10, 0), ",causal,window=77,sinks", None),
+    ],
+)
+def test_trtllm_computes_prefill_only_on_some_gpus(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], more: str, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    prefill = parse_config(f"4,32,512,128,bf16,kv_heads=8,seq_kv=2048,page=16{more}")
+    found = trtllm_supports(prefill)
+    assert found == reason or (reason and reason in str(found))
+    assert trtllm_supports(parse_config("4,32,1,128,bf16,kv_heads=8,seq_kv=2048,page=16")) is None

@@ -9,6 +9,7 @@ import functools
 from pathlib import Path
 
 import pytest
+import torch
 
 from profharness.attention.backends import BACKENDS
 from profharness.attention.backends.base import find_module
@@ -30,6 +31,10 @@ PREFILL = "4,32,200,128,bf16,kv_heads=8,lens=60+200+331+1024,page=16,causal"
 LATENT = "4,128,1,576,bf16,lens=64+100+1000+2048,page=64,mla=512+64"
 FA2, FA3 = "flashinfer-fa2", "flashinfer-fa3"
 CUDNN, TRTLLM, FLEX = "flashinfer-cudnn", "flashinfer-trtllm", "flex-paged"
+ON_BLACKWELL = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10,
+    reason="TensorRT-LLM's prefill kernels require compute capability 10.x",
+)
 RUNS = [
     (FA2, DECODE),
     (FA2, PREFILL),
@@ -49,6 +54,8 @@ RUNS = [
     (TRTLLM, DECODE),
     (TRTLLM, f"{DECODE},sinks"),
     (TRTLLM, f"{DECODE},causal,window=77"),
+    pytest.param(TRTLLM, PREFILL, marks=ON_BLACKWELL),
+    pytest.param(TRTLLM, f"{PREFILL},window=77", marks=ON_BLACKWELL),
     (FLEX, DECODE),
     (FLEX, PREFILL),
     (FLEX, f"{PREFILL},window=77"),

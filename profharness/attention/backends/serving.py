@@ -32,6 +32,8 @@ HEAD_DIMS = (64, 128, 256)
 FLEX_PAGES = (16, 32, 64, 128)  # a page is a block of the mask, which kernels read as one tile
 TRTLLM_PAGES = (16, 32, 64, 128)  # `page_size` of flashinfer.xqa.xqa
 TRTLLM_CAPABILITIES = (9, 10, 12)  # the same function refuses other compute capabilities
+# Prefill runs on trtllm-gen, whose kernels exist only for SM 10.x.
+TRTLLM_PREFILL_CAPABILITIES = (10,)
 CACHE = ("lens", "page", "kv_dtype")
 INSTALL = "pip install flashinfer-python"
 
@@ -215,9 +217,12 @@ def _cudnn(config: Config, inputs: Inputs) -> Prepared:
 
 
 def _trtllm(config: Config, inputs: Inputs) -> Prepared:
-    """Prepare TensorRT-LLM's decoding kernels: trtllm-gen on SM 10.x, XQA on SM 9.x and 12.x."""
+    """Prepare TensorRT-LLM's kernels. Decoding uses trtllm-gen on SM 10.x, and XQA on SM 9.x and
+    12.x. Prefill uses trtllm-gen, which has a causal mask.
+    """
     import torch
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+    from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 
     device, page = inputs.query.device, config.page or TRTLLM_PAGES[0]
     table = page_table(config.lengths, page, device)
@@ -228,19 +233,32 @@ def _trtllm(config: Config, inputs: Inputs) -> Prepared:
         for tensor in (inputs.key, inputs.value)
     )
     query = packed_queries(config, inputs.query)
-    out = torch.empty_like(query)
-    call = functools.partial(
-        trtllm_batch_decode_with_kv_cache,
-        *(query, cache),
-        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
-        table.padded(),
-        torch.tensor(config.lengths, dtype=torch.int32, device=device),
-        max(config.lengths),
-        bmm1_scale=_scale(config),
-        window_left=-1 if config.window is None else config.window - 1,
-        sinks=None if inputs.sinks is None else inputs.sinks.float(),
-        out=out,
-    )
+    common = {
+        "query": query,
+        "kv_cache": cache,
+        "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        "block_tables": table.padded(),
+        "seq_lens": torch.tensor(config.lengths, dtype=torch.int32, device=device),
+        "bmm1_scale": _scale(config),
+        "bmm2_scale": 1.0,
+        "window_left": -1 if config.window is None else config.window - 1,
+        "sinks": None if inputs.sinks is None else inputs.sinks.float(),
+        "out": torch.empty_like(query),
+    }
+    if config.seq_len_q == 1:
+        call = functools.partial(
+            trtllm_batch_decode_with_kv_cache, max_seq_len=max(config.lengths), **common
+        )
+    else:
+        call = functools.partial(
+            trtllm_batch_context_with_kv_cache,
+            max_q_len=max(config.new_tokens),
+            max_kv_len=max(config.lengths),
+            batch_size=config.batch,
+            cum_seq_lens_q=_starts(config.new_tokens, device),
+            cum_seq_lens_kv=_starts(config.lengths, device),
+            **common,
+        )
     return Prepared(call, functools.partial(unpacked, config))
 
 
@@ -373,11 +391,14 @@ def cudnn_supports(config: Config) -> str | None:
 
 
 def trtllm_supports(config: Config) -> str | None:
-    """Return why TensorRT-LLM's decoding kernels cannot compute the config, or None if they can."""
+    """Return why TensorRT-LLM's kernels cannot compute the config, or None if they can."""
     if reason := outside_contract(config, (*CACHE, "window", "sinks")):
         return reason
     if config.seq_len_q != 1:
-        return "supports only decoding; use seq_q=1"
+        if reason := _needs_capability(TRTLLM_PREFILL_CAPABILITIES):
+            return f"supports only decoding here (seq_q=1), because its prefill kernels {reason}"
+        if not config.causal:
+            return "supports prefill only with causal"
     if reason := paged_supports("fa2", replace(config, window=None)):
         return reason
     if config.page not in TRTLLM_PAGES:
@@ -405,7 +426,7 @@ def _of_flex() -> Attention:
 
 
 def _of_trtllm() -> Attention:
-    """Return TensorRT-LLM's decoding kernels. Raise ImportError if FlashInfer is not installed."""
+    """Return TensorRT-LLM's paged attention. Raise ImportError if FlashInfer is not installed."""
     import flashinfer
 
     return _prepared(_trtllm, flashinfer.__version__)
@@ -444,19 +465,23 @@ def _absent(*majors: int) -> Callable[[], str | None]:
     """Return an `absent` function for kernels that run only on these major compute capabilities."""
 
     def absent() -> str | None:
-        import torch
-
         if reason := needs_module("flashinfer", INSTALL)():
             return reason
-        found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        if found is None or found[0] in majors:
-            return None
-        wanted = " or ".join(f"{major}.x" for major in majors)
-        return (
-            f"its kernels require compute capability {wanted}; this GPU has {found[0]}.{found[1]}"
-        )
+        reason = _needs_capability(majors)
+        return f"its kernels {reason}" if reason else None
 
     return absent
+
+
+def _needs_capability(majors: tuple[int, ...]) -> str | None:
+    """Return a clause if this GPU has none of these major compute capabilities, otherwise None."""
+    import torch
+
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if found is None or found[0] in majors:
+        return None
+    wanted = " or ".join(f"{major}.x" for major in majors)
+    return f"require compute capability {wanted}; this GPU has {found[0]}.{found[1]}"
 
 
 SERVING_BACKENDS = (
@@ -486,7 +511,7 @@ SERVING_BACKENDS = (
     ),
     GpuBackend(
         "flashinfer-trtllm",
-        "TensorRT-LLM's paged decoding kernels, as FlashInfer calls them",
+        "TensorRT-LLM's paged attention, as FlashInfer calls it",
         load=refuse_if_unloadable("flashinfer", _of_trtllm),
         supports=trtllm_supports,
         absent=_absent(*TRTLLM_CAPABILITIES),

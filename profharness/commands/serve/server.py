@@ -204,7 +204,7 @@ def serve(path: Path, host: str, port: int) -> None:
     if host not in LOOPBACK:
         hint(
             f"warning: --host {host}: anyone who can reach this machine can read the whole store "
-            "without a password, including host names and paths; nobody can write to it"
+            "without a password, including the paths of files; nobody can write to it"
         )
     app = application(path, host)
     with _listen(host, port) as listener:
