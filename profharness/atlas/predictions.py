@@ -31,7 +31,7 @@ from profharness.atlas.data import (
 )
 from profharness.atlas.model import Estimate, estimate, measured_estimate, measured_rows
 from profharness.atlas.shards import read_shards
-from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, backend_text
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
 from profharness.attention.dispatch import rocm
 from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.machine import (
@@ -605,7 +605,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     if auto.choice == "unknown":
         return "It is unknown which backend auto runs: the rules do not cover this release."
     runs = "runs" if auto.source == MEASURED else "is predicted to run"
-    lead = f"auto {runs} {backend_text(str(auto.choice))}"
+    lead = f"auto {runs} {auto.choice!s}"
     if auto.kernel_ns is None:
         bound = f", at least {_us(auto.low_ns)} by the roofline" if auto.low_ns else ""
         return f"{lead}; its time is unknown{bound}."
@@ -615,7 +615,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     if auto.best == auto.choice:
         return f"{lead}; no other backend is faster."
     best = next(row for row in answer if row.backend == auto.best)
-    fastest = f"{backend_text(auto.best)}"
+    fastest = str(auto.best)
     if not auto.certain:
         return f"{lead}; {fastest} may be faster: {_time(best)}, but the intervals overlap."
     lost = f"{auto.regret:.0%}".replace("%", " %")

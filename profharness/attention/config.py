@@ -53,11 +53,6 @@ def without_strides(text: str) -> str:
     return _STRIDES.sub("-strides…", text)
 
 
-def backend_text(backend: str) -> str:
-    """Return the name of a backend as it is spelled in sentences, such as `cuDNN`."""
-    return "cuDNN" if backend == "cudnn" else backend
-
-
 class ListKind(NamedTuple):
     """A kind of option whose value is a list of numbers."""
 

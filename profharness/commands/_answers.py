@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import backend_text
 from profharness.errors import counted, join_and
 from profharness.rows import CellRow
 
@@ -19,11 +18,11 @@ def split_text(counts: Counter[str], total: int | None = None) -> str:
     """
     total = sum(counts.values()) if total is None else total
     (first, most), *others = counts.most_common()
-    lead = f"{backend_text(first)} on {most} of {total} configs"
+    lead = f"{first} on {most} of {total} configs"
     if most == total:
         where = {1: "", 2: " on both configs"}.get(total, f" on all {total} configs")
-        lead = f"{backend_text(first)}{where}"
-    return join_and([lead, *(f"{backend_text(name)} on {count}" for name, count in others)])
+        lead = f"{first}{where}"
+    return join_and([lead, *(f"{name} on {count}" for name, count in others)])
 
 
 def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:
@@ -31,8 +30,8 @@ def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[s
 
     If `several` is set, the sentences count the configs.
     """
-    refused = Counter(backend_text(cell.backend) for cell in cells if cell.status == "refused")
-    failed = Counter(backend_text(each.backend) for each in cells if each.status not in NOT_FAILED)
+    refused = Counter(cell.backend for cell in cells if cell.status == "refused")
+    failed = Counter(each.backend for each in cells if each.status not in NOT_FAILED)
     for lead, found in (("Refused", refused), ("Failed", failed)):
         if found and several:
             parts = (f"{name} ({counted(count, 'config')})" for name, count in found.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from profharness.attention.config import backend_text
 from profharness.columns import Column
 from profharness.commands._command import command, declaration_of, document
 from profharness.errors import join_and
@@ -69,7 +68,7 @@ def show(states: list[BackendState]) -> Document:
 
 def backends_answer(states: Sequence[BackendState]) -> tuple[str, ...]:
     """Return a sentence on which backends run here."""
-    running = [backend_text(state.backend) for state in states if state.runs]
+    running = [state.backend for state in states if state.runs]
     if not running:
         return (f"None of the {len(states)} backends can run here.",)
     devices = join_and([*dict.fromkeys(state.device for state in states if state.runs)])

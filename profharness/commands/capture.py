@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from profharness.attention.config import Config, backend_text, grammar_lines, split_names
+from profharness.attention.config import Config, grammar_lines, split_names
 from profharness.commands._command import command, declaration_of, document, usage
 from profharness.commands._options import Option
 from profharness.commands._output import echo, hint, hint_cpu, is_command_line, run_listener
@@ -347,7 +347,7 @@ def capture_answer(cells: Sequence[Cell]) -> str:
         lead = f"{ran} of {counted(len(cells), 'cell')} ran"
     parts = [lead]
     for status in dict.fromkeys(cell.status for cell in cells if cell.status != "ok"):
-        own = Counter(backend_text(cell.backend) for cell in cells if cell.status == status)
+        own = Counter(cell.backend for cell in cells if cell.status == status)
         names = (name if count == 1 else f"{name} {count} times" for name, count in own.items())
         parts.append(f"{OUTCOMES.get(status, status)}: {', '.join(names)}")
     return f"{'; '.join(parts)};"

@@ -21,7 +21,7 @@ from profharness.atlas.predictions import (
     predicted_record,
     statement,
 )
-from profharness.attention.config import AUTO, backend_text, parse_config, split_names
+from profharness.attention.config import AUTO, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
 from profharness.columns import pick
 from profharness.commands._answers import split_text
@@ -230,7 +230,7 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
         may = f", and may on {unsure:,} more" if unsure else ""
         sentences.append(
             f"auto takes more than {much} longer than the fastest on {len(lossy):,} of "
-            f"{len(known):,}{may}; the worst is {worst.config}: {longer} {backend_text(str(worst.best))}."
+            f"{len(known):,}{may}; the worst is {worst.config}: {longer} {worst.best!s}."
         )
     elif unsure:
         sentences.append(
@@ -288,7 +288,7 @@ def _config_blocks(
         yield Table.of(KERNEL_COLUMNS, kernels)
     if auto.best and auto.certain and (auto.regret or 0) > NOTABLE_LOSS:
         config = parse_config(auto.config)
-        yield Note(f"for {backend_text(auto.best)}", "use")
+        yield Note(f"for {auto.best}", "use")
         yield Code(call_code(config, config, auto.best))
     for row in shown:
         if row.status != "ok":
@@ -366,7 +366,7 @@ def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str)
     columns = LOSS_COLUMNS
     if backend != AUTO:
         columns = tuple(each for each in LOSS_COLUMNS if each.key != "choice")
-    yield Heading(f"Predicted for {backend_text(backend)}", where)
+    yield Heading(f"Predicted for {backend}", where)
     yield Table.of(filled_columns(columns, lines), lines)
     yield Note("--full explains each config.", level="hint")
 

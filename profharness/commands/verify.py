@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from profharness.attention.cases import CASES, NO_CASES, STANDARD, VerificationRow, failures
-from profharness.attention.config import backend_text, split_names
+from profharness.attention.config import split_names
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
@@ -87,7 +87,7 @@ def verify_answer(rows: Sequence[VerificationRow]) -> tuple[str, ...]:
     if not done:
         sentences.append("Nothing was checked: all calls were refused or could not run.")
     elif wrong:
-        names = [backend_text(name) for name in dict.fromkeys(row.backend for row in wrong)]
+        names = list(dict.fromkeys(row.backend for row in wrong))
         first = wrong[0]
         sentences.append(
             f"{len(wrong)} of {counted(len(done), 'check')} failed; wrong: {join_and(names)}. The first: "
@@ -97,7 +97,7 @@ def verify_answer(rows: Sequence[VerificationRow]) -> tuple[str, ...]:
         all_of = "The only check passes" if len(done) == 1 else f"All {len(done):,} checks pass"
         sentences.append(f"{all_of}.")
     if done and (skipped := len(rows) - len(done)):
-        names = [*dict.fromkeys(backend_text(row.backend) for row in rows if row.passed is None)]
+        names = [*dict.fromkeys(row.backend for row in rows if row.passed is None)]
         sentences.append(f"{counted(skipped, 'check')} of {join_and(names)} could not run.")
     return tuple(sentences)
 

@@ -34,12 +34,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ["llama_train.json.gz"],
-            "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on cuDNN (147 µs per call) is limited by "
+            "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on cudnn (147 µs per call) is limited by "
             "latency, with neither compute nor memory near its peak.",
         ),
         (
             ["20261121-165619-f5ef", "--config", "2,8,512,64"],
-            "cuDNN, the fastest backend of b2-h8-s512-d64-fp16 (8.22 µs per call), is limited by too "
+            "cudnn, the fastest backend of b2-h8-s512-d64-fp16 (8.22 µs per call), is limited by too "
             "few thread blocks to fill the GPU. Batch more sequences or heads into one call, or use a "
             "kernel with smaller query tiles: at most 2.06 times faster.",
         ),

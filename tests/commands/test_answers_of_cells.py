@@ -59,21 +59,21 @@ def answer(*words: object) -> list[str]:
     [
         (
             ("--config", "2,8,512,64,fp16"),
-            ["auto runs cuDNN: 1 kernel and 1 memset, 8.21 µs a call; flash takes 12.7 µs in 2 kernels."],
+            ["auto runs cudnn: 1 kernel and 1 memset, 8.21 µs a call; flash takes 12.7 µs in 2 kernels."],
         ),
         (
             ("--run", "latest"),
             [
-                "auto runs cuDNN on 3 of 4 configs and flash on 1.",
+                "auto runs cudnn on 3 of 4 configs and flash on 1.",
                 "By kernel time, auto is within 10 % of the fastest backend on every compared config.",
-                "Refused: efficient (2 configs), cuDNN (1 config), all-disabled (1 config).",
+                "Refused: efficient (2 configs), cudnn (1 config), all-disabled (1 config).",
             ],
         ),
         (
             ("--config", "2,8,512,100,fp16"),
             [
                 "auto runs flash: 8 kernels, 35.6 µs a call; math takes 112 µs in 14 kernels.",
-                "efficient, cuDNN and all-disabled refuse this config.",
+                "efficient, cudnn and all-disabled refuse this config.",
             ],
         ),
         (
@@ -81,7 +81,7 @@ def answer(*words: object) -> list[str]:
             ["flash is the fastest: 12.7 µs a call in 2 kernels; math is the slowest: 102 µs in 14 kernels."],
         ),
         (("--config", "2,8,512,64,fp16", "--backend", "flash"), ["flash launches 2 kernels, 12.7 µs a call."]),
-        (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["cuDNN refuses this config."]),
+        (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["cudnn refuses this config."]),
     ],
 )  # fmt: skip
 def test_kernels_of_an_h200(store: Path, words: tuple[str, ...], sentences: list[str]) -> None:
@@ -92,7 +92,7 @@ def test_kernels_from_an_atlas_are_marked_as_predicted() -> None:
     words = ("kernels", "--config", "2,8,512,64,bf16", "--gpu", "H200", "--torch", "2.11")
     (sentence,) = answer(*words)
     assert sentence == (
-        "auto is predicted to run cuDNN: 1 kernel and 1 memset, 8.38 µs a call; flash takes 14.3 µs in "
+        "auto is predicted to run cudnn: 1 kernel and 1 memset, 8.38 µs a call; flash takes 14.3 µs in "
         "2 kernels."
     )
     for kind in ("table", "md", "html"):
@@ -110,19 +110,19 @@ def test_kernels_from_an_atlas_are_marked_as_predicted() -> None:
         ((), "auto is within 10 % of the fastest backend on all 4 configs."),
         (
             ("--config", "2,8,512,64,fp16"),
-            "auto takes 12.2 µs on cuDNN, which is the fastest backend.",
+            "auto takes 12.2 µs on cudnn, which is the fastest backend.",
         ),
         (
             ("--config", "2,8,512,64,fp16", "--backend", "auto,flash"),
-            "auto takes 12.2 µs on cuDNN; no other backend is faster (17.2 µs on flash).",
+            "auto takes 12.2 µs on cudnn; no other backend is faster (17.2 µs on flash).",
         ),
         (
             ("--config", "2,8,512,64,fp16", "--backend", "flash,math,cudnn"),
-            "cuDNN is the fastest: 11.7 µs; math is the slowest: 137 µs.",
+            "cudnn is the fastest: 11.7 µs; math is the slowest: 137 µs.",
         ),
         (
             ("--backend", "cudnn,math"),
-            "cuDNN is the fastest on 3 of 4 configs and math on 1.",
+            "cudnn is the fastest on 3 of 4 configs and math on 1.",
         ),
         (("--config", "2,8,512,64,fp16", "--backend", "flash"), "flash takes 17.2 µs on b2-h8-s512-d64-fp16."),
         (
@@ -172,7 +172,7 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
     )
     none = ("--store", tmp_path / "none.db")
     assert answer(*words, *none) == [
-        "PyTorch 2.13 is predicted to run cuDNN on an H100, its first choice.",
+        "PyTorch 2.13 is predicted to run cudnn on an H100, its first choice.",
         "efficient and math could also run; flash cannot: Flash Attention does not support non-null "
         "attn_mask.",
         "To run flash: pass is_causal=True instead of attn_mask, if the mask is lower triangular; then "
@@ -189,27 +189,27 @@ def test_explain_answers_for_releases_and_maps(tmp_path: Path) -> None:
     none = ("--gpu", "H100", "--store", tmp_path / "none.db")
     config = ("explain", "--config", "2,8,512,64,bf16", *none)
     assert answer(*config, "--torch", "2.9..2.11") == [
-        "The predicted choice on an H100 changes at PyTorch 2.11 from flash to cuDNN."
+        "The predicted choice on an H100 changes at PyTorch 2.11 from flash to cudnn."
     ]
     assert answer(*config, "--torch", "2.8..2.10") == [
         "The predicted choice on an H100 is flash in all 4 releases."
     ]
     configs = ("--config", "2,8,{512,1024},{64,300},bf16")
     assert answer("explain", *configs, *none, "--torch", "2.11") == [
-        "PyTorch 2.11 is predicted to run cuDNN on 2 of 4 configs and math on 2 on an H100."
+        "PyTorch 2.11 is predicted to run cudnn on 2 of 4 configs and math on 2 on an H100."
     ]
 
 
 def test_predict_answers_for_one_and_for_several_configs() -> None:
     of = ("--gpu", "H200", "--torch", "2.11")
     assert answer("predict", "--config", "1,8,16384,64,fp16,seq_q=9", *of) == [
-        "auto runs cuDNN in 139.95 µs (measured); flash is the fastest: 21.84 µs (measured). auto "
+        "auto runs cudnn in 139.95 µs (measured); flash is the fastest: 21.84 µs (measured). auto "
         "takes 6.41 times as long."
     ]
     several = ("predict", "--config", "1,8,{4096,16384},64,fp16,seq_q={1,9}", *of)
     assert answer(*several) == [
-        "On an H200 the fastest backend is predicted to be cuDNN on 2 of 4 configs and flash on 2; auto "
-        "chooses cuDNN on all 4 configs.",
+        "On an H200 the fastest backend is predicted to be cudnn on 2 of 4 configs and flash on 2; auto "
+        "chooses cudnn on all 4 configs.",
         "auto takes more than 10 % longer than the fastest on 2 of 4; the worst is "
         "b1-h8-sq9-skv16384-d64-fp16: 6.41 times the "
         "time of flash.",
@@ -238,7 +238,7 @@ def test_predict_does_not_rule_out_losses_that_are_not_certain() -> None:
     assert predict_answer([doubtful, certain], place)[1] == (
         "auto takes more than 10 % longer than the fastest on 1 of 2, and may on 1 more; the worst is "
         "b2-h8-s1024-d64-bf16: 20 % "
-        "longer than cuDNN."
+        "longer than cudnn."
     )
 
 

@@ -43,7 +43,7 @@ def diff(store: Path, *words: str) -> Any:
         (
             ("llama_prefill", "llama_eager"),
             "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward of "
-            "attention (104 µs → 2.36 ms per step): attention went from cuDNN to eager in 3 calls per "
+            "attention (104 µs → 2.36 ms per step): attention went from cudnn to eager in 3 calls per "
             "step. A trace of eager attention does not show its mask or its number of key heads, so "
             "the configs differ (kv8 and causal only in llama_prefill.json.gz). The step takes "
             "9.68 ms → 9.63 ms: the GPU is idle for most of it. "

@@ -60,7 +60,7 @@ def plain(text: str) -> str:
 def test_the_verdict_comes_first_then_the_table() -> None:
     lines = told("--config", "2,8,512,64,bf16,causal", *A6000).splitlines()
     assert lines[0] == "PyTorch 2.8 is predicted to run flash on an RTX A6000, its first choice."
-    assert lines[1] == "efficient, math and cuDNN could also run."
+    assert lines[1] == "efficient, math and cudnn could also run."
     table = lines[lines.index("") + 2 :]
     assert table[0].split()[:2] == ["backend", "predicted"]
     assert [line.split()[0] for line in table[1:5]] == ["flash", "efficient", "math", "cudnn"]
@@ -91,7 +91,7 @@ def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
     )
     compile(best["code"], "advice", "exec")
     assert f"```python\n{best['code']}\n```" in told(*args, "--format", "md")
-    assert "Checked: cuDNN accepts this. auto then runs cuDNN." in plain(told(*args))
+    assert "Checked: cudnn accepts this. auto then runs cudnn." in plain(told(*args))
 
 
 def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
@@ -317,7 +317,7 @@ def test_an_atlas_tells_time_and_best_backend_of_one_config() -> None:
     assert isinstance(told_of, dict)
     assert told_of["choice"] == row["predicted"]
     assert told_of["source"] in ("measured", "model", "floor")
-    assert "auto is predicted to run cuDNN in " in plain(
+    assert "auto is predicted to run cudnn in " in plain(
         told("--config", "1,16,1024,64,bf16", *ON_H200)
     )
     for place in (A6000, (*ON_H200, "--cudnn", "9.10.2")):
@@ -374,13 +374,13 @@ def test_several_gpus_get_a_row_each() -> None:
     args = ("--config", "2,8,512,64,fp16", "--gpu", "H200,A100,MI300X")
     said = plain(told(*args, "--torch", "2.11"))
     assert (
-        "The predicted choice of PyTorch 2.11 is cuDNN on an H200 and flash on an A100 and an MI300X."
+        "The predicted choice of PyTorch 2.11 is cudnn on an H200 and flash on an A100 and an MI300X."
         in said
     )
     assert [row["environment"]["gpu"] for row in rows(*args)] == ["H200", "A100", "MI300X"]  # type: ignore[index]
     assert len({row["environment"]["torch"] for row in rows(*args)}) == 1  # type: ignore[index]
     both = plain(told(*args[:3], "H200,cpu", "--torch", "2.10..2.11"))
-    assert "The predicted choice on an H200 changes at PyTorch 2.11 from flash to cuDNN." in both
+    assert "The predicted choice on an H200 changes at PyTorch 2.11 from flash to cudnn." in both
     assert "The predicted choice on the CPU is flash in all 2 releases." in both
     several = plain(told("--config", "2,8,{64,100},64", "--gpu", "A100,MI300X", "--torch", "2.11"))
     assert "The choice is the same on all GPUs for all 2 configs." in several

@@ -57,7 +57,7 @@ def ask(store: Path, *words: str) -> Any:
         (
             "llama_prefill",
             [
-                "Attention takes 6 % of the GPU time (104 µs of 1.70 ms); all 3 layers run on cuDNN, "
+                "Attention takes 6 % of the GPU time (104 µs of 1.70 ms); all 3 layers run on cudnn, "
                 "none on math.",
                 "The GPU is idle for 82 % of the traced step: launch overhead, not attention, is the "
                 "limit.",
@@ -66,7 +66,7 @@ def ask(store: Path, *words: str) -> Any:
         (
             "llama_graph",
             [
-                "Attention takes 12 % of the GPU time (228 µs of 1.96 ms); all 3 calls run on cuDNN, "
+                "Attention takes 12 % of the GPU time (228 µs of 1.96 ms); all 3 calls run on cudnn, "
                 "none on math."
             ],
         ),
@@ -82,7 +82,7 @@ def ask(store: Path, *words: str) -> Any:
         (
             "unet",
             [
-                "Attention takes 61 % of the GPU time (210 µs of 343 µs); all 6 layers run on cuDNN, "
+                "Attention takes 61 % of the GPU time (210 µs of 343 µs); all 6 layers run on cudnn, "
                 "none on math.",
                 "The GPU is idle for 95 % of the traced step: launch overhead, not attention, is the "
                 "limit.",
@@ -91,7 +91,7 @@ def ask(store: Path, *words: str) -> Any:
         (
             "whisper",
             [
-                "Attention takes 17 % of the GPU time (120 µs of 700 µs); all 6 layers run on cuDNN, "
+                "Attention takes 17 % of the GPU time (120 µs of 700 µs); all 6 layers run on cudnn, "
                 "none on math.",
                 "The GPU is idle for 95 % of the traced step: launch overhead, not attention, is the "
                 "limit.",
@@ -113,7 +113,7 @@ def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
     done = CliRunner().invoke(cli, ["kernels", layers.run, "--store", str(store)])
     text = " ".join(done.stdout.split())
     assert "137 launches of 32 different kernels" in text
-    alone = "Attention kernels (cuDNN) take 115 µs, 16 %, excluding memsets and other launches of their calls."
+    alone = "Attention kernels (cudnn) take 115 µs, 16 %, excluding memsets and other launches of their calls."
     assert alone in text
     with open_store(store) as opened:
         rows, _ = opened.rows(Selection(layers.run))
@@ -149,7 +149,7 @@ def test_layers_are_counted_once(store: Path) -> None:
     """Bugs: `all 6 layers` of a model with 3, of which checkpointing recomputes each, and `all 3 layers
     fall back to math` where only their decode calls do.
     """
-    assert "; all 3 layers run on cuDNN" in layers_answer(the_map(store, "llama_checkpoint"))[0]
+    assert "; all 3 layers run on cudnn" in layers_answer(the_map(store, "llama_checkpoint"))[0]
     layers = the_map(store, "llama_prefill")
     (prefill,) = layers.rows
     decode = replace(prefill, ran="math", phase="decode", forward_ns=2e5, calls=6.0)
@@ -164,7 +164,7 @@ def test_layers_are_counted_once(store: Path) -> None:
 
 def test_training_has_forward_and_backward(store: Path) -> None:
     first, *_ = layers_answer(the_map(store, "llama_train"))
-    assert "forward 103 µs, backward 337 µs); all 3 layers run on cuDNN, none on math." in first
+    assert "forward 103 µs, backward 337 µs); all 3 layers run on cudnn, none on math." in first
 
 
 def test_a_prediction_is_no_upper_bound(store: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_fallback_to_math_has_its_layers_and_the_saving(store: Path) -> None:
     layers = replace(layers, rows=rows)
     _, second, _ = layers_answer(layers, told_change(layers))
     assert second == (
-        f"In LlamaAttention_{{0-2}}, to run on cuDNN: {change.change}. Predicted to save about 2.83 "
+        f"In LlamaAttention_{{0-2}}, to run on cudnn: {change.change}. Predicted to save about 2.83 "
         "ms of GPU time per step."
     )
 

@@ -93,9 +93,7 @@ def test_one_config_has_its_verdict_backends_and_kernels(measured: list[AtlasCel
     cell = measured[0]
     text = told("--config", cell.config.label, "--gpu", "h200")
     assert f"\n{cell.config.label}  NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, " in text
-    assert text.startswith(
-        f"auto runs {str(cell.choice).replace('cudnn', 'cuDNN')} in {cell.kernel_us:.2f} µs (measured); "
-    )
+    assert text.startswith(f"auto runs {cell.choice} in {cell.kernel_us:.2f} µs (measured); ")
     assert "\nauto (measured) " in text
     assert "Kernels of a call" in text
 
@@ -258,7 +256,7 @@ def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:
 def test_several_gpus_are_compared() -> None:
     args = ("--config", "2,8,512,64", "--gpu", "H200,A100,MI300X", "--torch", "2.11")
     said = predict(*args).stdout
-    assert re.search(r"^On an H200, auto is predicted to run cuDNN in", said, re.MULTILINE)
+    assert re.search(r"^On an H200, auto is predicted to run cudnn in", said, re.MULTILINE)
     assert re.search(r"^A100 +2\.11\.0 +flash +floor", said, re.MULTILINE)
     document = answer(*args)
     assert [row["gpu"] for row in document["rows"] if row["backend"] == "auto"] == [

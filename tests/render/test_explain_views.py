@@ -72,7 +72,7 @@ def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object
 @pytest.mark.parametrize(
     ("made", "starts"),
     [
-        (answer(), "PyTorch 2.11 runs cuDNN on an H200, its first choice."),
+        (answer(), "PyTorch 2.11 runs cudnn on an H200, its first choice."),
         (
             answer("flash", ("cudnn",)),
             "PyTorch 2.11 runs flash on an H200.",
@@ -99,13 +99,13 @@ def test_an_answer_mentions_each_other_backend() -> None:
     unknown = answer(backends=(BackendAnswer("flash", None),))
     assert explain_answer(unknown)[1] == "whether flash could run is unknown."
     assert explain_answer(answer("math", ("cudnn", "flash", "efficient")))[1].startswith(
-        "cuDNN, flash and efficient cannot: "  # a common reason is given once
+        "cudnn, flash and efficient cannot: "  # a common reason is given once
     )
 
 
 def test_an_answer_omits_backends_outside_the_order() -> None:
     made = answer("flash", ("cudnn", "efficient"), priority_order=("flash", "math"))
-    assert "cuDNN" not in " ".join(explain_answer(made))
+    assert "cudnn" not in " ".join(explain_answer(made))
     assert "cudnn" in render_table(explain_document([made]))
 
 
@@ -129,10 +129,10 @@ def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> N
     side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
     said = render_table(explain_document([answer("flash", backends=(side,))]))
     assert text in " ".join(said.split())
-    checked = "Pad it. Checked: cuDNN accepts this. auto then runs cuDNN."
+    checked = "Pad it. Checked: cudnn accepts this. auto then runs cudnn."
     assert checked in " ".join(said.split())
     assert explain_answer(answer("flash", backends=(side,)))[-1] == (
-        "To run cuDNN: pad it (code below)."
+        "To run cudnn: pad it (code below)."
     )
 
 
@@ -144,7 +144,7 @@ def test_advice_for_a_backend_that_auto_does_not_take_does_not_promise_it() -> N
     side = BackendAnswer("flash", False, (NO_MASK,), (advice,))
     said = " ".join(render_table(explain_document([answer(backends=(side,))])).split())
     assert (
-        "Leave attn_mask out. Checked: flash accepts this. Without sdpa_kernel PyTorch still picks cuDNN."
+        "Leave attn_mask out. Checked: flash accepts this. Without sdpa_kernel PyTorch still picks cudnn."
     ) in said
     assert "auto then runs" not in said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import OWN_CHOICE, backend_text, pytorch_chooses
+from profharness.attention.config import OWN_CHOICE, pytorch_chooses
 from profharness.commands.analyze.figures import CellAnalysis, Remedy
 from profharness.errors import join_and
 from profharness.program.layer_map import short_module
@@ -56,7 +56,7 @@ def _time(analysis: CellAnalysis) -> float | None:
 
 
 def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
-    name, time = backend_text(cell.backend), _time(cell)
+    name, time = cell.backend, _time(cell)
     took = f" ({time_text(time)} per call)" if time else ""
     backends = {each.backend for each in ran if each.config == cell.config}
     if cell.module is not None:

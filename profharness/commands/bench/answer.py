@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import backend_text, sdpa_setting
+from profharness.attention.config import sdpa_setting
 from profharness.attention.dispatch.advice import setting_code
 from profharness.commands._answers import refused_and_failed
 from profharness.device_types import device_name
@@ -99,7 +99,7 @@ def _all(count: int) -> str:
 
 
 def _time(ns: float, backend: str | None) -> str:
-    return f"{time_text(ns)} on {backend_text(backend)}" if backend else time_text(ns)
+    return f"{time_text(ns)} on {backend}" if backend else time_text(ns)
 
 
 def _longer(regret: float) -> str:
@@ -127,28 +127,28 @@ def _of_winners(answer: BenchResult) -> str:
         return _of_one_backend(ranked)
     if len(winners) > 1:
         first, *others = Counter(winner.backend for winner in winners).most_common()
-        parts = [f"{backend_text(first[0])} is the fastest on {first[1]} of {len(winners)} configs"]
-        parts += [f"{backend_text(name)} on {count}" for name, count in others]
+        parts = [f"{first[0]} is the fastest on {first[1]} of {len(winners)} configs"]
+        parts += [f"{name} on {count}" for name, count in others]
         return f"{join_and(parts)}."
     (winner,) = winners
-    lead = f"{backend_text(winner.backend)} is the fastest: {time_text(winner.median_ns)}"
+    lead = f"{winner.backend} is the fastest: {time_text(winner.median_ns)}"
     if winner.open:
-        unclear = join_and([backend_text(name) for name in winner.open])
+        unclear = join_and(winner.open)
         lead = (
-            f"{backend_text(winner.backend)} has the lowest median, {time_text(winner.median_ns)}, but "
+            f"{winner.backend} has the lowest median, {time_text(winner.median_ns)}, but "
             f"is not significantly faster than {unclear}"
         )
     elif winner.ties:
-        lead += f", and {join_and([backend_text(name) for name in winner.ties])} as fast"
+        lead += f", and {join_and(winner.ties)} as fast"
     slowest = max(ranked, key=lambda row: row.median_ns or 0)
     if slowest.backend in (winner.backend, *winner.ties, *winner.open):
         return f"{lead}."
-    return f"{lead}; {backend_text(slowest.backend)} is the slowest: {time_text(slowest.median_ns or 0)}."
+    return f"{lead}; {slowest.backend} is the slowest: {time_text(slowest.median_ns or 0)}."
 
 
 def _of_one_backend(rows: Sequence[BenchRow]) -> str:
     low, high = (find(rows, key=lambda row: row.median_ns or 0) for find in (min, max))
-    text = f"{backend_text(low.backend)} takes {time_text(low.median_ns or 0)}"
+    text = f"{low.backend} takes {time_text(low.median_ns or 0)}"
     if low is high:
         return f"{text} on {low.config}."
     return f"{text} ({low.config}) to {time_text(high.median_ns or 0)} ({high.config})."
@@ -170,7 +170,7 @@ def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
     """Yield sentences on wrong results and on a busy machine."""
     wrong = Counter(row.backend for row in figures if row.verified is False)
     if wrong:
-        parts = (f"{backend_text(name)} on {counted(n, 'config')}" for name, n in wrong.items())
+        parts = (f"{name} on {counted(n, 'config')}" for name, n in wrong.items())
         yield f"Wrong results, which are not ranked: {', '.join(parts)}."
     busy = sum(row.busy for row in figures)
     if busy:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from profharness.attention.config import backend_text, parse_config
+from profharness.attention.config import parse_config
 from profharness.commands.diff.compare import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
 from profharness.errors import counted, join_and
-from profharness.program.matching import LayerDiff, LayerSide
+from profharness.program.matching import LayerDiff
 from profharness.render.document import time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
@@ -33,7 +33,7 @@ def _names(diff: Diff) -> tuple[str, str]:
     run, _, backend = before.rpartition(":")
     other_run, _, other = after.rpartition(":")
     if run and run == other_run:
-        return backend_text(backend), backend_text(other)
+        return backend, other
     return ("the baseline", "the candidate") if before == after else (before, after)
 
 
@@ -150,7 +150,9 @@ def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
     changes: Counter[tuple[str, str]] = Counter()
     for row in rows:
         if row.backend_changed and row.baseline and row.candidate:
-            changes[_ran(row.baseline), _ran(row.candidate)] += round(row.candidate.calls or 1)
+            changes[str(row.baseline.ran), str(row.candidate.ran)] += round(
+                row.candidate.calls or 1
+            )
     texts = []
     for (before, after), calls in changes.items():
         texts.append(f"from {before} to {after} in {counted(calls, 'call')} per step")
@@ -158,10 +160,6 @@ def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
         yield f": attention went {join_and(texts)}"
     elif all(row.baseline and row.baseline.ran for row in rows):
         yield "; every layer runs on the same backend in both"
-
-
-def _ran(side: LayerSide) -> str:
-    return " and ".join(map(backend_text, str(side.ran).split(" and ")))
 
 
 def _cells(diff: Diff) -> Iterator[str]:

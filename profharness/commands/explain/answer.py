@@ -12,7 +12,6 @@ from profharness.attention.backends import BACKENDS
 from profharness.attention.config import (
     AUTO,
     SDPA_BACKENDS,
-    backend_text,
     outside_sdpa,
     parse_config,
     sdpa_setting,
@@ -76,7 +75,7 @@ def _choice(answer: Explanation, subject: str, device: str) -> str:
     if choice == "none":
         verb = "is predicted to raise" if predicted else "raises"
         if taking := [side.backend for side in answer.backends if side.eligible]:
-            alone = join_and([backend_text(name) for name in taking])
+            alone = join_and(list(taking))
             return (
                 f"{subject} {verb} on {device}: it chooses math, although only {alone} could run."
             )
@@ -85,7 +84,7 @@ def _choice(answer: Explanation, subject: str, device: str) -> str:
     verb = "is predicted to run" if predicted else "runs"
     first = ", its first choice" if answer.priority_order[:1] == (choice,) else ""
     library = f" (computed by {answer.computed_by})" if answer.computed_by else ""
-    return f"{subject} {verb} {backend_text(choice)}{library} on {device}{first}."
+    return f"{subject} {verb} {choice}{library} on {device}{first}."
 
 
 def _others(answer: Explanation) -> Iterator[str]:
@@ -100,7 +99,7 @@ def _others(answer: Explanation) -> Iterator[str]:
         and side.backend != choice
         and (not answer.priority_order or side.backend in answer.priority_order)
     ]
-    able = [backend_text(side.backend) for side in considered if side.eligible]
+    able = [side.backend for side in considered if side.eligible]
     if able and choice != "none":
         parts.append(f"{join_and(able)} could also run")
     refused = [side for side in considered if side.eligible is False]
@@ -108,14 +107,14 @@ def _others(answer: Explanation) -> Iterator[str]:
     of_reason: dict[str, list[str]] = {}
     for side in refused:
         reason = side.reasons[0].message.rstrip(".") if side.reasons else "the reason is unknown"
-        of_reason.setdefault(reason, []).append(backend_text(side.backend))
+        of_reason.setdefault(reason, []).append(side.backend)
     shown = list(of_reason.items())
     parts += [f"{join_and(names)} cannot: {reason}" for reason, names in shown[:SHOWN_REASONS]]
     if more := [name for _, names in shown[SHOWN_REASONS:] for name in names]:
         parts.append(f"neither can {join_and(more)}")
-    if unknown := [backend_text(side.backend) for side in considered if side.eligible is None]:
+    if unknown := [side.backend for side in considered if side.eligible is None]:
         parts.append(f"whether {join_and(unknown)} could run is unknown")
-    if forbidden := [backend_text(name) for name in SDPA_BACKENDS if name not in allowed]:
+    if forbidden := [name for name in SDPA_BACKENDS if name not in allowed]:
         verb = "is" if len(forbidden) == 1 else "are"
         parts.append(f"{join_and(forbidden)} {verb} not permitted")
     if parts:
@@ -131,7 +130,7 @@ def _change(answer: Explanation) -> Iterator[str]:
             code = " (code below)" if advice.code else ""
             # other advice leaves SDPA, and does not make the backend run
             to = "Instead of" if not advice.verified and advice.steps == ("flex",) else "To run"
-            yield f"{to} {backend_text(side.backend)}: {change}{code}."
+            yield f"{to} {side.backend}: {change}{code}."
             return
 
 
@@ -168,7 +167,7 @@ def _of_gpus(matrix: Sequence[MatrixRow]) -> str:
     for row in matrix:
         device = platform_text(row.explanation.environment)[1]
         gpus_of.setdefault(chosen(row.explanation), []).append(device)
-    parts = [f"{backend_text(name)} on {join_and(gpus)}" for name, gpus in gpus_of.items()]
+    parts = [f"{name} on {join_and(gpus)}" for name, gpus in gpus_of.items()]
     torch = platform_text(matrix[0].explanation.environment)[0]
     return f"The predicted choice of {torch} is {join_and(parts)}."
 
@@ -178,12 +177,12 @@ def _of_releases(matrix: Sequence[MatrixRow]) -> str:
     texts = []
     for before, row in pairwise(matrix):
         if row.flips:
-            was, now = (backend_text(chosen(each.explanation)) for each in (before, row))
+            was, now = (chosen(each.explanation) for each in (before, row))
             texts.append(f"at {platform_text(row.explanation.environment)[0]} from {was} to {now}")
     _, device = platform_text(matrix[0].explanation.environment)
     if texts:
         return f"The predicted choice on {device} changes {join_and(texts)}."
-    choice = backend_text(chosen(matrix[0].explanation))
+    choice = chosen(matrix[0].explanation)
     return f"The predicted choice on {device} is {choice} in all {len(matrix)} releases."
 
 
@@ -219,12 +218,11 @@ def bisect_answer(bisections: Sequence[Bisection]) -> tuple[str, ...]:
 def _of_bisection(found: Bisection) -> str:
     ends = f"{found.name} {found.stretches[0].first:,} to {found.stretches[-1].last:,}"
     if not found.flips:
-        return f"The choice is {backend_text(found.stretches[0].choice)} from {ends}."
+        return f"The choice is {found.stretches[0].choice} from {ends}."
     if len(found.flips) > SHOWN_FLIPS:
         return f"The choice changes {len(found.flips):,} times from {ends}."
     texts = [
-        f"at {found.name} {after.first:,} from {backend_text(before.choice)} to "
-        f"{backend_text(after.choice)}"
+        f"at {found.name} {after.first:,} from {before.choice} to {after.choice}"
         for before, after in pairwise(found.stretches)
     ]
     return f"The choice changes {join_and(texts)}."

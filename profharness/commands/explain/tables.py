@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from profharness.attention.config import AUTO, backend_text
+from profharness.attention.config import AUTO
 from profharness.attention.dispatch.advice import THEN_SELECT, Advice, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     ALLOW_SET,
@@ -132,13 +132,12 @@ def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
     change = advice.change.partition(f"; {THEN_SELECT}")[0].rstrip(".")
     parts = [f"{change[0].upper()}{change[1:]}"]
     if advice.verified is not None:
-        name = backend_text(backend)
-        parts.append(f"Checked: {name} {'accepts' if advice.verified else 'still refuses'} this")
+        parts.append(f"Checked: {backend} {'accepts' if advice.verified else 'still refuses'} this")
     if advice.choice == backend:
-        parts.append(f"{asked} then runs {backend_text(backend)}")
+        parts.append(f"{asked} then runs {backend}")
     elif advice.choice:
         lead = "Without sdpa_kernel PyTorch" if asked == AUTO else f"Without it {asked}"
-        parts.append(f"{lead} still picks {backend_text(advice.choice)}")
+        parts.append(f"{lead} still picks {advice.choice}")
     if advice.gain is not None:
         factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
         parts.append(f"Measured {factor:.2f}x {word} (the call only, without preparing its inputs)")
@@ -256,9 +255,9 @@ def _list_blocks(answers: Sequence[Explanation], where: str, *, predicted: bool)
         lines.append(
             {
                 "config": answer.config,
-                "choice": backend_text(choice),
-                "others": ", ".join(backend_text(name) for name in names[True] if name != choice),
-                "refused": ", ".join(map(backend_text, names[False])),
+                "choice": choice,
+                "others": ", ".join(name for name in names[True] if name != choice),
+                "refused": ", ".join(names[False]),
             }
         )
     yield Table.of(LIST_COLUMNS, lines)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from profharness.attention.config import AUTO, OWN_CHOICE, backend_text
+from profharness.attention.config import AUTO, OWN_CHOICE
 from profharness.commands._answers import refused_and_failed, split_text
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import (
@@ -104,7 +104,7 @@ def _of_config(calls: dict[str, Call]) -> str:
     if auto is None:
         return _without_auto(timed or [*calls.values()])
     runs = "is predicted to run" if auto.predicted else "runs"
-    lead = f"auto {runs} {backend_text(auto.ran)}: {auto.launches}"
+    lead = f"auto {runs} {auto.ran}: {auto.launches}"
     if auto.ns is None:
         return f"{lead}."
     lead = f"{lead}, {time_text(auto.ns)} a call"
@@ -113,15 +113,12 @@ def _of_config(calls: dict[str, Call]) -> str:
     if other is None or other.ns is None or auto.on_cpu:
         return f"{lead}."
     only = "only " if other.ns < auto.ns else ""
-    return (
-        f"{lead}; {backend_text(other.ran)} takes {only}{time_text(other.ns)} in {other.launches}."
-    )
+    return f"{lead}; {other.ran} takes {only}{time_text(other.ns)} in {other.launches}."
 
 
 def _named(call: Call) -> str:
     time = "" if call.ns is None else f", {time_text(call.ns)} a call"
-    which = backend_text(call.backend)
-    return f"{which} {'is predicted to launch' if call.predicted else 'launches'} {call.launches}{time}"
+    return f"{call.backend} {'is predicted to launch' if call.predicted else 'launches'} {call.launches}{time}"
 
 
 def _without_auto(timed: Sequence[Call]) -> str:
@@ -132,8 +129,8 @@ def _without_auto(timed: Sequence[Call]) -> str:
         return f"{_named(first)}."
     last = others[-1]
     return (
-        f"{backend_text(first.backend)} is {'predicted to be ' if first.predicted else ''}the fastest: "
-        f"{time_text(first.ns or 0)} a call in {first.launches}; {backend_text(last.backend)} is the "
+        f"{first.backend} is {'predicted to be ' if first.predicted else ''}the fastest: "
+        f"{time_text(first.ns or 0)} a call in {first.launches}; {last.backend} is the "
         f"slowest: {time_text(last.ns or 0)} in {last.launches}."
     )
 
@@ -181,7 +178,7 @@ def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
             f"By kernel time, auto takes more than {much} longer than the fastest backend on "
             f"{len(losses)} of {counted(compared, 'config')}; the worst is {config}: "
             f"{time_text(auto.ns or 0)}, against {time_text(best.ns or 0)} on "
-            f"{backend_text(best.ran)}."
+            f"{best.ran}."
         )
     elif compared:
         yield f"By kernel time, auto is within {much} of the fastest backend on every compared config."
@@ -208,7 +205,7 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
         return (lead, f"No kernel of a fused attention backend ran{perhaps}.")
     own = sum(row.total_ns or 0 for row in fused)
     ran = (backend_of_family(row.family, row.sdpa_op) for row in fused)
-    named = ("another package" if name == OF_PACKAGES else backend_text(str(name)) for name in ran)
+    named = ("another package" if name == OF_PACKAGES else str(name) for name in ran)
     backends = join_and([*dict.fromkeys(named)])
     share = f", {share_text(own / total)}" if total else ""
     # `layers` counts all launches of the attention calls.

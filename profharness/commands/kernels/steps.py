@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Annotated, Any
 
-from profharness.attention.config import AUTO, Config, backend_text, parse_config
+from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.columns import Column, column, columns_of, pick
 from profharness.commands.kernels.answer import kernels_answer
@@ -384,7 +384,7 @@ def _of_call(figures_of: Mapping[tuple[str, str], Sequence[CallFigures]]) -> Ite
         shown = next((row for row in figures if row.backend == AUTO), figures[0])
         if shown.eager_ns and shown.kernels_ns:
             yield (
-                f"An eager call of {backend_text(shown.backend)} takes {time_text(shown.eager_ns)}; "
+                f"An eager call of {shown.backend} takes {time_text(shown.eager_ns)}; "
                 f"its kernels run for {share_text(min(1, shown.kernels_ns / shown.eager_ns))} of that time."
             )
 

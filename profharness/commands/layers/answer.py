@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import SDPA_BACKENDS, backend_text
+from profharness.attention.config import SDPA_BACKENDS
 from profharness.commands.layers.savings import Change, main_change, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
@@ -76,7 +76,7 @@ def _named(text: str) -> str:
     """Return an advice with the names of backends as in sentences."""
     backend, colon, change = text.partition(": ")
     if colon and backend in SDPA_BACKENDS:
-        return f"to run on {backend_text(backend)}: {change}"
+        return f"to run on {backend}: {change}"
     return text
 
 
@@ -175,7 +175,7 @@ def _every(count: float, noun: str) -> str:
 
 def _backend(name: str | None) -> str:
     names = [PACKAGE if each == OF_PACKAGES else each for each in (name or "").split(" and ")]
-    return " and ".join(map(backend_text, names)) if name else "an unknown backend"
+    return " and ".join(names) if name else "an unknown backend"
 
 
 def _calls(rows: Sequence[LayerRow]) -> float:
