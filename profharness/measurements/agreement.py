@@ -143,6 +143,33 @@ def backend_of_family(family: str, sdpa_op: str | None = None) -> str | None:
     return of_op if backend in AMD_LIBRARIES and of_op in _ROCM_BACKENDS else backend
 
 
+def computes_attention(family: str, kernel: str) -> bool:
+    """Return whether a kernel belongs to a fused attention backend.
+
+    `triton` is also the family of Inductor's generated kernels, which have no direction in their
+    names and do not compute attention.
+    """
+    if family != "triton":
+        return family in FAMILY_BACKENDS
+    from profharness.traces.kernel_names import parse_kernel_name
+
+    return parse_kernel_name(kernel).direction is not None
+
+
+def backend_of_kernel(family: str, kernel: str) -> str | None:
+    """Return the backend that a kernel belongs to, or None if it is not attention.
+
+    The backend of a kernel from another package than PyTorch is its library, if that is known.
+    """
+    backend = FAMILY_BACKENDS.get(family)
+    if backend != OF_PACKAGES:
+        return backend
+    from profharness.traces.kernel_names import parse_kernel_name
+
+    library = parse_kernel_name(kernel).backend
+    return backend if library == "unknown" else library
+
+
 def is_another(backend: str, cell: CellRow) -> bool:
     """Return whether a cell neither requested a backend nor ran it."""
     return backend not in (cell.backend, backend_that_ran(cell))

@@ -13,13 +13,13 @@ from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.dispatch.advice import Advice
 from profharness.attention.dispatch.by_rule import Platform, explain_by_rule, named_platforms
 from profharness.attention.dispatch.machine import machine_of, rules_know
-from profharness.columns import column
+from profharness.columns import column, pick
 from profharness.device_types import CPU
 from profharness.errors import NotFoundError, UsageError, join_and
 from profharness.measurements.agreement import (
     AMD_LIBRARIES,
     FAMILY_BACKENDS,
-    OF_PACKAGES,
+    backend_of_kernel,
     backend_of_op,
 )
 from profharness.program.observed_calls import ObservedCalls
@@ -27,7 +27,6 @@ from profharness.program.phases import PhaseRow, find_phases
 from profharness.rows import (
     UNTRACED,
     WHOLE_TRACE,
-    CallKernel,
     CallRow,
     CallSignature,
     GapRow,
@@ -36,11 +35,9 @@ from profharness.rows import (
 from profharness.store import Store
 from profharness.trace import NO_SHAPES
 from profharness.traces.engine_log import EngineLog
-from profharness.traces.kernel_names import parse_kernel_name
 
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
-UNKNOWN = "unknown"  # a library in the names of kernels
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = "use scaled_dot_product_attention (in transformers: attn_implementation='sdpa')"
 
@@ -237,6 +234,10 @@ class LayerRow:
     def kernel_ns(self) -> float:
         """The time of all kernels of the row per step, or 0 if it has no kernels."""
         return (self.forward_ns or 0) + (self.backward_ns or 0)
+
+
+PHASE = replace(pick(LayerRow, "phase")[0], importance="key")
+"""The phase in tables whose rows may differ in nothing else, such as the recomputed calls of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -599,7 +600,7 @@ def actual_backend(call: CallRow) -> str | None:
     by_op = backend_of_op(call.sdpa_op)
     if by_op and by_op != "fused":
         return by_op
-    names = {_kernel_backend(kernel) for kernel in call.kernels} - {None}
+    names = {backend_of_kernel(kernel.family, kernel.kernel) for kernel in call.kernels} - {None}
     # sorted, because the order of a set differs between processes
     return " and ".join(sorted(map(str, names))) or None
 
@@ -609,18 +610,6 @@ def library_of(calls: Iterable[CallRow]) -> str | None:
     families = {kernel.family for call in calls for kernel in call.kernels}
     found = {FAMILY_BACKENDS.get(family, "") for family in families} & AMD_LIBRARIES.keys()
     return join_and(sorted(AMD_LIBRARIES[name] for name in found)) if found else None
-
-
-def _kernel_backend(kernel: CallKernel) -> str | None:
-    """Return the backend that a kernel belongs to, or None if it is not attention.
-
-    Other packages than PyTorch are backends under the name of their library, if it is known.
-    """
-    backend = FAMILY_BACKENDS.get(kernel.family)
-    if backend != OF_PACKAGES:
-        return backend
-    library = parse_kernel_name(kernel.kernel).backend
-    return backend if library == UNKNOWN else library
 
 
 def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:

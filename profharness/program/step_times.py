@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from profharness.columns import column
-from profharness.measurements.agreement import FAMILY_BACKENDS
+from profharness.measurements.agreement import backend_of_kernel, computes_attention
 from profharness.program.layer_map import actual_backend, join_numbered, module_name, short_module
 from profharness.rows import CallRow, StepLaunch, StepRow
 from profharness.store import Store
@@ -168,7 +168,7 @@ def program_times(
 
 def kind_of(launch: StepLaunch) -> str:
     """Return the kind of work of a launch. Every launch of an attention call is attention."""
-    if launch.call is not None or (launch.family in FAMILY_BACKENDS and launch.family != "triton"):
+    if launch.call is not None or computes_attention(launch.family, launch.kernel_short):
         return ATTENTION
     return _KINDS_OF_FAMILIES.get(launch.family, OTHER)
 
@@ -211,7 +211,9 @@ def _busiest(launches: Sequence[StepLaunch]) -> list[StepLaunch]:
 def _backend(launch: StepLaunch, owner: LaunchOwner | None) -> str | None:
     if kind_of(launch) != ATTENTION:
         return None
-    return owner.backend if owner else FAMILY_BACKENDS.get(launch.family, UNKNOWN)
+    return (
+        owner.backend if owner else backend_of_kernel(launch.family, launch.kernel_short) or UNKNOWN
+    )
 
 
 def _op(launch: StepLaunch) -> str | None:

@@ -44,6 +44,8 @@ class Layout:
     hidden: tuple[int, ...] = ()
     cuts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     """The shortened texts of each column."""
+    shared: tuple[int, ...] = ()
+    """Columns with one long text for all rows. The text stands above the table instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ def fit_columns(
 ) -> Layout:
     """Return a layout of formatted rows in which no line is longer than `width`.
 
-    In this order, long texts are shortened, details are hidden, texts are shortened further, other
+    If the table is too wide, a long text that all rows share stands above it. Then, in this order,
+    long texts are shortened, details are hidden, texts are shortened further, other
     columns are hidden by importance, and rows are folded into several lines. A wider table shows
     the details of a narrower one and more. If `full` is set, nothing is shortened or hidden: texts
     continue on further lines, and rows are folded if that is not enough.
@@ -90,6 +93,18 @@ def fit_columns(
     every = natural.lines[0]
     if _line_width(natural.widths, every) <= width:
         return natural
+    if not full and (shared := _shared(columns, rows)):
+        rest = [place for place in every if place not in shared]
+        own = [[row[place] for place in rest] for row in rows]
+        layout = fit_columns([columns[place] for place in rest], own, width)
+        sizes = dict(zip(rest, layout.widths, strict=True))
+        return Layout(
+            lines=tuple(tuple(rest[at] for at in line) for line in layout.lines),
+            widths=tuple(sizes.get(place, 0) for place in every),
+            hidden=tuple(rest[at] for at in layout.hidden),
+            cuts={rest[at]: cuts for at, cuts in layout.cuts.items()},
+            shared=shared,
+        )
     texts = _texts(columns, rows)
     titles = [title_width(one_line(column.title)) for column in columns]
     if full:
@@ -133,6 +148,18 @@ def fit_columns(
     return Layout(_lines(choice, widths, width), tuple(widths), hidden, cuts)
 
 
+def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> tuple[int, ...]:
+    """Return the columns with one long text for all rows, except the column that names the rows."""
+    return tuple(
+        place
+        for place, column in enumerate(columns)
+        if place
+        and column.shrink
+        and len({row[place] for row in rows} - ({""} if not column.repeat else set())) == 1
+        and cell_len(rows[0][place]) > READABLE
+    )
+
+
 def _cut(texts: Texts, title: int, width: int, shrunk: _Shrunk) -> tuple[int, Mapping[str, str]]:
     """Cut the texts of a column to a width. Return the width that they still need, and the cuts."""
     cuts: Mapping[str, str] = distinct_cuts(texts, width)
@@ -156,11 +183,11 @@ def _choice(
     kinds = [_importance(column, place) for place, column in enumerate(columns)]
     required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
 
-    def shrink(floor: int, *, names: bool = True) -> tuple[_Shrunk, ...]:
-        """Shrink all columns. If `names` is set, keep the last name of each dotted name whole."""
+    def shrink(floor: int) -> tuple[_Shrunk, ...]:
+        """Shrink all columns, and keep the last name of each dotted name whole."""
         each_column = zip(columns, texts, titles, most, strict=True)
         return tuple(
-            _shrunk(column, own, max(floor, _last_names(own) if names else 0), title, whole)
+            _shrunk(column, own, max(floor, _last_names(own)), title, whole)
             for column, own, title, whole in each_column
         )
 
@@ -197,8 +224,8 @@ def _choice(
             kind == "normal" and place not in choice.kept for place, kind in enumerate(kinds)
         )
 
-    for floor, names in ((READABLE, True), (MIN_SHRUNK, True), (MIN_SHRUNK, False)):
-        shrunk = shrink(floor, names=names)
+    for floor in (READABLE, MIN_SHRUNK):
+        shrunk = shrink(floor)
         choices = [with_optional(stacked, shrunk) for stacked in ((), *_groups(columns, rows))]
         if found := [choice for choice in choices if choice is not None]:
             # Groups get a line of their own only if this shows more columns.

@@ -96,7 +96,7 @@ def render_table(
         elif isinstance(block, Table):
             if isinstance(previous, Note | Table):
                 console.print()
-            _print_table(console, block.columns, rows[table_count], layouts[block.columns])
+            _print_table(console, block.columns, rows[table_count], layouts[block.columns], width)
             if table_count == last_cut:
                 _print_hidden(console, layouts, width)
             table_count += 1
@@ -139,7 +139,15 @@ def _wrapped(text: str, width: int | None) -> list[str]:
     return wrapped(text, width)
 
 
-def _print_table(console: Console, columns: Sequence[Column], rows: Rows, layout: Layout) -> None:
+def _print_table(
+    console: Console, columns: Sequence[Column], rows: Rows, layout: Layout, width: int
+) -> None:
+    for at in layout.shared if rows else ():
+        lead = f"{one_line(columns[at].title)}{' ' * GAP}"
+        whole = rows[0][at]
+        text = whole if cell_len(lead + whole) <= width else without_strides(whole)
+        for line in chunks(f"{lead}{text}", width):
+            console.print(Text(line), soft_wrap=True)
     for text in _title_lines(columns, layout):
         console.print(Text(text, style="dim"), soft_wrap=True)
     # rich takes long for long tables, and rows have no styles

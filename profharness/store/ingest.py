@@ -8,6 +8,7 @@ complete run, and a copy of a folder changes nothing.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -548,11 +549,13 @@ def _created(path: Path, trace: Trace) -> str:
     """Return the date and time at which a foreign trace was recorded.
 
     Use the date in the trace. If there is none, use the start of the first range if it is Unix
-    time. Otherwise, use the modification time of the file.
+    time. Otherwise, use the modification time of the file. A file from an archive without dates has
+    the time 0: use the current time instead.
     """
     stamps = [] if trace.created_s is None else [trace.created_s * 10**9]
     starts = stamps + [item.start_ns for item in trace.ranges[:1]]
-    seconds = min(max(path.stat().st_mtime, 0.0), LAST_SECOND)
+    modified = path.stat().st_mtime
+    seconds = min(modified, LAST_SECOND) if modified > 0 else time.time()
     if starts and EPOCH_NS[0] < starts[0] < EPOCH_NS[1]:
         seconds = starts[0] / 1e9
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

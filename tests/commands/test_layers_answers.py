@@ -18,6 +18,7 @@ from profharness.commands.layers.answer import layers_answer, told_change
 from profharness.commands.layers.tables import layers_document
 from profharness.commands.report.program import advice_blocks
 from profharness.errors import GateError
+from profharness.measurements.agreement import computes_attention
 from profharness.program.layer_map import LayerMap, find_layers, suggestions
 from profharness.render.document import Note
 from profharness.render.terminal import render_table
@@ -119,6 +120,16 @@ def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
         rows, _ = opened.rows(Selection(layers.run))
     counted = [row for row in rows if row.sdpa_op]
     assert sum(row.total_ns or 0 for row in counted) == pytest.approx(layers.attention_ns)
+
+
+def test_generated_kernels_are_not_attention(store: Path) -> None:
+    the_map(store, "llama_compile")
+    kernels = CliRunner().invoke(cli, ["kernels", "llama_compile.json.gz", "--store", str(store)])
+    told = "Attention kernels (cudnn) take 230 µs, 18 %, excluding memsets"
+    assert told in " ".join(kernels.stdout.split())
+    assert "Attention takes 18 % of the GPU time" in ask(store, "llama_compile.json.gz").stdout
+    assert computes_attention("triton", "_attn_fwd") and computes_attention("flex", "triton_flex")
+    assert not computes_attention("triton", "triton_poi_fused_add_0")
 
 
 def test_a_report_counts_launches_and_says_what_its_rows_are(store: Path) -> None:

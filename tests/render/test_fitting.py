@@ -141,7 +141,7 @@ def check_fit(document: Document) -> int:
 
 def check_layout(table: Table, layout: Layout, *, full: bool) -> None:
     shown = [place for line in layout.lines for place in line]
-    assert sorted((*shown, *layout.hidden)) == list(range(len(table.columns)))
+    assert sorted((*shown, *layout.hidden, *layout.shared)) == list(range(len(table.columns)))
     assert not full or not (layout.hidden or layout.cuts)
     assert not layout.hidden or {table.columns[at].importance for at in layout.hidden} <= {
         None,
@@ -391,17 +391,37 @@ def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
     columns = pick(LayerRow, "module", "config", "phase", "mode", "ran", "forward_ns")
     label = "b2-h32-kv8-s1024-d64-bf16-mask=bool-causal"
     row = ("model.layers.{0-2}.LlamaAttention_{0-2}", label, "prefill", "eager", "flash", 7_440)
+    other = ("model.layers.{3-5}.LlamaAttention_{3-5}", "b4-h32-s2048-d64-bf16", *row[2:])
     starts = {60: "b2-h32-kv8-s1024…  ", 80: "b2-h32-kv8-s1024-d64-bf16…  "}
     for width in (60, 80, 100, 120):
-        last = fitted(columns, row, width=width)
+        last = fitted(columns, row, other, width=width)
         lines = [line for line in last if "LlamaAttention_{0-2}" in line]
         assert len(lines) == 1
         assert f"  {starts.get(width, label)}" in lines[0]
     long = label.replace("-mask", "-q_strides=1x2x3x4-k_strides=1x2x3x4-mask")
-    assert label.replace("-mask", "-strides…-mask") in "\n".join(
-        fitted(columns, (row[0], long, *row[2:]), width=100)
+    rows = (row[0], long, *row[2:]), other
+    assert label.replace("-mask", "-strides…-mask") in "\n".join(fitted(columns, *rows, width=100))
+    assert "-strides…  " in "\n".join(fitted(columns, *rows, width=88))
+
+
+def test_a_long_text_that_all_rows_share_stands_above_the_table() -> None:
+    columns = pick(LayerRow, "module", "config", "phase", "ran", "forward_ns")
+    label = "b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd-bwd"
+    rows = [
+        ("model.layers.{0-2}.LlamaAttention_{0-2}", label, phase, "cudnn", 7_440)
+        for phase in ("train", "recompute")
+    ]
+    for width in (60, 80):
+        lines = fitted(columns, *rows, width=width)
+        assert lines[0] == f"config  {label}"
+        assert not any(label[:10] in line for line in lines[1:])
+        assert sum("LlamaAttention_{0-2}" in line for line in lines) == 2
+    assert fitted(columns, *rows, width=140)[0].startswith("module ")  # all columns fit
+    strides = label.replace(
+        "-layout=bshd", "-q_strides=1x2x3x4-k_strides=1x2x3x4-v_strides=1x2x3x4"
     )
-    assert "-strides…  " in "\n".join(fitted(columns, (row[0], long, *row[2:]), width=88))
+    alone = fitted(columns, (rows[0][0], strides, *rows[0][2:]), width=80)
+    assert alone[0] == f"config  {label.replace('-layout=bshd', '-strides…')}"
 
 
 def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> None:

@@ -593,6 +593,16 @@ def test_file_with_far_future_date_is_ingested(tmp_path: Path) -> None:
         assert store.runs()[0].created == "9999-12-31T23:59:59+00:00"
 
 
+def test_a_file_without_a_date_was_created_when_it_is_stored(tmp_path: Path) -> None:
+    trace = tmp_path / "ncu.csv"
+    shutil.copy(SAMPLE / "ncu-1.csv", trace)
+    os.utime(trace, (0, 0))  # as in an archive without dates
+    ingest_path(tmp_path / "s.db", trace)
+    with open_store(tmp_path / "s.db") as store:
+        (run,) = store.runs()
+    assert run.created[:4] >= "2026"
+
+
 def test_unreadable_source_does_not_affect_others(tmp_path: Path, kineto: Path) -> None:
     (tmp_path / "in").mkdir()
     shutil.copy(kineto, tmp_path / "in" / "good.json.gz")

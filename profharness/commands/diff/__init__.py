@@ -44,7 +44,7 @@ from profharness.commands.diff.compare import (
 )
 from profharness.errors import GateError, NotFoundError, counted, join_few
 from profharness.program.changes import VERDICTS, EnvChange
-from profharness.program.layer_map import short_module
+from profharness.program.layer_map import PHASE, short_module
 from profharness.program.matching import LayerDiff, LayerSide
 from profharness.program.phases import PhaseRow
 from profharness.render.document import (
@@ -87,6 +87,7 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
 """Maps a field of LayerSide to a function that formats it for the table of layers."""
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
+    PHASE,
     *pick(LayerSide, *SIDE_TEXTS),
     *pick(LayerDiff, "ratio", "verdict"),
 )
@@ -214,14 +215,17 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
         return
     lines: list[dict[str, Any]] = []
     notes: dict[tuple[str, str], list[str]] = {}  # names of layers by reason and level
+    recomputed = any(row.direction != "forward" for row in layers)
     for row in layers:
         side = row.baseline or row.candidate
         name = row.name if full else short_module(side.module if side else None) or row.name
-        name = name if row.direction == "forward" else f"{name} ({row.direction})"
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
+        phase = side.phase if side and row.direction == "forward" else row.direction
+        texts["phase"] = phase if recomputed else None
         if not shares:
             texts["roofline_share"] = None
         lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
+        name = name if row.direction == "forward" else f"{name} ({row.direction})"
         if row.verdict != "same" or len(row.reasons) > 1:
             odd = {row.verdict, row.speed} & {"slower", "removed", "added"}
             level = "warning" if odd else "note"
@@ -229,6 +233,8 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
             for reason in row.reasons:
                 if clear and " calls: " in reason:
                     continue  # the table shows the times and the verdict
+                if not full and row.direction == "recompute":
+                    continue  # the answer says which side computes a forward again
                 text = reason if full else _difference(reason)
                 notes.setdefault((text, level), []).append(name)
     counts = Counter(row.verdict for row in layers).most_common()

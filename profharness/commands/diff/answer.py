@@ -47,16 +47,18 @@ def _layers(diff: Diff) -> Iterator[str]:
     before, after = _names(diff)
     both = [row for row in diff.layers if row.baseline and row.candidate]
     timed = [row for row in both if row.ratio is not None]
+    # If only one side computes a forward pass again, that takes a part of its attention time.
+    again = [row for row in diff.layers if row.direction == "recompute" and row not in both]
     if not both:
         yield f"{before} and {after} have no attention layers of equal size in common."
         return
     if timed:
-        times = [sum(_step_ns(row, side) for row in timed) for side in (0, 1)]
+        times = [sum(_step_ns(row, side) for row in [*timed, *again]) for side in (0, 1)]
         speeds = {row.speed for row in timed}
         whole = f"({time_text(times[0])} → {time_text(times[1])} per step)"
         both_ways = any(row.basis != "forward" for row in timed)
         what = "attention" if both_ways else "the forward of attention"
-        if speeds == {"same"} or times[0] == times[1] > 0:
+        if (speeds == {"same"} and not again) or times[0] == times[1] > 0:
             lead = f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before} {whole}"
         elif not times[0] or not times[1] or speeds == {"unknown"}:
             reason = next((row.reasons[-1] for row in timed if row.reasons), "")
@@ -67,13 +69,28 @@ def _layers(diff: Diff) -> Iterator[str]:
         lead = f"The times of {before} and {after} cannot be compared"
     yield f"{lead}{''.join(_backend_changes(both))}."
     yield from _other_work(timed, before, after)
-    gone = sum(row.candidate is None for row in diff.layers)
-    new = sum(row.baseline is None for row in diff.layers)
+    yield from _recomputed(again, before, after)
+    unmatched = [row for row in diff.layers if row not in again]
+    gone = sum(row.candidate is None for row in unmatched)
+    new = sum(row.baseline is None for row in unmatched)
     if gone or new:
         parts = [
             f"{count} only in {name}" for count, name in ((gone, before), (new, after)) if count
         ]
         yield f"Unmatched layers: {join_and(parts)}."
+
+
+def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
+    """Yield a sentence about the forward passes that only one side computes again."""
+    for place, name in enumerate((before, after)):
+        own = [side for row in rows if (side := (row.baseline, row.candidate)[place])]
+        if own:
+            calls = counted(sum(round(side.calls or 1) for side in own), "call")
+            ns = sum((side.forward_ns or 0) * (side.calls or 1) for side in own)
+            yield (
+                f"Only {name} computes the forward of {calls} per step again in the backward "
+                f"(checkpointing), which takes {time_text(ns)}."
+            )
 
 
 def _other_work(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
@@ -139,9 +156,13 @@ def _phases(diff: Diff) -> Iterator[str]:
 
 
 def _step_ns(row: LayerDiff, place: int) -> float:
-    """Return the time of a layer's calls in a step, with the backward if both sides have it."""
+    """Return the time of a layer's calls in a step, with the backward if both sides have it.
+
+    A side without the layer takes no time.
+    """
     side = (row.baseline, row.candidate)[place]
-    assert side is not None
+    if side is None:
+        return 0
     backward = side.backward_ns or 0 if row.basis != "forward" else 0
     return ((side.forward_ns or 0) + backward) * (side.calls or 1)
 

@@ -10,10 +10,11 @@ from profharness.attention.config import AUTO, OWN_CHOICE
 from profharness.commands._answers import refused_and_failed, split_text
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import (
-    FAMILY_BACKENDS,
     OF_PACKAGES,
     backend_of_family,
+    backend_of_kernel,
     backend_that_ran,
+    computes_attention,
     ran_backends,
     witnesses,
 )
@@ -190,7 +191,7 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
         return ("No kernels were recorded.",)
     of = "op" if any(row.kernel_kind == "op" for row in rows) else "kernel"
     total = sum(row.total_ns or 0 for row in rows)
-    fused = [row for row in rows if row.family in FAMILY_BACKENDS]
+    fused = [row for row in rows if computes_attention(row.family, row.kernel)]
     count = sum(row.launches for row in rows)
     names = len({row.kernel for row in rows})
     what = counted(count, "launch", "launches") if of == "kernel" else counted(count, "call")
@@ -204,15 +205,20 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
         perhaps = ", but a softmax did: attention may run eagerly" if eager else ""
         return (lead, f"No kernel of a fused attention backend ran{perhaps}.")
     own = sum(row.total_ns or 0 for row in fused)
-    ran = (backend_of_family(row.family, row.sdpa_op) for row in fused)
-    named = ("another package" if name == OF_PACKAGES else str(name) for name in ran)
-    backends = join_and([*dict.fromkeys(named)])
+    backends = join_and([*dict.fromkeys(map(_name_of_backend, fused))])
     share = f", {share_text(own / total)}" if total else ""
     # `layers` counts all launches of the attention calls.
     others = any(
         row.kernel_kind != "kernel" or row.sdpa_op
         for row in rows
-        if row.family not in FAMILY_BACKENDS
+        if not computes_attention(row.family, row.kernel)
     )
     alone = ", excluding memsets and other launches of their calls" if others else ""
     return (lead, f"Attention kernels ({backends}) take {time_text(own)}{share}{alone}.")
+
+
+def _name_of_backend(row: KernelRow) -> str:
+    name = backend_of_family(row.family, row.sdpa_op)
+    if name == OF_PACKAGES:
+        name = backend_of_kernel(row.family, row.kernel)
+    return "another package" if name == OF_PACKAGES else str(name)

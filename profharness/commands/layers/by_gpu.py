@@ -24,7 +24,7 @@ from profharness.devices import short_gpu_name
 from profharness.errors import NotFoundError, UsageError, counted
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
-from profharness.program.layer_map import LayerMap, LayerRow, find_layers, short_module
+from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers, short_module
 from profharness.program.matching import LayerSide, MatchedLayers, find_program, match_layers
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.render.document import (
@@ -354,9 +354,13 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     yield Heading("Runs compared", "median kernel time per call")
     rows = []
     ordered = sorted(answer.rows, key=lambda row: -_spent(row))
+    recomputed = any(row.direction != "forward" for row in ordered)
     for row in ordered:
         side = row.first
-        line = {"module": _name(row, full=full), "config": side.config, "calls": side.calls}
+        module = side.module if full else short_module(side.module)
+        phase = side.phase if row.direction == "forward" else row.direction
+        line = {"module": module, "config": side.config, "calls": side.calls}
+        line["phase"] = phase if recomputed else None
         ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
@@ -366,8 +370,8 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         titles.append(
             Column(f"roofline{at}", f"{name} % of roofline", "percent", importance="detail")
         )
-    columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *titles)
-    optional = [column.key for column in titles if column.importance == "detail"]
+    columns = (*GPU_LAYER, PHASE, *pick(LayerRow, "calls"), *titles)
+    optional = ["phase"] + [column.key for column in titles if column.importance == "detail"]
     yield Table.of(filled_columns(columns, rows, optional), rows)
     if full:
         yield Heading("Kernels compared", "of one call, the longest first", 3)
@@ -376,7 +380,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         )
     yield from map(Note, _step_texts(answer))
     for row, line in zip(ordered, rows, strict=True):
-        label = str(line["module"] or line["config"] or "a call")
+        label = str(_name(row, full=full) or line["config"] or "a call")
         for name, each, reasons in zip(names, row.sides, row.reasons, strict=True):
             if each is None:
                 yield Note(f"{name} has no such layer of this size", label)

@@ -13,6 +13,7 @@ from profharness.errors import counted, join_few
 from profharness.program.layer_map import (
     NO_MASK,
     NO_MASK_EFFECT,
+    PHASE,
     Forecast,
     LayerForecast,
     LayerMap,
@@ -90,10 +91,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
     if any(row.direction != "forward" for row in layers.rows):
-        # Rows of one module may differ in their direction alone, which this column shows.
-        columns = tuple(
-            replace(each, importance="key") if each.key == "phase" else each for each in columns
-        )
+        columns = tuple(PHASE if each.key == "phase" else each for each in columns)
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
