@@ -33,6 +33,7 @@ finally:
     if _HIDDEN:
         del sys.modules[_SLOW]
 
+LANE = 9  # height of the lane of a series in a chart of dots
 OF_BACKENDS = ("lines", "dots", "roofline")  # kinds of charts in which each series is a backend
 DATA = alt.NamedData(
     name="rows"
@@ -203,10 +204,10 @@ def _label_axis(chart: Chart) -> tuple[Any, int]:
     return axis, STEP * max(len(labels), 2)
 
 
-def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
+def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: Any) -> Any:
     """Return outlined marks. Each series has its own colour and shape.
 
-    Marks of earlier series are larger, so that all marks at the same position are visible.
+    Marks of earlier series are larger by `growth`, so that all marks at one position are visible.
     """
     names = _names(chart)
     shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
@@ -214,7 +215,7 @@ def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
         shapes = [shape for _, shape in backend_styles(names)]
     shape = alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
     parts = [
-        part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + 50 * behind)
+        part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + growth * behind)
         for part, behind in _by_series(chart, base)
     ]
     drawn = {"color": _color(chart), "shape": shape, "description": "text:N"}
@@ -281,9 +282,12 @@ def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[A
 
 def _dots(chart: Chart) -> Any:
     labels, height = _label_axis(chart)
-    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=labels)
-    layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 70))
-    return layers.properties(width=WIDTH, height=height)
+    names = _names(chart)
+    # A lane for each series keeps marks with equal times apart.
+    lane = alt.YOffset("series:N", sort=names, scale=alt.Scale(domain=names))
+    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=labels, yOffset=lane)
+    layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 50, growth=0))
+    return layers.properties(width=WIDTH, height=height * max(1, LANE * len(names) / STEP))
 
 
 def _stack(chart: Chart) -> Any:

@@ -42,8 +42,8 @@ STYLES = {
     "sage": (ORANGE, "circle"),
     "flashinfer": (ORANGE, "diamond"),
     "flashinfer-fa2": (ORANGE, "square"),
-    "flashinfer-fa3": (ORANGE, "cross"),
-    "flashinfer-cudnn": (ORANGE, "triangle-right"),
+    "flashinfer-fa3": (BLUE, "cross"),
+    "flashinfer-cudnn": (PURPLE, "triangle-right"),
     "flashinfer-trtllm": (BROWN, "triangle-right"),
     "flex-paged": (INDIGO, "triangle-right"),
 }

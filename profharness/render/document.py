@@ -442,9 +442,9 @@ def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tu
 
 
 def _in_ms(column: Column, values: Iterable[float]) -> Column:
-    # Show two figures of the smallest value, if four decimals are enough for them.
+    # Show three figures of the smallest value, if four decimals are enough for them.
     least = min((value for value in values if value > 0), default=0)
-    kind = "ms" if least >= 1e6 else "ms3" if least >= 1e4 else "ms4"
+    kind = "ms" if least >= 1e6 else "ms3" if least >= 1e5 else "ms4"
     return replace(column, title=column.title.replace("µs", "ms"), format=kind)
 
 

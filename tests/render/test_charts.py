@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -103,6 +104,19 @@ def test_intervals_are_drawn_and_marks_show_their_config() -> None:
     svg = draw_svg(chart)
     assert "flash at b2-h8-s256-d64-fp16: 256, 256, 230.4 to 307.2" in svg
     assert "b2-h8-s128-d64-fp16" in svg
+
+
+def test_equal_times_of_a_config_have_lanes_of_their_own() -> None:
+    """Bug: the marks of backends with nearly equal times covered each other."""
+    rows = tuple(
+        {"µs": 12.0, "config": "b2", "backend": name} for name in ("auto", "flash", "math")
+    )
+    chart = Chart("dots", "", rows, "µs", "config", "backend", "µs")
+    tree = ElementTree.fromstring(draw_svg(chart))
+    marks = [each for each in tree.iter(f"{SVG}path") if each.find(f"{SVG}title") is not None]
+    heights = sorted(float(re.findall(r"[\d.]+", mark.attrib["transform"])[1]) for mark in marks)
+    assert len(heights) == 3
+    assert all(after - before > 8 for before, after in pairwise(heights))
 
 
 def test_map_is_sorted_by_number() -> None:

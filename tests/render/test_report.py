@@ -475,7 +475,7 @@ def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
     trace = Path(__file__).parents[2] / "traces" / "models" / "llama_train.json.gz"
     ingest_path(tmp_path / "s.db", trace)
     text = RENDERERS["md"](report(tmp_path / "s.db"))
-    for line in ("| attention: cudnn | 0.440 | 1.3 |", "| idle | 25.476 | 77.4 |"):
+    for line in ("| attention: cudnn | 0.4397 | 1.3 |", "| idle | 25.4763 | 77.4 |"):
         assert line in text
 
 
@@ -486,3 +486,21 @@ def test_a_single_layer_has_no_chart(tmp_path: Path) -> None:
     document = report(tmp_path / "s.db")
     assert "Layers" in headings(document)
     assert [block.title for block in document.blocks if isinstance(block, Chart)] == [""]
+
+
+def test_a_bench_of_kernels_names_the_fastest_backend_and_draws_it(tmp_path: Path) -> None:
+    """Bug: without samples of whole calls, the report had no verdict and no chart."""
+    ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "serving_bench")
+    document = report(tmp_path / "s.db")
+    assert document.answer[0].startswith("flashinfer-fa3 is the fastest on 1 of 2 configs")
+    assert "Latency by config and backend (profiled calls)" in charts(document)
+
+
+def test_the_latencies_of_a_capture_need_no_unfolding(tmp_path: Path) -> None:
+    ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "h200-torch2.11")
+    document = report(tmp_path / "s.db")
+    blocks = list(document.blocks)
+    start = next(at for at, each in enumerate(blocks) if getattr(each, "text", "") == "Latency")
+    table = next(each for each in blocks[start:] if isinstance(each, Table))
+    assert [column.key for column in table.columns][-1] == "to_fastest"
+    assert len(table.rows) == 20

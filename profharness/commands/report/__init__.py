@@ -293,8 +293,10 @@ def _run_blocks(
 ) -> tuple[list[Block], list[str]]:
     """Return the blocks of a run, of which the details are folded, and sentences that sum it up."""
     environment, wrong = store.environment(run), store.wrong(run)
+    if bench is None:
+        bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     timed = any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS)
-    evaluated = evaluate_bench(store, run) if timed else None
+    evaluated = evaluate_bench(store, run) if timed or bench else None
     sentences, code = _summarize_run(store, run, cells)
     extra["summary"].append({"run": run, "sentences": sentences})
     summary: list[str] = []  # sentences for the details
@@ -332,11 +334,11 @@ def _run_blocks(
         ]
         drawn += latency_charts(medians, measured)
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
+        # The document of `bench` has this table too.
+        drawn += [] if bench else _latency_tables(cells, [evaluated.ranking])
     blocks += [Heading("Latency"), *drawn] if drawn else []
-    if bench is None:
-        bench = any(row.run == run and row.kind == "bench" for row in store.runs())
-    if bench:
-        document = bench_document(evaluate_bench(store, run), charts=False)
+    if evaluated and bench:
+        document = bench_document(evaluated, charts=False)
         blocks += [Heading("Bench"), *_deeper(document.blocks)]
         extra.setdefault("bench", []).extend(document.records)
     if checks := store.verifications(run):
@@ -471,9 +473,16 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     yield Table.of(CELL_COLUMNS, rows)
 
 
-def _latency_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
-    """Yield a table of the latencies of cells."""
+def _latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
+    """Return a table of the latencies of cells under a heading, or no blocks."""
+    tables = _latency_tables(cells, CALL_MEASUREMENTS)
+    return [Heading("All latencies", "without a profiler, raw samples"), *tables] if tables else []
+
+
+def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> list[Block]:
+    """Return a table of the latencies of cells by some measurements, or no blocks."""
     timed = [(cell, row) for cell in cells for row in latencies(cell)]
+    timed = [(cell, row) for cell, row in timed if row.measurement in measurements]
     fastest: dict[tuple[str, str], float] = {}
     for cell, row in timed:
         key = cell.config, row.measurement
@@ -483,9 +492,7 @@ def _latency_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
         least = fastest[cell.config, row.measurement]
         # `row` comes before `cell`, because the column `samples` shows the number of samples.
         rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
-    if rows:
-        yield Heading("All latencies", "without a profiler, raw samples")
-        yield Table.of(LATENCY_COLUMNS, rows)
+    return [Table.of(LATENCY_COLUMNS, rows)] if rows else []
 
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
