@@ -4,10 +4,10 @@
 
 With `amd`, the release's selection on AMD GPUs is queried, with and without VLLM_ROCM_USE_AITER.
 FOLDER contains the package `vllm` of one release. COUNT random configs are drawn with SEED to check
-the rules. `scripts/import_engine_rules.py` runs this script once per release. It needs neither a
-GPU nor vLLM's dependencies: only the modules that select a backend are loaded from the tree, and
-every other module is replaced by an object that accepts any use. All optional libraries, such as
-FlashInfer, count as installed.
+the rules. `scripts/import_engine_rules.py` runs this script once per release. The script needs
+neither a GPU nor vLLM's dependencies. It loads only the modules that select a backend from the
+tree, and replaces every other module with an object that accepts any use. All optional libraries,
+such as FlashInfer, count as installed.
 
 The script calls the release's own functions: `_get_backend_priorities` for the order of the
 candidates, and `AttentionBackend.validate_configuration` for the reasons against each of them.
@@ -176,7 +176,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class NothingSet:
-    """Engine settings of which none is set: every attribute is None."""
+    """Engine settings without any values: every attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -316,7 +316,8 @@ class Release:
     def refusals(self, backend: type) -> list[dict[str, Any]]:
         """Return the conditions under which the release refuses a backend, with its reasons.
 
-        Each refusal names the values of no, one or two axes: `{"page": [1, 8], "reason": …}`.
+        A refusal names the values of no axis, of one axis or of two axes:
+        `{"page": [1, 8], "reason": …}`.
         """
         base = dict.fromkeys(self.reasons(backend))
         axes: dict[str, Any] = {**self.axes, "head_dim": HEAD_DIMS}

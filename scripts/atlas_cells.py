@@ -256,7 +256,7 @@ class Sampler:
         return bool(fused <= shortest * (self.longest_us / shortest) ** place)
 
     def cells_of(self, regime: str, config: Config) -> list[Cell]:
-        """Return the cells of a config that are worth their time. `auto` is left out if its choice
+        """Return the cells of a config that are worth measuring. `auto` is left out if its choice
         is not.
         """
         prediction, label = self.ask(config), config.label
@@ -352,7 +352,9 @@ Pair = tuple[Config, Config]
 
 
 def _query_tile(config: Config, point: Point) -> Pair:
-    """Return a config with a full last tile of queries, and one with a single row in it."""
+    """Return a config with a full last tile of queries, and a config whose last tile has a single
+    row.
+    """
     tile = point.among("snap", TILES)
     rows = max(1, round(config.seq_len_q / tile)) * tile
     return replace(config, seq_len_q=rows), replace(config, seq_len_q=rows + 1)

@@ -1,5 +1,6 @@
-"""The measuring process of `make_atlas.py`. It reads batches from stdin and writes results to
-stdout, one line of JSON each. It exits with its parent, and at the end of its input.
+"""The measuring process of `make_atlas.py`. The worker reads batches from stdin and writes results
+to stdout, as one line of JSON each. The worker exits when its parent exits, and at the end of its
+input.
 
     {"batch": 3, "trace": PATH, "cells": [CELL, …]}  ->  first {"environment": {…}}, then
     {"stage": "graph", "cell": 5} before each step, and {"batch": 3, "cells": [RESULT, …]}
@@ -65,8 +66,8 @@ MAX_TEXT = 240
 
 @dataclass
 class Pool:
-    """Memory for inputs, filled once with small normal values, or with booleans of which three
-    quarters are True. Inputs are views of it.
+    """Memory for inputs, filled once with small normal values, or with booleans. Three quarters of
+    the booleans are True. Inputs are views of it.
     """
 
     device: str

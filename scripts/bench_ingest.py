@@ -1,9 +1,9 @@
 """Compare CPU time and peak memory of an ingest with json.load and HolisticTraceAnalysis.
 
-Each measurement is a fresh process, and the programs take turns. The table shows the CPU seconds of a
-program and its children, in total and per 100 MB of JSON, and how many times longer json.load takes, by
-CPU seconds and by wall time. Each program reads the file once before it is measured, so that the file
-is in the page cache.
+Each measurement is a fresh process, and the programs take turns. The table shows the CPU seconds of
+a program and its children, in total and per 100 MB of JSON. The table also shows how many times
+longer json.load takes, by CPU seconds and by wall time. Each program reads the file once before it
+is measured, so that the file is in the page cache.
 
 python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [--large] [TRACE…]
 """

@@ -73,8 +73,8 @@ class Target:
 
 
 def floor_of(config: Config, peaks: Peaks | None) -> tuple[float, str] | None:
-    """Return the lower bound in ns and its cause: compulsory bytes (Q, K, V, O) at the bandwidth of
-    a copy, or the products at the data sheet's rate for the dtype.
+    """Return the lower bound in ns and its cause. The bound is the time of the compulsory bytes (Q,
+    K, V, O) at the bandwidth of a copy, or of the products at the data sheet's rate for the dtype.
     """
     rate = peaks.flops_per_s.get(str(config.dtype)) if peaks else None
     if peaks is None or not peaks.bandwidth_bytes_per_s or not rate:

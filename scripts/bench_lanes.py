@@ -101,8 +101,8 @@ def make_group(spec: Plain) -> None:
 
 
 def dask_rows(out: Path, url: str) -> Iterator[tuple[str, str, str]]:
-    """Measure the cost per group with lanes of a Dask scheduler that find each group finished: wall
-    time, and CPU seconds of the client.
+    """Measure the cost per group as wall time and CPU seconds of the client. The lanes of the Dask
+    scheduler find each group finished.
     """
     from profharness.jobs.cluster import Cluster
 
@@ -180,8 +180,8 @@ def scheduler_rows(out: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def fixed_row(out: Path) -> tuple[str, str, str]:
-    """Measure the fixed cost of a group: one tiny cell on this host's device, without the cell
-    itself, in wall time and CPU seconds.
+    """Measure the fixed cost of a group in wall time and CPU seconds. The group has one tiny cell
+    on this host's device; the wall time of the cell itself is subtracted.
     """
     folder, made, run = planned("1,1,64,64,fp32", out, 1, "auto")
     walls, cpus = [], []

@@ -8,10 +8,11 @@ python scripts/campaign.py --root ../other-checkout --seed 7
 python scripts/campaign.py --repeat FILE                    repeat a kept input; its folder names the kind
 
 Readers are fuzzed in their own process, coverage-guided by atheris if it is installed, otherwise by
-a seeded generator that keeps inputs with new kinds of results. A failure is an uncaught exception,
-an end by a signal, more than 20 s of CPU time, more than 400 MB of memory, or a store that a
-refused input changed. Failing inputs are kept in the folder of --out with the command that repeats
-them. docs/reliability.md lists what is guaranteed.
+a seeded generator that keeps inputs with new kinds of results. An input fails if the reader raises
+an uncaught exception, ends by a signal, takes more than 20 s of CPU time or uses more than 400 MB
+of memory. An input also fails if it is refused but changes the store. Failing inputs are kept in
+the folder of --out with the command that repeats them. docs/reliability.md lists what is
+guaranteed.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def shown(results: list[Figures], kind: str) -> str:
 
 
 def try_out(name: str, asked: argparse.Namespace) -> Figures:
-    """Run one kind of trials until its time is over, and every trial at least once."""
+    """Run one kind of trial until its time is over, and every trial at least once."""
     figures = Figures(name)
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         bench = Bench(asked.root, Path(folder), Random(f"{asked.seed}-{name}"))
@@ -420,9 +421,8 @@ def used() -> float:
 
 
 def peak_kib() -> int:
-    """Return the peak resident memory of this process in KiB.
-    getrusage may return that of the parent, because Linux inherits the figure from before the
-    exec.
+    """Return the peak resident memory of this process in KiB. getrusage may return the peak of the
+    parent, because Linux inherits the figure from before the exec.
     """
     status = Path("/proc/self/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]

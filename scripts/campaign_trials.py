@@ -1,7 +1,7 @@
 """Trials of the fault campaign that need processes: signals at any moment, full disks, failing
 tools, planted secrets, hostile pages.
-`TRIALS` has one row per kind. Each is a generator of outcomes that continues until its time is
-over and tries everything at least once.
+`TRIALS` has one row per kind. Each trial is a generator of outcomes that continues until its time
+is over and tries everything at least once.
 """
 
 from __future__ import annotations
@@ -415,7 +415,7 @@ SECRETS = {
 
 def secrets(bench: Bench, deadline: float) -> Iterator[Outcome]:
     """Plant secrets in names, ranges, arguments and metadata of a Kineto trace; all must be
-    removed. If scrub refuses the copy because of one, try each by itself.
+    removed. If scrub refuses the copy because of a secret, try each secret by itself.
     """
     del deadline
     code, _, copy = scrubbed(bench, [text for text, _ in SECRETS.values()])

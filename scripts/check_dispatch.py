@@ -33,7 +33,7 @@ ASKED = ("choice", "flash", "efficient", "cudnn")
 
 
 class Mismatch(NamedTuple):
-    """One mismatch: the line, the backend or choice, both answers, the config."""
+    """A mismatch: the line, the backend or choice, both answers, the config."""
 
     line: int
     asked: str
@@ -65,7 +65,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def params_of(measured: dict[str, Any], device: str = "cuda") -> AttentionParams:
-    """Return the parameters of a measured config. Its dtype may be one that configs lack (fp64),
+    """Return the parameters of a measured config. The dtype may be one that configs lack (fp64),
     and enable_gqa is given separately from the heads.
     """
     made = from_config(

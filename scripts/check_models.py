@@ -3,11 +3,11 @@
 python scripts/check_models.py --out FOLDER [--only NAME,…] [--device cpu] [--no-replay]
 python scripts/check_models.py --run NAME [--device cpu]     run only the model, as a program for `observe`
 
-Each model runs with random weights, so nothing is downloaded. A patch around
-scaled_dot_product_attention records its calls in a separate run. The trace of another run, or
-the run folder of `profharness observe`, is ingested. Calls, configs, modules and backends are
-compared with that record, and `capture` replays the configs on the same machine. Needs
-transformers, except for `encoder`, `unet` and the flex_attention models.
+The models run with random weights, so nothing is downloaded. A patch around
+scaled_dot_product_attention records its calls in a separate run. The trace of another run, or the
+run folder of `profharness observe`, is ingested. Calls, configs, modules and backends are compared
+with that record, and `capture` replays the configs on the same machine. Needs transformers, except
+for `encoder`, `unet` and the flex_attention models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compare the prediction of `layers --savings` with the real saving. A model's attention is forced
-to a backend and traced, its regret is computed, and it is switched to the advised backend. Both
-are timed in turns without a profiler.
+"""Compare the prediction of `layers --savings` with the real saving. The script forces a model's
+attention to a backend, records a trace and computes the regret. The script then switches the model
+to the advised backend. Both backends are timed in turns without a profiler.
 
 python scripts/check_regret.py --model llama                      # transformers' Llama, on a GPU
 python scripts/check_regret.py --forced efficient --kv-heads 32   # a model of this script

@@ -2,8 +2,8 @@
 
 `check_rocm.py FOLDER` reads each trace of AMD's profilers, and each Kineto trace, in a folder with
 SQL, JSON or CSV alone, and compares all launches: name, start, duration, device, stream, grid,
-block, registers and memory. It prints a line for each file, and ends with exit code 1 if a launch
-differs.
+block, registers and memory. The script prints a line for each file, and ends with exit code 1 if a
+launch differs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def read_rocprof(path: Path) -> Iterator[Launch]:
 
 
 def read_csv(path: Path) -> Iterator[Launch]:
-    """Yield the kernels of a CSV of rocprofv3. Each dispatch occurs once for each counter."""
+    """Yield the kernels of a CSV of rocprofv3. A dispatch occurs once for each counter."""
     seen = set()
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -223,8 +223,8 @@ def check(path: Path, read: Callable[[Path], Iterator[Launch]]) -> tuple[str, bo
 
 
 def check_file(path: Path) -> tuple[str, bool] | None:
-    """Return a line about a file and whether it is read correctly. None means that it is not from
-    AMD's profilers.
+    """Return a line about a file and whether it is read correctly. Return None if the file is not
+    from AMD's profilers.
     """
     read = form_of(path)
     return None if read is None else check(path, read)

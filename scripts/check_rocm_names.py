@@ -2,7 +2,8 @@
 
 `check_rocm_names.py FOLDER` prints a line for each trace of AMD's profilers, and each Kineto trace
 of ROCm, in a folder: the share of the kernel time that belongs to the family `other`, and the
-largest such kernels. It ends with exit code 1 if this share exceeds 2 % in a trace with attention.
+largest such kernels. The script ends with exit code 1 if this share exceeds 2 % in a trace with
+attention.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Check on a GPU that a foreign process is reported while it computes and not while it only has a
-context, and that a second capture waits for the first. Exit with 1 otherwise. Takes less than a
-minute.
+"""Check that profharness reports a foreign process that computes on the GPU.
+
+A process that only has a context must not be reported, and a second capture must wait for the
+first. Exit with 1 otherwise. Takes less than a minute.
 
     python scripts/check_shared_gpu.py
 """

@@ -70,7 +70,9 @@ def sample(count: int, seed: int) -> list[Config]:
 
 
 def evidence(store: Path) -> list[dict[str, Any]]:
-    """Return one record per cell: the answer of each source, and their disagreements."""
+    """Return one record per cell: the answer of each source, and the disagreements of the
+    sources.
+    """
     with open_store(store) as opened:
         cells = with_predictions(opened, opened.cells("latest"))
         by_cell: dict[str | None, list[KernelRow]] = {}

@@ -7,15 +7,16 @@ A SOURCE is a source archive or a wheel of one release, such as `vllm-0.25.0.tar
 whose name ends with the release (`vllm-0.25.0`). `pip download --no-deps --no-binary :all: vllm==0.25.0`
 gets an archive. The rules replace `profharness/attention/engine_rules/ENGINE.json`.
 
-With --amd, only vLLM's selection on AMD GPUs is queried. Its rules replace those of AMD GPUs in the
-file, whose other rules stay. The sources are then consecutive releases that the file covers.
+With --amd, only vLLM's selection on AMD GPUs is queried. The new rules replace the rules for AMD
+GPUs in the file; the other rules stay. The sources are then consecutive releases that the file
+covers.
 
 For vLLM, `scripts/ask_vllm.py` calls the functions of each release. For SGLang, this script
 evaluates the chain of conditions in the function that selects the default backend. No file of an
 engine is copied.
 
-The last line reports a check: on random configs from which the tables were not made, the tables are
-compared with the functions of each release.
+The last line reports a check: the tables are compared with the functions of each release, on random
+configs from which the tables were not made.
 """
 
 from __future__ import annotations
@@ -289,8 +290,8 @@ def check(file: Path, answers: dict[str, dict[str, Any]]) -> tuple[int, int, int
 
 
 def with_amd(rules: dict[str, Any], answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the tables in which the rules of AMD GPUs are those of the answers. Raise SystemExit if
-    the answers are not those of consecutive releases.
+    """Return the tables with the rules of AMD GPUs replaced by the rules of the answers. Raise
+    SystemExit if the answers do not belong to consecutive releases.
     """
     known = rules["releases"]
     first = known.index(next(iter(answers))) if next(iter(answers)) in known else 0

@@ -5,11 +5,11 @@ lost or counted twice, and every process must end after the client.
 
     python scripts/kill_lanes.py --trials 100 [--kills 3] [--seed 0] [--torch]
 
-Without --torch the worker is a stand-in that starts in 20 ms: the same processes, folders, journals
-and traces, and many more moments in which a process can be killed. It waits for a permit before
-each cell, and each kill grants a few. So a campaign cannot end before its kills, however fast or
-loaded the machine is, and a process that outlives its client cannot end just because its work is
-done.
+Without --torch, the worker is a stand-in that starts in 20 ms. The processes, folders, journals and
+traces are the same, and there are many more moments in which a process can be killed. The stand-in
+waits for a permit before each cell, and each kill grants a few permits. A campaign therefore cannot
+end before its kills, even on a fast machine. A process that outlives its client cannot end just
+because its work is done.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ python scripts/make_outputs.py            # README.md, docs/*.md and docs/pictur
 python scripts/make_outputs.py PAGE...    # only these pages
 
 The `console` blocks of each page run in order, in an empty folder that has the traces of the project.
-`tests/test_install.py` compares the pages with the output of an installed profharness. Run it on an
-idle machine: the examples that measure show the figures of this machine.
+`tests/test_install.py` compares the pages with the output of an installed profharness. Run this
+script on an idle machine: the examples that measure show the figures of this machine.
 """
 
 from __future__ import annotations

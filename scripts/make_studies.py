@@ -7,9 +7,9 @@ python scripts/make_studies.py store FOLDER      unpack the runs and store them,
 python scripts/make_studies.py measure FOLDER    make all runs, on a machine with a GPU
 python scripts/make_studies.py pack FOLDER       scrub the runs and pack them into the archive
 
-scripts/studies/NAME.md is the Jinja template of a page. Its figures come from commands of
+scripts/studies/NAME.md is the Jinja template of a page. The figures of a page come from commands of
 profharness (`rows`, `us`) or from the output of a script (`printed`). Statements in words must
-`claim` a condition: a page whose data contradict it is not written.
+`claim` a condition: a page whose data contradict the condition is not written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TABLE = (
 class Study:
     """One page: the names of its runs, and the output of scripts for it.
 
-    The raw traces of the runs in `traced` are kept; of the others, the samples.
+    The raw traces of the runs in `traced` are kept. Of the other runs, only the samples are kept.
     """
 
     name: str

@@ -1,9 +1,10 @@
 """Record traces of a small engine on this GPU: prefill and decode with FlashInfer's paged attention.
 
-The engine annotates its steps as SGLang does, with the sums of the lengths. Four traces are written
-into a folder: of eager steps (without and with an op that has the shapes of attention), of the
-capture of a CUDA graph, and of replays of that graph. The file expected.json contains the lengths
-of each step and the time of its attention, measured with CUDA events.
+The engine annotates its steps as SGLang does, with the sums of the lengths. The script writes four
+traces into a folder. Two traces show eager steps, without and with an op that has the shapes of
+attention. The other traces show the capture of a CUDA graph, and replays of that graph. The file
+expected.json contains the lengths of each step and the time of its attention, measured with CUDA
+events.
 
     python scripts/record_serving.py FOLDER
     profharness layers FOLDER/eager.json.gz
@@ -56,8 +57,8 @@ class RadixAttention(nn.Module):
     """Runs a prepared attention call, which has its own queries and cache.
 
     `tensors` are the queries [tokens, heads, dim] and a cache [pages, page, heads, dim] of the
-    call. If they are set, the call is an op; otherwise it has no op, as in engines that call
-    FlashInfer directly.
+    call. If `tensors` is set, the call is an op. Otherwise, the call has no op, as in engines that
+    call FlashInfer directly.
     """
 
     def __init__(self, layer: int) -> None:

@@ -4,8 +4,8 @@ python scripts/tune_tiled.py                          # the shapes of the benchm
 python scripts/tune_tiled.py --shape 1,4,64,512,fp32  # one shape
 python scripts/tune_tiled.py --json plans.json
 
-The plans of each shape are sorted by time. Each line has the median time of a graph replay and
-its ratio to the fastest. The plan selected by choose_plan() is marked.
+The plans of each shape are sorted by time. A line shows the median time of a graph replay and its
+ratio to the fastest time. The plan selected by choose_plan() is marked.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ WORTH = 1.6
 
 
 def candidates(problem: plans.Problem, multiprocessors: int) -> list[plans.Plan]:
-    """Return the selected plan, then the others: every row tile, number of parts and exchange whose
-    estimated time is at most WORTH times the best, each also with half of the stages.
+    """Return the selected plan, then the others. The others are every row tile, number of parts and
+    exchange whose estimated time is at most WORTH times the best, each also with half of the
+    stages.
     """
     chosen = plans.choose_plan(problem, multiprocessors)
     found = {chosen: None}

@@ -4,9 +4,10 @@ stall reason.
 python scripts/warp_samples.py 4,4,128,4096,fp16                       # of `tiled`; needs ncu and ncu-report
 python scripts/warp_samples.py 1,4,64,8192,fp32 --backend single_query
 
-A section is code that is executed equally often: a loop or a phase. Each line has the address,
-the number of instructions, how often a warp executes one, the share of all samples, the most
-frequent instructions, and the stall reasons (in ncu's names) in percent of all samples.
+A section is code that is executed equally often: a loop or a phase. Each line shows the address,
+the number of instructions, how often a warp executes an instruction, and the share of all samples.
+The line ends with the most frequent instructions, and the stall reasons (in ncu's names) in percent
+of all samples.
 """
 
 from __future__ import annotations
