@@ -429,7 +429,7 @@ def test_each_gpu_is_a_column_and_other_fastest_backends_are_reported(tmp_path: 
     assert by_backend["math"][-3:] == ["900.00", "-", "-"]
     label = "b32-h8-s128-d64-fp16"
     assert document.answer[-1] == (
-        "The fastest backend on H200 differs from that on H100 for 1 of 1 configs: "
+        "The fastest backend on H200 differs from the fastest on H100 for 1 of 1 configs: "
         f"{label} (cudnn → flash)."
     )
     assert len(document.records) == 5

@@ -500,7 +500,7 @@ def test_without_counters_an_unknown_kernel_is_only_supposed_to_read_again(
     row = replace(kernel((64, 4, 1)), family=family)
     rows = seen_by_ncu(row, **counters) if counters else [row]
     found = analyze_cell(cell("b1-h4-s64-d8192-fp32"), rows, MACHINE)
-    assert ("to count the traffic" in found.finding("kv_reread").sentence) == supposed
+    assert ("count the traffic with" in found.finding("kv_reread").sentence) == supposed
     assert (found.finding("cache_traffic") is not None) == bool(counters)
 
 
