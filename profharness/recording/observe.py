@@ -121,7 +121,7 @@ def _run_under_nsys(
 
 
 def why_silent(folder: Path) -> str | None:
-    """Return why no process of the program recorded any attention, or None if any process did."""
+    """Return why no process of the program recorded attention, or None if at least one process did."""
     if next(_rows(folder, "template"), None) is not None:
         return None
     failed = next(_rows(folder, "failed"), None)
