@@ -251,9 +251,7 @@ def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
 
 
 def _forward(evaluations: Intervals, flows: Ints) -> Callable[[Ints, Ints], tuple[Ints, Ints]]:
-    """Return a function that maps a (thread, t) in a backward op to a (thread, t) in its forward
-    op.
-    """
+    """Return a function that maps (thread, t) in a backward op to (thread, t) in its forward op."""
     arrows = flows.T
     at = evaluations.innermost(arrows[2], arrows[3])
     origins = np.full((2, len(evaluations.start) + 1), NONE, np.int64)

@@ -164,7 +164,7 @@ def test_packages_get_a_window_in_their_own_terms(
     config = parse_config(f"1,2,12,8,fp16,window=4{',causal' if causal else ''}")
     backend = BACKENDS[load.__name__.replace("flash_attn", "flash-attn")]
     if load is flashinfer and not causal:
-        assert backend.supports(config) == "supports a window only with causal"
+        assert backend.supports(config) == "supports a window only with a causal mask"
         return
     assert backend.supports(config) is None
     assert "seq_q must equal seq_kv" in str(backend.supports(replace(config, seq_len_kv=16)))
