@@ -152,7 +152,11 @@ def test_the_workers_count_shows_a_replacement_without_a_trace() -> None:
 def test_kernels_prints_a_note_below_the_table() -> None:
     def said(one: CellRow, *rows: KernelRow) -> list[str]:
         notes = cell_notes(one, rows)
-        return [note.text for note in notes if note.text.startswith("torch.compile replaced it")]
+        return [
+            note.text
+            for note in notes
+            if note.text.startswith("torch.compile replaced the attention")
+        ]
 
     assert said(cell(), kernel("flash")) == [
         "torch.compile replaced the attention with scaled_dot_product_attention, which ran flash"

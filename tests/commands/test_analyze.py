@@ -603,7 +603,7 @@ def test_the_state_that_most_warps_wait_in_is_named_with_what_helps() -> None:
     states |= {ncu.warp_state("selected"): 1.0, ncu.warp_state("barrier"): 2.0}
     finding = counted(**states, **{ncu.ISSUE_ACTIVE: 25.0}).finding("stalls")
     assert "50.0 % of their time waiting for data from global or local memory" in finding.sentence
-    assert "issue in 25.0 % of the cycles" in finding.sentence
+    assert "issue an instruction in 25.0 % of the cycles" in finding.sentence
     assert counted(**states, **{ncu.ISSUE_ACTIVE: 90.0}).finding("stalls") is None
     even = {ncu.warp_state(name): 1.0 for name in ncu.WARP_STATES}
     assert counted(**even, **{ncu.ISSUE_ACTIVE: 25.0}).finding("stalls") is None
