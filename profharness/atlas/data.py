@@ -190,7 +190,7 @@ def parse_label(label: str) -> Config:
 
 
 class Launch(NamedTuple):
-    """One kernel launch of a call. If it is a memset, it has neither a grid nor registers."""
+    """One kernel launch of a call. A memset has neither a grid nor registers."""
 
     kernel: str
     grid: Dim3 | None
@@ -202,7 +202,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class AtlasCell:
-    """The result of a config on a backend. It has no times if the backend refused the config."""
+    """The result of a config on a backend. A refused config has no times."""
 
     config: Config
     backend: str
@@ -523,7 +523,7 @@ def read_atlas(path: Path) -> Atlas:
         with open_input(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise UsageError(
-                    f"{name}: not an atlas; list the known atlases with `profharness atlas list`"
+                    f"{name} is not an atlas; list the known atlases with `profharness atlas list`"
                 )
         counts = {column: MAX_COUNTS[kind] for column, kind in COLUMNS.items()}
         arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})

@@ -105,8 +105,8 @@ def with_shapes(c: Columns) -> Columns:
 def _efficient_shapes(c: Columns) -> Columns:
     """Add the numbers of key splits and of floats to clear in the backward pass of `efficient`.
 
-    For each tile of dQ, the backward pass clears a buffer and a lock. It also clears the sums over
-    splits.
+    For each tile of dQ, the backward pass clears a buffer and a lock. The backward pass also clears
+    the sums over splits.
     """
     narrow, middle = c["D"] <= 64, (c["D"] > 64) & (c["D"] <= 128) & (c["F32"] == 0)
     wide = (c["D"] > 128) & (c["F32"] == 0)
@@ -152,7 +152,7 @@ def _flash_shapes(c: Columns) -> Columns:
     """Add the sizes that FlashAttention uses after it has rearranged heads and queries.
 
     If there is one query and several query heads share a key head, FlashAttention treats these
-    heads as queries. It splits the keys if there are too few blocks for all SMs
+    heads as queries. FlashAttention splits the keys if there are too few blocks for all SMs
     (num_splits_heuristic in its public code).
     """
     swapped = (c["SQ"] == 1) & (c["H"] > c["KV"])

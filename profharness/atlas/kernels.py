@@ -85,7 +85,7 @@ class Tree(msgspec.Struct, frozen=True, tag=True):
 
 
 class Net(msgspec.Struct, frozen=True, tag=True):
-    """A neural network that predicts a class. It has fully connected layers with ReLU between."""
+    """A neural network that predicts a class, with fully connected layers and ReLU between them."""
 
     shift: Values
     scale: Values
@@ -249,7 +249,7 @@ def product_of(key: Key) -> int:
 
 
 def with_product(c: Columns, product: Integers) -> Columns:
-    """Add the sizes and tiles of the batched products in a slot, if it has products."""
+    """Add the sizes and tiles of the batched products in a slot, if the slot has products."""
     if len(product) and product[0] != NOTHING:
         sizes = product_sizes(c, product)
         c.update(sizes | tiled(sizes))

@@ -406,7 +406,7 @@ def model_of(name: str) -> Model | None:
 
 
 def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str | None:
-    """Return the reason why the model cannot predict a config, or None if it can.
+    """Return why the model cannot predict a config, or None if the model can predict it.
 
     `limits` contains the name, the smallest and the largest value in the atlas for each size.
     """

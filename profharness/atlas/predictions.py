@@ -360,7 +360,7 @@ def disagreement(place: Place, configs: Sequence[Config]) -> str:
         return ""
     return (
         f"your own atlas of this machine and {place.atlas.source} disagree on "
-        f"{len(differing):,} cells, and your own is used: {'; '.join(differing[:MAX_EXAMPLES])}"
+        f"{len(differing):,} cells; your own atlas is used: {'; '.join(differing[:MAX_EXAMPLES])}"
     )
 
 
@@ -382,7 +382,7 @@ class Predicted:
             "no time is known",
         ),
     ]
-    status: Annotated[str, column(meaning="`ok`, `refused`, `unknown`, or how it failed")]
+    status: Annotated[str, column(meaning="`ok`, `refused`, `unknown`, or the kind of failure")]
     choice: Annotated[
         str | None,
         column(
@@ -457,7 +457,7 @@ class Asked:
     """Predictions for configs.
 
     `doubt` explains why times are missing or may be wrong. `answers` contains a tuple of rows for
-    each config. `backends` are the backends to show.
+    each config. `backends` contains the backends to show.
     """
 
     place: Place
@@ -466,7 +466,7 @@ class Asked:
     backends: tuple[str, ...]
 
     def of(self, answer: Iterable[Predicted]) -> list[Predicted]:
-        """Return the rows of an answer that belong to the backends to show."""
+        """Return the rows of an answer for the backends to show."""
         return [row for row in answer if row.backend in self.backends]
 
 
@@ -512,9 +512,9 @@ def place_at(environment: Mapping[str, Any]) -> Place | None:
 def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
     """Return the prediction for `auto` on a GPU, and the reason if there is no prediction.
 
-    The key `statement` of the prediction contains a sentence that describes it. If there is no
-    atlas for this GPU, release and cuDNN version, the prediction is None. The reason is "" if there
-    is a prediction, or if the GPU has no atlas at all.
+    The key `statement` contains a sentence that describes the prediction. If there is no atlas for
+    this GPU, release and cuDNN version, the prediction is None. The reason is "" if there is a
+    prediction, or if the GPU has no atlas at all.
     """
     like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
     entries = known_atlases()
@@ -603,7 +603,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     if auto.choice == "none":
         return "auto is predicted to raise an error: no backend accepts this config."
     if auto.choice == "unknown":
-        return "It is unknown which backend auto runs: the rules do not cover this release."
+        return "The backend that auto runs is unknown, because the rules do not cover this release."
     runs = "runs" if auto.source == MEASURED else "is predicted to run"
     lead = f"auto {runs} {auto.choice!s}"
     if auto.kernel_ns is None:

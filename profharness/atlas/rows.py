@@ -192,7 +192,9 @@ class AtlasComparison:
     regret: Annotated[
         float | None,
         column(
-            "% slower", "percent", meaning="how much longer these kernels take than those of `best`"
+            "% slower",
+            "percent",
+            meaning="how much longer these kernels take than the kernels of `best`",
         ),
     ]
 

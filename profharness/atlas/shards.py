@@ -101,7 +101,7 @@ class _XzReader(io.RawIOBase):
             data = self._decoder.decompress(packed, len(buffer))
         self._left -= len(data)
         if self._left < 0:
-            raise lzma.LZMAError(f"it unpacks to more than {MAX_RATIO} times its size")
+            raise lzma.LZMAError(f"the file unpacks to more than {MAX_RATIO} times its size")
         buffer[: len(data)] = data
         return len(data)
 

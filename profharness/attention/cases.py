@@ -52,7 +52,8 @@ class VerificationRow:
             "relative",
             "short",
             importance="detail",
-            meaning="Frobenius norm of the difference divided by that of the reference; null if not finite",
+            meaning="Frobenius norm of the difference divided by the norm of the reference; null "
+            "if not finite",
         ),
     ]
     relative_allowance: Annotated[
@@ -68,7 +69,7 @@ class VerificationRow:
         ),
     ]
     message: Annotated[str | None, column(meaning="what is wrong, or why nothing was checked")]
-    status: Annotated[str, column(meaning="`ok`, `refused`, or how the case failed")]
+    status: Annotated[str, column(meaning="`ok`, `refused`, or the kind of failure")]
 
 
 def _small(config: Config, **changes: Any) -> Config:
@@ -134,8 +135,9 @@ def _narrower(change: int) -> Derive:
 
 
 def _windowed(window: int) -> Derive:
-    """Return a function that derives a config with a window of another size. It applies only to
-    configs with a window.
+    """Return a function that derives a config with a window of another size.
+
+    The function applies only to configs with a window.
     """
     return lambda config: None if config.window is None else _small(config, window=window)
 

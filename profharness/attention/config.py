@@ -1,4 +1,4 @@
-"""Configs, each of which describes one attention problem.
+"""Define configs. A config describes one attention problem.
 
 Users write a config in a grammar, for example `2,8,512,64,bf16,causal`. The label of this config is
 `b2-h8-s512-d64-bf16-causal`.
@@ -387,8 +387,8 @@ class Config:
 
 
 def outside_sdpa(config: Config) -> str | None:
-    """Return why `scaled_dot_product_attention` cannot compute a config, or None if it can. A
-    window is no obstacle, because it is passed as a mask.
+    """Return why `scaled_dot_product_attention` cannot compute a config, or None if the config is
+    supported. A window is no obstacle, because the window is passed as a mask.
     """
     texts = [text for name, text in config.features.items() if name != "window"]
     return f"scaled_dot_product_attention has no parameter for {join_and(texts)}" if texts else None

@@ -83,9 +83,10 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 
 def _served_bytes(config: Config, item: int) -> TensorBytes:
-    """Return the sizes of the tensors of a call on a cache. Each element of a query takes `item`
-    bytes. Latent attention reads one vector per token as key and value, which is counted as the
-    key.
+    """Return the sizes of the tensors of a call on a cache.
+
+    Each element of a query takes `item` bytes. Latent attention reads one vector per token as key
+    and value. This vector is counted as the key.
     """
     queries = sum(queries * count for queries, _, count in config.requests)
     seen = sum(seen_keys(config, *request) * count for *request, count in config.requests)
@@ -163,8 +164,9 @@ def score_count(config: Config) -> int:
 
 
 def _scores_in_band(config: Config, rows: int, columns: int, shift: int) -> int:
-    """Count the scores of a matrix [rows, columns] that `causal` and `window` do not mask. Both are
-    shifted right by `shift` keys.
+    """Count the scores of a matrix [rows, columns] that `causal` and `window` do not mask.
+
+    The causal mask and the window are shifted right by `shift` keys.
     """
     first, last = -rows, columns  # the diagonals j - i that are computed, first < j - i <= last
     if config.window is not None:
@@ -190,7 +192,7 @@ def seen_keys(config: Config, queries: int | None = None, keys: int | None = Non
     """Return the number of keys to which at least one query attends. These are the first keys.
 
     In a request of a serving engine, they are the last keys. `queries` and `keys` are the lengths
-    of a request if they differ from those of the config.
+    of a request if the lengths differ from the lengths of the config.
     """
     rows = config.seq_len_q if queries is None else queries
     columns = config.seq_len_kv if keys is None else keys
@@ -235,8 +237,8 @@ def compulsory_bytes(config: Config) -> int:
     written once. Raise UsageError if the config has no dtype.
 
     With bwd, the forward pass also writes the log-sum-exp. The backward pass reads the log-sum-exp,
-    Q, K, V, the mask, the output and the gradient of the output. It writes the gradients of Q, K, V
-    and of a float_grad mask.
+    Q, K, V, the mask, the output and the gradient of the output. The backward pass writes the
+    gradients of Q, K, V and of a float_grad mask.
     """
     tensors = tensor_bytes(config)
     again = tensors.forward + tensors.statistics if config.bwd else 0

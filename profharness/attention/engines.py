@@ -1,8 +1,9 @@
 """The rules by which serving engines select an attention backend, per release.
 
-`scripts/import_engine_rules.py` writes the tables in `engine_rules/` from the source of the releases.
-A table lists the candidates in the order in which the engine tries them, and the conditions under
-which the engine refuses each of them. The engine takes the first candidate that it does not refuse.
+`scripts/import_engine_rules.py` writes the tables in `engine_rules/` from the source of the
+releases. A table lists the candidates in the order in which the engine tries them, and the
+conditions under which the engine refuses each candidate. The engine takes the first candidate that
+passes all conditions.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ class Selection:
     gpu: str
     capability: str
     candidates: tuple[Candidate, ...]
-    """In the order in which the engine tries them."""
+    """The candidates, in the order in which the engine tries them."""
     variant: str = ""
-    """The version of the chosen backend's library, such as `FlashAttention 3`, if the rules cover it."""
+    """The library version of the chosen backend, such as `FlashAttention 3`, if the rules cover the
+    version.
+    """
     doubts: tuple[str, ...] = ()
 
     @property
@@ -157,7 +160,7 @@ def read_rules(file: Path) -> Rules:
 
 @cache
 def rules_of(engine: str) -> Rules:
-    """Return the rules of an engine. Raise UsageError if it is not in ENGINES."""
+    """Return the rules of an engine. Raise UsageError if the engine is not in ENGINES."""
     if engine not in ENGINES:
         raise UsageError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}")
     return read_rules(FOLDER / f"{engine}.json")
@@ -267,15 +270,15 @@ def select(
 
 
 def _aiter_doubt(candidates: list[Candidate], with_aiter: list[Candidate]) -> Iterator[str]:
-    """Yield what VLLM_ROCM_USE_AITER=1 would change, if anything."""
+    """Yield a sentence about the effect of VLLM_ROCM_USE_AITER=1, if there is an effect."""
     names = {each.backend for each in candidates}
     added = [each.backend for each in with_aiter if each.backend not in names]
     if not added:
         return
     runs = next((each.backend for each in with_aiter if not each.reasons), "no backend")
     yield (
-        "This assumes that VLLM_ROCM_USE_AITER is unset and the AITER library is installed. With "
-        f"VLLM_ROCM_USE_AITER=1, vLLM also considers {' and '.join(added)} and runs {runs}"
+        "The answer assumes that VLLM_ROCM_USE_AITER is unset and the AITER library is installed. "
+        f"With VLLM_ROCM_USE_AITER=1, vLLM also considers {' and '.join(added)} and runs {runs}"
     )
 
 
@@ -291,7 +294,8 @@ def _no_amd(rules: Rules, release: str, gpu: str, architecture: str) -> str:
     places = [rules.places[row[end]] for row in rows for end in ("since", "until")]
     first, last = rules.releases[min(places)], rules.releases[max(places)]
     return (
-        f"the rules of {name} {release} do not cover AMD GPUs, but those from {first} to {last} do"
+        f"the rules of {name} {release} do not cover AMD GPUs, but the rules of the releases from "
+        f"{first} to {last} do"
     )
 
 

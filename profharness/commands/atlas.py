@@ -116,7 +116,7 @@ def add_atlases(
     run: OnlyRun = None,
     atlas: AtlasFolder = None,
 ) -> None:
-    """Add atlases to the user's own: packed ones, shards of scripts/make_atlas.py, or a store.
+    """Add packed atlases, shards of scripts/make_atlas.py, or a store to the user's own atlases.
 
     New cells of a machine (GPU, torch, CUDA, cuDNN, driver) are added to the user's own atlas of
     that machine.
@@ -172,8 +172,8 @@ def export_atlas(
 ) -> None:
     """Write an atlas to a file: packed (.npz), or as JSON lines (.jsonl).
 
-    NAME is a name from `atlas list`, a GPU, or a file. The package's atlas and your own of that machine
-    are written together. `atlas add` reads both formats.
+    NAME is a name from `atlas list`, a GPU, or a file. The file combines the package's atlas and
+    your own atlas of that machine. `atlas add` reads both formats.
 
     \b
     Examples:

@@ -180,8 +180,8 @@ def capture(
 ) -> CapturedRuns:
     """Run attention configs on backends under a profiler.
 
-    Without a config, run a default set of everyday configs. It is printed first, and is smaller
-    on a CPU.
+    Without a config, run a default set of everyday configs. The set is printed first, and is
+    smaller on a CPU.
 
     Every config runs on every backend in a worker process. The raw traces are kept in a run folder,
     and the run is added to the store. Refusals, failures and worker crashes are recorded as
@@ -205,9 +205,9 @@ def capture(
       profharness capture 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
       profharness capture --python old/bin/python --python new/bin/python
 
-    In Python the result has one row per cell, including cells that failed or were refused. `configs` are
-    texts ("2,8,512,64,bf16"), Config objects or a list of them. Raise UsageError for invalid arguments,
-    and CaptureError if no worker starts.
+    In Python, the result has one row per cell, including cells that failed or were refused.
+    `configs` are texts ("2,8,512,64,bf16"), Config objects or a list of them. Raise UsageError for
+    invalid arguments, and CaptureError if no worker starts.
     """
     path, pythons, where = store_path(store), split_names(python), fleet(scheduler, gpu, insecure)
     watched = split_names(profilers) or CaptureOptions.profilers

@@ -64,7 +64,7 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
 @command(
     "explain-kernel",
     frame=_to_frame,
-    tool="Use it for a name from any profiler, full or short. Only the name is read.",
+    tool="Use this tool for a name from any profiler, full or short. Only the name is read.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
     """Describe a kernel's name: its library, the meaning of each part, and what the name does

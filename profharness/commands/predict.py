@@ -441,7 +441,8 @@ def _texts(found: Sequence[Asked]) -> tuple[list[str], list[str]]:
 @command(
     "predict",
     frame=_to_frame,
-    tool="Use it for the time of a config or its fastest backend on a GPU; explain gives reasons.",
+    tool="Use this tool to predict the time of a config or its fastest backend on a GPU; explain "
+    "gives reasons.",
 )
 def predict(
     configs: ConfigArguments,
@@ -467,9 +468,10 @@ def predict(
       profharness predict 2,8,4096,128,bf16,causal --gpu H200,H100,MI300X
       profharness predict --configs FILE --gpu H200 --format csv
 
-    In Python the result has one row per config and backend, times in ns. A row with the source `floor`
-    has no time, and low_ns is the roofline bound. Kernels are short names. `attrs["answers"]` has the
-    full rows, `attrs["place"]` the machine, and `attrs["doubt"]` any doubts.
+    In Python, the result has one row per config and backend, with times in ns. A row with the
+    source `floor` has no time, and low_ns is the roofline bound. Kernels have their short names.
+    `attrs["answers"]` has the full rows, `attrs["place"]` has the machine, and `attrs["doubt"]` has
+    any doubts.
     """
     asked, names = config_list(configs), split_names(backends)
     gpus = gpu_names(gpu) if gpu else (None,)

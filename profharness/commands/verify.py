@@ -206,7 +206,7 @@ def verify(
       profharness verify 1,4,256,64,causal --backend all,my.py:attention --grad
       profharness verify 2,8,512,64 --cases seq_1,large --format json
 
-    In Python the result has one row per check. `passed` is False for a wrong result and None for a
+    In Python, the result has one row per check. `passed` is False for a wrong result and None for a
     skipped check. Raise CaptureError if no worker starts.
     """
     # Imported here because --help does not need the code that runs workers.

@@ -134,7 +134,8 @@ def backend_that_ran(cell: CellRow) -> str | None:
 
 
 def backend_of_family(family: str, sdpa_op: str | None = None) -> str | None:
-    """Return the backend that a kernel belongs to, or None if it does not compute attention.
+    """Return the backend that a kernel belongs to, or None if the kernel does not compute
+    attention.
 
     On ROCm, PyTorch's flash and efficient ops run kernels of AMD's libraries. Such a kernel belongs
     to the backend of its op `sdpa_op`. Outside of these ops, it belongs to its library.
@@ -320,9 +321,9 @@ def unmet_expectations(
     cells: Sequence[CellRow],
     names: Mapping[str, str],
 ) -> list[str]:
-    """Return a line for each cell, and for each range of a foreign trace, whose backend is unexpected
-    or unknown. Ignore refused and failed cells. If there is nothing to check, return a line that
-    says so. `names` maps the ids of runs to their names.
+    """Return a line for each cell, and for each range of a foreign trace, whose backend is
+    unexpected or unknown. Ignore refused and failed cells. If there is nothing to check, return a
+    line that reports this. `names` maps the ids of runs to their names.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -369,7 +370,7 @@ def replaced_by(cell: CellRow, rows: Sequence[KernelRow] = ()) -> str | None:
 def replacement_text(backend: str) -> str:
     """Return a sentence about a replacement. `backend` is the result of `replaced_by`."""
     which = f", which ran {backend}" if backend else ""
-    return f"torch.compile replaced it with scaled_dot_product_attention{which}"
+    return f"torch.compile replaced the attention with scaled_dot_product_attention{which}"
 
 
 def replacement_notes(cells: Iterable[CellRow]) -> list[tuple[str, str]]:

@@ -198,7 +198,9 @@ class Loss:
 
     @property
     def remark(self) -> Annotated[str, column(meaning="why `auto` may not be slower")]:
-        """The reason why `auto` does not count as slower, or an empty string if it does."""
+        """The reason why `auto` does not count as slower, or an empty string if `auto` counts as
+        slower.
+        """
         if self.real:
             return ""
         if self.same_backend:
@@ -255,11 +257,17 @@ class BenchResult:
         ]
 
     def sound_winners(self) -> list[Winner]:
-        """Return the winners with a usable time. If a winner has rivals, one of them needs one too."""
+        """Return the winners with a usable time.
+
+        If a winner has rivals, at least one rival needs a usable time too.
+        """
         return _sound_winners(self.winners, self.figures())
 
     def figures(self) -> list[BenchRow]:
-        """Return the ranking rows that have a median. Texts such as `2 of 9 figures` count them."""
+        """Return the ranking rows that have a median.
+
+        Texts such as `2 of 9 figures` count these rows.
+        """
         return [row for row in self.ranking_rows() if row.median_ns is not None]
 
 
@@ -475,7 +483,7 @@ def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def _fastest(winner: Winner) -> str:
-    tied = f", with {', '.join(winner.ties)} within {WITHIN} of it" if winner.ties else ""
+    tied = f", with {', '.join(winner.ties)} within {WITHIN} of its time" if winner.ties else ""
     if not winner.open:
         return f"{winner.config}: {winner.backend} is fastest{tied}"
     return (
@@ -497,8 +505,8 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> Iterato
             yield f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"
         elif verdict == "unknown" and row.speedup < 1:
             yield (
-                f"{row.config}: the median of auto is {1 / row.speedup:.2f}x that of "
-                f"{row.baseline}, but the difference is not significant: {_why_open(plain, row)}"
+                f"{row.config}: the median of auto is {1 / row.speedup:.2f}x the median "
+                f"of {row.baseline}, but the difference is not significant: {_why_open(plain, row)}"
             )
 
 

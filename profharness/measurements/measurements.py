@@ -1,7 +1,7 @@
 """The rows of a benchmark, warnings about unreliable measurements, and sweeps.
 
-A sweep varies one property of the configs, such as the sequence length. It shows which backend is
-fastest at each value, where a rate drops, and how peak memory grows.
+A sweep varies one property of the configs, such as the sequence length. The sweep shows which
+backend is fastest at each value, where a rate drops, and how peak memory grows.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
 
 
 def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
-    """Explain why a rate exceeds the memory bandwidth. Data may be in the L2 cache instead."""
+    """Explain why a rate exceeds the memory bandwidth. The data may be in the L2 cache."""
     moved = costs.compulsory_bytes(parse_config(row.config))
     size = f"the working set of {moved / MB:,.1f} MB"
     if l2_bytes is None:
@@ -115,8 +115,8 @@ def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
     if excess <= moved / (moved - l2_bytes):
         return f"part of {size} can stay in {l2}{flushed}"
     return (
-        f"{size} is much larger than {l2}, which therefore does not explain the rate; do not "
-        "use this figure"
+        f"{size} is much larger than {l2}, so the L2 does not explain the rate; do not use this "
+        "figure"
     )
 
 
@@ -159,7 +159,10 @@ class BenchRow:
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
     backend: Annotated[str, column("backend", importance="key", meaning="the requested backend")]
     status: Annotated[
-        str, column(importance="answer", optional=True, meaning="`ok`, `refused`, or how it failed")
+        str,
+        column(
+            importance="answer", optional=True, meaning="`ok`, `refused`, or the kind of failure"
+        ),
     ]
     message: Annotated[str | None, column(meaning="why the cell failed")]
     measurement: Annotated[str | None, column(meaning="what was timed, such as `cold`")] = None
@@ -242,7 +245,7 @@ class BenchRow:
             meaning="whether the output is correct; null if unknown",
         ),
     ] = None
-    doubts: Annotated[tuple[str, ...], column(meaning="what makes the figure doubtful")] = ()
+    doubts: Annotated[tuple[str, ...], column(meaning="reasons to doubt the figure")] = ()
     host_ns: Annotated[
         float | None, column(meaning="median of the host's own time per `eager` call")
     ] = None
@@ -286,7 +289,7 @@ class BenchRow:
 
     @property
     def ranked(self) -> bool:
-        """Whether the row can be ranked. It needs a median, and no check may have failed."""
+        """Whether the row can be ranked. A ranked row needs a median and no failed check."""
         return self.status == "ok" and self.verified is not False and self.median_ns is not None
 
     @property
@@ -330,7 +333,9 @@ class BenchRow:
             meaning="`between_processes_ns` divided by the median",
         ),
     ]:
-        """`between_processes_ns` divided by the median, or None if it is unknown."""
+        """`between_processes_ns` divided by the median, or None if `between_processes_ns` is
+        unknown.
+        """
         return self.between_processes_ns and self.between_processes_ns / (self.median_ns or 1.0)
 
 
@@ -465,8 +470,8 @@ def _rates(
     """Return the rates of a call as fields of a BenchRow.
 
     The efficiency is the shortest possible time of the call divided by its measured time. The
-    shortest possible time is that of the computation or of the memory traffic at the device's peak,
-    whichever is longer.
+    shortest possible time is the time of the computation or of the memory traffic at the device's
+    peak, whichever is longer.
     """
     seconds = median_ns / 1e9
     if seconds <= 0:
@@ -509,8 +514,9 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
 
 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return the rows with the field `regret` filled in. It is relative to the fastest correct
-    backend on the same config.
+    """Return the rows with the field `regret` filled in.
+
+    The regret is relative to the fastest correct backend on the same config.
     """
     fastest: dict[tuple[str, str | None], float] = {}
     for row in rows:
@@ -781,7 +787,7 @@ def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
         lead = f"{'; '.join(event.text for event in crossings)}; "
     else:
         spans = [f"{row.backend} at {value:,}" for value, row in leaders.items()]
-        lead = f"the lowest median is that of {', '.join(spans)}; "
+        lead = f"the lowest median belongs to {', '.join(spans)}; "
     rates = {value: row.flops_per_s / 1e12 for value, row in leaders.items() if row.flops_per_s}
     rate = ""
     if len(rates) > 1:

@@ -61,7 +61,7 @@ from profharness.run import (
 )
 
 LOCK_FILE = ".lock"
-START_REMEDY = "`profharness doctor` shows what is missing; see also worker.log"
+START_REMEDY = "run `profharness doctor` to see what is missing; see also worker.log"
 
 
 def capture(
@@ -160,19 +160,19 @@ def carry_on(folder: Path, progress: Progress | None = None) -> None:
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:
-    """Return why a run cannot be resumed, or None if it can.
+    """Return why a run cannot be resumed, or None if the run can be resumed.
 
     This does not check whether another process has locked the run folder.
     """
     if any(cell.case is not None for cell in run.cells):
         return (
-            f"run {run.run} was created by `profharness verify`, which cannot be resumed; run it "
-            "again"
+            f"run {run.run} was created by `profharness verify` and cannot be resumed; run "
+            "`profharness verify` again"
         )
     if run.kind == OBSERVE:
         return (
-            f"run {run.run} was created by `profharness observe`, which cannot be resumed; run it "
-            "again"
+            f"run {run.run} was created by `profharness observe` and cannot be resumed; run "
+            "`profharness observe` again"
         )
     left = any(problem.profiler != GPU for problem in run.problems)
     left = left or any(cell.status == "pending" for cell in run.cells)

@@ -121,7 +121,7 @@ def _run_under_nsys(
 
 
 def why_silent(folder: Path) -> str | None:
-    """Return why no process of the program recorded any attention, or None if any process did."""
+    """Return why no process of the program recorded attention, or None if a process did."""
     if next(_rows(folder, "template"), None) is not None:
         return None
     failed = next(_rows(folder, "failed"), None)
@@ -151,8 +151,8 @@ def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]
         missed = sum(row.get("elsewhere", 0) for row in closed)
         if missed:
             text = (
-                f"{missed:,} calls ran in other threads while the main thread was recorded; they "
-                "are counted, but not timed"
+                f"{missed:,} calls ran in other threads while the main thread was recorded; these "
+                "calls are counted, but not timed"
             )
             yield Problem(options.profiler, "threads_not_recorded", text, RECORD_THREAD)
     elif options.profiler == TORCH:

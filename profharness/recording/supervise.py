@@ -1,7 +1,8 @@
 """Supervise the worker process, and record its results in run.json.
 
-This module reads the journal while the worker runs. It ends a worker that exceeds the time limit.
-If a worker dies, it starts a new one for the remaining cells. run.json is always a valid file.
+This module reads the journal while the worker runs. The module ends a worker that exceeds the time
+limit. If a worker dies, the module starts a new worker for the remaining cells. run.json is always
+a valid file.
 """
 
 from __future__ import annotations
@@ -437,7 +438,7 @@ def worker_environment(
 
 
 REMEDIES = {
-    "timeout": "give it more time with --timeout",
+    "timeout": "allow more time with --timeout",
     "oom": "the profiler also needs GPU memory; free some memory, or choose a smaller config",
     "crashed": (
         "see worker.log for the worker's last output, and check whether the config also fails "

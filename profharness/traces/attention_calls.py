@@ -4,8 +4,8 @@ For each call, this module determines the op that the program called, the op tha
 attention, the tensors, the nn.Modules around the call, and the time spans of its forward and
 backward passes.
 
-Ops with equal arguments share one `OpArguments` object, so calls that have the same arguments are
-described only once, however often the program makes them.
+Ops with equal arguments share one `OpArguments` object, so calls with the same arguments are
+described only once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")
 MARKER = "profharness-attention:"  # prefix of range names; a module's dotted path follows
 
 _Stretch = tuple[int, str, int, int, int]
-"""The index of a call, a direction, and the thread, start and end of one of the call's spans."""
+"""One span of a call: the index of the call, the direction, the thread, the start and the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +193,7 @@ def _matches(rule: re.Pattern[str], name: str) -> bool:
 
 
 class _Forward:
-    """Finds attention calls, without their backward passes. Ops are identified by indices into
-    `tree`.
-    """
+    """Finds the forward passes of attention calls. Ops are identified by indices into `tree`."""
 
     def __init__(self, tree: SpanTree, modules: SpanTree) -> None:
         self._tree, self._ops = tree, tree.spans

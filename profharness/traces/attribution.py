@@ -190,7 +190,7 @@ class Ranges:
         """Return the columns `range` and `cell_range` of LaunchBatch for API calls at (thread, t).
 
         If a call lies outside all ranges of its thread and outside all cells, its range is the
-        first of these that exists:
+        first existing range of this list:
 
         1. the innermost start/end range of the process
         2. the innermost open range of the process, if only one thread has open ranges
@@ -251,7 +251,7 @@ def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
 
 
 def _forward(evaluations: Intervals, flows: Ints) -> Callable[[Ints, Ints], tuple[Ints, Ints]]:
-    """Return a function that maps a (thread, t) in a backward op to one in its forward op."""
+    """Return a function that maps (thread, t) in a backward op to (thread, t) in its forward op."""
     arrows = flows.T
     at = evaluations.innermost(arrows[2], arrows[3])
     origins = np.full((2, len(evaluations.start) + 1), NONE, np.int64)
@@ -382,9 +382,11 @@ class Stacks:
         return result
 
     def stack_ids(self, ops: OpSlice, at: Ints, t: Ints) -> Ints:
-        """Return the ids of the stacks whose innermost ops are `at` at the times `t`.
+        """Return the ids of the stacks.
 
-        If an element of `at` is -1, its id is -1.
+        The innermost op of each stack is the op `at` at the time `t`.
+
+        If an element of `at` is -1, the id of the stack is -1.
         """
         result = nothing(len(at))
         has = np.flatnonzero(at >= 0)

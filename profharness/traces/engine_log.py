@@ -70,7 +70,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineLog:
-    """What the log of an engine says about attention."""
+    """The statements about attention in the log of an engine."""
 
     engine: str | None = None
     version: str | None = None
@@ -98,8 +98,9 @@ class EngineLog:
 
 
 def read_engine_log(path: Path) -> EngineLog | None:
-    """Return what a log says about attention. Return None if it mentions neither attention nor an
-    engine.
+    """Return the statements about attention in a log.
+
+    Return None if the log mentions neither attention nor an engine.
 
     Raise OSError if the file cannot be read.
     """

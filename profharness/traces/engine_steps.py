@@ -47,7 +47,7 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """The batch of a step as its annotation describes it.
+    """The batch of a step, as described by the annotation.
 
     `prefill` and `decode` are None if the step has no such requests.
     """
@@ -112,13 +112,16 @@ def parse_engine_step(name: str) -> EngineStep | None:
 
 
 def is_engine_step(name: str) -> bool:
-    """Return whether a name is that of an engine's step. The capture of a graph is not a step."""
+    """Return whether a name is the name of an engine's step.
+
+    The capture of a graph is not a step.
+    """
     step = parse_engine_step(name)
     return step is not None and step.phase != CAPTURE
 
 
 def has_only_numbers(name: str) -> bool:
-    """Return whether a name is that of an engine's step and contains nothing but the batch."""
+    """Return whether a name is the name of an engine's step and contains nothing but the batch."""
     words = set(re.findall(r"[A-Za-z]+", name))
     return words <= _WORDS and parse_engine_step(name) is not None
 

@@ -1,4 +1,4 @@
-"""Find the attention calls that have no op: those in CUDA graphs, and those of bare kernels.
+"""Find the attention calls that have no op: calls in CUDA graphs, and calls of bare kernels.
 
 A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the
 trace, or another trace of the same program, contains the capture of the graph, the ops that were
@@ -107,9 +107,9 @@ class _Replay:
 def read_annotations(path: Path) -> dict[int, str] | None:
     """Return the names that `mark_kernels` gave to nodes of CUDA graphs, by node id.
 
-    PyTorch writes them as JSON: `{"4294967301": [{"name": "layers.0.attention"}]}`, where inner scopes
-    come first, and earlier releases write a string in place of the dict. Return None if a file has
-    another form, and raise OSError if it cannot be read.
+    PyTorch writes the names as JSON: `{"4294967301": [{"name": "layers.0.attention"}]}`. Inner
+    scopes come first. Earlier releases write a string in place of the dict. Return None if a file
+    has another form, and raise OSError if it cannot be read.
     """
     with closing(open_input(path)) as file:
         data = file.read(SNIFFED)
@@ -150,10 +150,10 @@ def replayed(
     """Return the given calls together with the calls that CUDA graphs replay, and the replayed ops.
 
     If a capture of the graph is known, every replay repeats the captured calls. `own` are the
-    captures in this trace. The calls of the first replay replace their calls, because a capture
-    runs no kernel. `recorded` maps the names of other files to the captures in them. If no capture
-    is known, each uninterrupted sequence of attention kernels is a call, whose module is the
-    annotation of its first node. `annotations` maps node ids to such names.
+    captures in this trace. The calls of the first replay replace the calls of a capture, because a
+    capture runs no kernel. `recorded` maps the names of other files to the captures in them. If no
+    capture is known, each uninterrupted sequence of attention kernels is a call, whose module is
+    the annotation of its first node. `annotations` maps node ids to such names.
 
     `Attribution` describes `threads` and `base`. The times of `calls` and `steps` include `base`.
     """
@@ -344,8 +344,8 @@ class _ReplayedCalls:
     ) -> None:
         """Add a call for each group of forward kernels that belong to no captured call.
 
-        The module and the op of a call are those around the capture of its first kernel. A group of
-        backward kernels is assigned to the last call that has no backward.
+        The module and the op of a call are the module and the op around the capture of its first
+        kernel. A group of backward kernels is assigned to the last call that has no backward.
         """
         for backward, places in groups:
             if not backward:
@@ -446,7 +446,10 @@ def _replays(tables: Tables, launches: LaunchRows) -> list[_Replay]:
 def find_captures(
     tables: Tables, at: Attribution, threads: Sequence[tuple[int, int]]
 ) -> list[GraphCapture]:
-    """Return the captures of graphs in a trace whose attention calls are those of `at`."""
+    """Return the captures of graphs in a trace.
+
+    The attention calls of the trace are the calls of `at`.
+    """
     begin, end = tables.calls_of(BEGIN), tables.calls_of(END)
     if not len(begin.start):
         return []

@@ -1,8 +1,8 @@
 """Parse Nsight Compute's reports (.ncu-rep) and CSV tables, including the hardware counters.
 
-ncu runs kernels one at a time and records no start times. So the parser invents them: the first
-launch starts at 0, and each launch starts when the previous launch ends. The launches are in
-the order in which ncu profiled them.
+ncu runs kernels one at a time and records no start times. The parser therefore invents start times:
+the first launch starts at 0, and each launch starts when the previous launch ends. The launches are
+in the order in which ncu profiled them.
 """
 
 from __future__ import annotations

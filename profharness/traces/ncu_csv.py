@@ -148,7 +148,10 @@ class LaunchCompactor:
         self._places: dict[str, int] = {}
 
     def allocate(self, places: int) -> None:
-        """Count slots of memory as used. Raise TraceFormatError if the report uses too many."""
+        """Count slots of memory as used.
+
+        Raise TraceFormatError if the report uses too many slots.
+        """
         self._left -= places
         if self._left < 0:
             message = f"it contains more values than a report of this size can have (limit: {self._most:,})"

@@ -1,12 +1,12 @@
-"""Read an .ncu-rep with the first of these readers that is available and can read it:
+"""Read an .ncu-rep with the first available reader in this list that can read the file:
 
 1. the `ncu_report` package
 2. the `ncu_report` module in the installation folder of Nsight Compute
 3. ncu itself
 
 A damaged report can make NVIDIA's module abort, run forever or use all memory. The module also
-never frees memory. It is therefore loaded only in child processes. Each child reads a part of the
-report and writes it as msgpack.
+never frees memory. The module is therefore loaded only in child processes. Each child reads a part
+of the report and writes this part as msgpack.
 """
 
 from __future__ import annotations

@@ -255,7 +255,10 @@ class Reader:
         self._string = cache(export.text)
 
     def read(self) -> None:
-        """Read all tables. Their order matters, because each step uses results of earlier steps."""
+        """Read all tables.
+
+        The order of the tables matters, because each step uses results of earlier steps.
+        """
         for table in schema.VARIANTS:
             if self._export.has(table, "start", "end"):
                 self._read_activities(table)

@@ -1,7 +1,7 @@
 """Open an SQLite export of nsys and check its tables.
 
 This module also reads the versions, the start time, the GPUs and the diagnostics that the export
-records. It never writes to the export.
+records. The module never writes to the export.
 """
 
 from __future__ import annotations

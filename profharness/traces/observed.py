@@ -251,7 +251,7 @@ def _call(
 
 
 def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | None:
-    """Convert a recorded tensor. Its dtype is the dtype to which autocast casts the tensor.
+    """Convert a recorded tensor. The result has the dtype to which autocast casts the tensor.
 
     Return None if the dims were not recorded.
     """

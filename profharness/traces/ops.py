@@ -71,10 +71,9 @@ VARLEN = (
     "one tensor contains sequences of different lengths (varlen), which a config cannot describe"
 )
 NESTED = (
-    "the trace does not record the shapes of query, key and value (this happens with nested "
-    "tensors)"
+    "the trace does not record the shapes of query, key and value (nested tensors are one cause)"
 )
-UNREADABLE = "the shapes in the trace are not those of query, key and value"
+UNREADABLE = "the shapes in the trace are not the shapes of query, key and value"
 NO_STRIDES = "the trace does not record the strides of query, key and value"
 NO_CAUSAL = "the trace does not record is_causal"
 BY_ITSELF = "{op} was called directly, but a config describes only scaled_dot_product_attention"
@@ -174,7 +173,8 @@ def flag(op: HostSpan, place: int) -> Any:
 
 
 def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
-    """Return the reason why an op's recorded arguments do not suffice for a config, or None.
+    """Return why the recorded arguments of an op do not suffice for a config, or None if they
+    suffice.
 
     `names` and `places` are the values in POSITIONS for the op. nsys records only the dims. For
     such an op, `replay_config` reports that the dtype is missing.

@@ -408,7 +408,7 @@ class Part(Protocol):
         """Return the kind and the properties of an activity."""
 
     def environment(self) -> dict[str, object]:
-        """Return what the file says about the machine and its software."""
+        """Return the file's data about the machine and its software."""
 
 
 def read_parts(

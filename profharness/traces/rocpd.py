@@ -87,8 +87,8 @@ _VERSION = re.compile(r"\d{1,4}(?:\.\d{1,4}){0,2}")
 def parse_rocpd(path: Path) -> Trace:
     """Parse a rocpd database. The caller must close the returned Trace.
 
-    Times are those of the file, which count from the start of the machine. Raise TraceFormatError
-    if the file is not a rocpd database, or is damaged or incomplete.
+    Times are taken from the file, which counts from the start of the machine. Raise
+    TraceFormatError if the file is not a rocpd database, or is damaged or incomplete.
     """
     path = Path(path)
     with ExitStack() as stack, database(path, path, FORM) as connection:

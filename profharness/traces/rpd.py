@@ -1,8 +1,8 @@
 """Parse the SQLite databases of rpd (rocmProfileData) in bounded memory.
 
-An op on the GPU is a kernel or a copy. The table `rocpd_api_ops` links it to the API call that
-started it, which records the size of the grid. The ops of a replayed graph have no such call of
-their own, so their sizes are unknown.
+An op on the GPU is a kernel or a copy. The table `rocpd_api_ops` links the op to the API call that
+started the op. The API call records the size of the grid. The ops of a replayed graph have no API
+call of their own, so the sizes of their grids are unknown.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def find_steps(
     base: int,
     last: int,
 ) -> tuple[ProgramStep, ...]:
-    """Return the steps of a program. They are the first of the following that the trace contains:
+    """Return the steps of a program, using the first item of this list that the trace contains:
 
     1. the ProfilerStep ranges
     2. the user's repeated ranges around the attention calls, or around the GPU's work
@@ -187,8 +187,8 @@ def _engine_ranges(ranges: Sequence[Range]) -> list[Range]:
 def _starting(modules: Sequence[HostSpan], calls: Sequence[int]) -> list[HostSpan]:
     """Return the calls of modules that can start a step.
 
-    These are the calls that contain attention, or if none does, as in CUDA graphs, all calls except
-    those of samplers and the like.
+    These are the calls that contain attention. If no call contains attention, as with CUDA graphs,
+    all calls except calls of samplers and similar modules can start a step.
     """
     ordered = sorted(calls)
     found = [
@@ -202,9 +202,9 @@ def _starting(modules: Sequence[HostSpan], calls: Sequence[int]) -> list[HostSpa
 def _by_module(modules: Iterable[HostSpan], ends: Sequence[int], base: int) -> list[_Span]:
     """Return the name, start and end of the first call of a module in each step.
 
-    A step contains the calls up to the end of an optimizer's step; without an optimizer, up to a
-    module that was already called in the step. Calls after the last optimizer's step do not form a
-    step.
+    A step contains the calls up to the end of an optimizer's step. Without an optimizer, a step
+    ends before a module that was already called in the step. Calls after the last optimizer's step
+    do not form a step.
     """
     spans: list[_Span] = []
     called: set[str] = set()
@@ -223,7 +223,7 @@ def _by_module(modules: Iterable[HostSpan], ends: Sequence[int], base: int) -> l
 def _by_optimizer(ranges: Sequence[Range], ends: Sequence[int]) -> tuple[ProgramStep, ...]:
     """Return the steps of a trace without modules. Each step ends with an optimizer's step.
 
-    The name of a step is that of the user's range around the optimizer's step.
+    The name of a step is the name of the user's range around the optimizer's step.
     """
     steps = []
     borders = [min((row.start_ns for row in ranges), default=0), *ends]

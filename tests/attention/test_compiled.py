@@ -152,13 +152,17 @@ def test_the_workers_count_shows_a_replacement_without_a_trace() -> None:
 def test_kernels_prints_a_note_below_the_table() -> None:
     def said(one: CellRow, *rows: KernelRow) -> list[str]:
         notes = cell_notes(one, rows)
-        return [note.text for note in notes if note.text.startswith("torch.compile replaced it")]
+        return [
+            note.text
+            for note in notes
+            if note.text.startswith("torch.compile replaced the attention")
+        ]
 
     assert said(cell(), kernel("flash")) == [
-        "torch.compile replaced it with scaled_dot_product_attention, which ran flash"
+        "torch.compile replaced the attention with scaled_dot_product_attention, which ran flash"
     ]
     assert said(cell(tuning={REPLACEMENTS: 1})) == [
-        "torch.compile replaced it with scaled_dot_product_attention"
+        "torch.compile replaced the attention with scaled_dot_product_attention"
     ]
     assert said(cell(), kernel("triton")) == said(cell(backend="naive"), kernel("flash")) == []
 
@@ -179,7 +183,7 @@ def test_explain_prints_a_note_on_the_newest_run_with_a_count(tmp_path: Path) ->
     configs = (plain, parse_config("2,8,256,64,bf16"))
     answers = [explain_by_rule(config, place) for config in configs for place in places]
     same, other = (answer.caveats for answer in with_store(answers, tmp_path / "s.db"))
-    said = "torch.compile replaced it with scaled_dot_product_attention, in run r2"
+    said = "torch.compile replaced the attention with scaled_dot_product_attention, in run r2"
     assert [text for text in same if "replaced" in text] == [f"{NAIVE_COMPILED}: {said}"]
     assert not [text for text in other if "replaced" in text]
 
@@ -192,6 +196,6 @@ def test_a_note_names_few_configs_and_counts_the_rest() -> None:
     assert where == (
         "naive-compiled at b1-h1-s16-d64-fp16, b1-h1-s32-d64-fp16, b1-h1-s64-d64-fp16 and 2 more"
     )
-    expected = "torch.compile replaced it with scaled_dot_product_attention, which ran efficient"
+    expected = "torch.compile replaced the attention with scaled_dot_product_attention, which ran efficient"
     assert text == expected
     assert len(notes) == 2

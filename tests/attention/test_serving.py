@@ -154,7 +154,7 @@ def test_fp8_inputs_are_values_that_the_cache_can_hold() -> None:
         ("2,8,1,128,fp32,seq_kv=64,page=16", "supports only fp16 and bf16"),
         ("2,8,1,96,bf16,seq_kv=64,page=16", "supports only head_dim 64, 128, 256"),
         ("2,8,1,576,bf16,seq_kv=64,page=16,mla=512+64,sinks", "does not support sinks"),
-        ("2,8,4,128,bf16,seq_kv=64,page=16,window=8", "a window only with causal"),
+        ("2,8,4,128,bf16,seq_kv=64,page=16,window=8", "a window only with a causal mask"),
         ("2,8,1,48,bf16,seq_kv=64,page=16,mla=32+16", "supports only mla=512+64"),
         (
             "2,8,1,128,bf16,seq_kv=64,page=16,kv_dtype=fp8",
@@ -202,7 +202,7 @@ def test_latent_attention_reads_one_vector_per_token() -> None:
     [
         ((9, 0), ",causal", "prefill kernels require compute capability 10.x; this GPU has 9.0"),
         ((12, 0), ",causal", "prefill kernels require compute capability 10.x; this GPU has 12.0"),
-        ((10, 0), "", "supports prefill only with causal"),
+        ((10, 0), "", "supports prefill only with a causal mask"),
         ((10, 3), ",causal", None),
         ((10, 0), ",causal,window=77,sinks", None),
     ],

@@ -164,7 +164,7 @@ def test_packages_get_a_window_in_their_own_terms(
     config = parse_config(f"1,2,12,8,fp16,window=4{',causal' if causal else ''}")
     backend = BACKENDS[load.__name__.replace("flash_attn", "flash-attn")]
     if load is flashinfer and not causal:
-        assert backend.supports(config) == "supports a window only with causal"
+        assert backend.supports(config) == "supports a window only with a causal mask"
         return
     assert backend.supports(config) is None
     assert "seq_q must equal seq_kv" in str(backend.supports(replace(config, seq_len_kv=16)))
@@ -204,7 +204,7 @@ def test_explain_tells_what_a_window_costs_and_advises_flex() -> None:
         "SDPA has no window argument: the window becomes a bool attn_mask of [4096, 4096]"
     )
     assert "(16 MiB), which flash refuses" in answer.caveats[0]
-    assert "keeps 3.1 %" in answer.caveats[0]
+    assert "keeps only 3.1 %" in answer.caveats[0]
     (flash,) = (side for side in answer.backends if side.backend == "flash")
     assert flash.eligible is False
     (advice,) = flash.advice

@@ -130,7 +130,7 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     [
         # 64 MiB, of which 48 MiB can stay in L2: at best 4 times the memory's 223.7 us
         (60_000, "part of the working set of 64.0 MB can stay in the L2 of 48 MB"),
-        (50_000, "is much larger than the L2 of 48 MB, which therefore does not explain the rate"),
+        (50_000, "is much larger than the L2 of 48 MB, so the L2 does not explain the rate"),
     ],
 )
 def test_a_working_set_beyond_l2_explains_only_its_part(
@@ -405,7 +405,7 @@ def test_a_bench_without_a_trace_reports_replacements_of_torch_compile(
     compiled = cell(STUDY, NAIVE_COMPILED, samples, tuning={REPLACEMENTS: counted})
     found = answer(tmp_path, [compiled, cell(STUDY, "naive", samples)])
     text = RENDERERS["md"](bench_document(found))
-    assert ("torch.compile replaced it with scaled" in text.replace("\\", "")) == said
+    assert ("torch.compile replaced the attention with scaled" in text.replace("\\", "")) == said
 
 
 def on(folder: Path, gpu: str, **times: int) -> BenchResult:
@@ -429,7 +429,7 @@ def test_each_gpu_is_a_column_and_other_fastest_backends_are_reported(tmp_path: 
     assert by_backend["math"][-3:] == ["900.00", "-", "-"]
     label = "b32-h8-s128-d64-fp16"
     assert document.answer[-1] == (
-        "The fastest backend on H200 differs from that on H100 for 1 of 1 configs: "
+        "The fastest backend on H200 differs from the fastest on H100 for 1 of 1 configs: "
         f"{label} (cudnn → flash)."
     )
     assert len(document.records) == 5
@@ -526,7 +526,7 @@ def test_a_lead_that_samples_do_not_show_is_no_crossover(tmp_path: Path) -> None
     (sweep,) = answer(tmp_path, cells).sweeps
     assert sweep.events == ()
     assert sweep.statement.startswith(
-        "the lowest median is that of flash at 256, efficient at 512;"
+        "the lowest median belongs to flash at 256, efficient at 512;"
     )
 
 
@@ -540,7 +540,7 @@ def test_the_backend_that_auto_ran_does_not_overtake_auto(tmp_path: Path) -> Non
     ]
     (sweep,) = answer(tmp_path, cells).sweeps
     assert sweep.events == ()
-    assert sweep.statement.startswith("the lowest median is that of auto at 64, flash at 100;")
+    assert sweep.statement.startswith("the lowest median belongs to auto at 64, flash at 100;")
 
 
 def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
@@ -624,7 +624,7 @@ def test_auto_leads_if_its_choice_was_not_timed(tmp_path: Path) -> None:
         )
     ]
     (sweep,) = answer(tmp_path, cells).sweeps
-    assert sweep.statement.startswith("the lowest median is that of auto at 256, flash at 512; ")
+    assert sweep.statement.startswith("the lowest median belongs to auto at 256, flash at 512; ")
     rate = 2 * 2 * 4 * 256**2 * 128 / 20_000e-9 / 1e12
     assert f"the best rate changes from {rate:,.4g} TFLOP/s at 256" in sweep.statement
 

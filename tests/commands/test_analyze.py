@@ -500,7 +500,7 @@ def test_without_counters_an_unknown_kernel_is_only_supposed_to_read_again(
     row = replace(kernel((64, 4, 1)), family=family)
     rows = seen_by_ncu(row, **counters) if counters else [row]
     found = analyze_cell(cell("b1-h4-s64-d8192-fp32"), rows, MACHINE)
-    assert ("to count the traffic" in found.finding("kv_reread").sentence) == supposed
+    assert ("count the traffic with" in found.finding("kv_reread").sentence) == supposed
     assert (found.finding("cache_traffic") is not None) == bool(counters)
 
 
@@ -603,7 +603,7 @@ def test_the_state_that_most_warps_wait_in_is_named_with_what_helps() -> None:
     states |= {ncu.warp_state("selected"): 1.0, ncu.warp_state("barrier"): 2.0}
     finding = counted(**states, **{ncu.ISSUE_ACTIVE: 25.0}).finding("stalls")
     assert "50.0 % of their time waiting for data from global or local memory" in finding.sentence
-    assert "issue in 25.0 % of the cycles" in finding.sentence
+    assert "issue an instruction in 25.0 % of the cycles" in finding.sentence
     assert counted(**states, **{ncu.ISSUE_ACTIVE: 90.0}).finding("stalls") is None
     even = {ncu.warp_state(name): 1.0 for name in ncu.WARP_STATES}
     assert counted(**even, **{ncu.ISSUE_ACTIVE: 25.0}).finding("stalls") is None

@@ -250,7 +250,7 @@ def test_kernels_without_times_are_not_ranked() -> None:
     ]
     assert _without_auto(calls) == "flash launches 1 kernel; math launches 1 kernel."
     words = ("--config", "2,8,512,64,bf16", "--backend", "math,efficient", "--gpu", "H100")
-    assert answer("kernels", *words) == ["Their kernels are unknown."]
+    assert answer("kernels", *words) == ["The kernels of these configs are unknown."]
 
 
 def test_only_the_largest_losses_are_red_in_maps() -> None:

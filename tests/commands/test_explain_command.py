@@ -203,7 +203,7 @@ def test_what_is_missing_is_named_and_may_be_said() -> None:
     (row,) = rows(*args)
     (caveat,) = [each for each in row["caveats"] if "cannot decide" in each]  # type: ignore[attr-defined]
     assert "depends on cuDNN's version (--cudnn VERSION)" in caveat
-    assert "it is unknown whether cudnn can compute it (see its reasons)" in caveat
+    assert "it is unknown whether cudnn can compute this call (see its reasons)" in caveat
 
 
 def test_by_rule_an_eligible_backend_that_is_not_chosen_has_the_code_that_names_it() -> None:

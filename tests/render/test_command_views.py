@@ -93,7 +93,7 @@ def test_commands_in_messages_are_not_broken() -> None:
             return True
 
     command = "profharness layers " + "long/path/of/a/trace.json.gz " * 4
-    text = f"see its attention layer by layer with: {command}".rstrip()
+    text = f"see the attention of this run layer by layer with: {command}".rstrip()
     assert wrapped_for(Terminal(), text).splitlines()[1:] == [command.rstrip()]
     assert wrapped_for(io.StringIO(), text) == text
 

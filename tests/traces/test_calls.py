@@ -300,7 +300,7 @@ def parsed(whole: Path, folder: Path, change: Callable[[Events], None]) -> Trace
 @pytest.mark.parametrize(
     ("change", "warning"),
     [
-        (shorten_dims, "2 attention calls: the shapes in the trace are not those of query"),
+        (shorten_dims, "2 attention calls: the shapes in the trace are not the shapes of query"),
         (shorten_strides, "2 attention calls: the trace does not record the strides"),
         (without("Concrete Inputs"), "2 attention calls: the trace does not record is_causal"),
         (lose_shapes_of_one, "1 of 2 attention calls have no shapes"),

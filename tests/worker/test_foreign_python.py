@@ -115,7 +115,7 @@ def test_without_torch_nothing_is_measured(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     code, _, told = capture(tmp_path, "--python", str(tmp_path / "bare" / "bin" / "python"))
     assert code != 0
-    assert "no torch is installed there" in told and "1 of 1 not measured" in told
+    assert "torch is not installed in this Python" in told and "1 of 1 not measured" in told
     assert not (tmp_path / "runs").exists()
 
 

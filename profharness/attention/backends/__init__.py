@@ -47,8 +47,9 @@ SOURCES_FILE = "sources.json"
 
 
 def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
-    """Return a function that calls `function` in worker/attention.py. This module imports torch, so
-    it is imported only when the returned function is called.
+    """Return a function that calls `function` in worker/attention.py.
+
+    That module imports torch, so the module is imported only when the returned function is called.
     """
 
     def call() -> Any:
@@ -269,8 +270,8 @@ def commits(backends: Iterable[Backend]) -> dict[str, str]:
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
-    """Write the paths of implementations to a file in a run folder, where the worker reads them.
-    The paths are not part of run.json because they are valid only on this machine.
+    """Write the paths of implementations to a file in a run folder, where the worker reads the
+    paths. The paths are not part of run.json because the paths are valid only on this machine.
     """
     sources = {backend.name: backend.source for backend in backends if backend.source}
     if sources:

@@ -24,13 +24,13 @@ from profharness.rows import Refusal
 
 Attention = Callable[..., Any]
 """A function attention(q, k, v, *, is_causal, scale, enable_gqa) on tensors in SDPA's layout: q is
-[B, Hq, Sq, D], k is [B, Hkv, Skv, D] and v is [B, Hkv, Skv, Dv]. It returns a tensor [B, Hq, Sq,
-Dv] with the dtype and the device of q. is_causal has the same meaning as in SDPA: row i attends to
-columns 0 to i, even if Sq and Skv differ. A function with a further argument `window` also computes
-sliding windows: row i attends to the columns above i - window, and below i + window if is_causal is
-not set. With `softcap`, the scores s become softcap·tanh(s / softcap) before they are masked. With
-`sinks`, a tensor [Hq], each head has one more logit in its softmax, without a value. An argument is
-passed only if the config has the feature.
+[B, Hq, Sq, D], k is [B, Hkv, Skv, D] and v is [B, Hkv, Skv, Dv]. The function returns a tensor [B,
+Hq, Sq, Dv] with the dtype and the device of q. is_causal has the same meaning as in SDPA: row i
+attends to columns 0 to i, even if Sq and Skv differ. A function with a further argument `window`
+also computes sliding windows: row i attends to the columns above i - window, and below i + window
+if is_causal is not set. With `softcap`, the scores s become softcap·tanh(s / softcap) before they
+are masked. With `sinks`, a tensor [Hq], each head has one more logit in its softmax, without a
+value. An argument is passed only if the config has the feature.
 """
 
 
@@ -92,16 +92,15 @@ class Backend:
 
 
 GpuBackend = functools.partial(Backend, devices=(CUDA,), refuses=(Exception,))
-"""Creates a backend that needs a GPU. If the first call raises any exception, this counts as a
-refusal.
+"""Create a backend that needs a GPU. Any exception in the first call counts as a refusal.
 """
 
 
 def outside_contract(config: Config, takes: Collection[str] = ()) -> str | None:
     """Return why an `Attention` function cannot compute the config, or None if it can compute it.
 
-    An `Attention` function has no arguments for a mask or dropout, and it requires that query, key
-    and value have the same batch size. `takes` are the features that it computes.
+    An `Attention` function has no arguments for a mask or dropout, and requires the same batch size
+    for query, key and value. `takes` contains the features that the function computes.
     """
     for name, text in config.features.items():
         if name not in takes:
@@ -133,8 +132,9 @@ def check_limits(
 ) -> Callable[[Config], str | None]:
     """Return a `supports` function that checks common limits.
 
-    `takes` are the features that the backend computes. Set `square_causal` if the backend does not
-    align its causal mask and its window to the top left, as SDPA does, when seq_q and seq_kv differ.
+    `takes` contains the features that the backend computes. Set `square_causal` if the backend does
+    not align its causal mask and its window to the top left, as SDPA does, when seq_q and seq_kv
+    differ.
     """
 
     def supports(config: Config) -> str | None:
@@ -171,8 +171,9 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Return the spec of a module, or None if it is not installed. Nothing is imported, not even
-    the parent packages of the module.
+    """Return the spec of a module, or None if the module is not installed.
+
+    Nothing is imported, not even the parent packages of the module.
     """
     top, *rest = name.split(".")
     try:
@@ -213,7 +214,7 @@ class Prepared:
 
     call: Callable[[], Any]
     unpack: Callable[[Any], Any]
-    """Converts the output of `call` to [B, Hq, Sq, Dv]. It is not timed."""
+    """Converts the output of `call` to [B, Hq, Sq, Dv]. This conversion is not timed."""
 
 
 Fill = Callable[..., Any]
@@ -328,8 +329,8 @@ def call_arguments(config: Config, mask: Any, *, own: bool, sinks: Any = None) -
 
 
 def window_size(window: int | None, is_causal: bool) -> tuple[int, int]:
-    """Return flash-attn's (left, right): the numbers of keys before and after its own that a query
-    attends to, where -1 means all.
+    """Return (left, right) for flash-attn, the numbers of keys before and after its own position to
+    which a query attends. -1 means all keys.
     """
     side = -1 if window is None else window - 1
     return side, 0 if is_causal else side

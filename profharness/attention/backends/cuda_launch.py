@@ -49,7 +49,7 @@ class CompiledSource:
 
 
 class LaunchError(ImplementationError):
-    """A kernel cannot be loaded or launched."""
+    """Raised if a kernel cannot be loaded or launched."""
 
 
 class CudaKernel:

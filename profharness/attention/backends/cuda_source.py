@@ -33,8 +33,9 @@ MAGIC = b"profharness-2"
 
 
 class CompileError(ImplementationError):
-    """A CUDA source does not compile. The text of the exception is the output of the compiler,
-    which names files and lines.
+    """Raised if a CUDA source does not compile.
+
+    The text of the exception is the output of the compiler, which names files and lines.
     """
 
 
@@ -59,8 +60,9 @@ class CudaSource:
         self._kernels: dict[tuple[int, str, int, int], CudaKernel] = {}
 
     def cubin(self, names: Sequence[str], arch: str) -> CompiledSource:
-        """Compile kernels for an architecture such as `sm_90a`, or read them from the cache. This
-        needs neither a GPU nor a driver.
+        """Compile kernels for an architecture such as `sm_90a`, or read the kernels from the cache.
+
+        No GPU and no driver are needed.
 
         `names` are C++ name expressions (`tile<float, 64>`) or names of `extern "C"` kernels. Raise
         CompileError, which contains the output of the compiler, if the source does not compile.

@@ -98,8 +98,9 @@ def sage() -> Attention:
 
 
 def flashinfer() -> Attention:
-    """Adapt single_prefill_with_kv_cache, which takes one sequence without a batch dimension. Its
-    window has no right side, so it needs a causal mask.
+    """Adapt single_prefill_with_kv_cache, which takes one sequence without a batch dimension.
+
+    The window has no right side, so a config with a window needs a causal mask.
     """
     from flashinfer import single_prefill_with_kv_cache
 
@@ -131,16 +132,16 @@ def flashinfer() -> Attention:
 
 
 def xformers_supports(config: Config) -> str | None:
-    """Return why xformers cannot compute the config, or None if it can."""
+    """Return why xformers cannot compute the config, or None if xformers can compute it."""
     if config.window is None:
         return outside_contract(config)
     return check_limits(takes=WINDOW, square_causal=True)(config)
 
 
 def flashinfer_supports(config: Config) -> str | None:
-    """Return why flashinfer cannot compute the config, or None if it can."""
+    """Return why flashinfer cannot compute the config, or None if flashinfer can compute it."""
     if config.window is not None and not config.causal:
-        return "supports a window only with causal"
+        return "supports a window only with a causal mask"
     return check_limits(
         dtypes=HALF, takes=WINDOW, square_causal=True, forward_only=True, one_batch=True
     )(config)

@@ -63,8 +63,10 @@ class PageTable:
 
 
 def page_table(lengths: tuple[int, ...], page: int, device: Any = None) -> PageTable:
-    """Return a page table for requests of these lengths. The pages of a request are scattered over
-    the cache in a random order, as after some time of serving.
+    """Return a page table for requests of these lengths.
+
+    The pages of a request are scattered over the cache in a random order, as in a server that has
+    run for some time.
     """
     import torch
 
@@ -265,8 +267,8 @@ def _trtllm(config: Config, inputs: Inputs) -> Prepared:
 def _flex(config: Config, inputs: Inputs) -> Prepared:
     """Prepare flex_attention with a block mask that follows the page table.
 
-    All requests share the cache as one sequence of slots. The mask of a request covers its own pages,
-    so the kernels skip all others.
+    All requests share the cache as one sequence of slots. The mask of a request covers its own
+    pages, so the kernels skip all other pages.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -359,7 +361,9 @@ def _starts(counts: tuple[int, ...], device: Any) -> Any:
 
 
 def paged_supports(kernels: str, config: Config) -> str | None:
-    """Return why FlashInfer's paged attention cannot compute the config, or None if it can."""
+    """Return why FlashInfer's paged attention cannot compute the config, or None if the call is
+    supported.
+    """
     takes = (*CACHE, "mla") if config.mla else (*CACHE, "window", "softcap", "sinks")
     if reason := outside_contract(config, takes):
         return reason
@@ -376,7 +380,7 @@ def paged_supports(kernels: str, config: Config) -> str | None:
     if config.mla:
         return None if config.mla == (512, 64) else "supports only mla=512+64"
     if config.window is not None and not config.causal:
-        return "supports a window only with causal"
+        return "supports a window only with a causal mask"
     if config.head_dim not in HEAD_DIMS or config.head_dim_v is not None:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"supports only head_dim {dims}, equal for key and value"
@@ -384,21 +388,25 @@ def paged_supports(kernels: str, config: Config) -> str | None:
 
 
 def cudnn_supports(config: Config) -> str | None:
-    """Return why cuDNN's paged attention cannot compute the config, or None if it can."""
+    """Return why cuDNN's paged attention cannot compute the config, or None if the call is
+    supported.
+    """
     if reason := outside_contract(config, ("lens", "page")):
         return reason
     return paged_supports("fa2", config)
 
 
 def trtllm_supports(config: Config) -> str | None:
-    """Return why TensorRT-LLM's kernels cannot compute the config, or None if they can."""
+    """Return why TensorRT-LLM's kernels cannot compute the config, or None if the call is
+    supported.
+    """
     if reason := outside_contract(config, (*CACHE, "window", "sinks")):
         return reason
     if config.seq_len_q != 1:
         if reason := _needs_capability(TRTLLM_PREFILL_CAPABILITIES):
             return f"supports only decoding here (seq_q=1), because its prefill kernels {reason}"
         if not config.causal:
-            return "supports prefill only with causal"
+            return "supports prefill only with a causal mask"
     if reason := paged_supports("fa2", replace(config, window=None)):
         return reason
     if config.page not in TRTLLM_PAGES:

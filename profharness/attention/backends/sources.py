@@ -347,8 +347,10 @@ def _implementation(source: str) -> _Implementation:
 
 @functools.cache
 def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
-    """Load an implementation once per process. If that fails, return the exception, which is cached
-    too, so that a slow compilation that failed is not repeated.
+    """Load an implementation once per process.
+
+    If loading fails, return the exception. The exception is cached too, so that a slow compilation
+    that failed is not repeated.
     """
     name, _, function = source.rpartition(":")
     file = Path(name) if name.endswith(".py") else None

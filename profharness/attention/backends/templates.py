@@ -1,5 +1,6 @@
-"""Templates for the files that `new-kernel` writes. Each template is a correct implementation of
-attention and has a test.
+"""Templates for the files that `new-kernel` writes.
+
+Each template is a correct implementation of attention, and comes with a test.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ CHANGES = (
            "detach attn_mask if its gradient is not needed"),
     ConfigChange("slice keys", ("causal_non_square",), _fewer_keys,
            "cut k and v to the first {a.seq_len_kv} keys: is_causal aligns the mask with the first key and hides the "
-           "later ones (to align it with the last key, see torch.nn.attention.bias.causal_lower_right)"),
+           "later keys (to align the mask with the last key, see torch.nn.attention.bias.causal_lower_right)"),
     ConfigChange("no causal", ("causal_non_square",),
            lambda c: replace(c, causal=False) if c.seq_len_q == 1 else None,
            "leave out is_causal if the single query may attend to all keys (is_causal limits it to the first key)",
@@ -348,7 +348,7 @@ CHANGES = (
            "turn off torch.use_deterministic_algorithms or pass warn_only=True (gradients may then differ from run to "
            "run)"),
     ConfigChange("no gradients", ("head_dim_training", "known_bug"), lambda c: replace(c, bwd=False),
-           "call it in torch.inference_mode() if no gradients are needed"),
+           "call SDPA in torch.inference_mode() if no gradients are needed"),
 )  # fmt: skip
 
 
@@ -662,7 +662,7 @@ def _enable_experimental(_: Config, backend: str) -> Advice:
     )
     sentence = (
         f"set {EXPERIMENTAL_VARIABLE}=1 before the first call: {backend} has kernels for this GPU, "
-        "but AOTriton calls its support experimental"
+        "but AOTriton calls this support experimental"
     )
     return Advice(sentence, code, steps=("experimental",))
 

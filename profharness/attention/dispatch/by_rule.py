@@ -66,8 +66,10 @@ SCHEMA = "profharness.explain/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The explanation of which backend computes one config. The fields predicted, choice and
-    observed contain the name of a backend, `none` if PyTorch raises an exception, or `unknown`.
+    """The explanation of the backend that computes one config.
+
+    The fields predicted, choice and observed contain the name of a backend, `none` if PyTorch
+    raises an exception, or `unknown`.
     """
 
     config: Annotated[str, column(meaning="label of the attention problem")]
@@ -86,7 +88,7 @@ class Explanation:
     ] = None
     agree: Annotated[
         bool | None,
-        column(meaning="whether predicted, choice and observed agree, as far as they are known"),
+        column(meaning="whether the known values of predicted, choice and observed agree"),
     ] = None
     backends: Annotated[
         tuple[BackendAnswer, ...], column(meaning="eligibility, reasons and advice per backend")
@@ -495,7 +497,7 @@ LEGACY = "The legacy sdp_kernel leaves cuDNN on even if all three of its flags a
 
 
 def window_texts(config: Config) -> Iterator[str]:
-    """Yield a sentence about what a window costs in SDPA, if the config has one."""
+    """Yield a sentence about the cost of a window in SDPA, if the config has a window."""
     if config.window is None:
         return
     rows, columns = config.seq_len_q, config.seq_len_kv
@@ -503,8 +505,8 @@ def window_texts(config: Config) -> Iterator[str]:
     yield (
         f"SDPA has no window argument: the window becomes a bool attn_mask of [{rows}, "
         f"{columns}] ({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The "
-        f"other backends compute all scores, of which the window keeps {100 * share:.2g} %. "
-        "flex_attention skips the rest."
+        f"other backends compute all scores, but the window keeps only {100 * share:.2g} %. "
+        "flex_attention skips the hidden scores."
     )
 
 
@@ -537,7 +539,7 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
         if names:
             reasons = "their reasons" if len(names) > 1 else "its reasons"
             gaps.append(
-                f"it is unknown whether {' and '.join(names)} can compute it (see {reasons})"
+                f"it is unknown whether {' and '.join(names)} can compute this call (see {reasons})"
             )
         yield f"The rules cannot decide this call: {'; '.join(gaps)}."
     yield COMPILED
@@ -551,7 +553,7 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
 
 
 def _rocm_caveats(platform: Platform) -> Iterator[str]:
-    """Yield what the answer for an AMD GPU assumes about the build of PyTorch."""
+    """Yield the assumptions about the build of PyTorch in the answer for an AMD GPU."""
     machine, release = platform.machine, release_text(platform.machine.torch)
     versions = " or ".join(map(rocm.version_text, machine.aotriton_versions))
     another = "AMD's wheels and other builds can contain another version"
@@ -575,8 +577,8 @@ def _rocm_caveats(platform: Platform) -> Iterator[str]:
     elif machine.torch < rocm.BUILDS_CK:
         yield (
             "CK computes the call only if PyTorch was built with USE_ROCM_CK_SDPA (before 2.9: "
-            f"USE_CK_FLASH_ATTENTION). It is unknown whether the ROCm wheels of {release} were; "
-            "those of 2.13 are."
+            f"USE_CK_FLASH_ATTENTION). It is unknown whether the ROCm wheels of {release} were "
+            "built with this option; the wheels of 2.13 were."
         )
 
 

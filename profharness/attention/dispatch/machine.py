@@ -68,7 +68,7 @@ OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The properties of a machine on which PyTorch's choice depends. None means unknown."""
+    """The properties of a machine that affect PyTorch's choice. None means unknown."""
 
     torch: Release
     capability: tuple[int, int] = (0, 0)
@@ -154,8 +154,9 @@ def default_release(measured: Collection[Release] = (), architecture: str | None
     """Return the default release for another GPU.
 
     Prefer the installed release, then the newest release whose rules are known. If an architecture
-    is given, these are the rules for AMD GPUs. `measured` contains the releases with an atlas of the
-    GPU. If it is not empty, return one of these releases, because only they have times.
+    is given, these are the rules for AMD GPUs. `measured` contains the releases with an atlas of
+    the GPU. If `measured` is not empty, return one of these releases, because only these releases
+    have times.
     """
     known, installed = measured or known_releases(architecture), installed_release()
     return installed if installed is not None and installed in known else max(known)
@@ -247,7 +248,9 @@ def parse_release(text: str) -> Release:
 
 
 def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
-    """Return the releases of a range whose rules are known, and those whose rules are unknown."""
+    """Return two lists for a range: the releases with known rules, and the releases with unknown
+    rules.
+    """
     low, high = parse_release(first), parse_release(last)
     if low < OLDEST:
         require_known(low)
@@ -343,7 +346,7 @@ class AttentionParams:
     flash_impl: str = "FA2"
     """The active version of FlashAttention: `FA2`, `FA3` or `FA4`."""
     outside: str | None = None
-    """Why no call of `scaled_dot_product_attention` computes the config, or None if one does."""
+    """Why no call of `scaled_dot_product_attention` computes the config, or None if a call does."""
 
     @property
     def value_dim(self) -> int:
@@ -456,7 +459,7 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
 
 
 def _amd_gpu(environment: Mapping[str, Any]) -> rocm.AmdGpu | None:
-    """Return the AMD GPU of an environment, or None if it names none."""
+    """Return the AMD GPU of an environment, or None if the environment names none."""
     given = (environment.get("architecture"), environment.get("gpu"))
     found = (rocm.find_amd_gpu(text) for text in given if isinstance(text, str))
     return next(filter(None, found), None)

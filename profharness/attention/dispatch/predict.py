@@ -267,12 +267,12 @@ def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[st
 
 
 def raises_later(verdict: Eligibility) -> bool:
-    """Return whether the dispatcher accepts the call, but the code of the backend then raises."""
+    """Return whether the dispatcher accepts the call, but the backend then raises an exception."""
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
 def predict(params: AttentionParams, machine: Machine) -> Prediction:
-    """Predict the result of torch._fused_sdp_choice. This needs neither torch nor a GPU."""
+    """Predict the result of torch._fused_sdp_choice. Neither torch nor a GPU is needed."""
     verdicts = {backend: judge(backend, params, machine) for backend in SDPA_BACKENDS}
     orders = _orders(params, machine)
     choices = {choice for order in orders for choice in _choices(order, verdicts)}

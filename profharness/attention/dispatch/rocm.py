@@ -28,8 +28,9 @@ class Kernels(NamedTuple):
 
     architectures: frozenset[str]
     experimental: frozenset[str] = frozenset()
-    """Architectures that PyTorch refuses unless EXPERIMENTAL_VARIABLE is 1. They are those of
-    AOTriton's isArchExperimentallySupported, which exists from 0.9 on.
+    """Architectures that PyTorch refuses unless EXPERIMENTAL_VARIABLE is 1.
+
+    The list comes from AOTriton's isArchExperimentallySupported, which exists from 0.9 on.
     """
 
 
@@ -121,8 +122,9 @@ def find_amd_gpu(text: str) -> AmdGpu | None:
 
 
 def capability_of(architecture: str) -> tuple[int, int]:
-    """Return what PyTorch reports as the compute capability: (9, 4) for gfx942, (11, 0) for
-    gfx1100. The last digit is the stepping.
+    """Return the compute capability that PyTorch reports: (9, 4) for gfx942, (11, 0) for gfx1100.
+
+    The last digit of the architecture is the stepping.
     """
     digits = architecture.removeprefix("gfx")
     return int(digits[:-2]), int(digits[-2], 16)

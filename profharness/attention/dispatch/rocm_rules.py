@@ -47,8 +47,9 @@ def version(machine: Machine) -> Version:
 
 
 def library(machine: Machine) -> str:
-    """Return the library that computes flash and efficient, which is CK only where PyTorch accepts
-    it.
+    """Return the library that computes flash and efficient.
+
+    CK is returned only where PyTorch accepts CK.
     """
     known = machine.torch >= PREFERS_CK
     accepted = known and machine.architecture in ck_architectures(machine.torch)
@@ -73,7 +74,10 @@ def max_head_dim(machine: Machine) -> int:
 
 
 def alignment(params: AttentionParams) -> int:
-    """Return the number of elements in 16 bytes. The efficient kernels need a multiple of it."""
+    """Return the number of elements in 16 bytes.
+
+    The efficient kernels need a multiple of this number.
+    """
     return 8 if params.dtype in HALF else 4
 
 
@@ -165,7 +169,7 @@ ROCM_FLASH = (
 
 
 _VALUE_DIM: Release = (2, 13)
-"""The first release whose efficient backend has a check of its own for the head dims."""
+"""The first release in which the efficient backend has its own check of the head dims."""
 
 
 def _own_check(code: str, refuses: Condition, message: Message) -> Rule:

@@ -39,9 +39,10 @@ Peaks = Annotated[
     Option(
         ("--peaks",),
         help=(
-            "The peak rates of the device. measure: measure them on this machine now, and store "
-            "them; data-sheet: use the built-in table. [default: the stored rates; if there are none, "
-            "measure them if the cells ran on this machine's GPU model, otherwise use the table]"
+            "The source of the device's peak rates. measure: measure the rates on this machine, "
+            "and store them; data-sheet: use the built-in table. [default: the stored rates; "
+            "without stored rates, measure if the cells ran on this machine's GPU model, "
+            "otherwise use the table]"
         ),
     ),
 ]
@@ -65,20 +66,21 @@ def analyze(
 ) -> list[CellAnalysis]:
     """Find the bottleneck of each backend, with evidence.
 
-    RUN is a trace file, a run folder or a stored run; the default is the latest. Without CONFIG,
-    analyze every config of the run. With CONFIG and no RUN, use the latest run that has the configs;
-    if there is none, capture them first. Counters of ncu are used if a run has them.
+    RUN is a trace file, a run folder or a stored run. The default is the latest run. Without
+    CONFIG, analyze every config of the run. With CONFIG and no RUN, use the latest run that has the
+    configs; if there is none, capture them first. Counters of ncu are used if a run has them.
 
-    For a program's trace, analyze each group of equal attention calls whose config is known. Their
-    time is that of their kernels, including backward if it was traced.
+    For a program's trace, analyze each group of equal attention calls whose config is known. The
+    time of a call is the time of its kernels, including the backward pass if the trace contains
+    one.
 
     Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
     configuration). TFLOP/s and GB/s are exact FLOPs and compulsory bytes divided by the time of the
     measurement in the column `of`. A finding that several cells share is printed once. If there are
     many cells, only the most frequent findings are printed. --full explains every cell, with the
-    figures and sources of its findings, its phases and counters. It adds the best backend for training,
-    prefill, decoding and low memory, a table of each sweep (configs that differ in one number), and the
-    device.
+    figures and sources of its findings, its phases and counters. --full also adds the best backend
+    for training, prefill, decoding and low memory, a table of each sweep (configs that differ in
+    one number), and the device.
 
     \b
     Examples:
@@ -100,9 +102,8 @@ def analyze(
     rows, cells = find_rows(path, selection, needs=ANALYZED)
     if not cells:
         raise NotFoundError(
-            "analyze requires configs: a captured run, or a trace with attention calls recorded "
-            "with record_shapes=True; see the kernels of any other trace with `profharness "
-            "kernels`"
+            "analyze requires a captured run, or a trace with attention calls recorded with "
+            "record_shapes=True; for any other trace, use `profharness kernels`"
         )
     prepare_peaks(path, [cell.run for cell in cells], peaks)
     return analyze_rows(path, cells, rows, source)

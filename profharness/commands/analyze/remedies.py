@@ -117,7 +117,7 @@ def _is_math(backend: str) -> bool:
 
 def _fused(_: Config, backend: str) -> str:
     if _is_math(backend):
-        return "Use a fused backend; `profharness explain` shows what prevents it."
+        return "Use a fused backend; `profharness explain` shows why none was used."
     if backend == "eager":
         return (
             "Call torch.nn.functional.scaled_dot_product_attention (in transformers: "
@@ -129,8 +129,8 @@ def _fused(_: Config, backend: str) -> str:
 def _products(config: Config, backend: str) -> str:
     if _is_math(backend):
         return (
-            "If you need math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
-            "makes it compute in the dtype of the inputs, which is less accurate."
+            "If you need math, torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) makes "
+            "math compute in the dtype of the inputs, which is less accurate."
         )
     return f"Pass {config.dtype} to the matrix products; tensor cores accumulate in fp32."
 
@@ -185,11 +185,16 @@ REMEDIES: Mapping[tuple[str, ...], Text] = {
 }
 
 BESIDE = {"idle_warps": "few_blocks"}
-"""Maps a finding to its cause. The remedy for the finding is left out if the cause was found too,
-because the remedy for the cause is enough: warps are idle if there are too few blocks.
+"""Maps a finding to its cause.
+
+If the cause was found too, the remedy for the finding is left out, because the remedy for the cause
+is enough. For example, warps are idle if there are too few blocks.
 """
 OF_AN_AUTHOR = ("no_tensor_cores", "uncoalesced", "bank_conflicts")
-"""Findings whose remedy changes the kernel's source. It is not given for PyTorch's own kernels."""
+"""Findings whose remedy changes the source of the kernel.
+
+PyTorch's own kernels get no such remedy.
+"""
 
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:

@@ -51,7 +51,7 @@ GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # minimum share of a call in which no kernel 
 # head_dim or the keys among their blocks, and the grid does not show whether they do.
 READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
-    " (assuming that every block reads a whole head; to count the traffic: `capture --profiler "
+    " (assuming that every block reads a whole head; count the traffic with `capture --profiler "
     "torch,ncu --metrics cache`)"
 )
 SHAPES = "shapes and dtype"
@@ -135,7 +135,7 @@ def intensity(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     moving = [phase for phase in cell.phases if phase.intensity is not None]
     low = [phase.name for phase in moving if phase.bound == "memory"]
     if low and not below:
-        text += f" Only these phases are below it: {', '.join(low)}."
+        text += f" Only these phases are below the ridge: {', '.join(low)}."
     source = f"{figures.rate} rate / bandwidth, {peaks.source}"
     formula = "FLOPs (exact) / compulsory bytes"
     yield derived(
@@ -191,8 +191,8 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
             )
         else:
             why = (
-                "the working set does not explain it, so either the peak is too low for this device "
-                "or the time excludes part of the work"
+                "the working set does not explain this rate, so either the peak is too low for "
+                "this device or the time excludes part of the work"
             )
         yield measured(
             "bandwidth_above_peak",
@@ -419,8 +419,8 @@ def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         yield derived(
             "tail",
             (
-                f"{main.kernel} needs {main.waves:.2f} waves, so it runs {whole}. Because the last "
-                f"one is not full, {percent(idle)} of all block slots are empty."
+                f"{main.kernel} needs {main.waves:.2f} waves, so it runs {whole}. Because the "
+                f"last wave is not full, {percent(idle)} of all block slots are empty."
             ),
             _severity(idle, TAIL_MAJOR),
             *evidence,
@@ -520,7 +520,7 @@ def _read_bytes(config: Config, times: float) -> float:
 
 
 def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report how many blocks read the same K and V, and the traffic that results.
+    """Report how many blocks read the same K and V, and the resulting traffic.
 
     The number follows from the grid, assuming that each block reads all of K and V of its head.
     """
@@ -684,9 +684,9 @@ def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     """Report the share of an eager call in which the GPU waits for the CPU.
 
-    It is the time of the call minus the time of the same call replayed as a CUDA graph. If the
-    replay was not timed, the total time of the kernels is used. All these times are measured with
-    warm caches.
+    The waiting time is the time of the call minus the time of the same call replayed as a CUDA
+    graph. If the replay was not timed, the total time of the kernels is used. All these times are
+    measured with warm caches.
     """
     eager, host = figures.eager_ns, figures.host_ns
     if not eager:
@@ -763,21 +763,24 @@ def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding
 
 
 _STALL_RULES = "Nsight Compute's rules CPIStall and IssueSlotUtilization"
-_OWN = "profharness: below this, other problems on the list cost more"
+_OWN = "profharness: below this value, other problems cost more"
 THRESHOLDS: dict[str, tuple[float, str]] = {
-    "tensor pipe": (0.6, "Nsight Compute's rule SOLBottleneck: below this, latency is the limit"),
+    "tensor pipe": (
+        0.6,
+        "Nsight Compute's rule SOLBottleneck: below this value, latency is the limit",
+    ),
     "tensor cores": (
         0.01,
-        "H200 runs: products without tensor cores stay below 0.5 %, those with them above 2 %",
+        "H200 runs: products stay below 0.5 % without tensor cores and above 2 % with them",
     ),
     "issue slots": (0.8, _STALL_RULES),
     "stall": (0.3, _STALL_RULES),
     "sectors": (
         18,
-        "32 threads of 16 bytes in 32-byte sectors, and two more for a misaligned start",
+        "32 threads with 16 bytes each need 16 sectors of 32 bytes, and two more if misaligned",
     ),
-    "scattered": (24, "one and a half times what the widest access needs"),
-    "narrow": (4, "32 threads of 4 bytes in 32-byte sectors"),
+    "scattered": (24, "1.5 times the sectors that the widest access needs"),
+    "narrow": (4, "32 threads with 4 bytes each need 4 sectors of 32 bytes"),
     "bank conflicts": (0.1, _OWN),
     "many bank conflicts": (0.5, "every second pass of shared memory is a repetition"),
     "kernel": (0.2, "profharness: kernels with a smaller share of a call's time matter little"),
@@ -785,7 +788,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
 """The threshold of each check of a counter, and the source of the threshold."""
 
 
-_FEWER = "issue other instructions between those of that unit, or fewer of them"
+_FEWER = "issue fewer instructions for that unit, or other instructions in between"
 WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
     "long_scoreboard": (
         "for data from global or local memory (L1, L2 or DRAM)",
@@ -839,7 +842,7 @@ WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
     "misc": ("for other hardware reasons", "no remedy is known"),
     "not_selected": (
         "for a scheduler that issues from another warp",
-        "there are enough warps; fewer warps with more registers each would do as well",
+        "there are enough warps; fewer warps with more registers each would be as fast",
     ),
 }
 """Maps a warp state of ncu to the reason why warps in this state wait, and to a remedy.
@@ -937,8 +940,8 @@ def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
         yield measured(
             "hit_rates",
             (
-                f"Hit rates of {kernel.kernel} with cold caches: {parts}. Data that is read once "
-                "misses."
+                f"Hit rates of {kernel.kernel} with cold caches: {parts}. Data that is read only "
+                "once misses the caches."
             ),
             "note",
             *(share(f"{name} hits", rate, f"ncu {metric}") for name, rate, metric in known),
@@ -955,7 +958,7 @@ def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     waits, change = WARP_STATE_WORDS[name]
     text = f"Warps of {kernel.kernel} spend {percent(part)} of their time waiting {waits}"
     if issue is not None:
-        text += f"; the schedulers issue in {percent(issue)} of the cycles"
+        text += f"; the schedulers issue an instruction in {percent(issue)} of the cycles"
     yield measured(
         "stalls",
         f"{text}. Possible remedy: {change}.",

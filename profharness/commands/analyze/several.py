@@ -97,8 +97,10 @@ SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
         "1,32,1,128,bf16,kv_heads=8,seq_kv=4096",
     ),
 }
-"""Maps a use of attention to a function that returns whether a config is an example of this use,
-and to a config to capture if no stored config is one.
+"""Maps a use of attention to a function and a config.
+
+The function returns whether a config is an example of the use. The config can be captured if no
+stored config is an example.
 """
 LITTLE_MEMORY = "little memory"
 MIB = 1 << 20

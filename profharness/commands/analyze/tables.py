@@ -232,7 +232,7 @@ def _peak_notes(
         yield Note(f"Peaks of {peaks.device}, {peaks.source}: {text}{origin}")
     if not known:
         yield Note("The peaks of this device are unknown, so no shares of the peaks are shown.")
-        yield Note("Measure them on that device with --peaks measure.", level="hint")
+        yield Note("Measure the peaks on that device with --peaks measure.", level="hint")
 
 
 def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
@@ -427,9 +427,9 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
             points,
             "FLOPs per byte counted",
             (
-                "Each cell's achieved FLOP/s under ncu (cold caches) against its FLOPs per byte, for "
-                "the compulsory bytes and for those that ncu counted in DRAM, L2 and L1. The roofline "
-                "is that of DRAM, so points of L2 and L1 may be above it."
+                "Each cell's achieved FLOP/s under ncu (cold caches) against its FLOPs per byte. "
+                "The bytes are compulsory, or counted by ncu in DRAM, L2 and L1. The roofline is "
+                "for DRAM, so points of L2 and L1 may lie above the line."
             ),
         ),
     ):

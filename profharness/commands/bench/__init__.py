@@ -120,7 +120,9 @@ Measurements = Annotated[
         "only has wall-clock time.",
     ),
 ]
-Warmup = Annotated[int, Option(("--warmup",), type=click.IntRange(0), help="Warm-up calls.")]
+Warmup = Annotated[
+    int, Option(("--warmup",), type=click.IntRange(0), help="Number of warm-up calls.")
+]
 Iterations = Annotated[
     int | None,
     Option(
@@ -222,15 +224,15 @@ def bench(
 ) -> list[BenchResult]:
     """Time backends on configs, side by side.
 
-    All backends of a config are prepared first. They are then sampled in turns, in random order each
-    round, so that clocks and temperature affect all of them alike. Measurements: cold is one call on
-    the GPU with L2 flushed and inputs rotated, host time excluded; graph is a CUDA graph replay;
-    kernel is the time of a profiled call's kernels; eager is back-to-back calls, as in a
-    program. A cell that is refused, fails, crashes or hangs gets a row with the reason.
+    All backends of a config are prepared first. The backends are then sampled in turns, in a random
+    order in each round, so that clocks and temperature affect all backends alike. Measurements:
+    cold is one call on the GPU with L2 flushed and inputs rotated, without host time; graph is a
+    CUDA graph replay; kernel is the kernel time of a profiled call; eager is back-to-back calls, as
+    in a program. A cell that is refused, fails, crashes or hangs gets a row with the reason.
 
-    Without --backend, or with `all`, time the default backends of the device. With RUN, which is a run
-    folder or a stored run, nothing is measured. The command shows all of its results, or only
-    those of the given configs and backends.
+    Without --backend, or with `all`, time the default backends of the device. With RUN (a run
+    folder or a stored run), measure nothing. Show all results of the run, or only the results of
+    the given configs and backends.
 
     \b
     Examples:
@@ -240,8 +242,8 @@ def bench(
       profharness bench 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
       profharness bench 8,4,128,64 --dtype fp16,bf16 --samples 500 -o out/
 
-    In Python the result has one row per cell and measurement, with times in ns. The BenchResult is in
-    `attrs["answer"]`. Raise CaptureError if no worker starts.
+    In Python, the result has one row per cell and measurement, with times in ns. The BenchResult is
+    in `attrs["answer"]`. Raise CaptureError if no worker starts.
     """
     # Imported here because --help does not need the code that runs workers.
     from profharness.jobs import into_store

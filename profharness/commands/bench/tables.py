@@ -541,8 +541,9 @@ def rate_blocks(
         rates = [rate for dtype in dtypes if (rate := flop_peak(peaks, dtype, tf32=tf32))]
         roofs = [(f"{name}, {peaks.source}", peaks, rate) for name, rate in rates]
         caption = (
-            f"Compulsory bytes; FLOPs are counted as exact. The roofs are the {peaks.source} "
-            f"peaks of {peaks.device}. Points can lie above the slope if the data is in the L2."
+            "Bytes are compulsory, and FLOPs are counted as exact. The roofs are the "
+            f"{peaks.source} peaks of {peaks.device}. Points can lie above the slope if the data "
+            "is in the L2."
         )
         blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
     if wrong:
@@ -648,7 +649,8 @@ def other_winners(answers: Sequence[BenchResult]) -> list[str]:
             for config in apart[:SHOWN]
         )
         texts.append(
-            f"the fastest backend on {_device(answer)} differs from that on {_device(answers[0])} "
-            f"for {len(apart)} of {len(both)} configs{(f': {examples}' if examples else '')}"
+            f"the fastest backend on {_device(answer)} differs from the fastest on "
+            f"{_device(answers[0])} for {len(apart)} of {len(both)} "
+            f"configs{(f': {examples}' if examples else '')}"
         )
     return texts

@@ -371,15 +371,17 @@ def _caveats(environment: Mapping[str, Any], sides: Sequence[BackendAnswer]) -> 
     impl = environment.get("flash_attention_impl")
     if impl:
         sentences.append(
-            f"{impl} is activated: flash runs its kernels instead of FA2's, and a call that it "
-            "does not support raises instead of falling back to another backend."
+            f"{impl} is activated, so flash runs the kernels of {impl} instead of FA2's. A call "
+            f"that {impl} does not support raises an error instead of falling back to another "
+            "backend."
         )
     for side in sides:
         if None not in (side.eligible, side.can_use) and side.eligible != side.can_use:
             says = "yes" if side.can_use else "no"
             sentences.append(
-                f"PyTorch gives two different answers: can_use_{side.backend}_attention says {says}, "
-                f"but a call that may only use {side.backend} would{(' ' if side.eligible else ' not ')}run."
+                f"PyTorch gives two different answers: can_use_{side.backend}_attention says "
+                f"{says}, but a call restricted to {side.backend} "
+                f"would{(' ' if side.eligible else ' not ')}run."
             )
     return sentences
 
@@ -454,7 +456,7 @@ Aotriton = Annotated[
     Option(
         ("--aotriton",),
         metavar="VERSION",
-        help="The AOTriton version, on an AMD GPU.  [default: that of PyTorch's ROCm wheel]",
+        help="The AOTriton version; only for AMD GPUs.  [default: that of PyTorch's ROCm wheel]",
     ),
 ]
 RocmFa = Annotated[
@@ -462,15 +464,15 @@ RocmFa = Annotated[
     Option(
         ("--rocm-fa",),
         type=click.Choice(rocm.LIBRARIES),
-        help="The library that torch.backends.cuda.preferred_rocm_fa_library prefers, on an AMD GPU.  "
-        "[default: aotriton]",
+        help="The library that torch.backends.cuda.preferred_rocm_fa_library prefers; only for "
+        "AMD GPUs.  [default: aotriton]",
     ),
 ]
 Experimental = Annotated[
     bool,
     Option(
         ("--aotriton-experimental",),
-        help=f"Answer for {rocm.EXPERIMENTAL_VARIABLE}=1, on an AMD GPU.",
+        help=f"Assume that {rocm.EXPERIMENTAL_VARIABLE}=1 is set; only for AMD GPUs.",
     ),
 ]
 Engine = Annotated[
@@ -478,7 +480,8 @@ Engine = Annotated[
     Option(
         ("--engine",),
         type=click.Choice(list(ENGINES)),
-        help="Answer for a serving engine: its candidates, why it refuses them, and what to set.",
+        help="Explain the choice of a serving engine: the candidates, the reasons for refusals, "
+        "and the options to set.",
         tool="A serving engine, whose choice is explained instead of PyTorch's.",
         tool_examples=("vllm",),
     ),
@@ -624,9 +627,9 @@ def _engine_frame(engine: EngineChoice, configs: Sequence[Config]) -> pd.DataFra
     "explain",
     frame=_to_frame,
     tool=(
-        "Use it for any config, stored or not. It applies the dispatch rules of the "
-        "release and needs no GPU. Several configs give a map of choices, several releases show where "
-        "the choice changes, and bisect finds the value at which it changes."
+        "Use this tool for any config, stored or not. The tool applies the dispatch rules of the "
+        "release and needs no GPU. Several configs give a map of choices, several releases show "
+        "where the choice changes, and bisect finds the value at which it changes."
     ),
     tool_required=("gpu",),
 )
@@ -650,10 +653,10 @@ def explain(
 ) -> Question:
     """Explain which backend PyTorch chooses, why not the others, and what to change.
 
-    By default the local PyTorch is queried; nothing is launched. With --torch or --gpu, the dispatch
-    rules of that release are applied instead, which requires neither torch nor a GPU. If the rules do
-    not cover a case, the answer is `unknown`. The exit code is 1 if PyTorch was queried and gave no
-    answer.
+    By default, the local PyTorch is queried; no kernel is launched. With --torch or --gpu, the
+    dispatch rules of that release are applied instead, which requires neither torch nor a GPU. If
+    the rules do not cover a case, the answer is `unknown`. The exit code is 1 if PyTorch was
+    queried and gave no answer.
 
     Several configs give a map. Several releases or GPUs give a table that marks where the choice
     changes. If there is an atlas of the GPU and release, a single config is shown with its kernel time
@@ -662,8 +665,8 @@ def explain(
     (cudnn-then-flash) replaces auto.
 
     With --engine, explain the choice of a release of vLLM or SGLang by its rules: the candidates in
-    order, the first reason against each, and what to set to run another one. A config then describes
-    one layer on one GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
+    order, the first reason against each, and the options that select another one. A config then
+    describes one layer on one GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
 
     \b
     Examples:
@@ -678,9 +681,10 @@ def explain(
       profharness explain 1,64,1,64,kv_heads=8,sinks --engine vllm --engine-version 0.20 --gpu sm120
       profharness explain 1,32,1,128,kv_heads=8 --engine sglang --engine-version 0.5.2..0.5.23 --gpu B200
 
-    In Python the result has one row per config and release. `<backend>_eligible` is missing if it is
-    unknown. `<backend>_reasons` are codes, first the one at which PyTorch stops. `attrs["answers"]` has
-    the explanations, `attrs["unknown_releases"]` the releases of a range that the rules do not cover.
+    In Python, the result has one row per config and release. `<backend>_eligible` is missing if it
+    is unknown. `<backend>_reasons` lists codes and starts with the code at which PyTorch stops.
+    `attrs["answers"]` has the explanations, and `attrs["unknown_releases"]` has the releases of a
+    range that the rules do not cover.
     """
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)

@@ -204,7 +204,7 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
     if counts:
         sentences.append(f"{subject} {verb} {split_text(counts, total=len(answers))} on {device}.")
     if lost["none"]:
-        sentences.append(f"It raises on {counted(lost['none'], 'config')}.")
+        sentences.append(f"PyTorch raises an error on {counted(lost['none'], 'config')}.")
     if lost["unknown"]:
         sentences.append(f"The choice is unknown on {counted(lost['unknown'], 'config')}.")
     return tuple(sentences)

@@ -233,7 +233,7 @@ def _sentence(selection: Selection) -> str:
     if before:
         reasons = join_and([f"{each.backend} ({each.reasons[0]})" for each in before[:3]])
         if selection.engine in DEFAULTS_ONLY:
-            return f"{told}, its default there. It does not select {reasons}."
+            return f"{told}, its default there. {name} does not select {reasons}."
         told += f", because it refuses {reasons}"
     return f"{told}."
 

@@ -211,7 +211,7 @@ def _in_order(values: set[Value]) -> tuple[Value, ...]:
 
 
 def value_text(value: Value) -> str:
-    """Format a value for a map, a flag as `yes` or `no`."""
+    """Format a value for a map. A flag becomes `yes` or `no`."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 

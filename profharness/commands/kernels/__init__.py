@@ -68,9 +68,9 @@ GPU_ALONE = (
     "combined with RUN, --profiler or --breakdown"
 )
 NAMES = """
-Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides columns.
-<64,64x128,w4> means head dimension 64, a tile of 64 queries x 128 keys, and 4 warps per block. m8 is
-the number of rows per block, and split2 the largest number of splits that it combines. knob_7 is
+Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides
+columns. <64,64x128,w4> means head dimension 64, a tile of 64 queries x 128 keys, and 4 warps per
+block. m8 means 8 rows per block. split2 means that the kernel combines at most 2 splits. knob_7 is
 cuDNN's number for a variant. `profharness explain-kernel NAME` describes any name.
 """
 # The first columns of the DataFrame, because pandas prints only the first and the last columns.
@@ -94,7 +94,8 @@ Profilers = Annotated[
 GpuName = Annotated[
     str | None,
     gpu_option(
-        "Predict from the atlas of this GPU (H200) instead. No store is read and nothing runs.",
+        "Predict the kernels from the atlas of this GPU, such as H200. Nothing runs, and no "
+        "store is read.",
         only_of="kernels",
         tool="Predict from the atlas of this GPU.",
         tool_examples=("H200",),
@@ -109,9 +110,10 @@ Steps = Annotated[
         ("--breakdown",),
         old_flags=("--steps",),
         tool_name="steps",
-        help="Break each call down into its steps (QK^T, softmax, PV, casts, launch gaps), with memory and speed-up "
-        "of the backends.",
-        tool="Group by step: QK^T, softmax, PV, casts, launch gaps; with speed-ups.",
+        help="Break each call down into steps (QK^T, softmax, PV, casts, launch gaps). Also show "
+        "the memory and the speed-up of each backend.",
+        tool="Group the kernels by step (QK^T, softmax, PV, casts, launch gaps), and add "
+        "speed-ups.",
     ),
 ]
 Full = Annotated[
@@ -130,7 +132,8 @@ Expected = Annotated[
         multiple=True,
         metavar="NAME",
         check=lambda names: check_expected_names(split_names(names)),
-        help="Exit 3 unless every cell ran this backend or kernel family. Repeatable: any of them.",
+        help="Exit with code 3 unless every cell ran this backend or kernel family. If repeated, "
+        "any of the names is accepted.",
     ),
 ]
 
@@ -171,10 +174,10 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
     frame=_to_frame,
     epilog=NAMES,
     tool=(
-        "Use it for the kernels that ran on a stored config. The key `cells` lists refusals "
-        "with their reasons. Nothing is captured: a config that no run has is an error; call "
-        "explain for it. With gpu, the kernels are predicted from an atlas of that GPU, "
-        "as by predict, and no store is read."
+        "Use this tool to see the kernels that ran on a stored config. The key `cells` lists "
+        "refusals with their reasons. Nothing is captured, so a config that no run has is an "
+        "error; call explain for such a config. With gpu, the kernels are predicted from an atlas "
+        "of that GPU, as in predict, and no store is read."
     ),
 )
 def kernels(
@@ -192,15 +195,15 @@ def kernels(
 ) -> KernelsFound:
     """Show which kernels each backend launched.
 
-    RUN is a trace file, a run folder or a stored run; the default is the latest, and `all` means every
-    stored run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use the latest run
-    that has the configs; if there is none, capture them first.
+    RUN is a trace file, a run folder or a stored run. The default is the latest run; `all` means
+    every stored run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use the
+    latest run that has the configs; if there is none, capture them first.
 
-    Columns: smem KiB is the shared memory of a block, and "% of smem" its share of an SM's. launches is
-    the number of launches per call. median µs is the median time of one launch, and mean µs/call the time
-    of all launches in a call (total µs in a program's trace). "% of call" is the share of the cell's time
-    on the device ("% of range" in a program's trace). "% occupancy" is the theoretical occupancy. `-`
-    means that the profiler does not record the value.
+    Columns: smem KiB is the shared memory of a block, and "% of smem" is its share of an SM's
+    shared memory. launches is the number of launches per call. median µs is the median time of one
+    launch. mean µs/call is the time of all launches in a call (total µs in a program's trace). "%
+    of call" is the share of the cell's time on the device ("% of range" in a program's trace). "%
+    occupancy" is the theoretical occupancy. `-` means that the profiler does not record the value.
 
     --profiler all compares the profilers: each kernel's time under torch, nsys and ncu, its counters,
     and every disagreement. With `all`, each profiler's newest run that has the config is used.
@@ -212,8 +215,8 @@ def kernels(
       profharness kernels 2,8,512,64 --profiler all
       profharness kernels 2,8,512,64,bf16 --gpu H200
 
-    In Python nothing is captured. The result has one row per kernel and launch configuration of each
-    cell. Raise NotFoundError if no stored run has the configs.
+    In Python, nothing is captured. The result has one row per kernel and launch configuration of
+    each cell. Raise NotFoundError if no stored run has the configs.
     """
     named, chosen, names = split_names(profilers), config_list(configs), split_names(backends)
     if gpu or torch or driver or atlas:
@@ -309,8 +312,9 @@ def find_rows(
 ) -> tuple[list[KernelRow], list[CellRow]]:
     """Return the kernels and cells of the selected run, by default the latest run with the configs.
 
-    `needs` lists in order of preference what the run must contain. On the command line, configs
-    for which no run meets the first need are captured if no run is given. If the run has no kernels, print why.
+    `needs` lists what the run must contain, in order of preference. On the command line, configs
+    for which no run meets the first need are captured if no run is given. If the run has no
+    kernels, print why.
     """
     capturing = selection.configs and selection.run is None and is_command_line()
     try:
@@ -349,7 +353,7 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
     with open_store(path) as store:
         if store.has(run, "attention calls"):
             again = shell_command("layers", store.run_reference(run), store=path)
-            hint_after(f"see its attention layer by layer with: {again}")
+            hint_after(f"see the attention of this run layer by layer with: {again}")
 
 
 DECLARATION = declaration_of(kernels)

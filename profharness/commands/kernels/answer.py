@@ -27,13 +27,16 @@ KINDS = {"memcpy": "copy", "op": "ATen op"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call of a cell launches, and how long its launches take."""
+    """The launches of one call of a cell, and the time that they take."""
 
     backend: str
     ran: str
     """The backend that computed the cell, or `backend` if PyTorch's choice is unknown."""
     launches: str
-    """What the call launches, such as `1 kernel and 1 memset`. In a CPU trace, ops take the place of kernels."""
+    """The number of launches of each kind, such as `1 kernel and 1 memset`.
+
+    A CPU trace has ops instead of kernels.
+    """
     ns: float | None
     on_cpu: bool
     predicted: bool
@@ -93,7 +96,7 @@ def _without_kernels(cells: Sequence[CellRow]) -> Iterator[str]:
     if known:
         yield f"auto {takes} {split_text(Counter(map(str, known)))}; its kernels are unknown."
     elif any(cell.message for cell in ran):
-        yield "Their kernels are unknown."
+        yield "The kernels of these configs are unknown."
     elif ran:
         yield "No kernels were recorded."
 

@@ -77,7 +77,8 @@ class Step:
 
     backend: Annotated[str, column("backend", repeat=False, meaning="the backend of the cell")]
     step: Annotated[
-        str, column("step", importance="key", meaning="what its kernels compute together")
+        str,
+        column("step", importance="key", meaning="what the kernels of the step compute together"),
     ]
     launches_per_call: Annotated[
         float | None, column("launches", "count", meaning="launches per call")
@@ -105,12 +106,12 @@ class Step:
             "percent",
             importance="answer",
             meaning=(
-                "share of the eager call; if there is none, of an older run's event sample, of the "
-                "CPU's wall clock or of the kernels"
+                "share of the eager call or, without one, of an older run's event sample, the "
+                "CPU's wall-clock time or the kernel time"
             ),
         ),
     ]
-    """None for the cold refill, because an eager call does not contain it."""
+    """None for the cold refill, because an eager call contains no refill."""
     tile: Annotated[
         str | None, column("tile", importance="detail", meaning="tile of its longest kernel")
     ]
@@ -192,8 +193,10 @@ class CallFigures:
             meaning="growth of the memory with the sequence length",
         ),
     ]
-    """Derived from the shapes. `S` is the length of queries and keys. If the lengths differ, `S_q` is
-    the length of queries and `S_kv` the length of keys.
+    """The growth is derived from the shapes.
+
+    `S` is the length of queries and keys. If the lengths differ, `S_q` is the length of queries and
+    `S_kv` the length of keys.
     """
 
 
@@ -379,7 +382,7 @@ def steps_document(
 
 
 def _of_call(figures_of: Mapping[tuple[str, str], Sequence[CallFigures]]) -> Iterator[str]:
-    """Yield a sentence on the part of an eager call in which kernels run, if there is one config."""
+    """Yield a sentence on how long kernels run in an eager call, if there is one config."""
     for figures in figures_of.values() if len(figures_of) == 1 else ():
         shown = next((row for row in figures if row.backend == AUTO), figures[0])
         if shown.eager_ns and shown.kernels_ns:
@@ -423,8 +426,8 @@ def _explanations(
     growing = [each.growth for own in figures for each in own]
     if any(growth and growth not in ("S", "S_q") for growth in growing):
         yield Note(
-            "Fused backends allocate about as much memory as the output takes. The others also "
-            "allocate score matrices, and copies of repeated or cast inputs.",
+            "Fused backends allocate about as much memory as the output takes. The other "
+            "backends also allocate score matrices and copies of repeated or cast inputs.",
             "memory",
         )
     if any(WALL in cell.samples for cell in cells):

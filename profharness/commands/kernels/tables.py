@@ -59,8 +59,10 @@ CELL_FIELDS = (
 MINOR_SHARE = 0.005
 MAX_NOTES = 12
 MOST_KERNELS, FEW_KERNELS = 15, 5
-"""The maximum numbers of kernels that are shown without --full: for the longest range of a program's
-trace, and for each further range.
+"""The maximum numbers of kernels that are shown without --full.
+
+The first number applies to the longest range of a program's trace, and the second to every other
+range.
 """
 MOST_RANGES = 3  # maximum number of ranges of a program's trace that are shown without --full
 COMPARED = (
@@ -227,14 +229,16 @@ def kernels_document(
 def _about_times(rows: Sequence[KernelRow]) -> str:
     """Return a note that says what kernel times include, and which measurement to use for a program."""
     if any(row.kernel_kind == "op" for row in rows):
-        return "An op's own time, without the ops that it calls. For the time of a call use bench."
+        return (
+            "The time of an op excludes the ops that it calls. For the time of a call, use bench."
+        )
     caches = "cold caches, because ncu runs each kernel on its own"
     if any(row.profiler != NCU for row in rows):
         caches = "a warm L2"
     return (
-        f"Kernel time only, with {caches}; launches and gaps are excluded. For the time of a "
-        "call in a program use bench: eager with the cost of launches, graph without it, "
-        "cold with flushed caches."
+        f"Only kernel time is shown, with {caches}; launches and gaps are excluded. For the time "
+        "of a call in a program, use bench: eager includes the cost of launches, graph excludes "
+        "this cost, and cold uses flushed caches."
     )
 
 
@@ -244,9 +248,9 @@ def is_minor(row: KernelRow) -> bool:
 
 
 def _shown_ranges(rows: Sequence[KernelRow]) -> dict[_Scope, int]:
-    """Map each config to 1, and then each range to show to the number of similar ranges.
+    """Map each config to 1, and each range to be shown to the number of similar ranges.
 
-    Of the ranges of a program that differ only in numbers, such as its steps, the longest is shown.
+    If ranges of a program differ only in numbers, as steps do, only the longest range is shown.
     """
     shown: dict[_Scope, int] = {}
     times: Counter[_Scope] = Counter()
@@ -405,12 +409,15 @@ def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
 
 
 def _with_disagreements(kernel: JoinedKernel, profilers: Iterable[str]) -> JoinedKernel:
-    """Add the disagreements between profilers. `profilers` are all that recorded the cell."""
+    """Add the disagreements between profilers.
+
+    `profilers` contains all profilers that recorded the cell.
+    """
     points = []
     for name in TRACE_PROFILERS:
         unseen = name == NCU and kernel.first.kernel_kind in UNSEEN_BY_NCU
         if name in profilers and name not in kernel.rows and not unseen:
-            points.append(Disagreement("missing", f"{name} did not record it"))
+            points.append(Disagreement("missing", f"{name} did not record the kernel"))
     for name, code, what in _AGREED:
         values = kernel.values(name)
         if len(set(values.values())) > 1:
@@ -429,7 +436,10 @@ def _time_disagreements(rows: dict[str, KernelRow]) -> list[Disagreement]:
         ratio = other.duration_ns / warm.duration_ns
         odd = ratio < 1 / MAX_TIME_RATIO or (both_ways and ratio > MAX_TIME_RATIO)
         if odd and abs(other.duration_ns - warm.duration_ns) > MIN_TIME_DIFFERENCE_NS:
-            text = f"it takes {ratio:.2f} times as long under {other.profiler} as under {warm.profiler}"
+            text = (
+                f"the kernel takes {ratio:.2f} times as long under {other.profiler} as under "
+                f"{warm.profiler}"
+            )
             points.append(Disagreement("time", text))
     return points
 

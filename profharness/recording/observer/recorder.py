@@ -76,7 +76,10 @@ _Tensor = torch.Tensor
 
 
 class Entry:
-    """All calls with the same exact key. Their number is the element `at` of the array `cells`."""
+    """All calls with the same exact key.
+
+    The element `at` of the array `cells` is the number of these calls.
+    """
 
     __slots__ = ("at", "cells", "marker", "template")
 

@@ -39,8 +39,8 @@ _getframe = sys._getframe
 class Sdpa:
     """A function that records each call and passes it unchanged to PyTorch's builtin function.
 
-    It is equal to the builtin and has the same hash, so that look-up tables and compilers that know
-    the builtin accept it.
+    The wrapper is equal to the builtin and has the same hash, so that look-up tables and compilers
+    that know the builtin accept the wrapper.
     """
 
     __name__ = NAME

@@ -132,7 +132,7 @@ def find_tool(name: str) -> Tool | None:
     """Find the tool of a profiler by its environment variable, on PATH, or in usual folders.
 
     Return None if the tool is not found. Raise ToolError (tool_missing) if the environment variable
-    is set but names no executable file. No other executable is used in that case, because the user
+    is set but names no executable file. In that case, no other executable is used, because the user
     would not notice the difference.
     """
     variable = PROFILERS[name].variable

@@ -340,11 +340,13 @@ class ToolSession(Session):
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def judge(self, returncode: int | None, text: str) -> tuple[Problem | None, Path | None]:
-        """Return the problem and the path of the file to ingest. Each of them may be None."""
+        """Return the problem and the path of the file to ingest. Both values may be None."""
         raise NotImplementedError
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:
-        """Interrupt the tool so that it writes its report. Use stronger signals if it does not end.
+        """Interrupt the tool so that the tool writes its report.
+
+        Use stronger signals if the tool does not end.
 
         If `hurry` is set, wait for a shorter time, and notify the user why this takes time.
         """
@@ -380,7 +382,7 @@ class ToolSession(Session):
             kill(pid, number)
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
-        """Interrupt the tool so that it writes its report and ends."""
+        """Interrupt the tool so that the tool writes its report and ends."""
         raise NotImplementedError
 
     def force(self, pid: int, timeout_s: float) -> None:

@@ -246,7 +246,7 @@ def profile_argv(
 
 
 def csv_argv(tool: Path, report: Path) -> list[str]:
-    """Return the command line of ncu that prints a report as CSV. It needs no GPU.
+    """Return the command line of ncu that prints a report as CSV. The command needs no GPU.
 
     The CSV has one row per kernel, and its numbers are in base units.
     """

@@ -1,7 +1,7 @@
 """A program of the worker that queries PyTorch about each config.
 
-It records which backend PyTorch chooses, why PyTorch refuses the other backends, and which changes
-of the config would make PyTorch accept them. No kernel is launched.
+The program records which backend PyTorch chooses, why PyTorch refuses the other backends, and which
+changes of the config would make PyTorch accept another backend. No kernel is launched.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class LiveDispatch:
             return self._fused_choice(config) or "none"
 
     def ask(self, config: Config, backend: str) -> Eligibility:
-        """Return whether PyTorch accepts the config when only `backend` is enabled, and why not.
+        """Return whether PyTorch accepts the config when only `backend` is enabled, and the reasons
+        if not.
 
         The answer is None if PyTorch raises another error, for example because it is out of memory.
         """

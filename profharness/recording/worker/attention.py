@@ -131,7 +131,8 @@ def make_call(
 ) -> Callable[[], Any]:
     """Return the function to profile and time.
 
-    It runs the forward pass. If the config has `bwd`, it also computes the gradients.
+    The function runs the forward pass. If the config has `bwd`, the function also computes the
+    gradients.
     """
     leaves = [getattr(inputs, name) for name in leaf_names(config)]
     forward = make_forward(config, inputs, attention)
@@ -152,7 +153,8 @@ def make_output(config: Config, inputs: Inputs, attention: Attention | None = No
 
 
 def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None:
-    """Raise ImplementationError unless the output has the type, shape, dtype and device of SDPA's.
+    """Raise ImplementationError unless the output has the type, shape, dtype and device of SDPA's
+    output.
 
     `name` is the name of the backend.
     """
@@ -251,8 +253,8 @@ def sdpa() -> Attention:
 def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ...]) -> str | None:
     """Return why `impl` cannot replace FA2 in PyTorch, or None if it can.
 
-    The arguments `module` and `remedy` are the Python package of `impl` and how to install it. The
-    argument `majors` lists the major compute capabilities that `impl` supports.
+    The argument `module` is the Python package of `impl`, and `remedy` says how to install the
+    package. The argument `majors` lists the major compute capabilities that `impl` supports.
     """
     if not hasattr(torch_attention, "restore_flash_attention_impl"):
         return f"choosing {impl} for SDPA requires torch >= 2.11, but this is {torch.__version__}"
@@ -336,9 +338,9 @@ def flex_flash_absent() -> str | None:
 def flex(kernel_options: dict[str, Any] | None) -> Attention:
     """Return an adapter for flex_attention.
 
-    It passes `causal` and a window as a block mask, and a softcap as a modification of the scores.
-    A sink s adds exp(s) to the sum of a row's exponentials, so it scales the row of the output by
-    sigmoid(lse - s).
+    The adapter passes `causal` and a window as a block mask, and a softcap as a modification of the
+    scores. A sink s adds exp(s) to the sum of a row's exponentials, so it scales the row of the
+    output by sigmoid(lse - s).
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -147,7 +147,7 @@ def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def copies_of(inputs_bytes: int, cache_bytes: int) -> int:
-    """Return how many copies of the inputs to make, so that they do not stay in the cache.
+    """Return how many copies of the inputs to make, so that the inputs do not stay in the cache.
 
     Together the copies exceed twice the size of the last-level cache, unless COPIES_MAX or
     COPIES_BYTES limits their number.

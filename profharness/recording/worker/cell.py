@@ -239,7 +239,7 @@ class Attempt:
         """Make the first call of an implementation and check its output.
 
         Raise RefusedError if the implementation refuses the config, and ImplementationError if its
-        output is not like SDPA's.
+        output is not like SDPA's output.
         """
         config = self.cell.config
         with implementation_errors(self.backend):
@@ -247,7 +247,8 @@ class Attempt:
             check_output(self.backend.name, config, inputs, output)
             if config.bwd and not output.requires_grad:
                 raise RefusedError(
-                    "unsupported", "its output has no gradient; remove bwd from the config"
+                    "unsupported",
+                    "the output of this implementation has no gradient; remove bwd from the config",
                 )
             if config.bwd:
                 make_call(config, inputs, attention)()

@@ -75,7 +75,7 @@ def implementation_errors(backend: Backend) -> Iterator[None]:
 def reasons_beforehand(
     config: Config, workspace: Workspace, backend: Backend
 ) -> tuple[Refusal, ...]:
-    """Return the reasons, known without a call, why a backend cannot compute a config."""
+    """Return the reasons, known before a call, why a backend cannot compute a config."""
     if backend.load is None:
         device = f"{backend.name} attention does not exist on {workspace.device}"
     else:  # the backend may exist for the device, but profharness does not run it there

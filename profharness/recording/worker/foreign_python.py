@@ -21,13 +21,13 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def refusal() -> str | None:
-    """Return why this Python cannot run a worker, or None if it can."""
+    """Return why this Python cannot run a worker, or None if it can run a worker."""
     if sys.version_info < OLDEST_PYTHON:
         here, oldest = map(dotted, (sys.version_info, OLDEST_PYTHON))
         return f"Python {here} is too old; {oldest} or newer is required"
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        return "no torch is installed there"
+        return "torch is not installed in this Python"
     # Read version.py, because a torch that runs from its build tree has no package metadata.
     text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
     version = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", text)

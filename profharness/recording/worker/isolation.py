@@ -108,9 +108,9 @@ def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tup
 
     Each isolated backend gets its own process, because side effects of the backend could change the
     results of others. All other backends share one process, for which the owner is an empty string.
-    An isolated backend that is not available shares it too, because none of its code runs. The
-    first process of each cell follows the plan's order. Later repetitions use a random order that
-    depends on the seed, so that changes of clocks and temperature favor no backend.
+    An isolated backend that is not available also shares this process, because none of its code
+    runs. The first process of each cell follows the plan's order. Later repetitions use a random
+    order that depends on the seed, so that changes of clocks and temperature favor no backend.
     """
     backends = dict.fromkeys(cell.backend for cell in plan.cells)
     owners = {backend: _owner(backend, sources, device) for backend in backends}

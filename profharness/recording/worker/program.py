@@ -1,6 +1,6 @@
 """The code that all programs of the worker share.
 
-It reads the plan, writes the journal, and ends the process when the parent ends.
+The code reads the plan, writes the journal, and ends the process when the parent ends.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ FOLDER_ERRORS = (
 class JournalWriter:
     """Appends entries to the journal of a run.
 
-    It opens the file anew for each entry, because a backend may close any descriptors of the
+    The file is opened anew for each entry, because a backend may close any descriptors of the
     process.
     """
 

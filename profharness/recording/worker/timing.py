@@ -326,8 +326,8 @@ def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[
 def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
     """Return samples of the work that `queue` starts.
 
-    `queue` returns a function that waits for the work and returns its sample. It is called only
-    after the next work is queued, so that the GPU does not become idle between samples.
+    `queue` returns a function that waits for the work and returns its sample. This function is
+    called only after the next work is queued, so that the GPU does not become idle between samples.
     """
     reads: deque[Callable[[], T]] = deque()
     values: list[T] = []
@@ -344,7 +344,7 @@ def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
 Sampler = Callable[[int], dict[str, list[int]]]
 """A function that takes the given number of samples, or fewer if the time limit is reached.
 
-It returns the samples by measurement.
+The function returns the samples by measurement.
 """
 
 

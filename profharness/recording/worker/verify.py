@@ -2,9 +2,10 @@
 
 For each cell, it calls the backend several times on poisoned memory, which is memory filled with a
 known byte, and compares the results with a reference. The reference is attention in plain torch ops
-without autograd. Computed in fp64, it is the expected result. Computed in the dtype of the inputs,
-it shows how large the error of a correct backend can be. The message about a wrong result describes
-the position and size of the error and, if possible, the mistake that would produce it.
+without autograd. Computed in fp64, the reference is the expected result. Computed in the dtype of
+the inputs, the reference shows how large the error of a correct backend can be. The message about a
+wrong result describes the position and size of the error and, if possible, the mistake that would
+produce it.
 """
 
 from __future__ import annotations
@@ -665,7 +666,8 @@ class Verifier:
         return replace(check, message=f"{text} (Frobenius norm)")
 
     def _why_forward_only(self, config: Config, backend: Backend) -> str | None:
-        """Return why only the forward pass can be verified, or None if the whole config can.
+        """Return why only the forward pass can be verified, or None if the whole config can be
+        verified.
 
         Raise RefusedError if the backend refuses the forward pass too.
         """
@@ -758,9 +760,9 @@ class _Caller:
     def _call(self, inputs: Inputs) -> tuple[dict[str, Any], str | None, str | None]:
         """Call the backend. Return the results by name and two messages, each of which may be None.
 
-        The messages are why the backend has no gradients, and why its backward pass failed. In both
+        The messages say why the backend has no gradients, and why its backward pass failed. In both
         cases the results still contain the output. Raise ImplementationError if the output is not
-        like SDPA's, and RefusedError if the backend refuses the config.
+        like SDPA's output, and RefusedError if the backend refuses the config.
         """
         with implementation_errors(self.backend):
             out = make_output(self.config, inputs, self.attention)

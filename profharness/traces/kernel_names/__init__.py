@@ -223,8 +223,8 @@ _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
 
 
 def _own(text: str, head: Head) -> KernelName | None:
-    """Parse a kernel from the folder kernels/, such as `tiled_attention<T, BM, BN, …>`, whose tile
-    has BM queries and BN keys.
+    """Parse a kernel from the folder kernels/, such as `tiled_attention<T, BM, BN, …>` with a tile
+    of BM queries and BN keys.
     """
     if _TRITON.match(text):
         direction = "bwd" if "backward" in text else "fwd"

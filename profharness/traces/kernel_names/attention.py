@@ -72,8 +72,9 @@ _FA2_SHORT = {
 
 
 def fa2_flags(base: str, text: str) -> dict[str, bool]:
-    """Return the compile-time flags of a FlashAttention 2 kernel by name. Kernels of old releases
-    have fewer flags.
+    """Return the compile-time flags of a FlashAttention 2 kernel as a dict.
+
+    Kernels of old releases have fewer flags.
     """
     match = _FLAGS.search(text)
     if match is None or "combine" in base:

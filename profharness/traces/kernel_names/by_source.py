@@ -1,8 +1,8 @@
-"""Tell the pipeline stages and the warp roles of a kernel where the source code of its library shows
-them and the name does not.
+"""Find the pipeline stages and the warp roles of a kernel in the source code of its library if the
+name does not show them.
 
-Each fact has been read in the file that it names. Kernels whose source is closed or was not read,
-such as those of cuDNN and cuBLAS, have no facts.
+Each fact names the source file that contains the fact. Some kernels have no facts, because their
+source is closed or was not read. Examples are the kernels of cuDNN and cuBLAS.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ _SAME = {"flash2_pip": "flash2", "flash2_any": "flash2", "efficient_any": "effic
 
 
 def facts_by_source(kernel: KernelName, library: str) -> tuple[SourceFact, ...]:
-    """Return what the source code of a kernel's library says about its stages and warp roles."""
+    """Return the facts about stages and warp roles in the source code of a kernel's library."""
     library = _SAME.get(library, library)
     return tuple(
         SourceFact(*fact)
@@ -130,7 +130,10 @@ def facts_by_source(kernel: KernelName, library: str) -> tuple[SourceFact, ...]:
 
 
 def fact_texts(facts: Iterable[SourceFact]) -> Iterator[str]:
-    """Yield each fact as text that ends with its source. Facts of one source share its name."""
+    """Yield each fact as text that ends with the source.
+
+    Facts from the same source share one text.
+    """
     groups: dict[str, list[str]] = {}
     for fact in facts:
         groups.setdefault(fact.source, []).append(f"{fact.property.capitalize()}: {fact.meaning}")

@@ -34,7 +34,7 @@ from profharness.traces.kernel_names.text import (
 )
 
 Word = tuple[str, str, Mapping[str, object]]
-"""A pattern that matches a token in a name, the meaning of the token, and the values of fields of a
+"""A row has a pattern that matches a token in a name, the meaning of the token, and the fields of a
 KernelName that the token implies. A named group of the pattern also sets the field of that name. In
 the meaning, {0} stands for the token, and {1} for the first group.
 """
@@ -60,8 +60,8 @@ _DIRECTIONS = (
 )
 _SIZES = "tile of {1} queries x {2} keys"
 _LETTERS = (
-    "types, one letter each: h fp16, t bf16, s fp32; NVIDIA does not document which operands "
-    "they describe"
+    "types, one letter each: h fp16, t bf16, s fp32; NVIDIA does not document which operands the "
+    "letters describe"
 )
 _LAYOUT = "which operands are transposed (t) and which are not (n)"
 _PRODUCT_TILE = (
@@ -102,7 +102,10 @@ WORDS: dict[str, tuple[Word, ...]] = {
             (r"wgmma", "tensor-core instructions of a warp group (Hopper)"),
             (r"wmma", "tensor-core instructions of a warp"),
             (r"mxfp8|f8", "8-bit floats"),
-            (r"knob_(\d+)", "cuDNN's number for a variant; NVIDIA does not document what it sets"),
+            (
+                r"knob_(\d+)",
+                "cuDNN's number for a variant; NVIDIA does not document the meaning of the number",
+            ),
             (
                 r"(?P<tile_m>\d{2,})x(?P<tile_n>\d{2,})x(?P<tile_k>\d{2,})",
                 "tile of {1} queries x {2} keys, head dimension {3}",
@@ -122,7 +125,10 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"simt|ffma", "on CUDA cores, without tensor cores"),
         (r"xmma", "NVIDIA's generator of product kernels"),
         (r"nvjet", "cuBLAS's generator of product kernels since Hopper"),
-        (r"[sdch]gemm", "matrix product in the type of {0}'s first letter: s fp32, d fp64, h fp16"),
+        (
+            r"[sdch]gemm",
+            "matrix product in the type of the first letter of {0}: s fp32, d fp64, h fp16",
+        ),
         (
             r"([shd])(?:1688|16816|161616|884)gemm",
             "tensor-core product with sums in the type {1}: s fp32, h fp16",
@@ -184,13 +190,16 @@ WORDS: dict[str, tuple[Word, ...]] = {
             (r"fmha", "fused multi-head attention"),
             (r"mla", "multi-head latent attention"),
             (r"pa", "paged attention"),
-            (r"hd(?P<head_dim>\d+)(?:_hd\d+)?", "head dimension {1}; a second number is of values"),
+            (
+                r"hd(?P<head_dim>\d+)(?:_hd\d+)?",
+                "head dimension {1}; a second number is the head dimension of the values",
+            ),
             (r"group", "packed sequences of different lengths"),
             (
                 r"rtn[ea]|rtz",
                 "rounding of sums to bf16: to nearest even (rtne), away (rtna), to 0 (rtz)",
             ),
-            (r"a(?:16|32)", "gradient of queries summed in {0}'s number of bits"),
+            (r"a(?:16|32)", "gradient of the queries, summed with the number of bits in {0}"),
             (r"odo", "sums output times gradient over rows, before the backward"),
             (r"dq_convert", "converts the fp32 gradient of the queries to 16 bits"),
             (r"gqa(\d+)", "{1} query heads share a head of keys"),
@@ -376,7 +385,7 @@ class Description:
     contain.
     """
     by_source: tuple[SourceFact, ...] = ()
-    """What the source code of the library says about stages and warp roles."""
+    """The facts about stages and warp roles in the source code of the library."""
 
     @property
     def is_known(self) -> bool:
@@ -547,8 +556,9 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePa
 def _word(
     base: str, at: int, rows: Iterable[Word], end: str, values: dict[str, object]
 ) -> tuple[NamePart | None, int]:
-    """Find the first row that matches the word at base[at]. Return the described word and the
-    position after the word. Return None and `at` if no row matches.
+    """Find the first row that matches the word at base[at].
+
+    Return the described word and the position after the word, or None and `at` if no row matches.
     """
     for pattern, meaning, implied in rows:
         match = re.compile(f"(?:{pattern}){end}", re.ASCII).match(base, at)

@@ -2,9 +2,9 @@
 
 These kernels compute attention (in libraries outside of PyTorch), collectives, experts, rotary
 embeddings, norms and quantization, or write to caches. The words come from the source files that
-are named in comments, and from public traces of vLLM, SGLang and xDiT in TraceLens (171dd74). The
-traces were recorded on H100, B200, MI210 and MI300. The words of kernels in llama.cpp (ggml-cuda)
-and MIOpen come from public traces too.
+comments name, and from public traces of vLLM, SGLang and xDiT in TraceLens (171dd74). The traces
+were recorded on H100, B200, MI210 and MI300. The words of kernels in llama.cpp (ggml-cuda) and
+MIOpen come from public traces too.
 """
 
 from __future__ import annotations
