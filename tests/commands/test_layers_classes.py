@@ -595,7 +595,7 @@ def test_regret_needs_times_of_the_backend_that_ran(folder: Path) -> None:
     other = bench_run(store, "1111", {("1,1,8,8,fp32", "math"): US})
     elsewhere = bench_run(store, "2222", times_of(layers), ON_H200)
     for arguments, error in (
-        (["--bench", other], "contains no times of what ran"),
+        (["--bench", other], "contains no times of the backends that ran"),
         (["--bench", elsewhere], "was timed on NVIDIA H200"),
         (["--bench", run, "--max-time", "1s"], "--max-time limits measurements"),
         (["--backend", "flash"], "requires --savings"),
@@ -635,7 +635,9 @@ def test_a_gate_fails_if_no_backend_is_known(folder: Path) -> None:
     half = the_map(folder / "half.db")
     unseen = replace(half, rows=tuple(replace(row, ran=None) for row in half.rows))
     for gate in ("math-fallback", "backend-changed"):
-        with pytest.raises(GateError, match=f"{gate}: unknown: no call shows which backend ran"):
+        with pytest.raises(
+            GateError, match=f"{gate}: unknown, because no call shows which backend ran"
+        ):
             check_gates(unseen, parse_gates([gate], []))
     check_gates(unseen, parse_gates(["eager-attention"], []))  # a call of SDPA is none
 
@@ -651,7 +653,7 @@ def test_gates_on_masks_and_requests_need_an_observed_program(folder: Path) -> N
     gates = parse_gates(["noop-mask,requested-not-run"], [])
     with pytest.raises(GateError) as failed:
         check_gates(replace(half, rows=rows), gates)
-    assert len(re.findall("its mask hides nothing", str(failed.value))) == 2
+    assert len(re.findall("the mask hides nothing", str(failed.value))) == 2
     assert "the program allowed flash, but math ran" in str(failed.value)
     rows = tuple(replace(row, mask="none", asked=row.ran) for row in half.rows)
     check_gates(replace(half, rows=rows), gates)
