@@ -677,7 +677,7 @@ def test_regret_refuses_to_time_on_another_gpu(
 ) -> None:
     monkeypatch.setattr(recording, "gpu_name", lambda: "NVIDIA L4")
     layers = the_map(folder / "math.db", gpu="NVIDIA H200")
-    with pytest.raises(ProfharnessError, match="on NVIDIA H200, and this machine has NVIDIA L4"):
+    with pytest.raises(ProfharnessError, match="on NVIDIA H200, but this machine has NVIDIA L4"):
         recording.time_layers(layers, BenchOptions(), folder / "math.db")
 
 
