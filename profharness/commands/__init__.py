@@ -1,1 +1,1 @@
-"""The commands. Each module declares one command, its output and its gates."""
+"""The commands of profharness. Each module declares one command, its output and its gates."""

@@ -12,9 +12,10 @@ NOT_FAILED = ("ok", "refused", "unknown")
 
 
 def split_text(counts: Counter[str], total: int | None = None) -> str:
-    """Return text such as `cuDNN on 3 of 4 configs and flash on 1`.
+    """Return text such as `cudnn on 3 of 4 configs and flash on 1`.
 
-    `counts` has the number of configs of each backend. `total` is their sum if it is None.
+    `counts` maps each backend to its number of configs. By default, `total` is the sum of these
+    numbers.
     """
     total = sum(counts.values()) if total is None else total
     (first, most), *others = counts.most_common()
@@ -26,7 +27,7 @@ def split_text(counts: Counter[str], total: int | None = None) -> str:
 
 
 def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:
-    """Yield a sentence on the backends that refused a config, and one on those that failed.
+    """Yield a sentence about backends that refused a config, and one about backends that failed.
 
     If `several` is set, the sentences count the configs.
     """

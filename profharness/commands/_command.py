@@ -3,8 +3,8 @@
 A command module decorates its function with `command`. The annotation of each parameter contains an
 `Option`. The decorator `document` registers the function that displays the result, and `gate` the
 function that makes the command exit with 3. Additional parameters of these two functions become
-options that the Python function does not have. `usage` registers the function that rejects options
-that exclude each other, before anything is read.
+options that the Python function does not have. `usage` registers the function that rejects mutually
+exclusive options before anything is read.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Declaration:
             self.usage(**_accepted(self.usage, values))
 
     def with_separate_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments, with each config and each run in the parameter where it belongs.
+        """Move each config and each run to its own parameter, and return the arguments.
 
-        The values are as Click or a Python caller gives them: one text or several.
+        A value is one text or several texts, as passed by Click or by a Python caller.
         """
         arranged = {**given}
         for each in self.parameters:
@@ -111,7 +111,7 @@ class Declaration:
         return arranged
 
     def with_runs(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values after the `find` functions of the parameters were applied to them."""
+        """Apply the `find` functions of the parameters, and return the resulting values."""
         path = store_path(values.get("store"))
         return {**values} | {
             each.name: each.option.find(values[each.name], path)
@@ -136,7 +136,7 @@ class Declaration:
         return self.document(answer, **_accepted(self.document, values))
 
     def judge(self, answer: Any, values: Mapping[str, Any]) -> str | None:
-        """Return what the gate that was met required, if anything. Raise GateError if it was not."""
+        """Return a summary of the gates that passed, or None. Raise GateError if a gate failed."""
         return None if self.gate is None else self.gate(answer, **_accepted(self.gate, values))
 
     def click_command(self) -> click.Command:
@@ -247,9 +247,10 @@ def document(
 def gate(
     of: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[A, Q], G]], Callable[Concatenate[A, Q], G]]:
-    """Register the function that raises GateError if a gate is not met. It runs after the output.
+    """Register the function that raises GateError if a gate is not met.
 
-    If it returns a text, the command line prints that the gate passed.
+    The function runs after the output. If it returns a text, the command line prints the text and
+    that the gate passed.
     """
 
     def register(function: Callable[Concatenate[A, Q], G]) -> Callable[Concatenate[A, Q], G]:
@@ -291,7 +292,7 @@ def as_is(answer: A) -> A:
 
 
 def _texts(value: Any) -> list[Any] | None:
-    """Return a text, a path or several of them as a list. Return None for values of other types."""
+    """Return one or several texts or paths as a list. Return None for values of other types."""
     values = [] if value is None else [*value] if isinstance(value, list | tuple) else [value]
     return values if all(isinstance(each, str | os.PathLike) for each in values) else None
 

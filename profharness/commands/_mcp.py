@@ -1,6 +1,6 @@
 """The MCP server, which offers read-only commands as tools on stdio.
 
-Importing this module raises MissingExtraError without the extra `mcp`.
+Importing this module raises MissingExtraError if the extra `mcp` is not installed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ TOOLS = ("runs", "kernels", "layers", "predict", "explain", "diff", "explain-ker
 GRAMMAR = "\n  ".join(grammar_lines())
 INSTRUCTIONS = (
     "profharness reports which CUDA kernels PyTorch's attention "
-    "(scaled_dot_product_attention) launches, why PyTorch chose that backend, and what "
-    "it cost. A store contains runs: captured configs and traces of programs. Call "
-    "`runs` to list them. All tools are read-only. They return JSON with `rows` and other keys. A "
+    "(scaled_dot_product_attention) launches, why PyTorch chose the backend, and how "
+    "long the kernels took. A store contains runs: captured configs and traces of programs. Call "
+    "`runs` to list the runs. All tools are read-only and return JSON with `rows` and other keys. A "
     "config is batch,heads,seq_len,head_dim and, after these four, in any order: "
     f"{GRAMMAR} as in 2,8,512,64,bf16,causal or 16,32,1,128,bf16,seq_kv=4096,kv_heads=8. "
     "{fp16,bf16} and 128:4096:*2 stand for several values. PyTorch's backends are flash, "
-    "efficient, cudnn, math; auto is PyTorch's own choice. Times are nanoseconds. "
-    "null means unknown.\\n"
+    "efficient, cudnn, math; auto is PyTorch's own choice. Times are in nanoseconds. "
+    "The value null means unknown.\\n"
 )
 
 
@@ -100,13 +100,13 @@ def _limits(parameter: Parameter) -> dict[str, Any]:
 
 
 def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
-    """Run a command and return its JSON. Raise ProfharnessError for an invalid argument too."""
+    """Run a command and return its result as JSON. Raise ProfharnessError for invalid arguments."""
     declaration, offered = declared(name), _offered(declared(name))
     try:
         given = msgspec.structs.asdict(msgspec.convert(arguments, arguments_type(name)))
     except msgspec.ValidationError as error:
         known = ", ".join(offered) or "none"
-        raise UsageError(f"{name}: {error}; its arguments: {known}") from None
+        raise UsageError(f"{name}: {error}; the arguments of {name}: {known}") from None
     values: dict[str, Any] = {"store": store}
     for key, value in given.items():
         parameter = offered[key]
@@ -120,14 +120,14 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     text = render_json(declaration.shown(declaration.answer(values), values))
     if len(text) > MAX_ANSWER_BYTES:
         raise UsageError(
-            f"the result takes {len(text) / 1000000.0:.1f} MB, more than the limit of "
-            f"{MAX_ANSWER_BYTES >> 20} MiB; request fewer configs or backends, or one run"
+            f"the result has {len(text) / 1000000.0:.1f} MB and exceeds the limit of "
+            f"{MAX_ANSWER_BYTES >> 20} MiB; request fewer configs or backends, or only one run"
         )
     return text
 
 
 def serve(store: Path) -> None:
-    """Answer the requests on stdin until it is closed."""
+    """Answer the requests on stdin until stdin is closed."""
     # Signals end the process at once, because an orderly exit would wait for the thread that reads
     # stdin. The tools only read, so no file remains incomplete.
     for number in (signal.SIGINT, signal.SIGTERM):

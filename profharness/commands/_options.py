@@ -39,25 +39,25 @@ class Option:
     file_help: str = ""
     read_file: Callable[[Path], list[Any]] | None = None
     check: Callable[[Any], object] | None = None
-    """Called with the value unless it is None. Raises UsageError if the value is invalid."""
+    """A function that raises UsageError if the value is invalid. The value None is not checked."""
     find: Callable[[Any, Path], Any] | None = None
-    """Replaces the value before the function runs, given the value and the path of the store. It is not
-    called for an MCP tool, because it may read files that the value names."""
+    """A function that replaces the value before the command runs. Its arguments are the value and the
+    path of the store. MCP tools do not use it, because it may read files that the value names."""
     old_flags: tuple[str, ...] = ()
-    """Earlier spellings of the option. They keep working, but `--help` and completion do not show them.
-    A positional argument has them if it was an option before, such as `--run`."""
+    """Earlier spellings of the option, which keep working but are not shown by `--help` and completion.
+    A positional argument has earlier spellings if it was an option before, such as `--run`."""
     as_arguments: bool = False
     """Whether the values of a repeatable option may also be given as positional arguments."""
     configs: str = ""
-    """For a run: the name of the parameter that gets the configs among the arguments. A run that was
-    given to that parameter becomes the value of this one."""
+    """The name of the parameter for configs, if the positional arguments may be runs or configs. A run
+    in the parameter for configs becomes a value of this parameter."""
     tool: str = ""
     """Description of the parameter in the MCP tool. If empty, the tool has no such parameter."""
     tool_name: str = ""
     """Name of the parameter in the MCP tool. If empty, the name on the command line is used."""
     tool_examples: tuple[str, ...] = ()
     tool_value: Callable[[str], Any] | None = None
-    """Converts a text from an MCP client to a value of the parameter."""
+    """A function that converts a text from an MCP client to a value of the parameter."""
     click: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -180,12 +180,15 @@ class Parameter:
         return value
 
     def _single(self, values: tuple[Any, ...]) -> Any:
-        """Return the only value, or the default if there is none. Raise UsageError for several."""
+        """Return the only value, or the default if there is none.
+
+        Raise UsageError for several values.
+        """
         if len(values) > 1:
             command = click.get_current_context().info_name
             pair = shlex.join(map(str, values[:2]))
             raise UsageError(
-                f"{command} shows one run, not {len(values)}; compare two with: profharness diff {pair}"
+                f"{command} shows one run, not {len(values)}; compare two runs with: profharness diff {pair}"
             )
         return values[0] if values else self.default
 

@@ -137,13 +137,13 @@ def hint_after(text: str) -> None:
 
 
 def hint_cpu(environment: Mapping[str, Any], device: str, remedy: str) -> None:
-    """Print after the result that a CPU was used for lack of a GPU, unless the user chose the CPU."""
+    """Print after the result that no GPU was found, unless the user chose the CPU."""
     if device != CPU and not on_gpu(environment):
         hint_after(no_gpu_text(remedy))
 
 
 def live(text: str = "") -> None:
-    """Replace the last line on the terminal (stderr). An empty text clears it."""
+    """Replace the last line on the terminal (stderr). An empty text clears the line."""
     click.echo(f"\r\x1b[K{printable(text)}", file=_screen(), nl=False)
 
 
@@ -158,12 +158,12 @@ def is_command_line() -> bool:
 
 
 def chosen_format(format_: str | None, output: Path | None) -> str:
-    """Return the value of --format. Without it, use the suffix of -o. The default is `table`."""
+    """Return the value of --format, or the format of the suffix of -o. The default is `table`."""
     return format_ or SUFFIX_FORMATS.get(output.suffix.lower() if output else "", "table")
 
 
 def drawable(document: Document, chosen: str) -> Document:
-    """Return a document without the charts that need the extra `report`, if it is not installed.
+    """Remove the charts that need the extra `report`, if this extra is not installed.
 
     Print a hint if a chart is left out.
     """
@@ -175,7 +175,7 @@ def drawable(document: Document, chosen: str) -> Document:
     )
     if left_out := len(document.blocks) - len(kept):
         text = counted(left_out, "chart was", "charts were")
-        hint(f"{text} left out; to draw them: {install_command('report')}")
+        hint(f"{text} left out; to draw all charts, run: {install_command('report')}")
     return replace(document, blocks=kept)
 
 
@@ -222,9 +222,9 @@ def emit(
 ) -> None:
     """Render the document to the file, or to stdout if `output` is None.
 
-    If `format` is None, the suffix of the file determines the format. The default is `table`. A
-    Markdown file has its charts in separate files, whose format is `images` (`svg` or `png`). If
-    `full` is set, a table shows every column.
+    If `format` is None, the suffix of the file determines the format. The default is `table`. The
+    charts of a Markdown file are written to separate files in the format `images` (`svg` or `png`).
+    If `full` is set, a table shows every column.
     """
     chosen = chosen_format(format, output)
     if output is not None or chosen == "html":
@@ -404,7 +404,7 @@ MIN_ELAPSED_S = 5.0
 
 
 def time_left(elapsed_s: float, done: int, total: int) -> str:
-    """Return text such as `, about 2 min left`. It is empty at the beginning and at the end."""
+    """Return text such as `, about 2 min left`, or "" at the beginning and at the end."""
     if elapsed_s < MIN_ELAPSED_S or not 0 < done < total:
         return ""
     left = elapsed_s / done * (total - done)

@@ -32,11 +32,11 @@ OBSERVER = "profharness.recording.observer.wrapper"
 
 
 def observe() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that records the attention calls made in its block. Loads torch.
+    """Return a context manager that records the attention calls in its block.
 
-    It yields an object with `calls`, which has one dict per kind of call, and `backends`, the set of
-    backends that ran. Calls of a function that was imported by name from torch.nn.functional before
-    the first such block are not recorded.
+    This function imports torch. The context manager yields an object with two attributes: `calls`
+    has one dict per kind of call, and `backends` is the set of backends that ran. A function that was
+    imported by name from torch.nn.functional before the first block is not recorded.
     """
     block: contextlib.AbstractContextManager[Any] = import_module(OBSERVER).observe()
     return block
@@ -51,8 +51,9 @@ def cells(
 ) -> pd.DataFrame:
     """Return one row per cell of a run, with status, refusals and latency samples.
 
-    `run` is a trace file, a run folder, the name of an ingested file, a run id, a unique prefix of one,
-    `latest`, `latest~1` or `all`. None means the latest run. Raise UsageError if `configs` or `backends` is empty.
+    `run` is a trace file, a run folder, the name of an ingested file, a run id, a unique prefix of a run
+    id, `latest`, `latest~1` or `all`. None means the latest run. Raise UsageError if `configs` or
+    `backends` is empty.
     """
     chosen = config_list(configs) or None
     names = None if backends is None else split_names(backends)
@@ -94,7 +95,7 @@ def query(
 ) -> pd.DataFrame:
     """Return the result of a SELECT statement on the store. Raise UsageError for any other SQL.
 
-    Besides its tables, the store has views such as `kernel_launches` and `kernel_summary`.
+    The store has tables, and views such as `kernel_launches` and `kernel_summary`.
     """
     with open_store(store_path(store)) as opened:
         return stores.query(opened, sql, params)

@@ -1,9 +1,9 @@
-"""Find the runs that a user names, and ingest those that are given as files or folders.
+"""Find the runs that a user names, and ingest runs that are named by a file or folder.
 
-A run is given by an id, a unique prefix of an id, `latest`, `latest~1`, the name of an ingested
-file, a trace file or a run folder. The store resolves all of these except files and folders that
-exist, which this module replaces by the ids of their runs. MCP tools do not call this module, because
-a client may not choose which files the server reads.
+The name of a run is an id, a unique prefix of an id, `latest`, `latest~1`, the name of an ingested
+file, a trace file or a run folder. This module replaces existing files and folders by the ids of
+their runs, and the store resolves all other names. MCP tools do not call this module, because a
+client may not choose which files the server reads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONFIG = re.compile(r"[\d{][^/]*,|b\d+-h\d+-")
 
 
 def find_one(ref: Reference | None, store: Path) -> str | None:
-    """Return a text that selects the given run in the store. None stays None.
+    """Return a text that selects the given run in the store. Return None for None.
 
     Ingest a file or folder that is not stored yet. Raise UsageError for a folder with several runs.
     """
@@ -72,8 +72,8 @@ def separate(
 ) -> tuple[list[Reference], list[str]]:
     """Return the runs and the configs among texts that may be in the wrong place.
 
-    A text given as a run counts as a config if it looks like one and is no file. A text given as a
-    config counts as a run only if it is one.
+    A text in `runs` counts as a config if it looks like a config and no file has this name. A text in
+    `configs` counts as a run only if it selects a run.
     """
     texts = [*runs]
     as_configs = [os.fspath(each) for each in texts if _is_config(os.fspath(each))]
@@ -110,9 +110,9 @@ def find_listed(refs: str | Iterable[str], store: Path) -> tuple[str, ...]:
 
 
 def find_side(ref: Reference, store: Path) -> str:
-    """Return a side of a diff in which a file or folder is replaced by the id of its run.
+    """Return a side of a diff, and replace a file or folder by the id of its run.
 
-    A side is a run, a backend, or RUN:BACKEND. The name of a stored backend stays as it is, even if
+    A side is a run, a backend, or RUN:BACKEND. The name of a stored backend is not replaced, even if
     a folder has the same name.
     """
     text = os.fspath(ref)
@@ -150,8 +150,8 @@ def _require_run(text: str, store: Path) -> None:
     if _CONFIG.match(text):
         quoted = shlex.quote(text)
         raise UsageError(
-            f"{text!r} is a config, but this command needs a run; see the kernels of the config "
-            f"with: profharness kernels {quoted}; or why PyTorch chooses its backend with: "
+            f"{text!r} is a config, but this command needs a run; to see the kernels of the config, "
+            f"use: profharness kernels {quoted}; to see why PyTorch chooses a backend, use: "
             f"profharness explain {quoted}"
         )
     if os.sep not in text and not Path(text).suffix:
@@ -167,7 +167,7 @@ def _require_run(text: str, store: Path) -> None:
         except NotFoundError as error:
             raise UnknownNameError(f"{missing}; {error}") from None
     if os.sep in text:  # not only the name of a run
-        hint(f"note: {missing}; its stored run is used")
+        hint(f"note: {missing}; using the stored run of this name")
 
 
 def _sources(text: str) -> list[Path]:
@@ -214,9 +214,9 @@ def _ingest_all(sources: list[Path], store: Path, found: dict[str, Path | None])
 def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> IngestResult:
     """Ingest a trace file or run folder unless the store has its content. Return the stored run.
 
-    A stored trace whose content was given under another name takes the new name, unless its run is
-    in `found`. Raise TraceFormatError if it cannot be read, and StoreError if the store cannot be
-    written.
+    If the store has the same trace under another name, rename the stored run, unless the run is in
+    `found`. Raise TraceFormatError if the source cannot be read, and StoreError if the store cannot
+    be written.
     """
     # imported here because only a run that is given as a path needs the readers of traces
     from profharness.store.ingest import ingest_source, rename_trace, require_stored, unchanged
@@ -253,7 +253,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def hint_warnings(source: Path, results: Iterable[IngestResult]) -> None:
-    """Print the warnings about a source. Each names the file only once."""
+    """Print the warnings about a source. Each line names the file only once."""
     name = f"{printable_path(source.name)}: "
     for text in (text for result in results for text in result.warnings):
         hint(f"warning: {printable_path(source)}: {text.removeprefix(name)}")
@@ -263,7 +263,7 @@ def hint_warnings(source: Path, results: Iterable[IngestResult]) -> None:
 def ingest_progress(source: Path) -> Iterator[Progress | None]:
     """Yield a callback that shows the number of launches on a terminal, otherwise None.
 
-    If nsys has to export the source first, print how long that may take.
+    If nsys has to export the source first, print the time limit of the export.
     """
     if source.suffix == SUFFIX:
         hint(

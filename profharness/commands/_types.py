@@ -112,7 +112,7 @@ def complete_configs(_: click.Context, __: click.Parameter, incomplete: str) -> 
 
 
 def complete_gpus(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the last name in a list of GPUs. Those with an atlas come first."""
+    """Complete the last name in a list of GPUs. GPUs with an atlas come first."""
     from profharness.atlas.data import packaged_atlases, read_atlas
     from profharness.devices import ARCHITECTURES, GPUS, find_gpu
 
@@ -129,7 +129,7 @@ def require_one(command: str, what: str) -> Callable[[str], None]:
 
     def check(value: str) -> None:
         if "," in value or ".." in value:
-            raise UsageError(f"{command} predicts for one {what}; name one")
+            raise UsageError(f"{command} predicts for one {what}; name only one {what}")
 
     return check
 
@@ -150,7 +150,7 @@ def gpu_option(
 
 
 def complete_releases(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    """Complete a release of PyTorch with known rules, or the end of a range of them."""
+    """Complete a release of PyTorch with known rules, or the end of a range of releases."""
     from profharness.attention.dispatch.machine import RELEASES, release_text
 
     names = {".".join(map(str, release[:2])): None for release in sorted(RELEASES, reverse=True)}
@@ -200,7 +200,7 @@ def complete_sides(
 
 
 def store_path(store: PathLike | None) -> Path:
-    """Return the path of the store. None means $PROFHARNESS_STORE, or the default if it is unset."""
+    """Return the path of the store. None means $PROFHARNESS_STORE or the default path."""
     return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
 
 
@@ -267,7 +267,7 @@ def require_profilers(names: Names) -> None:
 def tool_backends(text: str) -> tuple[str, ...]:
     """Return the backends that an MCP client named. Raise UsageError for a file or a module.
 
-    Otherwise a client could choose which files the server reads.
+    A client must not choose which files the server reads.
     """
     # imported here because most commands have no backends
     from profharness.attention.backends.sources import is_source_name
@@ -334,7 +334,9 @@ Store = Annotated[
 Configs = Annotated[ConfigLike, config_option()]
 ConfigArguments = Annotated[ConfigLike, replace(config_option(), as_arguments=True)]
 """The type of the configs of a command whose positional arguments are configs."""
-OneConfig = Annotated[ConfigLike, config_option(" Only one, because a script contains one cell.")]
+OneConfig = Annotated[
+    ConfigLike, config_option(" Only one config is allowed, because a script contains one cell.")
+]
 BACKENDS_OPTION = Option(
     ("--backend",),
     multiple=True,
@@ -342,15 +344,15 @@ BACKENDS_OPTION = Option(
     complete=complete_backends,
     help="A backend, such as auto, flash, efficient, cudnn or math; a set (flash+math); an order "
     "(cudnn-then-flash, or 'cudnn>flash' in quotes); or file.py:function. `all` means PyTorch's "
-    "own backends on this device; `kernels` means those in kernels/. Repeatable, or separated by "
-    "commas.",
+    "own backends on this device, and `kernels` means the backends in kernels/. Repeatable, or "
+    "separated by commas.",
     tool="Use only these backends, separated by commas; files and modules are not accepted. Default: all.",
     tool_value=tool_backends,
     tool_examples=("auto,flash,math",),
 )
 Backends = Annotated[Names | None, BACKENDS_OPTION]
 RUN_TOOL = (
-    "A stored run: an id, a unique prefix, the name of an ingested file, latest, "
+    "A stored run: an id, a unique prefix of an id, the name of an ingested file, latest or "
     "latest~1. Default: the latest run that has the requested data."
 )
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
@@ -385,7 +387,7 @@ RunOrConfigs = Annotated[
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the parameter `*runs` of a command that shows several runs."""
 DEFAULT_RELEASE = (
-    "[default: the installed release if the GPU's atlases cover it, else their newest]"
+    "[default: the installed release if an atlas of the GPU covers it, else its newest release]"
 )
 
 
@@ -407,7 +409,7 @@ Driver = Annotated[
     Option(
         ("--driver",),
         metavar="VERSION",
-        help="Use the atlas of this driver version.  [default: the one that fits best]",
+        help="Use the atlas of this driver version.  [default: the best match]",
     ),
 ]
 AtlasFolder = Annotated[
@@ -446,8 +448,9 @@ Scheduler = Annotated[
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Run on several lanes in parallel: local means one per visible GPU, local:2 means two, and "
-        "tls://head:8786 those of a Dask scheduler.  [default: local if there are several GPUs]",
+        help="Run on several lanes in parallel. local means one lane per visible GPU, local:2 means two "
+        "lanes, and tls://head:8786 means the lanes of a Dask scheduler.  [default: local if there are "
+        "several GPUs]",
     ),
 ]
 GpuClasses = Annotated[
@@ -458,7 +461,7 @@ GpuClasses = Annotated[
         complete=complete_gpus,
         multiple=True,
         metavar="CLASS",
-        help="Run every config on each of these classes of GPU, such as H100,H200.",
+        help="Run every config on each of these GPU classes, such as H100,H200.",
     ),
 ]
 Insecure = Annotated[

@@ -59,7 +59,8 @@ Scheduler = Annotated[
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Read sources in parallel: local means one process per CPU, local:4 means four.",
+        help="Read sources in parallel. local means one process per CPU, and local:4 means four "
+        "processes.",
     ),
 ]
 
@@ -78,22 +79,23 @@ def ingest(
 ) -> list[IngestResult]:
     """Add traces and run folders to the store.
 
-    Sources are run folders, and traces of any program: of the PyTorch profiler (Kineto JSON, .json or
-    .json.gz), of Nsight Systems (.nsys-rep, or its export .sqlite) and of Nsight Compute
-    (.ncu-rep, or its .csv). A folder stands for all such files in it and its subfolders.
+    A source is a run folder or a trace of any program. A trace is a file of the PyTorch profiler
+    (Kineto JSON, .json or .json.gz), of Nsight Systems (.nsys-rep, or exported .sqlite) or of Nsight
+    Compute (.ncu-rep, or exported .csv). For any other folder, all sources in the folder and its
+    subfolders are ingested.
 
     A serving engine records several files: a trace of its steps, traces of its CUDA graph
-    capture (named graph_capture…, or in a folder capture_traces), and a log. They become one run if
-    they are in the same folder; --with names files elsewhere.
+    capture (named graph_capture…, or in a folder capture_traces), and a log. These files become one
+    run if they are in the same folder. Use --with to name files in other folders.
 
-    Ingesting a stored source again changes nothing. A source that cannot be read leaves the store
-    unchanged; the others are ingested, and the exit code is 1. If only a trace of a run folder cannot
-    be read, the rest is ingested, with a warning. Warnings are stored with the run, and `runs` and
-    `kernels` show them.
+    Ingesting a stored source again changes nothing. If a source cannot be read, the other sources are
+    ingested, and the exit code is 1. If only one trace of a run folder cannot be read, the rest of the
+    folder is ingested with a warning. Warnings are stored with the run, and appear in `runs` and
+    `kernels`.
 
-    With --scheduler local, several sources are read in parallel and stored in the same order, with the
-    same result. A source is stored completely or not at all: after Ctrl-C or a crash, the same command
-    ingests the missing ones.
+    With --scheduler local, several sources are read in parallel. The result is the same as without
+    this option. A source is stored completely or not at all. After Ctrl-C or a crash, run the same
+    command again to ingest the missing sources.
 
     \b
     Examples:
@@ -102,7 +104,7 @@ def ingest(
       profharness ingest profile.nsys-rep counters.ncu-rep
       profharness ingest decode.json.gz --with graph_capture_rank_0.json.gz --with server.log
 
-    In Python the result has one row per run, whose status is new, unchanged or replaced. Raise
+    In Python the result has one row per run with the status new, unchanged or replaced. Raise
     TraceFormatError for the first source that cannot be read.
     """
     path, paths = store_path(store), list(map(Path, sources))
@@ -220,8 +222,8 @@ def _in_parallel(
     except KeyboardInterrupt:
         progress.clear()
         hint(
-            f"{done:,} of {len(paths):,} sources are done; run the same command again for the "
-            "others"
+            f"{done:,} of {len(paths):,} sources are done; to ingest the other sources, run the same "
+            "command again"
         )
         raise
 
@@ -279,11 +281,11 @@ def _shown_by(store: Path, taken: Sequence[str]) -> str:
             again = shell_command("ranks", last, store=store)
             return f"compare the {len(ranks)} ranks with: {again}"
         if len(taken) == 1:
-            return f"see it with: {opened.shown_by(taken[0])}"
+            return f"show the run with: {opened.shown_by(taken[0])}"
         if len(taken) == 2 and all(opened.has(run, "attention calls") for run in taken):
             again = shell_command("diff", opened.run_reference(taken[0]), last, store=store)
             return f"compare the two programs with: {again}"
-        return f"see the last of {len(taken)} runs with: {opened.shown_by(taken[-1])}"
+        return f"show the last of {len(taken)} runs with: {opened.shown_by(taken[-1])}"
 
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:

@@ -8,12 +8,12 @@ from profharness.commands._types import Store, store_path
 
 @command("mcp", frame=as_is)
 def mcp(*, store: Store = None) -> None:
-    """Serve read-only tools over the store to programs that speak the Model Context Protocol, on stdio.
+    """Serve the store to clients of the Model Context Protocol, with read-only tools on stdio.
 
-    Needs the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff and explain-kernel.
-    Each takes the arguments of the command with that name and returns its JSON (--format json).
-    Nothing is written or captured, explain uses only the dispatch rules, and no argument is a path. The server
-    exits at the end of its input.
+    This command requires the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff
+    and explain-kernel. A tool takes the arguments of the command with the same name, and returns the
+    JSON output of the command. The tools write and capture nothing, and no argument is a path.
+    The tool explain uses only the dispatch rules. The server exits at the end of its input.
 
     \b
     Example:

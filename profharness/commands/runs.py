@@ -69,7 +69,7 @@ PricePerHour = Annotated[
         ("--price-per-hour",),
         type=PositiveNumber(),
         metavar="PRICE",
-        help="Show what each run cost, given the hourly price of one GPU (or of the machine).",
+        help="Show the cost of each run, given the hourly price of one GPU (or of the machine).",
     ),
 ]
 
@@ -91,26 +91,27 @@ def _to_frame(found: RunsFound) -> pd.DataFrame:
 @command(
     "runs",
     frame=_to_frame,
-    tool="Use it first to find out what is stored.",
+    tool="Use this tool first to find out which runs are stored.",
     fill={"runs_folder": RUNS_FOLDER.as_posix()},
 )
 def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
-    """List stored runs, newest first, and unfinished ones.
+    """List stored and unfinished runs, newest first.
 
-    A run made from a trace file is named after the file. Runs in {runs_folder} that were
-    interrupted follow, each with the command that resumes it.
+    A run from a trace file has the name of the file. Interrupted runs in {runs_folder} are listed
+    after the stored runs, with the commands that resume them.
 
     `took` is the time that profharness spent on a run, or the time that a trace covers. With
-    --price-per-hour, `cost` is the price of that time on all GPUs that the run used.
+    --price-per-hour, `cost` is the price of this time on all GPUs that the run used.
 
-    --delete removes a run from the store. Its run folder and traces stay, and `ingest` restores it.
+    --delete removes a run from the store, but keeps the run folder and the traces. To restore a
+    deleted run, ingest the run folder or the trace again.
 
     \b
     Examples:
       profharness runs --format json
       profharness runs --price-per-hour 2.50
 
-    In Python `attrs["unfinished"]` has the unfinished runs.
+    In Python `attrs["unfinished"]` contains the unfinished runs.
     """
     path = store_path(store)
     names = (deleted,) if isinstance(deleted, str) else tuple(deleted)
@@ -126,7 +127,7 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     unfinished = _unfinished({row.run for row in rows}, path)
     if not rows and not unfinished and not names:
         hint(
-            f"{path} has no runs; create one with `profharness capture` or `profharness ingest "
+            f"{path} has no runs; create a run with `profharness capture` or `profharness ingest "
             "FILE`"
         )
     return RunsFound(rows, unfinished)
@@ -171,7 +172,7 @@ def show(
 
 
 def runs_answer(rows: Sequence[RunRow], unfinished: int = 0) -> tuple[str, ...]:
-    """Return a sentence on the number of runs of each kind, the newest run, and unfinished ones."""
+    """Return sentences about the stored runs of each kind, the newest run and unfinished runs."""
     sentences = ["No runs are stored."]
     if rows:
         kinds = Counter(row.kind for row in rows)
@@ -206,7 +207,7 @@ def _unfinished_blocks(runs: Sequence[UnfinishedRun]) -> Iterator[Block]:
     yield Table.of(pick(type(runs[0]), *UNFINISHED_COLUMNS), lines)
     for each in runs:
         if each.command is not None:
-            what = "resume it" if each.resumable else "store what is done"
+            what = "resume the run" if each.resumable else "store the finished cells"
             yield Note(f"{what} with: {each.command}", each.run)
 
 
@@ -222,8 +223,8 @@ def warning_notes(warnings: Mapping[str, Sequence[str]]) -> list[Note]:
     notes = []
     for run, texts in warnings.items():
         several = len(texts) > 1
-        count = f"{len(texts)} warnings, the first: " if several else ""
-        more = "; all of them: profharness runs --format json" if several else ""
+        count = f"first of {len(texts)} warnings: " if several else ""
+        more = "; show all warnings with: profharness runs --format json" if several else ""
         text = texts[0].removeprefix(f"{run}: ")  # the label names the run
         notes.append(Note(f"{count}{text}{more}", run, "warning"))
     return notes

@@ -60,7 +60,7 @@ class BackgroundIngest:
         return forward
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
-        """Lower the priority of the thread, and keep it off the cores of the lanes if possible."""
+        """Lower the thread's priority, and if possible, exclude the lanes' cores from its affinity."""
         self._lane_cpus = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ class BackgroundIngest:
     def finish(self) -> None:
         """Wait until the store is created and all traces are parsed.
 
-        Raise an interrupt that occurs meanwhile.
+        Raise any interrupt that occurs while waiting.
         """
         # parse the remaining traces here, because the background thread may have a low priority
         with contextlib.suppress(queue.Empty):

@@ -1,13 +1,13 @@
 """Divide a run into a campaign. A campaign consists of groups of cells that run on several lanes.
 
-The folder of a campaign is a run folder. Its run.json lists all cells. Each group has a run folder
-of its own, which is `groups/<group>.<host>.part` while the group runs, and `groups/<group>` when it
-is finished. The results of the cells are read from the folders of finished groups. These files are
-the only state of a campaign.
+The folder of a campaign is a run folder, and its run.json lists all cells. Each group has a separate
+run folder. The folder is named `groups/<group>.<host>.part` while the group runs, and
+`groups/<group>` when the group is finished. The results of the cells are read from the folders of
+finished groups. A campaign has no state other than these files.
 
-The scheduler assigns one group at a time to each lane until all groups are finished. It handles
-retries, failing lanes, progress and interrupts. A `Transport` runs the groups, so the scheduler
-works in the same way for lanes of this host and of other hosts.
+The scheduler assigns one group at a time to each lane until all groups are finished. The scheduler
+also handles retries, failing lanes, progress and interrupts. A `Transport` runs the groups, so the
+scheduler works in the same way for lanes of this host and of other hosts.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def cut_groups(
 ) -> list[Group]:
     """Divide a run into groups, and return the groups in order of decreasing duration.
 
-    All cells of a config are in the same group. Per process, a group takes an estimated minute, or
-    a twentieth of the work of a lane if that is longer. If there are several lanes, the last groups
+    All cells of a config are in the same group. A group takes about one minute per process, or a
+    twentieth of the work of a lane if this is longer. If there are several lanes, the last groups
     are shorter.
     """
     units = []
@@ -161,7 +161,10 @@ def is_campaign(folder: Path) -> bool:
 
 
 def read_campaign(folder: Path) -> Campaign:
-    """Read campaign.json of a run folder. Raise TraceFormatError if it is missing or invalid."""
+    """Read campaign.json of a run folder.
+
+    Raise TraceFormatError if the file is missing or invalid.
+    """
     path = folder / CAMPAIGN_FILE
     try:
         campaign = read_part(path, Campaign, f"a campaign with schema {SCHEMA}")
@@ -274,7 +277,7 @@ class Transport(Protocol):
     def end(self, lane: Plain, /) -> None:
         """Terminate the group that is running on a lane, without waiting for it to end.
 
-        A second call for the same group kills it.
+        A second call for the same group kills the group.
         """
 
     def close(self) -> None:
@@ -405,8 +408,8 @@ class CampaignScheduler:
                         raise Interrupted(self._unfinished()) from stop
                     feeding = False
                     self._notify(
-                        f"stopping after the running groups ({len(self._busy())}); press Ctrl-C again to stop "
-                        "them now"
+                        f"stopping after {counted(len(self._busy()), 'running group')}; press Ctrl-C again "
+                        "to stop now"
                     )
         finally:
             self._end_all()
@@ -454,7 +457,7 @@ class CampaignScheduler:
             self._some_vanished = True
             lane = self._lanes.pop(name)
             if (task := lane.release()) is not None:
-                self._retry_or_give_up(lane, task, "its lane has ended")
+                self._retry_or_give_up(lane, task, "the lane has ended")
 
     def _feed(self) -> None:
         for name, lane in tuple(self._lanes.items()):
@@ -465,8 +468,8 @@ class CampaignScheduler:
     def _next(self, name: str, lane: _Lane) -> _Task | None:
         """Return the first waiting group that a lane may run, or None.
 
-        A lane runs a group again that failed on it only if the group has also failed on all other
-        suitable lanes.
+        If a group has failed on a lane, the lane retries the group only after the group has failed on
+        all other suitable lanes.
         """
         for task in tuple(self._queue):
             if not task.is_suitable(lane) or (
@@ -500,7 +503,7 @@ class CampaignScheduler:
             self._count_finished(task)
             self._notify(self._summary(name, float(outcome["seconds"])))
             return
-        why = str(error or "it did not write a run folder")
+        why = str(error or "the group did not write a run folder")
         if outcome.get("lost"):
             self._reject(name, why)
             self._queue.appendleft(task)  # this does not count as a failure of the group
@@ -516,7 +519,7 @@ class CampaignScheduler:
         if len(lane.failed) >= LANE_TRIES and name in self._lanes:
             # Several groups failed on this lane, so the lane is the cause. Its failures do not
             # count as failures of the groups.
-            self._reject(name, f"{LANE_TRIES} groups in a row failed on it; the last error: {why}")
+            self._reject(name, f"{LANE_TRIES} groups failed in a row; the last error: {why}")
             for waiting in (task, *self._queue, *self._running()):
                 kept = [text for text in waiting.errors if not text.startswith(f"{name}: ")]
                 waiting.errors = kept
@@ -546,7 +549,7 @@ class CampaignScheduler:
             for gpu in classes:
                 count = sum(task.campaign.gpu == gpu for task in self._queue)
                 self._notify_once(
-                    f"warning: no lane has a {gpu}: {counted(count, 'group is', 'groups are')} waiting for one",
+                    f"warning: {counted(count, 'group is', 'groups are')} waiting, because no lane has a {gpu}",
                     gpu,
                 )
         if not over or not without:
@@ -555,7 +558,7 @@ class CampaignScheduler:
         raise CaptureError(
             f"no lane is left for {counted(len(self._queue), 'group')}"
             f"{' of ' if classes else ''}{', '.join(classes)}"
-            f"{f' ({reasons})' if reasons else ''}; finished groups are kept, resume with: "
+            f"{f' ({reasons})' if reasons else ''}; finished groups are kept; resume with: "
             f"profharness capture --resume {self._unfinished()}"
         )
 
@@ -613,7 +616,7 @@ class CampaignScheduler:
 def _tidy(folder: Path) -> None:
     """Remove logs, and the partial folders of groups that other lanes have finished.
 
-    Lanes that are gone may have left them behind.
+    Lanes that crashed or disappeared may have left such files behind.
     """
     groups = folder / GROUPS_FOLDER
     for part in groups.glob(f"*{PART}"):

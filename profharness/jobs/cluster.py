@@ -1,8 +1,8 @@
 """Run groups on the workers of a Dask scheduler. Each worker is a lane.
 
-This is the only module that imports distributed. It is loaded only for a scheduler with an address,
-such as `--scheduler tls://head:8786`. The workers run functions of the module `lane`, which are
-sent by name. Arguments and results are texts and plain dicts.
+No other module imports distributed. This module is loaded only for a scheduler with an address, such
+as `--scheduler tls://head:8786`. The workers run functions of the module `lane`, which are sent by
+name. Arguments and results are texts and plain dicts.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Cluster:
         return name, outcome
 
     def _outcome(self, address: str, future: Future, home: Path) -> Plain | None:
-        """Wait until a group has ended. Unpack its folder below `home` if it arrives as an archive.
+        """Wait until a group has ended. If the worker sent an archive, unpack it below `home`.
 
         Return the outcome of the group, or None if the scheduler does not know the group any more.
         """
@@ -245,8 +245,8 @@ class Cluster:
 
     def _scheduler_gone(self) -> CaptureError:
         return CaptureError(
-            f"--scheduler {self._url}: the scheduler has ended; finished groups are kept: restart "
-            "it and its workers, then resume the campaign"
+            f"--scheduler {self._url}: the scheduler has ended, but finished groups are kept; "
+            "restart the scheduler and its workers, then resume the campaign"
         )
 
 
@@ -256,13 +256,15 @@ def check_address(url: str, *, insecure: bool) -> None:
     try:
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise UsageError(f"--scheduler {url}: {error}; give host and port, {EXAMPLE}") from None
+        raise UsageError(
+            f"--scheduler {url}: {error}; write the host and the port, {EXAMPLE}"
+        ) from None
     # an address must not contain `@`, because Dask would use `user@host` as the name of the host
     if parts.scheme not in ("tls", "tcp") or not host or port is None or "@" in parts.netloc:
-        raise UsageError(f"--scheduler {url}: give host and port, {EXAMPLE}")
+        raise UsageError(f"--scheduler {url}: write the host and the port, {EXAMPLE}")
     if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
         raise UsageError(
-            f"--scheduler {url}: without TLS, anyone who can reach that port can run programs on "
+            f"--scheduler {url}: without TLS, anyone who can reach the port can run programs on "
             "the lanes; use tls:// (docs/scale.md explains the certificates), or pass --insecure"
         )
 
@@ -280,8 +282,8 @@ def _connect(url: str) -> Client:
         missing = [name for name, key in TLS_SETTINGS.items() if not getattr(security, key)]
         if missing:
             raise UsageError(
-                f"--scheduler {url}: no certificate in Dask's configuration: set {', '.join(missing)}; "
-                "docs/scale.md explains how to make one"
+                f"--scheduler {url}: Dask's configuration contains no certificate; set "
+                f"{', '.join(missing)} (docs/scale.md explains how to create a certificate)"
             )
     # do not log tracebacks of failed connections, because errors are raised for them below
     for name in ("distributed", "distributed.client"):
@@ -293,18 +295,18 @@ def _connect(url: str) -> Client:
             return Client(url, security=security, timeout=CONNECT_S, set_as_default=False)
         except (OSError, TimeoutError, ValueError) as error:
             raise CaptureError(
-                f"--scheduler {url}: no Dask scheduler responds: {_reason(error)}; start one with "
-                "`dask scheduler` and certificates of the same authority"
+                f"--scheduler {url}: no Dask scheduler responds ({_reason(error)}); start a scheduler "
+                "with `dask scheduler` and certificates of the same authority"
             ) from None
 
 
 def _in_thread(work: Callable[[], object]) -> None:
-    """Run a function in a daemon thread, because it may never return."""
+    """Run a function in a daemon thread, because the function may never return."""
     threading.Thread(target=work, daemon=True, name="cluster").start()
 
 
 def _with_timeout(call: Callable[[], T]) -> T:
-    """Return the result of a call. Raise TimeoutError if it takes longer than ANSWER_S."""
+    """Return the result of a call. Raise TimeoutError if the call takes longer than ANSWER_S."""
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:

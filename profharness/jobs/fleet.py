@@ -57,7 +57,7 @@ SYSFS = Path("/sys")
 def open_transport(fleet: Fleet, device: str) -> Transport | None:
     """Return the transport to the lanes of a scheduler, or None if the run needs no lanes.
 
-    If the user names no scheduler, the lanes are the GPUs of this host, if it has several. Raise
+    If the user names no scheduler and this host has several GPUs, these GPUs are the lanes. Raise
     UsageError for an unknown scheduler, MissingExtraError if a package is not installed, and
     CaptureError if no scheduler answers.
     """
@@ -70,12 +70,12 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
     name = "local" if fleet.scheduler is None else fleet.scheduler
     local = re.fullmatch(r"local(?::([1-9]\d{0,3}))?", name)
     if local is None:
-        raise UsageError(f"--scheduler {fleet.scheduler!r} is unknown: use one of {SCHEDULERS}")
+        raise UsageError(f"unknown --scheduler {fleet.scheduler!r}; use one of {SCHEDULERS}")
     lanes = local_lanes(int(local[1]) if local[1] else None, device)
     for gpu in fleet.gpus:
         if not any(is_of_class(lane, gpu) for lane in lanes):
             here = ", ".join(sorted({str(lane["gpu"] or "no GPU") for lane in lanes}))
-            raise UsageError(f"--run-on {gpu}: this host has {here}")
+            raise UsageError(f"--run-on {gpu}: no lane has this GPU; this host has {here}")
     return LocalLanes(lanes)
 
 
@@ -164,8 +164,8 @@ def resume_on_lanes(
     if left and fleet.scheduler is None and is_gpu(device) and not visible_gpus():
         merge(folder)
         raise CaptureError(
-            f"{folder}: {counted(len(left), 'group has', 'groups have')} not run, and this host has no GPU for them; "
-            "resume on a host that has one, or ingest the finished groups: profharness ingest "
+            f"{folder}: {counted(len(left), 'group needs', 'groups need')} a GPU, but this host has none; "
+            "resume on a host with a GPU, or ingest the finished groups with: profharness ingest "
             f"{folder}"
         )
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
@@ -203,23 +203,25 @@ def _carry_out(
 
 
 def _lane_filter(device: str) -> Callable[[Plain], str | None]:
-    """Return a function that returns why a lane cannot be used, or None if it can be used.
+    """Return a function that returns the reason why a lane cannot be used, or None.
 
     A lane cannot be used if this host has another version of profharness, or if the lane has no GPU
-    although `cuda` is requested. It also cannot be used if the first lane with the same GPU model
-    has another version of torch or of the driver, because a run has only one environment.
+    although `cuda` is requested. All lanes with the same GPU model must have the same versions of
+    torch and of the driver, because a run has only one environment.
     """
     first: dict[str | None, Plain] = {}
 
     def why_not(lane: Plain) -> str | None:
         if lane["profharness"] != __version__:
-            return f"it has profharness {lane['profharness']}, but this host has {__version__}"
+            return (
+                f"the lane has profharness {lane['profharness']}, but this host has {__version__}"
+            )
         if is_gpu(device) and lane["gpu"] is None:
-            return "it has no GPU"
+            return "the lane has no GPU"
         other = first.setdefault(lane["gpu"], lane)
         for key in ONE_ENVIRONMENT:
             if lane[key] != other[key]:
-                return f"it has {key} {lane[key]}, but {other['lane']} has {other[key]}"
+                return f"the lane has {key} {lane[key]}, but {other['lane']} has {other[key]}"
         return None
 
     return why_not
@@ -243,7 +245,8 @@ def local_lanes(count: int | None, device: str) -> list[Plain]:
         ]
     if count is not None and count > len(gpus):
         raise UsageError(
-            f"--scheduler local:{count}: {counted(len(gpus), 'GPU is', 'GPUs are')} visible here"
+            f"--scheduler local:{count}: only {counted(len(gpus), 'GPU is', 'GPUs are')} visible on "
+            "this host"
         )
     chosen = gpus[:count]
     return [
@@ -309,7 +312,7 @@ def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
 
 
 class LocalLanes:
-    """The transport to the lanes of this host, each of which runs groups in a child process."""
+    """The transport to the lanes of this host. A lane runs each group in a child process."""
 
     def __init__(self, lanes: Sequence[Plain]) -> None:
         shared = [lane for lane in lanes if not lane["cpus"]] if len(lanes) > 1 else []

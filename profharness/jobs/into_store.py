@@ -108,7 +108,7 @@ def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[s
 
 @dataclass(frozen=True)
 class Captured(RunFolder):
-    """The folder of a finished run, and the results of ingesting it into the store."""
+    """The folder of a finished run, and the results of its ingest into the store."""
 
     ingested: list[IngestResult]
     others: tuple[Captured, ...] = ()  # the runs of all other GPU classes
@@ -178,10 +178,10 @@ def capture_with_each(
     options: CaptureOptions,
     listener: Listener = SILENT,
 ) -> Iterator[Captured]:
-    """Capture the same configs with each of several interpreters and its torch.
+    """Capture the same configs with several Python interpreters, which may have different torch.
 
-    Probe all interpreters first, and skip unusable ones. Raise CaptureError at the end if any
-    interpreter was skipped or its capture failed.
+    Probe all interpreters first, and skip unusable interpreters. Raise CaptureError at the end if an
+    interpreter was skipped or a capture failed.
     """
     profilers = find_profilers(options.profilers)
     wrapped = [profiler.name for profiler in profilers if profiler.session]
@@ -205,7 +205,9 @@ def capture_with_each(
         yield captured
     if left_out:
         raise CaptureError(
-            "\n  ".join([f"{len(left_out)} of {len(pythons)} not measured:", *left_out])
+            "\n  ".join(
+                [f"{len(left_out)} of {len(pythons)} interpreters could not be used:", *left_out]
+            )
         )
 
 
@@ -357,7 +359,7 @@ def capture_missing(store: Path, selection: Selection, listener: Listener = SILE
     named = ", ".join(selection.backends) or "the usual backends"
     options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
     listener.say(
-        f"{store} has no kernels of the config yet; capturing {configs} on {named}, "
+        f"{store} does not contain the requested kernels; capturing {configs} on {named}, "
         f"with the traces in {options.out}"
     )
     with listener.progress() as progress:
@@ -436,10 +438,10 @@ def time_layers(
 ) -> LayerMap:
     """Add to a layer map the time that each call would save on the fastest correct backend.
 
-    The times of the backends come from the stored run `options.run`. If it is None, the configs of
-    the layer map are benchmarked. Backends are ranked by kernel time, because the layer map
-    contains kernel times. Raise CaptureError if a benchmark is necessary and this machine has a
-    different GPU than the trace, and any error of `bench`.
+    The times of the backends come from the stored run `options.run`. If `options.run` is None, the
+    configs of the layer map are benchmarked. Backends are ranked by kernel time, because the layer
+    map contains kernel times. Raise CaptureError if a benchmark is necessary but this machine has
+    another GPU than the trace. Raise also any error of `bench`.
     """
     device = CUDA if layers.gpu else CPU
     backends = options.backends
@@ -447,9 +449,9 @@ def time_layers(
         here = gpu_name() if layers.gpu else None
         if here != layers.gpu:
             raise CaptureError(
-                f"run {layers.name} was recorded on {layers.gpu}, and this machine has {here or 'no GPU'}: "
-                "run the command there, or benchmark the configs of `layers --savings --configs` "
-                "there and pass that run as --bench RUN"
+                f"run {layers.name} was recorded on {layers.gpu}, but this machine has {here or 'no GPU'}; "
+                "run the command on the other machine, or benchmark the configs of `layers --savings "
+                "--configs` there and pass the benchmark with --bench RUN"
             )
         options = replace(options, configs=regret_configs(layers), device=device)
         backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))

@@ -1,9 +1,9 @@
 """Run a group of cells on a lane, which is one GPU or some of the cores of a host.
 
-The arguments and results of `run_group` are plain values, so that any transport can call it on any
-host. The group runs in a child process that ends with the calling thread. The child process calls
-`main`, which runs the group and publishes the finished folder. If a lane cannot access the folder
-of the campaign, it sends the folder of the group as an archive.
+The arguments and results of `run_group` are plain values, so any transport can call the function on
+any host. The group runs in a child process that ends with the calling thread. The child process
+calls `main`, which runs the group and publishes the finished folder. A lane that cannot access the
+folder of the campaign sends the folder of the group as an archive.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _in_child(
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             words = read_end(log).strip()[-LAST_WORDS:].splitlines()[-2:]
             tail = f"; its last output: {' / '.join(words)}" if words else ""
-            outcome = {"error": f"the group's process crashed: {name}{tail}", "lost": None}
+            outcome = {"error": f"the process of the group crashed: {name}{tail}", "lost": None}
         return outcome
 
 
@@ -319,7 +319,7 @@ def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
         return None
     if any(gpu.key == gpu_key for gpu in visible_gpus()):
         return None
-    return "its GPU no longer responds"
+    return "the GPU of the lane no longer responds"
 
 
 class _StepPrinter:

@@ -1,4 +1,4 @@
-"""Ingest many sources in parallel. Worker processes parse them, and this process stores them.
+"""Ingest many sources in parallel. Worker processes parse the sources, and this process stores them.
 
 A source is a run folder or a trace. Sources are stored in order, so the store is the same as after
 a sequential ingest. Each source is stored completely or not at all. The next ingest stores the
@@ -72,7 +72,7 @@ class WorkerLostError(Exception):
 
 
 def readers_of(scheduler: str) -> list[int]:
-    """Return one CPU per worker, on which the worker runs.
+    """Return a list with the CPU of each worker.
 
     `local` selects one worker per usable CPU, and `local:N` selects N workers. Raise UsageError if
     the scheduler is unknown.
@@ -82,7 +82,7 @@ def readers_of(scheduler: str) -> list[int]:
     if name != LOCAL or (colon and not (number.isdecimal() and 0 < int(number) <= 1024)):
         raise UsageError(
             f"--scheduler {scheduler}: use `local` (one process per CPU) or `local:N`; sources "
-            "are read on this host, so copy the traces of other hosts to a folder here"
+            "are read on this host, so first copy the traces of other hosts to this host"
         )
     count = int(number) if colon else len(cpus)
     return [cpus[index % len(cpus)] for index in range(count)]
@@ -193,7 +193,7 @@ class _Worker:
         if code == -signal.SIGKILL:
             how += ", probably because the system ran out of memory"
         return ": ".join(
-            [f"the process that was reading it {how}", *(each[:ERROR_CHARS] for each in lines)]
+            [f"the process that read this source {how}", *(each[:ERROR_CHARS] for each in lines)]
         )
 
     def _close_pipes(self) -> None:
@@ -303,7 +303,7 @@ def _ingest(
         except ProfharnessError as error:
             fault = str(error)
         except MemoryError:
-            fault = f"{name}: there was not enough memory to read it"
+            fault = f"{name}: not enough memory to read this source"
         except OSError as error:  # for example, TMPDIR is full or the file was deleted
             reason = error.strerror or f"{type(error).__name__}: {error}"
             fault = f"{name}: {error.filename or 'TMPDIR'}: {reason}"

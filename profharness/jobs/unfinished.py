@@ -26,12 +26,12 @@ class UnfinishedRun:
     """A run folder that has cells without a result, or an observed program that was interrupted."""
 
     run: Annotated[str, column("run", meaning="id of the run")]
-    kind: Annotated[str, column("kind", meaning="the command that started it")]
+    kind: Annotated[str, column("kind", meaning="the command that started the run")]
     created: Annotated[
-        str, column("created", importance="normal", meaning="when it started, in UTC")
+        str, column("created", importance="normal", meaning="start of the run, in UTC")
     ]
     status: Annotated[
-        str, column("status", meaning="`unfinished`, or `running` while a process is working on it")
+        str, column("status", meaning="`unfinished`, or `running` while a process works on the run")
     ]
     done: Annotated[int, column("done", "count", meaning="number of cells that have a result")]
     cells: Annotated[int, column("cells", "count", meaning="number of cells")]
@@ -39,10 +39,10 @@ class UnfinishedRun:
     command: Annotated[
         str | None,
         column(
-            meaning="the command that resumes it, or if it cannot be resumed, stores its results"
+            meaning="the command that resumes the run, or stores the results if resuming is impossible"
         ),
     ]
-    resumable: Annotated[bool, column(meaning="whether `capture --resume` can finish it")]
+    resumable: Annotated[bool, column(meaning="whether `capture --resume` can finish the run")]
 
 
 def find_unfinished(out: Path, stored: Container[str], store: Path) -> list[UnfinishedRun]:

@@ -1,1 +1,1 @@
-"""The attention calls of a program: layer maps, matching of layers, gates and regret."""
+"""The attention calls of a program: layer maps, matching of layers, gates and possible savings."""

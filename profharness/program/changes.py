@@ -1,4 +1,4 @@
-"""The verdicts of a diff, and the differences between the environments of two runs."""
+"""Define the verdicts of a diff, and compare the environments of two runs."""
 
 from __future__ import annotations
 
@@ -54,9 +54,8 @@ _EXPLAINS = {
         "GPUs cuDNN comes first"
     ),
     "cudnn": (
-        "cuDNN selects its kernels at run time; from torch 2.10 on, versions newer than "
-        "9.15.0 come first on compute capability 9 and 10, and head_dim limits depend on the "
-        "version"
+        "cuDNN selects kernels at run time, and its limits of head_dim depend on the version; from "
+        "torch 2.10 on, versions newer than 9.15.0 come first on compute capability 9 and 10"
     ),
     r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": "1 removes cuDNN from the front of the order (torch 2.10 and newer)",
     r"(env\.)?TORCH_CUDNN_SDPA_ENABLED": "1 lets PyTorch choose cuDNN (torch 2.3 and 2.4)",
@@ -69,7 +68,7 @@ _EXPLAINS = {
     "flash_attention_impl": "a different FlashAttention generation has different kernels and limits",
     "deterministic": "deterministic algorithms exclude cuDNN and change the grid of flash's backward",
     "fp16_reduction_math": (
-        "lets math compute in half precision instead of fp32, without casts and with different GEMMs"
+        "lets math compute in half precision instead of fp32, without casts and with other GEMMs"
     ),
     r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": "lets fp32 GEMMs of math run on tensor"
     " cores",
@@ -100,12 +99,11 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Return every key whose value differs between two environments. Keys that can explain
-    different kernels or times come first.
+    """Return the keys with different values in two environments.
 
-    Nested dicts are flattened to dotted keys. A key that only one environment has is returned only
-    if both environments have its section, such as `env`. Keys in OF_A_FILE and OF_ONE_GPU are
-    ignored.
+    Keys that can explain different kernels or times come first. Nested dicts are flattened to dotted
+    keys. A key that only one environment has is returned only if both environments have its section,
+    such as `env`. Keys in OF_A_FILE and OF_ONE_GPU are ignored.
     """
     both = base_env.keys() & cand_env.keys()
     base, cand = ({key: env[key] for key in both} for env in (base_env, cand_env))

@@ -47,38 +47,89 @@ Value = float | None
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The counters of a kernel. Shares are from 0 to 1. Missing counters are None."""
+    """The counters of a kernel. Shares range from 0 to 1. A missing counter is None."""
 
     tensor_pipe: Annotated[
-        Value, column("tensor%", "percent", importance="normal", meaning="share of cycles")
+        Value,
+        column(
+            "tensor%",
+            "percent",
+            importance="normal",
+            meaning="share of cycles in which the tensor pipe is active",
+        ),
     ] = None
     tensor_instructions: float | None = None
     fma_pipe: Annotated[
-        Value, column("FMA%", "percent", importance="detail", meaning="share of cycles")
+        Value,
+        column(
+            "FMA%",
+            "percent",
+            importance="detail",
+            meaning="share of cycles in which the FMA pipe is active",
+        ),
     ] = None
-    sm_throughput: Annotated[Value, column("SM%", "percent", meaning="share of its peak")] = None
+    sm_throughput: Annotated[
+        Value, column("SM%", "percent", meaning="SM throughput as a share of the peak")
+    ] = None
     dram_throughput: Annotated[
-        Value, column("DRAM%", "percent", importance="normal", meaning="share of its peak")
+        Value,
+        column(
+            "DRAM%",
+            "percent",
+            importance="normal",
+            meaning="DRAM throughput as a share of the peak",
+        ),
     ] = None
-    l2_throughput: Annotated[Value, column("L2%", "percent", meaning="share of its peak")] = None
+    l2_throughput: Annotated[
+        Value, column("L2%", "percent", meaning="L2 throughput as a share of the peak")
+    ] = None
     l1_throughput: Annotated[
-        Value, column("L1%", "percent", importance="detail", meaning="share of its peak")
+        Value,
+        column(
+            "L1%", "percent", importance="detail", meaning="L1 throughput as a share of the peak"
+        ),
     ] = None
     l1_hit_rate: Annotated[
-        Value, column("L1 hit%", "percent", importance="detail", meaning="share of sectors")
+        Value,
+        column(
+            "L1 hit%", "percent", importance="detail", meaning="share of sectors that hit the L1"
+        ),
     ] = None
-    l2_hit_rate: Annotated[Value, column("L2 hit%", "percent", meaning="share of sectors")] = None
+    l2_hit_rate: Annotated[
+        Value, column("L2 hit%", "percent", meaning="share of sectors that hit the L2")
+    ] = None
     load_sectors: Annotated[
-        Value, column("sectors/ld", "figures", importance="detail", meaning="per request")
+        Value,
+        column(
+            "sectors/ld", "figures", importance="detail", meaning="32-byte sectors per load request"
+        ),
     ] = None
     store_sectors: Annotated[
-        Value, column("sectors/st", "figures", importance="detail", meaning="per request")
+        Value,
+        column(
+            "sectors/st",
+            "figures",
+            importance="detail",
+            meaning="32-byte sectors per store request",
+        ),
     ] = None
     bank_conflicts: Annotated[
-        Value, column("conflict%", "percent", importance="detail", meaning="share of passes")
+        Value,
+        column(
+            "conflict%",
+            "percent",
+            importance="detail",
+            meaning="share of shared-memory passes that bank conflicts cause",
+        ),
     ] = None
     issue_active: Annotated[
-        Value, column("issue%", "percent", importance="detail", meaning="share of cycles")
+        Value,
+        column(
+            "issue%",
+            "percent",
+            importance="detail",
+            meaning="share of cycles in which an instruction is issued",
+        ),
     ] = None
     active_threads: Annotated[
         Value,
@@ -97,7 +148,9 @@ class Counters:
         self,
     ) -> Annotated[
         str | None,
-        column("most stalled by", importance="normal", meaning="what most resident warps wait for"),
+        column(
+            "most stalled by", importance="normal", meaning="most frequent reason why warps wait"
+        ),
     ]:
         """The most frequent state of resident warps that do not issue, with its share."""
         state = next((name for name in self.warp_states if name != "selected"), None)

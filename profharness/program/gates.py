@@ -1,6 +1,6 @@
-"""Check the gates `--fail-on` and `--expect` on the layer map of a program.
+"""Check the options `--fail-on` and `--expect` on the layer map of a program.
 
-An example of an expectation is `flash@'model.layers.*'`.
+For example, `--expect flash@'model.layers.*'` requires the backend flash in these modules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OF_WHAT_RAN = ("math-fallback", "requested-not-run", "backend-changed")
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """The gates that the user requested. An object without gates is false."""
+    """The gates that the user requested. The object is false if there are none."""
 
     fail_on: tuple[str, ...] = ()
     # Maps the text of an expectation to the backends that may compute the calls, and to a glob
@@ -53,8 +53,9 @@ class Gates:
 
 
 def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
-    """Parse the values of `--fail-on` and `--expect`, such as `flash,cudnn@GLOB`. Raise UsageError
-    for unknown names.
+    """Parse the values of `--fail-on` and `--expect`, such as `flash,cudnn@GLOB`.
+
+    Raise UsageError for unknown names.
     """
     names = tuple(OLD_GATES.get(name, name) for name in split_names(fail_on))
     for name in names:
@@ -71,7 +72,7 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
                 )
         if not backends or (at and not glob):
             raise UsageError(
-                f"--expect {text!r}: write a backend and a pattern of modules, as in "
+                f"--expect {text!r}: name a backend and a pattern of modules, as in "
                 "flash@'model.layers.*'"
             )
         expected[text] = backends, glob or "*"
@@ -96,7 +97,7 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
         if why := _why_missing(name, layers):
             faults = [f"unknown: {why}"]
         elif blind and name in OF_WHAT_RAN:
-            faults = ["unknown: no call shows which backend ran"]
+            faults = ["unknown, because no call shows which backend ran"]
         else:
             changed = _changes(layers.rows) if name == "backend-changed" else ()
             found = [(row, _fault(name, row)) for row in layers.rows]
@@ -110,9 +111,9 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
 
 
 def passed_gates(layers: LayerMap, gates: Gates) -> str | None:
-    """Return what holds because the gates passed, with the number of checked calls.
+    """Return a summary of the passed gates with the number of checked calls.
 
-    Return None without gates.
+    Return None if there are no gates.
     """
     rows = layers.rows
     calls = sum(row.program_calls or round((row.calls or 0) * len(layers.steps)) for row in rows)
@@ -127,8 +128,8 @@ def passed_gates(layers: LayerMap, gates: Gates) -> str | None:
         if name == "math-fallback" and eager and "eager-attention" not in gates.fail_on:
             where = join_numbered(name for row in eager for name in row.names)
             note = (
-                f", but {where or 'it'} computes attention eagerly, without "
-                "scaled_dot_product_attention: add eager-attention to fail on this"
+                f", but {where or 'the program'} computes attention eagerly, without "
+                "scaled_dot_product_attention; to fail on this, add --fail-on eager-attention"
             )
         texts.append(f"{text} {checked}".rstrip() + note)
     for backends, glob in gates.expected.values():
@@ -151,22 +152,22 @@ def is_unfused(row: LayerRow) -> bool:
 
 
 def _why_missing(gate: str, layers: LayerMap) -> str | None:
-    """Return why no call of a run has the data that a gate checks. Return None if a call has it, or
-    if the gate needs no such data.
+    """Return the reason why a run lacks the data that a gate checks. Return None if a call has the
+    data, or if the gate needs no such data.
     """
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
-        return "this requires a recorded step, but none was recorded"
+        return "this gate requires a recorded step, but no step was recorded"
     needed = {"noop-mask": "mask", "requested-not-run": "asked"}.get(gate)
     # In an observed program, each call without this information fails on its own.
     if needed is None or layers.processes:
         return None
     if any(getattr(row, needed) is not None for row in layers.rows):
         return None
-    return "a trace does not contain the required data; run the program with `profharness observe`"
+    return "traces do not contain the required data; run the program with `profharness observe`"
 
 
 def _fault(gate: str, row: LayerRow) -> str | None:
-    """Return a description of why a row fails a gate, or None if it passes. The description may be
+    """Return the reason why a row fails a gate, or None if the row passes. The reason may be
     empty.
     """
     if gate == "math-fallback" and falls_back(row):
@@ -174,7 +175,7 @@ def _fault(gate: str, row: LayerRow) -> str | None:
     if gate == "eager-attention":
         return "" if is_unfused(row) else None
     if gate == "noop-mask" and row.mask == NO_MASK_EFFECT:
-        return "its mask hides nothing"
+        return "the mask hides nothing"
     if gate == "unseen" and row.ran is None:
         return "the backend that ran is unknown"
     if gate == "requested-not-run" and row.ran and row.asked:
@@ -193,7 +194,7 @@ def _missing(gate: str, row: LayerRow) -> str | None:
     elif gate == "requested-not-run" and row.kind in THROUGH_SDPA and not (row.asked and row.ran):
         missing = f"the backend that {'was allowed' if row.ran else 'ran'} is unknown"
     elif gate == "noop-mask" and row.mask is None and row.kind not in ("flex", "custom"):
-        missing = "the effect of its mask is unknown"
+        missing = "the effect of the mask is unknown"
     because = f" ({row.reasons[0]})" if row.calls is None and row.reasons else ""
     return missing and f"{missing}{because}"
 
@@ -211,9 +212,9 @@ def _unmet(backends: Sequence[str], glob: str, rows: Sequence[LayerRow]) -> Iter
         there = (
             f"the run has modules such as {some}"
             if named
-            else "the trace has no modules (record it with with_stack=True)"
+            else "the trace has no modules (record the trace with with_stack=True)"
         )
-        yield f"matches no call; {there}"
+        yield f"the pattern matches no call; {there}"
 
 
 def _backends(row: LayerRow) -> set[str]:
@@ -221,8 +222,9 @@ def _backends(row: LayerRow) -> set[str]:
 
 
 def _matches(row: LayerRow, glob: str) -> bool:
-    """Return whether a pattern matches the full name of one of the row's modules, or the last part
-    of the name. `*` also matches a row without modules.
+    """Return whether a pattern matches a module of the row by its full name or its last part.
+
+    `*` also matches a row without modules.
     """
     names = [part for name in row.names for part in (name, name.rpartition(".")[2])]
     return any(fnmatchcase(name, glob) for name in names or [""])

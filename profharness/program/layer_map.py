@@ -1,4 +1,4 @@
-"""The layer map of a program. Equal attention calls of equal layers are one row."""
+"""The layer map of a program, which has one row for equal attention calls of equal layers."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ FUSE = "compile it, as in torch.compile(flex_attention), to get one fused kernel
 class LayerRow:
     """Equal calls of equal layers.
 
-    Numbers of calls and times are averages per step. They are None for observed calls that are in
-    no trace. The config of such calls is that of the first call.
+    Numbers of calls and times are averages per step, or None for observed calls that are in no
+    trace. An observed call of this kind has the config of the first call.
     """
 
     run: Annotated[str, column(meaning="id of the run")]
@@ -69,7 +69,7 @@ class LayerRow:
         column(
             "module",
             shrink=True,
-            meaning="path of the module with the numbers of equal layers in braces, if the trace has modules",
+            meaning="path of the module; the numbers of equal layers are in braces",
         ),
     ]
     module_class: Annotated[Text, column(meaning="class of the module")]
@@ -82,7 +82,7 @@ class LayerRow:
             "config",
             importance="key",
             shrink=True,
-            meaning="label of the median-length call",
+            meaning="config of the call with the median length",
         ),
     ]
     lengths: Annotated[
@@ -112,11 +112,13 @@ class LayerRow:
             meaning="backends that the program allowed, joined by commas; `auto` if it excluded none; empty if unknown",
         ),
     ]
-    ran: Annotated[Text, column("ran", importance="answer", meaning="the backend that computed it")]
+    ran: Annotated[
+        Text, column("ran", importance="answer", meaning="the backend that computed the calls")
+    ]
     sdpa_op: Annotated[Text, column(meaning="the attention op in the trace")]
     kernels: Annotated[
         tuple[str, ...],
-        column("kernels", "names", meaning="short kernel names, in order of first launch"),
+        column("kernels", "names", meaning="short names of the kernels, in order of first launch"),
     ]
     forward_ns: Annotated[
         Number,
@@ -125,7 +127,7 @@ class LayerRow:
             "us",
             importance="answer",
             scale="layer",
-            meaning="kernel time per step, if there are kernels",
+            meaning="forward kernel time per step",
         ),
     ]
     backward_ns: Annotated[
@@ -162,7 +164,7 @@ class LayerRow:
         column(meaning="why this backend ran, or what the config does not describe"),
     ]
     advice: Annotated[tuple[str, ...], column(meaning="possible improvements")]
-    replayable: Annotated[bool, column(meaning="whether the config describes the call completely")]
+    replayable: Annotated[bool, column(meaning="whether the config fully describes the call")]
     names: Annotated[tuple[str, ...], column(meaning="full names of the modules")] = ()
     mask: Annotated[
         Text,
@@ -175,7 +177,7 @@ class LayerRow:
     points: Annotated[
         Points,
         column(
-            meaning="the configs to time instead of the calls, each with the calls per step that it represents"
+            meaning="the configs to time, each with the number of calls per step that it represents"
         ),
     ] = ()
     best: Annotated[
@@ -222,7 +224,7 @@ class LayerRow:
     program_points: Annotated[
         Points,
         column(
-            meaning="the configs of calls outside steps, each with the number of the program's calls that it represents"
+            meaning="the configs of calls outside steps, each with the number of calls that it represents"
         ),
     ] = ()
     library: Annotated[
@@ -244,8 +246,8 @@ PHASE = replace(pick(LayerRow, "phase")[0], importance="key")
 class Regret:
     """The time per step that the fastest correct backends would save.
 
-    The savings of the forward and of the backward pass are None if a forward pass was not timed on
-    its own. The savings of the backward pass are also None if no call has a backward pass.
+    The savings of the forward and of the backward pass are None if a forward pass was not timed
+    separately. The savings of the backward pass are also None if no call has a backward pass.
     """
 
     run: str  # id of the run that contains the benchmark
@@ -263,8 +265,9 @@ class Regret:
 
 @dataclass(frozen=True, slots=True)
 class LayerForecast:
-    """The prediction for one row on another GPU. Times include the backward pass if the config has
-    `bwd`.
+    """The prediction for one row on another GPU.
+
+    Times include the backward pass if the config has `bwd`.
     """
 
     predicted_backend: Annotated[
@@ -279,8 +282,8 @@ class LayerForecast:
         Text,
         column(
             "source",
-            meaning="the least certain source of the calls: `measured`, `model` or `floor` (a lower "
-            "bound instead of a time)",
+            meaning="the least certain source of the times: `measured`, `model` or `floor` (only a "
+            "lower bound is known)",
         ),
     ] = None
     predicted_kernels: Annotated[
@@ -306,7 +309,7 @@ class LayerForecast:
             "us",
             importance="detail",
             scale="prediction",
-            meaning="upper end of that interval",
+            meaning="upper end of the 90 % interval of one call",
         ),
     ] = None
     predicted_total_ns: Annotated[
@@ -327,7 +330,7 @@ class LayerForecast:
         column(
             "best",
             importance="answer",
-            meaning="the fastest backend that supports the call and whose time is known",
+            meaning="the fastest backend with a known time that supports the call",
         ),
     ] = None
     predicted_best_ns: Annotated[Number, column(meaning="time of one call on the best backend")] = (
@@ -344,9 +347,10 @@ class LayerForecast:
         ),
     ] = None
     predicted_certain: Annotated[
-        bool | None, column(meaning="whether the two intervals are more than 3 % apart")
+        bool | None,
+        column(meaning="whether the intervals of both backends are more than 3 % apart"),
     ] = None
-    predicted_reason: Annotated[Text, column(meaning="why something is missing")] = None
+    predicted_reason: Annotated[Text, column(meaning="why a value is missing")] = None
     predicted_gpu: Annotated[Text, column(meaning="the predicted GPU")] = None
 
 
@@ -385,7 +389,7 @@ class LayerMap:
     name: str = ""  # the file of a trace, otherwise the id of the run
     phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
     benched: str | None = None  # the bench run that the phases are compared with
-    engine: EngineLog | None = None  # what the log of the engine tells
+    engine: EngineLog | None = None  # the contents of the engine's log
 
     @property
     def busy_ns(self) -> float:
@@ -394,13 +398,13 @@ class LayerMap:
 
     @property
     def gpu_ns(self) -> float:
-        """The time per step in which all GPUs together were busy, of which attention is a part."""
+        """The sum of the busy times of all GPUs per step. The sum includes attention."""
         count = max(len(self.steps), 1)
         return _whole_ns(self.steps, self.attention_ns * count)[0] / count
 
     @property
     def gpu_step_ns(self) -> float:
-        """The average duration of a step on all GPUs together, of which attention is a part."""
+        """The average duration of a step, summed over all GPUs. The sum includes attention."""
         count = max(len(self.steps), 1)
         return _whole_ns(self.steps, self.attention_ns * count)[1] / count
 
@@ -489,10 +493,10 @@ def find_layers(
 
 
 def _whole_ns(steps: Sequence[StepRow], kernel_ns: float) -> tuple[float, float]:
-    """Return the times in which all GPUs together were busy in the steps, and of the steps.
+    """Return (the sum of the busy times of all GPUs, the sum of the durations of the steps).
 
-    Neither is less than `kernel_ns`, the time of the attention kernels, which can run at the same
-    time on several streams.
+    Both are at least `kernel_ns`, the time of the attention kernels. Attention kernels can run at
+    the same time on several streams.
     """
     busy = sum(step.busy_ns * step.devices for step in steps)
     long = sum(step.duration_ns * step.devices for step in steps)
@@ -500,7 +504,7 @@ def _whole_ns(steps: Sequence[StepRow], kernel_ns: float) -> tuple[float, float]
 
 
 def calls_in_steps(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
-    """Return the calls in the steps of their traces, or all calls if none is in a step."""
+    """Return the calls that are in a step. If there are none, return all calls."""
     return _strictly_in(calls, steps) or list(calls)
 
 
@@ -513,8 +517,9 @@ def _strictly_in(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[Cal
 def group_calls(
     calls: Iterable[CallRow], observed: ObservedCalls | None = None
 ) -> list[list[CallRow]]:
-    """Group equal calls. The groups are in the order of their first calls. Decoding calls of a
-    group may differ in the number of keys.
+    """Group equal calls, in the order of the first calls.
+
+    Decoding calls of a group may differ in the number of keys.
     """
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
@@ -548,8 +553,8 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
         platforms = named_platforms(torch, gpu or CPU)
         if len(platforms) > 1 or ".." in torch:
             raise UsageError(
-                f"--torch {torch!r} names several releases; give the one that the program ran on, "
-                "such as 2.11"
+                f"--torch {torch!r} names several releases; name the release of the program, such as "
+                "2.11"
             )
         return platforms[0]
     if not rules_know(environment):
@@ -560,15 +565,18 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
 
 
 def module_name(call: CallRow) -> str | None:
-    """Return the dotted path of the call's module. If it is unknown, join the numbered classes of
-    the modules around the call. Return None if there are no modules.
+    """Return the dotted path of the call's module.
+
+    If the path is unknown, join the numbered classes of the modules around the call. Return None if
+    there are no modules.
     """
     return call.path or ".".join(call.modules) or None
 
 
 def any_length(config: Config, phase: str | None) -> Config:
-    """Return the config of a call. If the call decodes, reset the number of keys and the strides,
-    which change from token to token.
+    """Return the config of a call.
+
+    For a decoding call, reset the number of keys and the strides, which change with each token.
     """
     if phase != "decode":
         return config
@@ -578,8 +586,8 @@ def any_length(config: Config, phase: str | None) -> Config:
 def phase_of(call: CallRow) -> str | None:
     """Return the phase of a call: `train`, `decode`, `prefill`, `self` or `cross`.
 
-    `self` is attention over a whole sequence that is not known to be causal, such as that of an
-    encoder. Return None if the shapes of the call are unknown.
+    `self` is attention over a whole sequence without a known causal mask, as in an encoder. Return
+    None if the shapes of the call are unknown.
     """
     if call.backward or call.recompute:
         return "train"
@@ -592,8 +600,9 @@ def phase_of(call: CallRow) -> str | None:
 
 
 def actual_backend(call: CallRow) -> str | None:
-    """Return the backend that computed a call, or None if it is unknown. The backend follows from
-    the op, or else from the families of the kernels.
+    """Return the backend that computed a call, or None if it is unknown.
+
+    The backend is derived from the op, or otherwise from the families of the kernels.
     """
     if call.kind in ("eager", "flex"):
         return call.kind
@@ -618,8 +627,9 @@ def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
 
 
 def merge_numbered(names: Sequence[str]) -> str | None:
-    """Merge names that differ only in numbers. For example, merge `layers.0.attn` and
-    `layers.1.attn` to `layers.{0-1}.attn`. Return None if there are no names.
+    """Merge names that differ only in numbers. Return None if there are no names.
+
+    For example, merge `layers.0.attn` and `layers.1.attn` to `layers.{0-1}.attn`.
     """
     if not names:
         return None
@@ -661,7 +671,7 @@ def _row(
     observed: ObservedCalls,
     made: int | None,
 ) -> LayerRow:
-    """Return a row. `whole` has the time in which the GPUs were busy in the steps, and of the steps."""
+    """Return the row of a group of calls. `whole` is the result of `_whole_ns`."""
     # `count` is at least 1, because an observed program may have no recorded step.
     first, count = group[0], max(len(steps), 1)
     kind, traced = observed.kind(first), first.trace != UNTRACED
@@ -716,11 +726,12 @@ def _row(
 
 
 def points_of(calls: Iterable[CallRow], count: int) -> Points:
-    """Return the configs with the smallest, the median and the largest seq_kv. Each comes with the
-    number of calls per step that it represents. The calls are from `count` steps.
+    """Return the configs with the smallest, the median and the largest seq_kv.
 
-    A call whose seq_kv is between two of these configs counts partly for each of them, and more for
-    the closer config. A call that is recomputed in the backward pass counts as a forward call.
+    Each config comes with the number of calls per step that it represents. `calls` are the calls in
+    `count` steps. If the seq_kv of a call is between two configs, the call counts partly for both
+    configs, and more for the closer one. A call that is recomputed in the backward pass counts as a
+    forward call.
     """
     configs = [
         replace(config, bwd=False) if call.recompute else config
@@ -785,7 +796,7 @@ def _reasons_and_advice(
             advice.append(f"{change} if the mask is the same in all calls{then}")
         if ran == kind.asked == "math":
             advice.append(
-                "allow other backends, which sdpa_kernel or a switch of torch.backends.cuda excludes"
+                "allow other backends, because sdpa_kernel or torch.backends.cuda excludes them"
             )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
@@ -799,8 +810,10 @@ def _reasons_and_advice(
 
 
 def suggestions(config: Config, platform: Platform) -> list[tuple[str, str, Advice | None]]:
-    """Return the backends except math that the rules refuse. Each comes with the first reason, and
-    with the first change, if any, after which the backend supports the config.
+    """Return the backends except math that the rules refuse.
+
+    Each backend comes with the first reason, and with the first change after which the backend
+    supports the config, or None.
     """
     return [
         (side.backend, side.reasons[0].message, next(iter(side.advice), None))
@@ -820,23 +833,23 @@ def _caveats(
         texts.append(f"{outside} attention calls ran outside the steps and are not counted.")
     if names := join_numbered([kind.name for kind in observed.hidden() if kind.name]):
         texts.append(
-            f"Compiled code calls attention in {names}; the trace does not show which call is which."
+            f"Compiled code calls attention in {names}; the trace does not show which module made a call."
         )
     live = [row for row in rows if row.kind != "replay"]
     if any(row.kind == "replay" and NO_SHAPES in row.reasons for row in rows):
         texts.append(
-            "Traces do not record the shapes of CUDA graph replays. To see them, also record the "
+            "Traces do not record the shapes of CUDA graph replays. To see the shapes, also record the "
             "capture of the graph, or run the program without CUDA graphs."
         )
     if live and not observed and not any(row.module for row in live):
         texts.append(
-            "The trace has no modules. Record it with with_stack=True; under nsys, only "
-            "`profharness observe` records modules."
+            "The trace has no modules. Record the trace with with_stack=True, or with "
+            "`profharness observe` under nsys."
         )
     if platform is None and any(row.ran == "math" for row in rows):
         texts.append(
-            "Why math ran depends on the PyTorch release, which the trace does not record; "
-            "name it, for example torch 2.11."
+            "The reason why math ran depends on the PyTorch release, which the trace does not record; "
+            "name the release, for example torch 2.11."
         )
     return texts
 
@@ -853,8 +866,9 @@ def replay_lines(layers: LayerMap) -> list[str]:
 
 
 def short_module(module: str | None) -> str | None:
-    """Return the last MODULES_SHOWN names of a module's path. If the first of them is a number,
-    also keep the name before the number, as in `layers.0.self_attn`.
+    """Return the last MODULES_SHOWN names of a module's path.
+
+    If the first name is a number, also keep the name before the number, as in `layers.0.self_attn`.
     """
     parts = (module or "").split(".")
     if "{" in parts[0] or not module:

@@ -32,8 +32,8 @@ from profharness.program.phases import PhaseRow, find_phases
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
 
-# Modules that wrap a model, such as those of torch.compile and DistributedDataParallel. They are
-# not layers of the model.
+# Modules that wrap a model, as torch.compile and DistributedDataParallel do. Such modules are not
+# layers of the model.
 WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
 
 
@@ -106,7 +106,7 @@ class LayerSide:
             "percent",
             importance="detail",
             right=True,
-            meaning="the least time of the forward by the GPU's peaks, divided by its actual time",
+            meaning="least forward time by the GPU's peaks, divided by the actual forward time",
         ),
     ] = None
     library: str | None = None  # the AMD library whose kernels computed the backend
@@ -142,7 +142,7 @@ class LayerDiff:
             "speed-up",
             "inverse",
             importance="answer",
-            meaning="the candidate's time divided by the baseline's; tables show the inverse, the speed-up",
+            meaning="time of the candidate divided by the time of the baseline; tables show the inverse",
         ),
     ] = None
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`
@@ -208,8 +208,9 @@ _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
 
 
 def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Program | None:
-    """Return the program of a run. If `configs` is not empty, keep only calls with these configs.
-    Return None if the run has cells or if no calls are left.
+    """Return the program of a run, or None if the run has cells or no calls.
+
+    If `configs` is not empty, keep only calls with these configs.
     """
     if store.cells(run):
         return None
@@ -237,8 +238,9 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
-    """Return one row per group of equal layers. A relative change of a time counts as faster or
-    slower if it exceeds `threshold`.
+    """Return one row per group of equal layers.
+
+    A layer counts as faster or slower if the relative change of its time exceeds `threshold`.
     """
     doubts = _doubts(baseline, candidate)
     groups = _equal_layers((baseline, candidate))
@@ -270,9 +272,7 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
-    """Return one row per group of equal layers. The layers of the first program come first, in the
-    order of the program.
-    """
+    """Return one row per group of equal layers, starting with the layers of the first program."""
     rows = []
     for direction, calls in _equal_layers(programs):
         sides = [
@@ -298,9 +298,7 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
 
 
 def _equal_layers(programs: Sequence[Program]) -> list[_Group]:
-    """Return the groups of equal layers. The layers of the first program come first, in the order
-    of the program.
-    """
+    """Return the groups of equal layers, starting with the layers of the first program."""
     # If a program has no calls in traces, include the untraced calls of all programs.
     whole = not all(program.calls for program in programs)
     layers: list[list[list[_Site]]] = []  # the sites of each layer, by program
@@ -352,8 +350,8 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
     """Return a strict and a loose key for the shape of a call.
 
     The strict key is the config without dtype and strides. The loose key contains only sizes,
-    without the number of key-value heads. Neither key contains the sequence length of K and V if
-    the call decodes.
+    without the number of key-value heads. For decoding calls, neither key contains the sequence
+    length of K and V.
     """
     if config is None:
         dims = tuple(dims for dims in call.dims if dims is not None)
@@ -424,9 +422,7 @@ def _group_key(program: Program, site: _Site, calls: Sequence[CallRow]) -> Hasha
 
 
 def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
-    """Return the backend that ran, or a text such as `flash and math` if the calls ran on several.
-    Return None if the backend is unknown.
-    """
+    """Return the backends that ran as text, such as `flash and math`, or None if unknown."""
     names = (actual_backend(call) or program.observed.common_field(call, "ran") for call in calls)
     return " and ".join(sorted(set(filter(None, names)))) or None
 
@@ -470,14 +466,16 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
 
 
 def _forward_kernels(call: CallRow) -> tuple[str, ...]:
-    """Return the short names of a call's forward kernels, the longest first."""
+    """Return the short names of a call's forward kernels. The kernel with the longest time is
+    first.
+    """
     own = [kernel for kernel in call.kernels if kernel.direction != "backward"]
     own.sort(key=lambda kernel: -kernel.total_ns)
     return tuple(dict.fromkeys(kernel.kernel_short for kernel in own))
 
 
 def _roofline_share(peaks: Peaks | None, call: CallRow, forward_ns: float | None) -> float | None:
-    """Return the least time of a call's forward divided by its time, or None if unknown."""
+    """Return the least forward time of a call divided by the actual time, or None if unknown."""
     if not call.config or not forward_ns or peaks is None:
         return None
     config = replace(parse_config(call.config), bwd=False)
@@ -486,7 +484,7 @@ def _roofline_share(peaks: Peaks | None, call: CallRow, forward_ns: float | None
 
 
 def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
-    """Return the times of a call's forward kernels and of its backward kernels.
+    """Return (the time of a call's forward kernels, the time of the backward kernels).
 
     The second time is None if there are no backward kernels. Return None if there are no kernels.
     """
@@ -523,7 +521,8 @@ def _diff(
         why = f"no step of the {' and the '.join(uncounted)} was recorded, so the time is unknown"
     reasons = [*_differences(base, cand), why]
     if any(with_backward) and not all(with_backward) and not uncounted:
-        reasons.append(f"only the {'baseline' if with_backward[0] else 'candidate'} has a backward")
+        one = "baseline" if with_backward[0] else "candidate"
+        reasons.append(f"only the {one} has a backward pass")
     changed = other_backend or base.mode != cand.mode
     basis = "forward and backward" if all(with_backward) else "forward"
     return LayerDiff(
@@ -543,7 +542,7 @@ def _diff(
 def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
     steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
     if_both_known: tuple[tuple[str, Any, Any], ...] = (
-        ("calls a step", steps[0], steps[1]),
+        ("calls per step", steps[0], steps[1]),
         ("calls in all", base.program_calls, cand.program_calls),
         ("backends allowed", base.asked, cand.asked),
         ("PyTorch's choice", base.choice, cand.choice),
@@ -580,7 +579,7 @@ def _speed(
         return ratio, "same", f"{change}, within the {threshold * 100:g} % threshold"
     if min(base) <= times[1] <= max(base) or min(cand) <= times[0] <= max(cand):
         return ratio, "unknown", f"{change}, but the ranges of single calls overlap"
-    return ratio, "slower" if ratio > 1 else "faster", f"{change}, outside the range of either side"
+    return ratio, "slower" if ratio > 1 else "faster", f"{change}, outside the range of both sides"
 
 
 def _doubts(baseline: Program, candidate: Program) -> list[str]:

@@ -1,6 +1,6 @@
 """Match the templates that the observer recorded with the attention calls in traces.
 
-A template describes attention calls of one process that are equal except for their lengths.
+A template describes attention calls of one process that differ only in their lengths.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KindLengths = tuple[int, Lengths | None]
 class ObservedCalls:
     """The observed calls of a run.
 
-    Equal templates of several processes are merged into one kind, which has the number of its first
-    template. `traced` contains the calls in traces.
+    Equal templates of several processes are merged into one kind. The kind has the number of the
+    first template. `traced` contains the calls in traces.
     """
 
     def __init__(self, templates: Iterable[CallSignature], traced: Sequence[CallRow]) -> None:
@@ -59,7 +59,7 @@ class ObservedCalls:
         """Return the value of a field of a call's kind, or None if it is unknown.
 
         A fused op in compiled code may belong to any kind of call in compiled code. The value is
-        known only if it is the same for all these kinds.
+        known only if all these kinds have the same value.
         """
         kinds: Iterable[CallSignature | None] = [self.kind(call)]
         if call.compiled and call.template is None and call.kind == "inner":
@@ -68,13 +68,14 @@ class ObservedCalls:
         return values.pop() if len(values) == 1 else None
 
     def hidden(self) -> list[CallSignature]:
-        """Return the kinds of calls in compiled code, which cannot be matched with particular calls
-        in a trace. Return no kinds if no traced call is compiled.
+        """Return the kinds of calls in compiled code. Return no kinds if no traced call is compiled.
+
+        These kinds cannot be matched with particular calls in a trace.
         """
         return [kind for kind in self._distinct if kind.compiled and self._compiled]
 
     def untraced(self) -> list[CallRow]:
-        """Return one representative call for each kind of which some calls are in no trace."""
+        """Return one representative call for each kind that has calls outside of all traces."""
         linked = {number for number, _ in self._shown}
         return [
             _as_call(kind)
@@ -84,12 +85,12 @@ class ObservedCalls:
         ]
 
     def lengths(self, group: Iterable[CallRow]) -> list[int]:
-        """Return the numbers of keys for the calls of a group that are in no trace."""
+        """Return the numbers of keys of the calls in a group that are in no trace."""
         kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
         return [key[2] for kind in kinds if kind for key in self._untraced_lengths(kind) if key]
 
     def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
-        """Return the configs of calls in a group that are in no trace, with numbers of calls."""
+        """Return (config, number of calls) for the calls in a group that are in no trace."""
         made = Counter[Config]()
         for call in group:
             kind = self.kind(call)
@@ -101,10 +102,10 @@ class ObservedCalls:
         return tuple((config.label, calls) for config, calls in _representatives(made))
 
     def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
-        """Return how often the whole program made the calls of each group.
+        """Return the number of calls of each group in the whole program.
 
-        The number is None if it is unknown. It is unknown for replays of a CUDA graph, for compiled
-        code, and for calls that belong to several groups.
+        The number is None for replays of a CUDA graph, for compiled code, and for calls that belong
+        to several groups.
         """
         found = [{self._kind_lengths(call) for call in group} for group in groups]
         groups_with = Counter(each for group in found for each in group)
@@ -149,7 +150,7 @@ class ObservedCalls:
 
 
 def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
-    """Return the config with other lengths. Drop the strides, which belong to the first call."""
+    """Return the config with other lengths, and without the strides of the first call."""
     own = (config.batch, config.seq_len_q, config.seq_len_kv)
     if lengths in ((), own) or config.kv_batch is not None:
         return config
@@ -159,8 +160,9 @@ def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
 
 
 def _representatives(made: Counter[Config]) -> list[tuple[Config, int]]:
-    """Return at most MOST_POINTS configs, each with the number of calls that it represents. Calls
-    of similar size share a config.
+    """Return at most MOST_POINTS configs, each with the number of calls that it represents.
+
+    Calls of similar size share a config.
     """
 
     def size(item: tuple[Config, int]) -> tuple[int, str]:
@@ -180,8 +182,9 @@ def _representatives(made: Counter[Config]) -> list[tuple[Config, int]]:
 
 
 def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
-    """Return the lengths that the calls of a row have in common. The number of keys is None for
-    decoding calls, because it differs between them.
+    """Return the lengths that the calls of a row have in common.
+
+    The number of keys is None for decoding calls, because the number differs between these calls.
     """
     if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
         return lengths

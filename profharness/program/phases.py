@@ -1,4 +1,4 @@
-"""The phases of a serving engine: prefill, decode and mixed steps, and the work of their attention."""
+"""Group the steps of a serving engine by phase, and compute the work of attention in each phase."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVER = 1.02  # a rate above this share of the data sheet's is doubtful
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """The steps of one phase. FLOPs and bytes are those of all attention calls of a step."""
+    """The steps of one phase. FLOPs and bytes include all attention calls of a step."""
 
     phase: Annotated[
         str,
@@ -84,13 +84,12 @@ class PhaseRow:
     ]
     flops: Annotated[
         Number,
-        column(meaning="mean attention FLOPs per step, from the lengths in its annotation"),
+        column(meaning="mean attention FLOPs per step, from the lengths in the annotations"),
     ]
     bytes: Annotated[
         Number,
         column(
-            meaning="mean bytes of a step's attention: Q, K and V are read and the output is "
-            "written once"
+            meaning="mean attention bytes per step, if Q, K and V are read and the output is written once"
         ),
     ]
     flops_per_s: Annotated[
@@ -121,8 +120,8 @@ class PhaseRow:
     points: Annotated[
         tuple[tuple[str, float], ...],
         column(
-            meaning="what a step of median work computes: pairs of a config, whose lengths are the "
-            "mean lengths of the step, and its number of calls"
+            meaning="pairs of a config and a number of calls in the step of median work; each config "
+            "has the mean lengths of the step"
         ),
     ] = ()
     fastest: Annotated[
@@ -130,7 +129,7 @@ class PhaseRow:
         column(
             "fastest",
             optional=True,
-            meaning="with --bench: the fastest correct backend in that benchmark",
+            meaning="with --bench: the fastest correct backend in the benchmark",
         ),
     ] = None
     fastest_ns: Annotated[
@@ -140,7 +139,7 @@ class PhaseRow:
             "us",
             scale="step",
             optional=True,
-            meaning="with --bench: attention time per step on that backend",
+            meaning="with --bench: attention time per step on the fastest backend",
         ),
     ] = None
     saves_ns: Annotated[
@@ -150,7 +149,7 @@ class PhaseRow:
             "us",
             scale="step",
             optional=True,
-            meaning="with --bench: how much less time its attention takes than in the trace",
+            meaning="with --bench: attention time that the fastest backend saves per step",
         ),
     ] = None
     fastest_tokens_per_s: Annotated[
@@ -202,7 +201,7 @@ def find_phases(
 
 
 def step_title(name: str) -> str:
-    """Return a short title of a step, such as `decode step of 32 requests` for an annotation."""
+    """Return a short title for the name of a step, such as `decode step of 32 requests`."""
     batch = parse_engine_step(name)
     if batch is None:
         return name
@@ -242,8 +241,8 @@ def _phase(
     whole_tokens = sum(rows) if len(rows) == count and name != "verify" else None
     if limit and limit > OVER * attention:
         doubts.add(
-            f"attention in {name} steps would be {limit / attention:.1f} times as fast as the data "
-            "sheet allows, so the lengths, shapes or kernels do not match the annotation"
+            f"attention in {name} steps seems {limit / attention:.1f} times as fast as the data sheet "
+            "allows, so the lengths, shapes or kernels do not match the annotation"
         )
     return PhaseRow(
         phase=name,
@@ -270,10 +269,10 @@ def _phase(
 
 
 def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None, str | None]:
-    """Return the work of a step's attention calls, and why it is unknown.
+    """Return (the work of a step's attention calls or None, the reason for None).
 
-    A call computes the requests whose tokens it has: all requests, or only those that are
-    prefilled or decoded. Padded calls compute all requests.
+    A call computes either all requests of the step, or only the prefilled or the decoded requests,
+    depending on its number of tokens. Padded calls compute all requests.
     """
     parts = [part for part in (batch.prefill, batch.decode) if part]
     if not calls:
@@ -302,10 +301,10 @@ def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None,
 
 
 def described_calls(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
-    """Return the calls, and give those in an engine's steps a config with the mean lengths of the step.
+    """Return the calls. Calls in an engine's steps get a config with the mean lengths of the step.
 
-    A call stays as it is if it has a config, if its shapes or lengths are unknown, or if it computes
-    prefilled and decoded requests at once.
+    A call is unchanged if it has a config, if its shapes or lengths are unknown, or if it computes
+    both prefilled and decoded requests.
     """
     batches = {(step.trace, step.step): parse_engine_step(step.name) for step in steps}
     made = []
@@ -318,7 +317,7 @@ def described_calls(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[
 
 
 def _call_parts(batch: EngineStep, call: CallRow) -> list[BatchPart]:
-    """Return the part of the batch that has the tokens of a call, or all parts."""
+    """Return the part of the batch with the same number of tokens as the call, or all parts."""
     parts = [part for part in (batch.prefill, batch.decode) if part]
     dims = call.dims[0] or (0,)
     alone = [part for part in parts if len(parts) > 1 and part.queries == dims[0]]
@@ -330,7 +329,7 @@ def _median_points(
     calls: Sequence[Sequence[CallRow]],
     works: Sequence[Work | None],
 ) -> tuple[tuple[str, float], ...]:
-    """Return the configs of the step with the median FLOPs, and the number of calls of each."""
+    """Return (config, number of calls) pairs of the step with the median FLOPs."""
     order = sorted(range(len(group)), key=lambda at: works[at] or Work(0, None))
     at = order[len(order) // 2]
     counts: Counter[str] = Counter()
@@ -346,8 +345,8 @@ def _median_points(
 def part_config(part: BatchPart, call: CallRow) -> Config | None:
     """Return the config of a call whose requests all have the mean length.
 
-    The page size is that of a cache [pages, page, heads, dim], else USUAL_PAGE. Return None if the
-    shapes, the dtype or the lengths are unknown, and for a batch that no config can express.
+    The page size is taken from a cache [pages, page, heads, dim], and is USUAL_PAGE otherwise. Return
+    None if the shapes, the dtype or the lengths are unknown, or if no config can express the batch.
     """
     shape = head_shape(call)
     query, key = (tensor or {} for tensor in call.tensors[:2])
@@ -374,11 +373,11 @@ def part_config(part: BatchPart, call: CallRow) -> Config | None:
 
 
 def part_work(part: BatchPart, shape: HeadShape) -> Work:
-    """Return the work of one attention call on requests whose sums of lengths are known.
+    """Return the work of one attention call. Raise ValueError if a sum of lengths is unknown.
 
-    The FLOPs are 2·h·(d_qk + d_v) per score. The call reads Q, and K and V of all tokens of each
-    request, and writes the output. Keys that a window hides are counted, because an annotation does
-    not tell the windows. Raise ValueError if a sum is unknown.
+    The FLOPs are 2·h·(d_qk + d_v) per score. The call reads Q, reads K and V of all tokens, and
+    writes the output. Keys that a window hides are counted, because annotations do not contain
+    window sizes.
     """
     if part.scores is None or part.queries is None or part.keys is None:
         raise ValueError("the sums of lengths are unknown")

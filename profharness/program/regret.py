@@ -37,7 +37,7 @@ UNLIKE = 1.5
 
 
 class BenchTimes:
-    """The samples of a benchmark by config and backend. Cells with wrong output are left out.
+    """The samples of a benchmark by config and backend, without cells with wrong output.
 
     Points are pairs of a config label and a number of calls.
     """
@@ -65,7 +65,7 @@ class BenchTimes:
         return whole
 
     def fastest(self, points: Points) -> str | None:
-        """Return the fastest of the backends that were timed on all points, if there are any.
+        """Return the fastest backend that was timed on all points, or None if there is none.
 
         Backends that let PyTorch choose, such as `auto`, are ignored.
         """
@@ -78,8 +78,9 @@ class BenchTimes:
         return min(times, key=lambda name: times[name], default=None)
 
     def verdict(self, points: Points, backend: str, than: str) -> stats.Speed:
-        """Return `slower` if `backend` is slower than `than` on at least one point. Otherwise,
-        return `unknown` if at least one comparison is `unknown`, else `same`.
+        """Return `slower` if `backend` is slower than `than` on at least one point.
+
+        Otherwise, return `unknown` if at least one comparison is `unknown`, and `same` if not.
         """
         verdicts = {
             stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
@@ -91,8 +92,8 @@ class BenchTimes:
 def regret_configs(layers: LayerMap) -> list[Config]:
     """Return the configs to time, with and without the backward pass.
 
-    These are the configs of calls that can be replayed, and the configs after changes that the
-    rules suggest. Raise NotFoundError if there are no such configs.
+    The result contains the configs of calls that can be replayed, and the configs after changes that
+    the rules suggest. Raise NotFoundError if there are no such configs.
     """
     configs: dict[Config, None] = {}
     for row in layers.rows:
@@ -118,8 +119,8 @@ def regret_configs(layers: LayerMap) -> list[Config]:
 def timed_configs(layers: LayerMap) -> list[Config]:
     """Return the configs that a benchmark of the layers must time.
 
-    If no step was recorded, these are the configs of the whole program. Raise NotFoundError if
-    there are no configs to time.
+    If no step was recorded, return the configs of the whole program. Raise NotFoundError if there
+    are no configs to time.
     """
     labels = dict.fromkeys(label for row in layers.rows for label, _ in row.program_points)
     if labels and all(row.calls is None for row in layers.rows):
@@ -128,7 +129,7 @@ def timed_configs(layers: LayerMap) -> list[Config]:
 
 
 def regret_backends(layers: LayerMap) -> list[str]:
-    """Return the backends that ran. They must be timed even if they are not requested."""
+    """Return the backends that ran, which must be timed even if the user does not request them."""
     return list(dict.fromkeys(str(row.ran) for row in layers.rows if _timeable(row)))
 
 
@@ -143,16 +144,15 @@ def _timeable(row: LayerRow) -> bool:
 
 
 def _median(row: LayerRow) -> Config:
-    """Return the config of median length, without the backward pass if the call is a
-    recomputation.
-    """
+    """Return the config of median length. Drop the backward pass of a recomputed call."""
     config = parse_config(str(row.config))
     return replace(config, bwd=False) if row.direction == "recompute" else config
 
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[tuple[str, Advice]]:
-    """Return the changes after which other backends support a row that ran on math. Changes that no
-    config can express are left out.
+    """Return the changes after which other backends support a row that ran on math.
+
+    Changes that no config can express are left out.
     """
     if row.ran != "math" or row.config is None or layers.platform is None:
         return []
@@ -161,15 +161,16 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[tuple[str, Advice]]:
 
 
 def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
-    """Return the layer map with the savings of each row per step. Raise NotFoundError if the
-    benchmark ran on another device, or contains no times for any row.
+    """Return the layer map with the savings of each row per step.
+
+    Raise NotFoundError if the benchmark ran on another device, or contains no times for any row.
     """
     gpu = benched.gpu
     if gpu != layers.gpu:
         raise NotFoundError(
             f"run {benched.run} was timed on {gpu or 'a CPU'}, but run {layers.name} comes from "
-            f"{layers.gpu or 'a CPU'}; time its configs there (`profharness layers --savings`), or "
-            "give one benchmark per GPU to see them side by side (--bench RUN,RUN)"
+            f"{layers.gpu or 'a CPU'}; time the configs there (`profharness layers --savings`), or "
+            "compare benchmarks of several GPUs with --bench RUN,RUN"
         )
     times = BenchTimes(benched)
     rows = [_with_best(row, layers, benched, times) for row in layers.rows]
@@ -180,8 +181,8 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     if not timed:
         configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
         raise NotFoundError(
-            f"run {benched.run} contains no times of what ran in run {layers.name}: "
-            f"{configs or 'nothing that a config replays'} on {', '.join(regret_backends(layers))}"
+            f"run {benched.run} contains no times of the backends that ran in run {layers.name}: "
+            f"{configs or 'no replayable config'} on {', '.join(regret_backends(layers))}"
         )
     saves = sum(row.saves_ns or 0.0 for row in timed)
     apart = [row.saves_forward_ns for row in timed if row.saves_forward_ns is not None]
@@ -210,10 +211,10 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
 
 
 def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
-    """Add the fastest backend of the benchmark to a phase, and what it saves in a step.
+    """Add the fastest backend of the benchmark and its saving per step to a phase.
 
-    The saving is the time of the attention in the trace, less the time in the benchmark. It is 0 if
-    the benchmark is not faster.
+    The saving is the time of attention in the trace minus the time in the benchmark. If the benchmark
+    is not faster, the saving is 0.
     """
     best = times.fastest(phase.points) if phase.points else None
     spent = times.total(phase.points, best) if best else None
@@ -232,15 +233,16 @@ def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
 
 
 def is_launch_bound(layers: LayerMap) -> bool:
-    """Return whether the GPU is idle for so long that faster kernels may not shorten the step."""
+    """Return whether faster kernels may not shorten the step, because the GPU is often idle."""
     return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
 def _with_best(
     row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes
 ) -> LayerRow:
-    """Add the best backend to a row. It is the backend that ran, unless the samples show that
-    another backend is faster.
+    """Add the best backend to a row.
+
+    The best backend is the backend that ran, unless the samples show that another one is faster.
     """
     if not _timeable(row):
         return row
@@ -288,7 +290,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
-    """Return the advice of a row. Add the gain to each change that the benchmark timed."""
+    """Return the advice on a row. Add the measured gain to each change that was timed."""
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
     for backend, change in _changes(row, layers):
@@ -349,13 +351,15 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
     for row in rows:
         name = row.module or row.config or row.kind
         if row.calls is None:
-            texts.append(f"Not timed: calls of {name}, which are not in any recorded step.")
+            texts.append(
+                f"The calls of {name} were not timed, because they are in no recorded step."
+            )
             continue
         if row.saves_ns is None:
-            why = "no config replays them"
+            why = "no config replays the calls"
             if row.replayable:
-                why = f"run {benched.run} has no correct {row.ran} times for them"
-            texts.append(f"Not timed: {row.calls:g} calls a step of {name}, because {why}.")
+                why = f"run {benched.run} has no correct {row.ran} times for the calls"
+            texts.append(f"No times for {row.calls:g} calls per step of {name}: {why}.")
             continue
         fastest = times.fastest(row.points)
         if fastest and times.verdict(row.points, str(row.ran), than=fastest) == "unknown":

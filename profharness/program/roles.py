@@ -142,8 +142,9 @@ def role(row: KernelRow) -> str:
 
 
 def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
-    """Return rows with their roles, sorted by `first_ns`. All rows must be from one profiler, and
-    from one cell or one range of a foreign trace.
+    """Return (role, row) pairs, sorted by `first_ns`.
+
+    All rows must be from one profiler, and from one cell or one range of a foreign trace.
     """
     # Rows that start at the same time need a fixed order, because roles depend on the order.
     ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
@@ -174,8 +175,9 @@ def _shows_attention(row: KernelRow) -> bool:
 
 
 def _neutral_role(row: KernelRow) -> str:
-    """Return the op that launched a kernel outside of attention, such as `linear`. If the op is
-    unknown, return the family of the kernel.
+    """Return the op that launched a kernel outside of attention, such as `linear`.
+
+    If the op is unknown, return the family of the kernel.
     """
     parts = [part.removeprefix(f"{AUTOGRAD}: ") for part in _path(row)]
     if not parts:
@@ -211,8 +213,9 @@ def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
 
 
 def launches_per_call(row: KernelRow, calls: int) -> float:
-    """Return the number of a row's launches per call. If it is not recorded, divide all launches by
-    `calls`.
+    """Return the launches of a row per call.
+
+    If this number was not recorded, divide the number of all launches by `calls`.
     """
     return row.launches_per_call or row.launches / max(1, calls)
 
@@ -245,8 +248,9 @@ def _path(row: KernelRow) -> list[str]:
 
 
 def _helper_role(row: KernelRow) -> str:
-    """Return the role of an elementwise, copy, fill or reduction kernel. The role follows from the
-    op stack, or from the kernel's name if there is no op stack.
+    """Return the role of an elementwise, copy, fill or reduction kernel.
+
+    The role is derived from the op stack, or from the kernel's name if there is no op stack.
     """
     path = _path(row)
     if not path:
@@ -308,8 +312,9 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
 def _split_bare(
     rows: Sequence[KernelRow], roles: list[str], products: Sequence[int], softmax: int
 ) -> tuple[list[int], list[int]]:
-    """Separate forward from backward matrix products by the order of the kernels. Rename the roles
-    of other kernels after the first backward product.
+    """Separate forward from backward matrix products by the order of the kernels.
+
+    Other kernels after the first backward product also get roles of the backward pass.
     """
     after = [n for n in products if n > softmax]
     cut = next((n for n in after[1:] if not _SPLIT_K.search(rows[n].kernel)), len(rows))
@@ -365,8 +370,9 @@ def _name_phase(
 
 
 def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
-    """Return the number of calls, which is the number of softmax launches. Return None if there is
-    no softmax, or if the launches per call are recorded.
+    """Return the number of calls, which is the number of softmax launches.
+
+    Return None if there is no softmax, or if the launches per call are recorded.
     """
     for name in ("softmax", "softmax_bwd"):
         n = _index(roles, name)
@@ -376,9 +382,7 @@ def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
 
 
 def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """If attention consists of separate ops, derive the roles of helpers from the outermost op in
-    their op stacks.
-    """
+    """Derive the roles of helpers from their outermost ops if attention consists of separate ops."""
     if "softmax" not in roles or set(roles) & set(FUSED_ROLES):
         return
     for n, row in enumerate(rows):
@@ -388,8 +392,9 @@ def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
 
 
 def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """If no kernel has the role `attention`, assign it to the longest kernel that no ATen op
-    launched. Such a kernel belongs to a backend outside of PyTorch.
+    """Assign the role `attention` to the longest kernel that no ATen op launched.
+
+    Such a kernel belongs to a backend outside of PyTorch. Do nothing if another kernel has the role.
     """
     if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
         return

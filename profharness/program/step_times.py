@@ -1,4 +1,4 @@
-"""What a step of a program consists of: its time by kind of work, and its kernels by time."""
+"""Divide the time of a program's steps by kind of work and by kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTENTION = "attention"
 PRODUCTS, OTHER = "matrix products", "other kernels"
 COMMUNICATION, COPIES, IDLE = "communication", "memory copies", "idle"
 KINDS = (ATTENTION, PRODUCTS, OTHER, COMMUNICATION, COPIES, IDLE)
-"""The kinds of work. If several run at once, the time counts for the first of them."""
+"""The kinds of work. If several kinds run at once, the time counts for the first kind."""
 _KINDS_OF_FAMILIES = {
     **dict.fromkeys(("gemm", "gemv", "moe"), PRODUCTS),
     COLLECTIVE: COMMUNICATION,
@@ -29,7 +29,7 @@ UNKNOWN = "unknown backend"
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """A kernel of a program with its time per step, over all its launches."""
+    """A kernel of a program with the total time of its launches per step."""
 
     kernel_short: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
     kind: Annotated[
@@ -44,17 +44,17 @@ class KernelTime:
         column(
             "layer or op",
             shrink=True,
-            meaning="the modules whose attention launched the kernel, otherwise the op that launched it",
+            meaning="the modules with the attention call of the kernel, or the op that launched it",
         ),
     ]
     launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
-    total_ns: Annotated[float, column("µs/step", "us", meaning="time of these launches")]
+    total_ns: Annotated[float, column("µs/step", "us", meaning="time of the launches per step")]
     share: Annotated[
         float,
         column(
             "% of kernels",
             "percent",
-            meaning="share of the summed time of all kernels, in which overlapping kernels count twice",
+            meaning="share of the total time of all kernels; overlapping kernels count twice",
         ),
     ]
     backend: Annotated[str | None, column(meaning="the attention backend")] = None
@@ -83,7 +83,7 @@ class ProgramTimes:
     launches: tuple[StepLaunch, ...]
     """The launches of `middle` on the busiest GPU."""
     owners: Mapping[tuple[int, int], LaunchOwner]
-    """Maps traces and numbers of calls to what their launches belong to."""
+    """Maps (trace, number of a call) to the owner of the launches of the call."""
 
     def owner(self, launch: StepLaunch) -> LaunchOwner | None:
         """Return the attention call of a launch of `middle`, or None."""
@@ -97,7 +97,7 @@ class ProgramTimes:
 def program_times(
     store: Store, steps: Sequence[StepRow], calls: Sequence[CallRow]
 ) -> ProgramTimes | None:
-    """Return the times of a run's steps, or None if no kernel on a GPU was recorded.
+    """Return the times of a run's steps, or None if no GPU kernel was recorded.
 
     `calls` are the attention calls of the run.
     """
@@ -198,7 +198,7 @@ def split_step(
 
 
 def _busiest(launches: Sequence[StepLaunch]) -> list[StepLaunch]:
-    """Return the launches on the GPU that works longest."""
+    """Return the launches on the GPU with the longest total kernel time."""
     busy: Counter[int] = Counter()
     for launch in launches:
         busy[launch.device] += launch.duration_ns

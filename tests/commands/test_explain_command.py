@@ -399,7 +399,7 @@ def test_several_gpus_get_a_row_each() -> None:
         ),
         (
             ("--gpu", "H200,A100", "--engine", "vllm"),
-            "explain --engine predicts for one GPU; name one",
+            "explain --engine predicts for one GPU; name only one GPU",
         ),
     ],
 )

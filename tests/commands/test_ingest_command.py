@@ -168,12 +168,12 @@ def test_runs_and_kernels_show_the_warnings_of_a_run(open_folder: Path) -> None:
     ):
         main = find_command(words[0])
         table = CliRunner().invoke(main, [*words[1:], *store])
-        assert "2 warnings, the first: not ingested:" in " ".join(table.stdout.split())
+        assert "first of 2 warnings: not ingested:" in " ".join(table.stdout.split())
         told = json.loads(CliRunner().invoke(main, [*words[1:], *store, "--format", "json"]).stdout)
         texts = told.get("warnings") or told["rows"][0]["warnings"]
         assert len(texts) == 2 and name in json.dumps(texts)
     csv = CliRunner().invoke(main, [*store, "--format", "csv"])
-    assert "2 warnings, the first: not ingested:" in csv.stderr
+    assert "first of 2 warnings: not ingested:" in csv.stderr
 
 
 def test_the_help_names_every_kind_of_source(open_folder: Path) -> None:
@@ -184,14 +184,14 @@ def test_the_help_names_every_kind_of_source(open_folder: Path) -> None:
 
 def test_the_command_that_shows_what_was_taken_in_works_as_printed(tmp_path: Path) -> None:
     one = ingest(tmp_path, str(TRACE))
-    command = one.stderr.split("see it with: ")[1].split()
+    command = one.stderr.split("show the run with: ")[1].split()
     assert command == ["profharness", "layers", TRACE.name, "--store", "s.db"]
     shown = subprocess.run(
         [sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "flash" in shown.stdout
     two = ingest(tmp_path, str(TRACE), str(RUN))
-    assert "see the last of 2 runs with: profharness kernels 20261121-151544" in two.stderr
+    assert "show the last of 2 runs with: profharness kernels 20261121-151544" in two.stderr
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_a_gate_that_passes_says_so_and_names_eager_attention(store: Path) -> No
     where = "LlamaForCausalLM_0.LlamaModel_0.LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2}"
     assert done.stderr == (
         f"gate passed: no layer runs on math (3 calls checked), but {where} computes attention "
-        "eagerly, without scaled_dot_product_attention: add eager-attention to fail on this\n"
+        "eagerly, without scaled_dot_product_attention; to fail on this, add --fail-on eager-attention\n"
     )
     failed = ask(store, run, "--fail-on", "math-fallback,eager-attention")
     assert isinstance(failed.exception, GateError) and "gate passed" not in failed.output

@@ -129,9 +129,9 @@ def test_other_backends_and_configs_are_reported(store: dict[str, str]) -> None:
     text = ask(store, "llama", "eager", "train").stdout
     text = text[text.index("Runs compared") :]
     assert "H100 (eager.json) µs" in text  # two runs of one device
-    assert "H100 (eager.json) runs a different backend from H200 in 1 of 1 row." in text
+    assert "H100 (eager.json) runs a different backend than H200 in 1 of 1 row." in text
     assert "config: b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd → b2-h32-s1024-d64-bf16" in text
-    assert "Only the forward is compared, because not all runs have a backward." in text
+    assert "Only the forward pass is compared, because not all runs have a backward pass." in text
 
 
 def test_layers_of_one_gpu_alone_have_rows(store: dict[str, str]) -> None:
@@ -139,12 +139,12 @@ def test_layers_of_one_gpu_alone_have_rows(store: dict[str, str]) -> None:
     there = [tuple(side is not None for side in row["sides"]) for row in told["layers"]]
     assert sorted(there) == [(False, True), *[(True, False)] * 3]
     text = " ".join(ask(store, "whisper", "eager").stdout.split())
-    assert "has no such layer" not in text
+    assert "has no matching layer" not in text
 
 
 def test_runs_without_a_common_layer_are_not_compared(store: dict[str, str]) -> None:
     text = ask(store, "whisper", "eager").output
-    asked = "H100 has no layer in common with H200. Are they runs of one model?"
+    asked = "H100 has no layer in common with H200. Name only runs of the same model."
     assert text.startswith(asked)
     assert "another backend" not in text and "Runs compared" not in text
 
@@ -158,7 +158,7 @@ def test_gates_apply_to_each_run(store: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("whisper", "configs"), "leave it out"),
+        (("whisper", "configs"), "leave this run out"),
         (("whisper", "slower", "--step", "0"), "apply to one run"),
         (("whisper", "slower", "--gpu", "H200"), "apply to one run"),
         (("whisper", "--gpu", "H200,H200"), "the same GPU"),
@@ -282,12 +282,12 @@ def test_benches_of_one_program_have_a_column_each(benches: dict[str, str]) -> N
         *("cudnn", "45.00", "36.00", "1.25x"),
         *("cudnn", "45.00", "flash", "30.00"),
     ]
-    summed = "0.270 ms on H100, 0.216 ms on H200 (1.25x), for 3 of 3 rows"
-    assert f"attention of a step in these benchmarks: {summed}" in table
+    summed = "0.270 ms on H100 and 0.216 ms on H200 (1.25x), summed over 3 of 3 rows"
+    assert f"in these benchmarks, attention of a step takes {summed}" in " ".join(table.split())
     assert (
-        "on H200 the fastest correct backends save 0.036 ms of the kernel time of a step" in table
+        "on H200, the fastest correct backends save 0.036 ms of the kernel time of a step" in table
     )
-    assert "on H100 the fastest" not in table
+    assert "on H100, the fastest" not in table
     told = answer(benches, "whisper", "--bench", "both")
     assert {"classes", "layers"}.isdisjoint(told)
     assert [each["program"] for each in told["benches"]] == [None, benches["whisper"]]
@@ -327,7 +327,7 @@ def test_each_of_several_programs_has_the_bench_of_its_gpu(
     assert [row["best"] for row in told["rows"]] == ["cudnn"] * 3 + ["flash"] * 3
     assert len(told["classes"]) == 2 and len(told["layers"]) == len(told["benched"]) == 3
     text = ask(benches, "slower", "whisper", "--bench", "b200").stdout
-    assert "no benchmark on H100 was named" in text and "H100: no benchmark" in text
+    assert "--bench names no benchmark on H100" in text and "H100: no benchmark" in text
     page = tmp_path / "benches.html"
     done = ask(benches, "slower", "whisper", "--bench", "both", "-o", str(page))
     assert done.exit_code == 0 and "H200 best µs" in page.read_text()
@@ -338,9 +338,9 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
         ask(benches, "whisper", "--bench", f"{benches['both']},{benches['b40s']}").stdout.split()
     )
     assert "kernel times on H100 and cold times on L40S cannot be compared" in text
-    assert "the benchmark of L40S differs in more than the GPU: torch 2.11.0 → 2.12.0" in text
-    assert f"run {benches['b40s']} has no correct auto of b2-h8-s32" in text
-    assert "so PyTorch's choice there is unknown" in text
+    assert "the benchmark on L40S also ran with different versions: torch 2.11.0 → 2.12.0" in text
+    assert f"run {benches['b40s']} has no correct auto result for b2-h8-s32" in text
+    assert "so PyTorch's choice is unknown" in text
     told = answer(benches, "whisper", "--bench", f"{benches['b200']},{benches['b40s']}")
     last = next(each for each in told["benched"] if "-s32-" in each["sides"][0]["config"])
     assert [call["backend"] for call in last["calls"]] == ["cudnn", None]
@@ -352,8 +352,8 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("whisper", "slower", "--bench", "b40s"), "where none of these programs ran"),
-        (("whisper", "--bench", "both", "--bench", "configs"), "name one run per class of GPU"),
+        (("whisper", "slower", "--bench", "b40s"), "none of these programs ran on this device"),
+        (("whisper", "--bench", "both", "--bench", "configs"), "name one run per GPU model"),
         (("whisper", "--bench", "both", "--bench", "whisper"), "has no timed cells"),
         (("whisper", "--bench", "b200", "--bench", "latest~99"), "latest~99"),
         (("llama", "--bench", "both"), "--savings --configs` prints"),
@@ -595,11 +595,11 @@ def test_regret_needs_times_of_the_backend_that_ran(folder: Path) -> None:
     other = bench_run(store, "1111", {("1,1,8,8,fp32", "math"): US})
     elsewhere = bench_run(store, "2222", times_of(layers), ON_H200)
     for arguments, error in (
-        (["--bench", other], "contains no times of what ran"),
+        (["--bench", other], "contains no times of the backends that ran"),
         (["--bench", elsewhere], "was timed on NVIDIA H200"),
         (["--bench", run, "--max-time", "1s"], "--max-time limits measurements"),
         (["--backend", "flash"], "requires --savings"),
-        (["--configs", "--bench", run], "use one of them"),
+        (["--configs", "--bench", run], "use only one of these options"),
     ):
         failed = invoke("layers", layers.run, *arguments, "--store", store).exception
         assert isinstance(failed, ProfharnessError) and error in str(failed)
@@ -635,7 +635,9 @@ def test_a_gate_fails_if_no_backend_is_known(folder: Path) -> None:
     half = the_map(folder / "half.db")
     unseen = replace(half, rows=tuple(replace(row, ran=None) for row in half.rows))
     for gate in ("math-fallback", "backend-changed"):
-        with pytest.raises(GateError, match=f"{gate}: unknown: no call shows which backend ran"):
+        with pytest.raises(
+            GateError, match=f"{gate}: unknown, because no call shows which backend ran"
+        ):
             check_gates(unseen, parse_gates([gate], []))
     check_gates(unseen, parse_gates(["eager-attention"], []))  # a call of SDPA is none
 
@@ -651,7 +653,7 @@ def test_gates_on_masks_and_requests_need_an_observed_program(folder: Path) -> N
     gates = parse_gates(["noop-mask,requested-not-run"], [])
     with pytest.raises(GateError) as failed:
         check_gates(replace(half, rows=rows), gates)
-    assert len(re.findall("its mask hides nothing", str(failed.value))) == 2
+    assert len(re.findall("the mask hides nothing", str(failed.value))) == 2
     assert "the program allowed flash, but math ran" in str(failed.value)
     rows = tuple(replace(row, mask="none", asked=row.ran) for row in half.rows)
     check_gates(replace(half, rows=rows), gates)
@@ -675,7 +677,7 @@ def test_regret_refuses_to_time_on_another_gpu(
 ) -> None:
     monkeypatch.setattr(recording, "gpu_name", lambda: "NVIDIA L4")
     layers = the_map(folder / "math.db", gpu="NVIDIA H200")
-    with pytest.raises(ProfharnessError, match="on NVIDIA H200, and this machine has NVIDIA L4"):
+    with pytest.raises(ProfharnessError, match="on NVIDIA H200, but this machine has NVIDIA L4"):
         recording.time_layers(layers, BenchOptions(), folder / "math.db")
 
 

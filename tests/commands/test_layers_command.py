@@ -222,7 +222,7 @@ def test_a_trace_without_modules_pairs_calls_by_position(programs: dict[str, str
 def test_diff_compares_forward_times_if_one_side_has_no_backward(programs: dict[str, str]) -> None:
     (row,) = layers(programs, "sdpa", "train")
     assert row["basis"] == "forward" and row["candidate"]["backward_ns"] > 0
-    assert "only the candidate has a backward" in row["reasons"]
+    assert "only the candidate has a backward pass" in row["reasons"]
 
 
 def test_other_sizes_are_other_layers(programs: dict[str, str]) -> None:

@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a module to explain": ("explain", {"config": CONFIG, "backend": "os.path:join", **RULES}, "'os.path:join'"),
     "a module of kernels": ("kernels", {"backend": "os.path:join"}, "a tool does not accept files"),
     "a path as a config": ("explain", {"config": "/etc/passwd", **RULES}, "config '/etc/passwd'"),
-    "another store": ("runs", {"store": "/tmp/other.db"}, "unknown field `store`; its arguments: none"),
+    "another store": ("runs", {"store": "/tmp/other.db"}, "unknown field `store`; the arguments of runs: none"),
     "a lacking argument": ("explain", {"config": CONFIG}, "missing required field `gpu`"),
     "a wrong type": ("layers", {"step": "first"}, "Expected `int | null`, got `str`"),
     "an unknown GPU": ("explain", {"config": CONFIG, "gpu": "ZX81"}, "ZX81"),

@@ -88,7 +88,9 @@ def test_a_path_that_no_longer_exists_says_so(folder: Path) -> None:
     path.unlink()
     done = invoke(folder, "layers", str(path))
     assert done.exit_code == 0 and "run trace.json.gz" in done.stdout
-    assert done.stderr == f"note: {path}: no such file or folder; its stored run is used\n"
+    assert (
+        done.stderr == f"note: {path}: no such file or folder; using the stored run of this name\n"
+    )
     assert invoke(folder, "layers", "trace.json.gz").stderr == ""
 
 
@@ -122,10 +124,10 @@ def test_printed_commands_use_the_id_if_the_name_is_another_file(folder: Path) -
     (folder / "elsewhere").mkdir()
     shutil.copy(PREFILL, folder / "elsewhere" / "trace.json.gz")
     told = invoke(folder, "ingest", "elsewhere/trace.json.gz").stderr
-    assert "see it with: profharness layers trace-" in told
+    assert "show the run with: profharness layers trace-" in told
     (folder / "trace.json.gz").unlink()
     told = invoke(folder, "ingest", "elsewhere/trace.json.gz").stderr
-    assert "see it with: profharness layers trace.json.gz\n" in told
+    assert "show the run with: profharness layers trace.json.gz\n" in told
 
 
 @pytest.mark.parametrize("command", ["kernels", "analyze", "repro"])
@@ -176,7 +178,7 @@ def test_a_config_in_the_place_of_a_run_names_other_commands(folder: Path, comma
 def test_a_command_of_one_run_refuses_several(folder: Path) -> None:
     error = invoke(folder, "kernels", "run", "trace.json.gz").exception
     assert isinstance(error, UsageError)
-    assert "compare two with: profharness diff run trace.json.gz" in str(error)
+    assert "compare two runs with: profharness diff run trace.json.gz" in str(error)
     error = invoke(folder, "kernels", ".").exception
     assert isinstance(error, UsageError) and "contains 2 runs; choose one of them: run" in str(
         error
@@ -221,7 +223,7 @@ def test_python_functions_accept_paths(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_ingest_names_the_command_that_fits(folder: Path) -> None:
-    assert "see it with: profharness layers trace.json.gz\n" in (
+    assert "show the run with: profharness layers trace.json.gz\n" in (
         invoke(folder, "ingest", "trace.json.gz").stderr
     )
     two = invoke(folder, "ingest", "trace.json.gz", str(PREFILL)).stderr

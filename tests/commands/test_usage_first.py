@@ -103,12 +103,18 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
             "trace.json.gz is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
             "run, show its attention with: profharness layers trace.json.gz",
         ),
-        (("kernels", "1,1,16,16", "--gpu", "H200,A100"), "kernels predicts for one GPU; name one"),
+        (
+            ("kernels", "1,1,16,16", "--gpu", "H200,A100"),
+            "kernels predicts for one GPU; name only one GPU",
+        ),
         (
             ("predict", "1,1,16,16", "--torch", "2.9..2.11"),
             "predict predicts for one release; name",
         ),
-        (("layers", "--torch", "2.9,2.11"), "error: layers predicts for one release; name one"),
+        (
+            ("layers", "--torch", "2.9,2.11"),
+            "error: layers predicts for one release; name only one",
+        ),
     ],
 )
 def test_mistyped_words_are_corrected(

@@ -275,7 +275,11 @@ def test_lost_gpu_costs_its_lane_but_no_cell(hosts: Hosts, tmp_path: Path) -> No
     (left,) = (lane for lane in ("lane0", "lane1") if hosts.gpu(lane).exists())
     hosts.gpu(left).unlink()
     assert [cell.status for cell in captured.run.cells] == ["ok"]
-    (out,) = (text for text in said if "gets no more groups: its GPU no longer responds" in text)
+    (out,) = (
+        text
+        for text in said
+        if "gets no more groups: the GPU of the lane no longer responds" in text
+    )
     assert left not in out
 
 
@@ -370,10 +374,10 @@ def test_different_lanes_are_reported() -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("tls://head", "give host and port"),
-        ("tls://head:x", "give host and port"),
-        ("http://head:8786", "give host and port"),
-        ("tcp://x@localhost:8786", "give host and port"),
+        ("tls://head", "write the host and the port"),
+        ("tls://head:x", "write the host and the port"),
+        ("http://head:8786", "write the host and the port"),
+        ("tcp://x@localhost:8786", "write the host and the port"),
         ("tcp://head:8786", "--insecure"),
         ("tcp://10.0.0.7:8786", "--insecure"),
     ],

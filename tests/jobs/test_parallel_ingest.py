@@ -120,7 +120,7 @@ def test_killed_ingest_leaves_complete_sources_and_no_process(
     until(lambda: not any(map(alive, workers)))
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert f"of {RANKS + 1} sources are done; run the same command again" in errors
+        assert f"of {RANKS + 1} sources are done; to ingest the other sources, run" in errors
     else:
         assert process.returncode == -number and len(contents(store)["runs"]) >= 1
     for _ in ingest_sources(store, find_sources(folder / "ranks"), readers_of("local:1")):
@@ -191,7 +191,7 @@ def test_worker_killed_twice_is_an_error_of_its_source(
         failed, stored = list(outcomes)
     assert (
         failed.error is not None
-        and "the process that was reading it was ended by SIGKILL" in failed.error
+        and "the process that read this source was ended by SIGKILL" in failed.error
     )
     assert kills == [first, first]
     assert [result.status for result in stored.results] == ["new"]
@@ -290,7 +290,7 @@ def test_tool_of_killed_worker_is_ended_and_other_sources_are_stored(
             kill(worker, signal.SIGKILL)
         output, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
-        assert "a.nsys-rep: the process that was reading it was ended by SIGKILL" in errors
+        assert "a.nsys-rep: the process that read this source was ended by SIGKILL" in errors
         assert "b.json: new" in output
         assert not any(map(alive, tools))
     finally:

@@ -177,7 +177,7 @@ def test_the_program_keeps_its_exit_code_and_the_gates_are_reported(seen: Seen) 
     text = seen.stderr
     assert "the exit code 7 is the program's" in text and "profharness layers" in text
     assert "backend-changed: layers.0.attn: flash and math ran for equal calls" in text
-    assert "noop-mask: layers.0.attn" in text and "its mask hides nothing" in text
+    assert "noop-mask: layers.0.attn" in text and "the mask hides nothing" in text
     assert "--expect flash@layers.1.*: " in text and "math ran" in text
     assert "requested-not-run: " not in text.replace("none ran", "")
 
@@ -193,12 +193,14 @@ def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path)
     assert counted in text and "No step was recorded" in text
     assert "forward µs" not in text and "calls in all" in text
     for arguments, error in (
-        (["--fail-on", "eager-attention"], "this requires a recorded step"),
+        (["--fail-on", "eager-attention"], "this gate requires a recorded step"),
         (["--step", "0"], "has no recorded step"),
         (["--savings"], "nothing can be timed"),
     ):
         assert error in str(shown(store, *arguments).exception)
-    with pytest.raises(GateError, match="eager-attention: unknown: this requires a recorded step"):
+    with pytest.raises(
+        GateError, match="eager-attention: unknown: this gate requires a recorded step"
+    ):
         check_gates(layers, parse_gates(["eager-attention"], []))
     failed = shown(store, "--fail-on", "noop-mask").exception
     assert isinstance(failed, GateError) and "hides nothing" in str(failed)
@@ -320,7 +322,7 @@ def test_gates_use_the_settings_when_compiled_code_was_traced(tmp_path: Path) ->
     options = ("--profiler", "none", "--fail-on", "noop-mask")
     done = observe(tmp_path, program, options=options)
     assert done.code == 3
-    assert "the effect of its mask is unknown (torch.compile traced this call" in done.stderr
+    assert "the effect of the mask is unknown (torch.compile traced this call" in done.stderr
 
 
 def test_a_gate_without_a_recording_fails_a_successful_program(tmp_path: Path) -> None:

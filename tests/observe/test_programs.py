@@ -68,7 +68,7 @@ def test_a_mask_is_read_while_the_profiler_records(tmp_path: Path) -> None:
     options = ("--warmup", "0", "--fail-on", "noop-mask")
     seen = observe(tmp_path, write(tmp_path, body), options=options)
     assert [call.mask for call in seen.calls] == ["nothing"]
-    assert seen.code == 3 and "its mask hides nothing" in seen.stderr
+    assert seen.code == 3 and "the mask hides nothing" in seen.stderr
     trace = gzip.decompress(next(seen.folder.glob("*.torch.json.gz")).read_bytes())
     assert b"aten::isneginf" not in trace and b"aten::arange" not in trace
     # _classify calls `mean`, and the model does not

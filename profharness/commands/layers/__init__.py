@@ -68,21 +68,23 @@ mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
 phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
 ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
 
---savings adds the time that each row would save per step on the fastest correct backend: the number
-of calls times the difference between the measured times of the backend that ran and of the fastest
-one. Forward and backward are separate. If the GPU waits for the CPU, the program saves less.
+--savings adds the time that each row would save per step on the fastest correct backend. The saving
+is the number of calls, multiplied by the difference between the measured times of the backend that
+ran and of the fastest backend. The savings of the forward and the backward pass are computed
+separately. If the GPU waits for the CPU, the program saves less time.
 
---gpu predicts the same calls on another GPU, in a table of its own: the backend that PyTorch chooses
-there, the time of its kernels with a 90 % interval, the source of that time (measured or model; floor
-means that no time is known), and what the fastest backend would save. A trace from another GPU, or a
-program observed on a CPU, is enough. Several GPUs (H100,H200) get a column each.
+--gpu adds a table that predicts the same calls on another GPU. The table shows the backend that
+PyTorch chooses on this GPU, the kernel time with a 90 % interval, the source of the time, and the
+time that the fastest backend would save. The source is measured, model or floor. The source floor
+means that only a lower bound is known. The run may be a trace from another GPU, or a program that was
+observed on a CPU. If you name several GPUs, such as H100,H200, the table has a column for each GPU.
 
-Several runs of a model, one on each class of GPU, get a column each: what ran there, the median time
-of a call, and the speed-up over the first run.
+To compare a model on several GPU models, name one run for each. The table then shows the backends
+that ran, the median time of a call in each run, and the speed-up over the first run.
 
---bench BENCH-ON-H100,BENCH-ON-H200 adds a column for each bench of the layers' configs: the backend
-that PyTorch chose there, and the fastest one. For one run, the benches may be on any GPUs. For
-several runs, name the bench on the GPU of each.
+--bench BENCH-ON-H100,BENCH-ON-H200 adds columns for each benchmark of the layers' configs. The columns
+show the backend that PyTorch chose and the fastest backend. With one run, the benchmarks may come from
+any GPUs. With several runs, name a benchmark for the GPU of each run.
 """
 MAX_TIME_S = 2.0  # time limit for sampling one config on one backend
 
@@ -91,23 +93,23 @@ Step = Annotated[
     Option(
         ("--step",),
         type=click.IntRange(0),
-        help="Only this step, counted from 0.",
-        tool="Only this recorded step, from 0.",
+        help="Show only this step. Steps are counted from 0.",
+        tool="Show only this recorded step, counted from 0.",
     ),
 ]
 Release = Annotated[
     str | None,
     release_option(
         "layers",
-        "The program's PyTorch release, such as 2.11, if its trace does not record it. With --gpu: the "
-        "release to predict for.",
+        "PyTorch release of the program, such as 2.11, if the trace does not record the release. With "
+        "--gpu, the release to predict for.",
     ),
 ]
 GpuNames = Annotated[
     str | None,
     gpu_option(
-        "Predict each layer on other GPUs from their atlases: H200, or H100,H200 for a column each. "
-        "Nothing runs.",
+        "Predict each layer on other GPUs, such as H200 or H100,H200, from their atlases. No kernel "
+        "runs.",
         tool="Predict for these GPUs from their atlases.",
         tool_examples=("H200",),
     ),
@@ -128,7 +130,8 @@ Regret = Annotated[
     Option(
         ("--savings",),
         old_flags=("--regret",),
-        help="Time the calls on each backend on this machine, and show what the best one saves per step.",
+        help="Time the calls on each backend on this machine, and show the time that the best backend "
+        "saves per step.",
     ),
 ]
 Benches = Annotated[
@@ -139,15 +142,15 @@ Benches = Annotated[
         multiple=True,
         complete=complete_runs,
         find=find_listed,
-        help="Take the times for --savings from this stored bench run. Several runs, one per class of GPU, get "
-        "a column each. Repeatable, or separated by commas.",
+        help="Take the times for --savings from this stored bench run. To compare GPU models, name one run "
+        "for each. Repeatable, or separated by commas.",
     ),
 ]
 TimedBackends = Annotated[
     Names,
     replace(
         BACKENDS_OPTION,
-        help="With --savings: time only these backends, named as in `bench`. Repeatable, or separated by "
+        help="With --savings, time only these backends, named as in `bench`. Repeatable, or separated by "
         "commas.",
         tool="",
     ),
@@ -168,8 +171,9 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (the backend is unknown); for "
-        "an observed program also noop-mask and requested-not-run. Repeatable, or separated by commas.",
+        help="Exit 3 on math-fallback, eager-attention, backend-changed or unseen (the backend is unknown). "
+        "For an observed program, noop-mask and requested-not-run are also possible. Repeatable, or "
+        "separated by commas.",
     ),
 ]
 Expected = Annotated[
@@ -180,8 +184,9 @@ Expected = Annotated[
         multiple=True,
         metavar="BACKEND@GLOB",
         check=lambda texts: parse_gates((), texts),
-        help="Exit 3 unless this backend ran in all modules that the glob matches, at least one: "
-        "flash@'model.layers.*', or flash,cudnn@'*' for either. Repeatable.",
+        help="Exit 3 unless this backend ran in all modules that match the glob, as in "
+        "flash@'model.layers.*'. At least one module must match. flash,cudnn@'*' accepts either backend. "
+        "Repeatable.",
     ),
 ]
 
@@ -193,7 +198,7 @@ class LayersFound:
     store: Path
     maps: tuple[LayerMap, ...]
     classes: LayersByGpu | None = None
-    """The comparison of several programs. None for one program."""
+    """The comparison of several programs, or None for one program."""
 
 
 def _to_frame(found: LayersFound) -> pd.DataFrame:
@@ -211,8 +216,8 @@ def _to_frame(found: LayersFound) -> pd.DataFrame:
     "layers",
     frame=_to_frame,
     epilog=WORDS,
-    tool="Use it for a model or a training step; kernels is for single configs. With gpu, the keys "
-    "predicted_* predict the same calls on another GPU.",
+    tool="Use this tool for a model or a training step, and kernels for single configs. With gpu, the "
+    "keys predicted_* contain predictions for the same calls on another GPU.",
 )
 def layers(
     *run: Runs,
@@ -225,11 +230,12 @@ def layers(
 ) -> LayersFound:
     """Show the attention of a program, layer by layer: what ran, why, and what it cost.
 
-    Works on a trace of any program that PyTorch's profiler recorded. RUN is a trace file or a stored
-    run; the default is the latest program. Record with record_shapes=True to get shapes, and with
-    with_stack=True to get modules. Each line groups identical calls of identical layers. Times are of
-    kernels, per step. A step is a ProfilerStep; without one, it is the range that the program repeats
-    around its attention, the step of a serving engine, or a call of the outermost module.
+    RUN is a trace file or a stored run. The default is the latest program. The trace may come from
+    any program that PyTorch's profiler recorded. Record with record_shapes=True to get shapes, and
+    with with_stack=True to get modules. Each row groups identical calls of identical layers. Times
+    are kernel times per step. A step is a ProfilerStep. In traces without ProfilerStep, a step is the
+    range that the program repeats around its attention, the step of a serving engine, or a call of
+    the outermost module.
 
     \b
     Examples:
@@ -240,8 +246,8 @@ def layers(
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
       profharness layers --configs > calls.txt; profharness capture --configs calls.txt
 
-    In Python the result has the rows of the table, with the keys of the JSON. `attrs["layers"]` has the
-    maps.
+    In Python the result contains the rows of the table, with the keys of the JSON output.
+    `attrs["layers"]` contains the layer maps.
     """
     path, several = store_path(store), len(run) > 1
     if gpu is not None and not several:
@@ -258,7 +264,7 @@ def layers(
         unique = list(dict.fromkeys(names))
         if len(unique) < 2:
             raise UsageError(
-                f"{' and '.join(map(str, run))} are the same run, {names[0]}; name it once"
+                f"{' and '.join(map(str, run))} are the same run, {names[0]}; name this run once"
             )
         classes = find_layers_by_gpu(opened, unique, torch=torch)
     return LayersFound(path, tuple(each.layers for each in classes.classes), classes)
@@ -290,7 +296,7 @@ def check_options(
         if any(of_one):
             raise UsageError(
                 "--step, --gpu, --configs, --savings without --bench, --backend and --max-time apply "
-                "to one run; name only one"
+                "to one run; name only one run"
             )
         return
     if gpu is not None:
@@ -298,16 +304,17 @@ def check_options(
         return
     if only_configs and named:
         raise UsageError(
-            "--configs prints configs to bench, and --bench reads the results; use one of them"
+            "--configs prints configs to bench, and --bench reads the results; use only one of these "
+            "options"
         )
     if only_configs and (output or format):
         raise UsageError(
-            "--configs prints lines to stdout, as in `--configs > calls.txt`; it cannot be "
-            "combined with -o or --format"
+            "--configs cannot be combined with -o or --format; redirect stdout, as in "
+            "`--configs > calls.txt`"
         )
     if named and max_time is not None:
         raise UsageError(
-            "--max-time limits measurements, but --bench measures nothing; use one of them"
+            "--max-time limits measurements, but --bench measures nothing; use only one of these options"
         )
     if not regret and not named:
         for option, value in (("--backend", backend), ("--max-time", max_time)):
@@ -329,7 +336,7 @@ def show(
     expect: Expected = (),
     out: OutFolder = RUNS_FOLDER,
 ) -> Document | None:
-    """Return the document, or print configs and return None."""
+    """Return the document of the layer maps. With --configs, print the configs and return None."""
     named = split_names(benches)
     gates = parse_gates(fail_on, expect)
     if found.classes is not None or len(named) > 1:
@@ -354,7 +361,7 @@ def show(
 
 @gate(layers)
 def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> str | None:
-    """Raise GateError unless every run meets the gates. Return what the gates showed."""
+    """Raise GateError unless every run meets the gates. Return a summary of the passed gates."""
     gates = parse_gates(fail_on, expect)
     for each in found.maps:
         check_gates(each, gates)
@@ -397,9 +404,10 @@ def forecast(
 def find_places(
     gpus: str, torch: str | None, driver: str | None = None, atlas: PathLike | None = None
 ) -> list[tuple[Place, str]]:
-    """Return the GPUs named by a text such as `H100,H200`, each with the reason if it has no atlas.
+    """Return the GPUs that a text such as `H100,H200` names.
 
-    Raise UsageError for an unknown GPU, and for a GPU that is named twice.
+    Each GPU comes with the reason why it has no atlas, or with an empty text. Raise UsageError for
+    an unknown GPU, and for a GPU that is named twice.
     """
     entries, names = known_atlases(atlas), gpu_names(gpus)
     places = [find_place(entries, name, torch, driver=driver) for name in names]
@@ -417,16 +425,16 @@ def require_gpu(gpu: str | None, *options: object) -> None:
 
 
 def require_forecast_alone(*others: object) -> None:
+    """Raise UsageError if --gpu is combined with an option that needs the calls that ran."""
     if any(others):
         raise UsageError(
-            "--gpu predicts; it cannot be combined with --configs, --savings, --bench, --fail-on "
-            "or --expect, which are about what ran. For a column per benchmark, use --bench "
-            "RUN,RUN without --gpu"
+            "--gpu cannot be combined with --configs, --savings, --bench, --fail-on or --expect; "
+            "to compare benchmarks on several GPUs, use --bench RUN,RUN without --gpu"
         )
 
 
 def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
-    """Return the configs that replay the calls, or if `timed`, the configs that --savings times."""
+    """Return the configs that replay the calls. If `timed`, return the configs to time instead."""
     if timed:
         return [config.label for config in timed_configs(own)]
     lines = replay_lines(own)

@@ -1,4 +1,4 @@
-"""Answer what the attention of a program costs, which backends run, and what limits the step."""
+"""Summarize the cost of a program's attention, the backends that ran, and the limit of a step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from profharness.render.document import FORMATS, share_text, time_text
 from profharness.rows import WHOLE_TRACE
 
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
-LIMITING = 0.1  # attention of a smaller share of a step does not limit it
-IDLE = 0.1  # a smaller idle share is not worth a sentence
-NEGLIGIBLE = 0.01  # attention of a smaller share of the GPU time is not worth a change
+LIMITING = 0.1  # minimum share of attention in a step that attention limits
+IDLE = 0.1  # minimum idle share that the answer reports
+NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
 PACKAGE = "another package's kernels"
 USE_SDPA = "use scaled_dot_product_attention"
 
 
 def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, ...]:
-    """Return the answer of `layers` about one program, as one to three sentences.
+    """Return one to three sentences that summarize the layer map of a program.
 
     `change` is the advice that the answer contains.
     """
@@ -51,13 +51,13 @@ def matters(layers: LayerMap) -> bool:
 
 
 def _unfused(rows: Sequence[LayerRow]) -> str:
-    """Return a name for the attention of rows that separate kernels compute."""
+    """Return the name of attention that separate kernels compute."""
     kinds = {row.kind for row in rows}
     return "flex_attention without torch.compile" if kinds == {"flex"} else "Eager attention"
 
 
 def told_change(layers: LayerMap) -> Change | None:
-    """Return the advice that belongs into the answer, if there is any."""
+    """Return the advice to include in the answer, or None if there is no advice."""
     if not matters(layers):
         return None
     if layers.forecasts or (layers.regret and not all(map(is_unfused, layers.rows))):
@@ -66,14 +66,14 @@ def told_change(layers: LayerMap) -> Change | None:
 
 
 def what_to_change(row: LayerRow) -> Iterator[str]:
-    """Yield the advice of a row as sentences."""
+    """Yield the advice on a row. Each text starts with a capital letter."""
     for text in row.advice:
         named = _named(text)
         yield named[0].upper() + named[1:]
 
 
 def _named(text: str) -> str:
-    """Return an advice with the names of backends as in sentences."""
+    """Return a text of advice. Replace a prefix such as `flash: ` with `to run on flash: `."""
     backend, colon, change = text.partition(": ")
     if colon and backend in SDPA_BACKENDS:
         return f"to run on {backend}: {change}"
@@ -81,7 +81,7 @@ def _named(text: str) -> str:
 
 
 def _where(change: Change | None) -> str:
-    """Return the layers of a change as ` in LlamaAttention_{0-2}`, or "" if they have no names."""
+    """Return text such as ` in LlamaAttention_{0-2}`, or "" if the layers have no names."""
     rows = change.rows if change else ()
     names = dict.fromkeys(_last_name(row.module or "") for row in rows)
     named = all(any(map(str.isalpha, name)) for name in names)
@@ -89,7 +89,7 @@ def _where(change: Change | None) -> str:
 
 
 def _last_name(module: str) -> str:
-    """Return the last name of a path. If it is a number, also return the name before it."""
+    """Return the last name of a module path, such as `self_attn` or `layers.0`."""
     parts = module.split(".")
     return ".".join(parts[-2:] if parts[-1][:1] in ("{", *"0123456789") else parts[-1:])
 
@@ -101,7 +101,7 @@ def _advised(change: Change) -> str:
 
 def _layer_count(rows: Sequence[LayerRow]) -> tuple[float, str]:
     """Return the number of layers and the noun `layer`. Return the number of calls and `call` if
-    the layers cannot be told apart, as in compiled code or in a trace without modules.
+    the layers cannot be distinguished, as in compiled code or in a trace without modules.
     """
     if rows and all(row.names and row.mode != "compile" for row in rows):
         # The path of a recomputed layer lacks its beginning.
@@ -114,7 +114,9 @@ def _cost(layers: LayerMap, subject: str = "Attention") -> str:
     spent, busy = layers.attention_ns, layers.gpu_ns
     timed = [row for row in layers.rows if row.forward_ns is not None]
     if not timed:
-        return "The trace has no kernels of the attention calls, so their times are unknown"
+        return (
+            "The times of the attention calls are unknown, because the trace has no kernels of them"
+        )
     backward = sum(row.backward_ns or 0 for row in timed)
     forward = sum(row.forward_ns or 0 for row in timed)
     parts = f"; forward {time_text(forward)}, backward {time_text(backward)}" if backward else ""
@@ -183,7 +185,7 @@ def _calls(rows: Sequence[LayerRow]) -> float:
 
 
 def _change(change: Change | None) -> tuple[str, ...]:
-    """Return what to change in the costliest rows that math or eager attention computes."""
+    """Return advice on the costliest rows that math or eager attention computes."""
     if change is None:
         return ()
     text, where = _named(change.text), _where(change)
@@ -195,7 +197,7 @@ def _change(change: Change | None) -> tuple[str, ...]:
 
 
 def _saving(layers: LayerMap) -> tuple[str, ...]:
-    """Return what the fastest backends of a benchmark would save, if anything."""
+    """Return sentences about the time that the fastest backends of a benchmark would save."""
     regret = layers.regret
     if layers.benched and regret is None:
         return tuple(_phase_saving(phase) for phase in layers.phases if phase.fastest)
@@ -208,7 +210,7 @@ def _saving(layers: LayerMap) -> tuple[str, ...]:
 
 
 def _phase_saving(phase: PhaseRow) -> str:
-    """Return what the fastest backend of a benchmark would save in the steps of a phase."""
+    """Return a sentence about the time that the fastest backend would save in a phase."""
     if not phase.saves_ns:
         return f"In {phase.phase} steps, {phase.fastest} is not faster than what ran."
     idle = (phase.busy_share or 0) < 1 - IDLE

@@ -75,7 +75,7 @@ class BenchedCall:
     best: str | None = None
     best_ns: float | None = None
     calls: float | None = None  # calls per step, or of the whole program if no step was recorded
-    doubt: str | None = None  # a sentence about what is unknown
+    doubt: str | None = None  # a sentence about missing or uncertain times
 
     @property
     def total_ns(self) -> float:
@@ -112,10 +112,10 @@ def find_layers_by_gpu(
     configs.
     """
     if captures := [run for run in runs if store.cells(run)]:
-        remedy = "leave it out"
+        remedy = "leave this run out"
         if len(captures) == len(runs):
             remedy = f"compare such runs with: profharness report {' '.join(runs)}"
-        raise UsageError(f"run {captures[0]} has configs, but layers shows programs; {remedy}")
+        raise UsageError(f"run {captures[0]} contains configs, but layers shows programs; {remedy}")
     return compare_maps(store, [find_layers(store, run, torch=torch) for run in runs])
 
 
@@ -167,17 +167,17 @@ def _software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple
 
 
 def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> list[GpuBench]:
-    """Return the bench on the GPU of each program, or all benches if there is only one program.
+    """Return the benchmark on the GPU of each program. For one program, return all benchmarks.
 
-    Raise UsageError for a bench that fits no program, and for two benches on the same GPU. Raise
-    NotFoundError for a bench that timed none of the layers.
+    Raise UsageError for a benchmark that matches no program, and for two benchmarks on the same GPU.
+    Raise NotFoundError for a benchmark that timed none of the layers.
     """
     benches = _evaluate(store, names)
     for one, other in combinations(benches, 2):
         if _device(one) == _device(other):
             raise UsageError(
                 f"--bench: runs {one.run} and {other.run} were both timed on {_device(one)}; name one "
-                "run per class of GPU"
+                "run per GPU model"
             )
     classes = programs.classes
     matched: list[tuple[int, GpuLayers | None, BenchResult | None]]
@@ -188,8 +188,8 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> l
         for bench in benches:
             if all(bench.gpu != each.layers.gpu for each in classes):
                 raise UsageError(
-                    f"run {bench.run} was timed on {_device(bench)}, where none of these programs ran; to "
-                    "show benchmarks of any GPUs, name only one program"
+                    f"run {bench.run} was timed on {_device(bench)}, but none of these programs ran on "
+                    "this device; to show benchmarks from other GPUs, name only one program"
                 )
         by_gpu = {bench.gpu: bench for bench in benches}
         matched = [(at, each, by_gpu.get(each.layers.gpu)) for at, each in enumerate(classes)]
@@ -198,10 +198,10 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> l
 
 
 def _evaluate(store: Store, names: Sequence[str]) -> list[BenchResult]:
-    """Evaluate stored benches. If possible, all of them rank backends by the same measurement."""
+    """Evaluate stored benchmarks. If possible, rank all backends by the same measurement."""
     runs = [store.find_run(Selection(name), *TIMED) for name in names]
     if twice := [run for run in runs if runs.count(run) > 1]:
-        raise UsageError(f"--bench names run {twice[0]} twice; name it once")
+        raise UsageError(f"--bench names run {twice[0]} twice; name each run once")
     for rank_by in (MEASUREMENTS, MEASUREMENTS[1:]):
         benches = [evaluate_bench(store, run, rank_by=rank_by) for run in runs]
         if len({bench.ranking for bench in benches}) == 1:
@@ -221,15 +221,15 @@ def _bench_class(
     bench: BenchResult | None,
     first: BenchResult,
 ) -> GpuBench:
-    """Return a bench with the times of the layers, and warnings about unreliable times.
+    """Return a benchmark with the times of the layers, and warnings about unreliable times.
 
-    `at` is the index of the program that has the layers. `program` is this program, or None if it
-    ran on another GPU. The versions of the bench are compared with those of the bench `first`.
+    `at` is the index of the program with the layers. `program` is None if this program ran on
+    another GPU. The software versions of the benchmark are compared with the versions of `first`.
     """
     sides = [row.sides[at] for row in programs.rows]
     if bench is None:
         assert program is not None
-        doubt = f"no benchmark on {program.name} was named, so its times are missing"
+        doubt = f"--bench names no benchmark on {program.name}, so these times are missing"
         calls = (BenchedCall(),) * len(sides)
         return GpuBench(program.name, program.device, None, program.layers, calls, doubts=(doubt,))
     times = BenchTimes(bench)
@@ -246,7 +246,7 @@ def _bench_class(
     if layers is not None:
         if changes := _software_changes(store.environment(layers.run), bench.environment):
             doubts.append(
-                f"run {bench.run} and the program have different versions: {', '.join(changes)}"
+                f"run {bench.run} and the program ran with different versions: {', '.join(changes)}"
             )
         try:
             layers = regret_map(layers, bench)
@@ -266,7 +266,7 @@ def _bench_class(
 def _benched_call(
     side: LayerSide | None, bench: BenchResult, times: BenchTimes, *, own: bool
 ) -> BenchedCall:
-    """Return the times of a layer. `own` is whether the program ran on the GPU of the bench."""
+    """Return the times of a layer. `own` tells whether the program ran on the benchmark's GPU."""
     if side is None:
         return BenchedCall()
     if not side.points:
@@ -279,8 +279,8 @@ def _benched_call(
     spent = times.total(side.points, asked)
     if spent is None:
         lacks = next(label for label, _ in side.points if times.median(label, asked) is None)
-        so = "" if ran else ", so PyTorch's choice there is unknown"
-        doubt = f"run {bench.run} has no correct {asked} of {lacks}{so}"
+        so = "" if ran else ", so PyTorch's choice is unknown"
+        doubt = f"run {bench.run} has no correct {asked} result for {lacks}{so}"
         return BenchedCall(None, None, best, least and least / calls, calls, doubt)
     backend = ran or _chosen_backend(bench, side, asked) or asked
     verdict = times.verdict(side.points, asked, than=best) if best else "same"
@@ -305,7 +305,7 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
     """Return a document with the layer map of each run, and a table with columns for each GPU.
 
     The JSON contains the rows of all runs, and the additional keys `classes` and `layers`. All other
-    keys are those of the first run.
+    keys describe the first run.
     """
     several = len(answer.classes) > 1
     documents = [
@@ -383,13 +383,16 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         label = str(_name(row, full=full) or line["config"] or "a call")
         for name, each, reasons in zip(names, row.sides, row.reasons, strict=True):
             if each is None:
-                yield Note(f"{name} has no such layer of this size", label)
+                yield Note(f"{name} has no matching layer of this size", label)
             elif reasons:
                 yield Note(f"{name}: {'; '.join(reasons)}", label)
         if row.basis == "forward" and any(
             each and each.backward_ns is not None for each in row.sides
         ):
-            yield Note("Only the forward is compared, because not all runs have a backward.", label)
+            yield Note(
+                "Only the forward pass is compared, because not all runs have a backward pass.",
+                label,
+            )
 
 
 def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dict[str, Any]]:
@@ -422,7 +425,7 @@ def _spent(row: MatchedLayers) -> float:
 
 
 def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
-    """Return which run is faster, and the layers with the largest difference, one sentence each."""
+    """Return a sentence that compares each other run with the first run."""
     first, *others = answer.classes
     texts = []
     for at, other in enumerate(others, 1):
@@ -430,7 +433,7 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
         shared = [row for row in answer.rows if row.sides[0] and row.sides[at]]
         if not shared:
             text = f"{other.name} has no layer in common with {first.name}."
-            texts.append(f"{text} Are they runs of one model?")
+            texts.append(f"{text} Name only runs of the same model.")
         elif before and after:
             preposition = "on" if first.device != other.device else "in"
             text = (
@@ -448,7 +451,7 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
 
 
 def _opposite(rows: Sequence[MatchedLayers], at: int, ratio: float) -> str:
-    """Return a clause about the layer that differs most in the other direction than all of them."""
+    """Return a clause about the layer that differs most in the opposite direction."""
     sign = 1 if ratio > 1 else -1
     others = [(gap, row) for row in rows if (gap := sign * _gap(row, at)) < 0]
     if not others:
@@ -470,7 +473,7 @@ def _faster(name: str, ratio: float) -> str:
 
 
 def _gap(row: MatchedLayers, at: int) -> float:
-    """Return the difference between the times of a row in a step of the first and another run."""
+    """Return the time per step of a row in the first run, minus its time in the run `at`."""
     times = []
     for place in (0, at):
         side, ns = row.sides[place], row.call_ns[place]
@@ -494,18 +497,18 @@ def _step_texts(answer: LayersByGpu) -> Iterator[str]:
             apart = sum(here != there for here, there in both)
             if apart:
                 yield (
-                    f"{other.name} runs a different backend from {first.name} in {apart} of "
+                    f"{other.name} runs a different backend than {first.name} in {apart} of "
                     f"{counted(len(both), 'row')}."
                 )
         if other.changes:
-            more = "" if other.device == first.device else "more than the GPU: "
-            yield f"{other.name} differs in {more}{', '.join(other.changes)}."
+            also = "" if other.device == first.device else "also "
+            yield f"{other.name} {also}ran with different versions: {', '.join(other.changes)}."
 
 
 def benches_document(
     programs: LayersByGpu, benches: Sequence[GpuBench], *, full: bool = False
 ) -> Document:
-    """Return a document with the layer map of each program, and a comparison of the benches.
+    """Return a document with the layer map of each program, and a comparison of the benchmarks.
 
     The JSON contains the keys of `layers_by_gpu_document`, and the keys `benches` and `benched`.
     """
@@ -582,7 +585,7 @@ def _bench_blocks(
     for each in benches:
         if each.changes:
             changes = ", ".join(each.changes)
-            yield Note(f"the benchmark of {each.name} differs in more than the GPU: {changes}")
+            yield Note(f"the benchmark on {each.name} also ran with different versions: {changes}")
         for doubt in each.doubts:
             yield Note(doubt, each.name, "warning")
     for row, calls in layers:
@@ -611,9 +614,9 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
             continue
         here, there = map(sum, zip(*shared, strict=True))
         yield (
-            f"attention of {whole} in these benchmarks: {here / 1000000.0:,.3f} ms on "
-            f"{first.name}, {there / 1000000.0:,.3f} ms on {other.name} ({here / there:.2f}x), "
-            f"for {len(shared)} of {counted(len(rows), 'row')}"
+            f"in these benchmarks, attention of {whole} takes {here / 1000000.0:,.3f} ms on "
+            f"{first.name} and {there / 1000000.0:,.3f} ms on {other.name} ({here / there:.2f}x), "
+            f"summed over {len(shared)} of {counted(len(rows), 'row')}"
         )
     for each in benches:
         saved = sum(
@@ -623,6 +626,6 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
         )
         if saved > 0:
             yield (
-                f"on {each.name} the fastest correct backends save {saved / 1000000.0:,.3f} ms of the "
+                f"on {each.name}, the fastest correct backends save {saved / 1000000.0:,.3f} ms of the "
                 f"kernel time of {whole}"
             )

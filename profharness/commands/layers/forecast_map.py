@@ -28,13 +28,13 @@ WHY_NOT = {
     "eager": "eager attention uses no backend, and its shapes are unknown; record the trace with "
     "record_shapes=True",
     "flex": "flex_attention uses no backend of scaled_dot_product_attention",
-    "custom": "a package's own attention",
+    "custom": "another package computes the attention",
     "fast_path": "the fast path of nn.TransformerEncoder has its own op",
-    "replay": "its shapes are unknown",
+    "replay": "the shapes of the replayed calls are unknown",
 }
 CHOICES = {
-    "none": "no backend accepts it there: PyTorch raises",
-    "unknown": "the rules do not know what PyTorch chooses there",
+    "none": "no backend supports the call on this GPU, so PyTorch raises an error",
+    "unknown": "the rules do not determine PyTorch's choice on this GPU",
 }
 NO_CONFIG = "no config describes the call"
 
@@ -212,7 +212,7 @@ def _row(predictions: Sequence[Prediction], weights: Sequence[float]) -> LayerFo
 
 
 def _total(weighted: Weighted, name: str) -> float | None:
-    """Return the sum of the time `name` over all calls, in ns. None if an estimate lacks the time."""
+    """Return the sum of the times `name` of all calls in ns, or None if a time is unknown."""
     times = [(getattr(estimate, name), calls) for estimate, calls in weighted]
     if any(us is None for us, _ in times):
         return None
@@ -224,7 +224,7 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
         return
     if processes > 1 and forecast.of != "step":
         yield f"The times are totals over all {processes} processes."
-    yield "Kernel times only, with a warm L2; launches and gaps are excluded."
+    yield "Times are kernel times with a warm L2 cache, without launches and gaps."
 
 
 def _doubts(
@@ -237,7 +237,7 @@ def _doubts(
         )
     if [config for config, _ in asked] != sampled:
         yield (
-            "The choice of the backend uses the strides of the calls; times assume contiguous tensors."
+            "Backends are predicted from the strides of the calls, but times assume contiguous tensors."
         )
     if layers.gpu is None and all(config.dtype == "fp32" for config in sampled):
         yield (

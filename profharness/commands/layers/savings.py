@@ -1,4 +1,4 @@
-"""Predict what the advice on a program's layers would save per step."""
+"""Predict the time per step that the advice on a program's layers would save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from profharness.render.document import time_text
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An advice, the rows that it applies to, and the time that it is predicted to save."""
+    """A piece of advice, the rows that it applies to, and the time that it would save."""
 
     text: str
     rows: tuple[LayerRow, ...]
@@ -57,7 +57,7 @@ def saving_text(ns: float) -> str:
 
 
 def own_place(layers: LayerMap) -> Place | None:
-    """Return the GPU of a program with its atlas. None without an atlas, or without advice."""
+    """Return the GPU of a program with its atlas, or None if the rows have no advice."""
     if not layers.gpu or not any(row.advice for row in layers.rows):
         return None
     torch = layers.platform.environment["torch"] if layers.platform else None
@@ -69,10 +69,10 @@ def own_place(layers: LayerMap) -> Place | None:
 
 
 def saved_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> float | None:
-    """Return the time per step that an advice on a row saves, as predicted, or None if unknown.
+    """Return the predicted time per step that a row would save with the advice `text`.
 
-    Advice of a benchmark has its own figures. The prediction is for the forward pass, and only for
-    rows without a backward pass.
+    Return None if the time is unknown, if the row has a backward pass, or if a benchmark has already
+    measured the saving.
     """
     if place is None or place.atlas is None or row.config is None:
         return None

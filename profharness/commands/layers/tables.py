@@ -1,4 +1,4 @@
-"""The document of `layers`, with a program's attention layers, reasons, advice, steps and gaps."""
+"""Build the document of `layers`: attention layers, reasons, advice, steps and gaps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OF_BEST = ("predicted_best", "predicted_saves_ns")
 
 
 def phase_blocks(layers: LayerMap, level: int) -> list[Block]:
-    """Return a heading of that level and the table of the engine's phases, or no block."""
+    """Return a heading and the table of the engine's phases, or no blocks if there are no phases."""
     if not layers.phases:
         return []
     benched = f"with bench run {layers.benched}" if layers.benched else ""
@@ -83,7 +83,7 @@ def phase_blocks(layers: LayerMap, level: int) -> list[Block]:
 
 
 def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = False) -> Document:
-    """Return the document of `layers`. It has no answer of its own if it is one of several.
+    """Return the document of `layers`. If `of_several` is set, the document has no answer.
 
     Predictions for several GPUs add a table with one column per GPU, and the JSON key `classes`.
     """
@@ -136,7 +136,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:
-    """Yield the engine's choice, and its reasons against each other backend."""
+    """Yield notes about the backend that the engine chose, and about the backends it refused."""
     name = " ".join(filter(None, (log.engine, log.version))) or "the engine"
     if log.backend:
         others = f" out of {', '.join(log.candidates)}" if log.candidates else ""
@@ -218,7 +218,7 @@ def figure_columns(
     """Return columns for the backends, the time on each GPU, and speed-ups over the first GPU.
 
     `names` are the titles of the times, and `backend` is the title of the column with the backends.
-    `gpus` are the titles of the speed-ups if they differ from `names`.
+    `gpus` are the titles of the speed-ups, by default the same as `names`.
     """
     columns = [Column("ran", backend, importance="answer")]
     columns += [
@@ -240,7 +240,7 @@ def figure_columns(
 def figures(cells: Sequence[tuple[str | None, float | None]]) -> dict[str, Any]:
     """Return the values of `figure_columns`, given the backend and its time in ns on each GPU.
 
-    The backends of all GPUs are one value, such as `flash → cudnn`, unless they are equal.
+    Different backends are joined to one value, such as `flash → cudnn`.
     """
     backends = [backend or MISSING for backend, _ in cells]
     ran = backends[0] if len(set(backends)) == 1 else " → ".join(backends)
@@ -305,7 +305,7 @@ def _summary(layers: LayerMap) -> str:
 
 
 def _notes(rows: Sequence[LayerRow], full: bool, told: str | None) -> Iterator[Note]:
-    """Yield what to change, then why the backends ran. Equal notes of several rows become one.
+    """Yield notes with advice, then notes with reasons. Merge equal notes of several rows.
 
     `told` is the advice that the answer contains.
     """

@@ -19,7 +19,7 @@ from profharness.commands._types import (
 )
 from profharness.commands.ranks.answer import LABELS_SHOWN, ranks_answer
 from profharness.commands.ranks.comparison import CODES, RankComparison, RankFigures
-from profharness.errors import GateError, join_few
+from profharness.errors import GateError, counted, join_few
 from profharness.render.document import (
     Block,
     Document,
@@ -49,7 +49,10 @@ ANY = "any"
 _WIDTH = max(map(len, CODES))
 
 Threshold = Annotated[
-    float, threshold_option("The relative excess of kernel time above which a GPU counts as slow.")
+    float,
+    threshold_option(
+        "Report a GPU as slow if its kernel time exceeds the time of the others by more than this fraction."
+    ),
 ]
 FailOn = Annotated[
     tuple[str, ...],
@@ -59,7 +62,8 @@ FailOn = Annotated[
         multiple=True,
         metavar="FINDING",
         check=one_of((*CODES, ANY), "--fail-on"),
-        help="Exit 3 on a finding: slow-gpu, other-attention, … or any. Repeatable, or separated by commas.",
+        help="Exit 3 on this finding, such as slow-gpu or other-attention. `any` means every finding. "
+        "Repeatable, or separated by commas.",
     ),
 ]
 Full = Annotated[
@@ -83,10 +87,11 @@ def ranks(
 ) -> RankComparison:
     """Compare the ranks of a job to find slow GPUs and ranks that ran something else.
 
-    Each kernel is compared with the same kernel, grid and range on the other ranks. Collectives are
-    excluded: when all ranks wait for one GPU, only its own kernels show that it is slow. RUN is a
-    folder of traces, a trace file or a stored run. A single run selects its whole job: the traces in
-    the same folder, with the same number of ranks. Without RUN, the newest job is compared.
+    Each kernel is compared with the same kernel on the other ranks, in the same range and with the
+    same grid. Collectives are excluded, because all ranks spend time in them while they wait for a
+    slow GPU. RUN is a folder of traces, a trace file or a stored run. A single run selects its whole
+    job, which consists of the traces in the same folder with the same number of ranks. Without RUN,
+    the newest job is compared.
 
     \b
     {codes}
@@ -124,7 +129,7 @@ def show(answer: RankComparison, *, full: Full = False) -> Document:
         label = f"{finding.code}: {labels}" if labels else finding.code
         blocks.append(Note(finding.sentence, label, "warning"))
     if left_out := len(lines) - len(shown):
-        text = f"--full shows {left_out:,} more ranks, which have no finding."
+        text = f"--full also shows {counted(left_out, 'rank')} without findings."
         blocks.append(Note(text, level="hint"))
     blocks += [Note(text, "", "warning") for text in answer.caveats]
     names = ("world_size", "hosts", "spread", "threshold", "caveats")
@@ -158,7 +163,7 @@ def _summary(answer: RankComparison) -> str:
 
 @gate(ranks)
 def check(answer: RankComparison, *, fail_on: FailOn = ()) -> str | None:
-    """Raise GateError if there is a finding that --fail-on names. Return what was checked."""
+    """Raise GateError if there is a finding that --fail-on names. Return a summary of the check."""
     gates = split_names(fail_on)
     met = [each for each in answer.findings if each.code in gates or ANY in gates]
     if met:

@@ -1,4 +1,4 @@
-"""Answer which ranks of a job are slow or run something else."""
+"""Name the ranks of a job that are slow or ran something else."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CLAUSES = {
     "other-software": "ran other software",
     "other-gpu": "ran on another GPU model",
     "waits": "left the GPU idle for longer",
-    "late": "arrived late at collectives, where the others waited",
+    "late": "arrived late at collectives, where the other ranks waited",
 }
 """Maps the code of a finding to what the ranks did, compared with most ranks."""
 
 
 def ranks_answer(answer: RankComparison) -> tuple[str, ...]:
-    """Return which ranks are slow and by how much, and which ranks ran something else."""
+    """Return sentences about the ranks that are slow, and the ranks that ran something else."""
     return tuple(_sentences(answer))
 
 
@@ -45,10 +45,10 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
         rest = f"; {_agreement(even, 'other ')}" if len(even) > 1 else ""
         count = len(slow) - 1
         also = f", {counted(count, 'other rank is', 'other ranks are')} slow too" if count else ""
-        longer = f"its kernels take {share_text(excess)} longer than on the others"
+        longer = f"its kernels take {share_text(excess)} longer than on the other ranks"
         if SLOW_GPU not in row.findings:
             longer = (
-                "some of its kernels take longer than on the others, "
+                "some of its kernels take longer than on the other ranks, "
                 f"{share_text(excess)} longer in total"
             )
         yield f"{label} is slow: {longer}{also}{rest}."
@@ -73,7 +73,7 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
         single = all(len(texts) == 1 for texts in did.values())
         yield f"Unlike {usual_ranks(order)}, {join_and(clauses) if single else '; '.join(clauses)}."
     elif len(even) > 1 and not slow and all(each.code != MISSING for each in answer.findings):
-        yield "All ran the same kernels and software."
+        yield "All ranks ran the same kernels and software."
 
 
 def _agreement(rows: tuple[RankFigures, ...] | list[RankFigures], other: str = "") -> str:

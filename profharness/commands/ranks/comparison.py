@@ -14,18 +14,15 @@ OTHER_ATTENTION, OTHER_KERNELS = "other-attention", "other-kernels"
 OTHER_SOFTWARE, OTHER_GPU = "other-software", "other-gpu"
 WAITS, LATE, MISSING = "waits", "late", "missing-ranks"
 CODES = {
-    SLOW_GPU: "its kernels take longer than the same kernels on the others",
-    SLOW_KERNELS: "some of its kernels take longer, most do not",
-    OTHER_ATTENTION: "in a range, it runs different families of attention kernels than most ranks",
-    OTHER_KERNELS: (
-        "it launches kernels that most ranks do not, launches a different number of them, or "
-        "lacks some"
-    ),
-    OTHER_SOFTWARE: "an environment value differs from that of most ranks",
-    OTHER_GPU: "its GPU is a different model than on most ranks",
-    WAITS: "its GPU is idle for longer than those of the others",
-    LATE: "it spends the least time in collectives, because the other ranks wait for it there",
-    MISSING: "ranks of the job that are not stored",
+    SLOW_GPU: "the rank's kernels take longer than the same kernels on the other ranks",
+    SLOW_KERNELS: "some kernels of the rank take longer, but most kernels do not",
+    OTHER_ATTENTION: "the rank runs different families of attention kernels than most ranks",
+    OTHER_KERNELS: "the rank launches different kernels, or a different number, than most ranks",
+    OTHER_SOFTWARE: "the rank's environment has a different value than most ranks",
+    OTHER_GPU: "the rank runs on a different GPU model than most ranks",
+    WAITS: "the rank's GPU is idle for longer than the GPUs of the other ranks",
+    LATE: "the rank spends the least time in collectives, because the other ranks wait for it",
+    MISSING: "some ranks of the job are not stored",
 }
 """Maps the code of each kind of finding to its description."""
 SIGMAS = 3.5  # minimum distance of an outlier from the other ranks, in standard deviations
@@ -36,7 +33,7 @@ Share = float | None
 def usual_ranks(labels: Sequence[str]) -> str:
     """Return the name of the ranks with which a rank is compared.
 
-    Of two ranks, it is the first.
+    In a job of two ranks, this is the first rank.
     """
     return labels[0] if len(labels) == 2 else "most ranks"
 
@@ -55,7 +52,7 @@ class RankFigures:
     """The figures of one rank. None means that a figure is unknown."""
 
     rank: int | None
-    label: Annotated[str, column("rank", meaning="`rank 3`, or the name of its file")]
+    label: Annotated[str, column("rank", meaning="`rank 3`, or the trace's file name")]
     run: Annotated[str, column("run", importance="detail", meaning="id of the run")]
     device: Annotated[
         str | None, column("device", importance="detail", shrink=True, meaning="model of the GPU")
@@ -69,12 +66,13 @@ class RankFigures:
             "compute / others",
             "thousandths",
             importance="answer",
-            meaning="time of its kernels divided by the other ranks' median for the same kernels",
+            meaning="kernel time, divided by the median time of the same kernels on the other ranks",
         ),
     ]
     """Collectives are excluded. Kernels are weighted by time."""
     compute_ns: Annotated[
-        int, column("compute ms", "ms", importance="answer", meaning="time without collectives")
+        int,
+        column("compute ms", "ms", importance="answer", meaning="kernel time without collectives"),
     ]
     span_ns: Annotated[
         int | None,
@@ -89,11 +87,16 @@ class RankFigures:
     attention: Annotated[
         tuple[str, ...],
         column(
-            "attention", "names", importance="detail", shrink=True, meaning="its attention kernels"
+            "attention",
+            "names",
+            importance="detail",
+            shrink=True,
+            meaning="families of the rank's attention kernels",
         ),
     ]
     findings: Annotated[
-        tuple[str, ...], column("findings", "names", importance="answer", meaning="their codes")
+        tuple[str, ...],
+        column("findings", "names", importance="answer", meaning="codes of the findings"),
     ] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""Compare the ranks of a job by the times, counts and families of the kernels they launched."""
+"""Compare the ranks of a job by the times, numbers and families of their kernels."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def compare_ranks(
     table = _launched(ranks, rank_launches(store, ranks))
     if (table.count.sum(axis=1) > 0).sum() < 2:
         raise NotFoundError(
-            f"{store.path}: {len(ranks)} ranks, but no two have GPU kernels to compare"
+            f"{store.path}: fewer than two of {len(ranks)} ranks have GPU kernels to compare"
         )
     _require_one_job(ranks, table)
     families = _attention_families(table)
@@ -203,8 +203,8 @@ def _require_one_job(ranks: Sequence[RankRow], table: Launched) -> None:
     _, times = np.unique(np.concatenate([np.unique(each) for each in ran]), return_counts=True)
     if all(rank.rank is None for rank in ranks) and 2 * (times > 1).sum() < len(times):
         raise UsageError(
-            "these traces do not look like ranks of one job: none contains its rank, and only "
-            f"{(times > 1).sum()} of {counted(len(times), 'kernel')} ran in more than one of them; "
+            "these traces are probably not ranks of one job: no trace contains its rank, and only "
+            f"{(times > 1).sum()} of {counted(len(times), 'kernel')} ran in more than one trace; "
             "compare two programs with: profharness diff A B"
         )
 
@@ -259,7 +259,7 @@ def _usual(rows: Sequence[RankFigures]) -> str:
 
 
 def _others(rows: Sequence[RankFigures]) -> str:
-    return "the others' GPUs" if len(rows) > 2 else "the other's GPU"
+    return "the GPUs of the other ranks" if len(rows) > 2 else "the GPU of the other rank"
 
 
 def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterator[RankFinding]:
@@ -268,7 +268,7 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
     The ratio is the time of a rank's kernels divided by the median time of the same kernels on the
     other ranks. A GPU is only compared with GPUs of the same model.
     """
-    than = "than the other ranks' median for the same kernels"
+    than = "than the median of the same kernels on the other ranks"
     for members in _indices(row.device for row in rows).values():
         count, total = table.count[members], table.total[members]
         keys = np.flatnonzero(table.computes & ((count > 0).sum(axis=0) > 1))
@@ -298,15 +298,15 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
             if part > BROAD:
                 text = (
                     f"its compute kernels take {ratio - 1:.1%} longer {than}; "
-                    f"kernels that are slower take {part:.0%} of their time"
+                    f"slower kernels account for {part:.0%} of this time"
                 )
                 yield RankFinding(SLOW_GPU, (rows[index].label,), text)
                 continue
             key = int(worst[place])
             kernel = table.kernels[int(table.kernel[keys[key]])].short
             text = (
-                f"{kernel} takes {float(each[place, key]):.2f} times as long as the other ranks' "
-                f"median; most other kernels do not, and all together take {ratio - 1:.1%} longer"
+                f"{kernel} takes {float(each[place, key]):.2f} times as long as the median of the "
+                f"other ranks; all compute kernels together take {ratio - 1:.1%} longer"
             )
             yield RankFinding(SLOW_KERNELS, (rows[index].label,), text)
 
@@ -344,9 +344,9 @@ def _other_attention(
         others = " + ".join(sorted(usual_set)) or "no attention kernel"
         ranks = f"{number} of {len(rows)} ranks" if len(rows) > 2 else _usual(rows)
         named = [name for place in places if (name := table.places[place])]
-        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        more = f" and {counted(len(named) - 1, 'more range')}" if len(named) > 1 else ""
         where = f" (in {named[0]!r}{more})" if named else ""
-        text = f"attention kernels: {' + '.join(sorted(ran))}, but {others} on {ranks}"
+        text = f"ran the attention kernels {' + '.join(sorted(ran))}, but {ranks} ran {others}"
         yield RankFinding(OTHER_ATTENTION, _labels(rows, indices), f"{text}{where}")
 
 
@@ -444,14 +444,14 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     for index, above in _above(shares):
         own = shares[index]
         text = (
-            f"its GPU is idle for {share_text(own)} of its span, "
-            f"{_others(rows)} for {share_text(own - above)}"
+            f"its GPU is idle for {share_text(own)} of the span, but {_others(rows)} for "
+            f"{share_text(own - above)}"
         )
         yield RankFinding(WAITS, (rows[index].label,), text)
 
 
 def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]:
-    """Report ranks that spend the least time in collectives, so that other ranks wait for them.
+    """Yield a finding for each rank that spends little time in collectives, because others wait.
 
     Only ranks that ran the usual number of collectives are compared.
     """
@@ -467,8 +467,8 @@ def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]
     spent = np.array(shares, float)
     for index, below in _above(-spent):
         text = (
-            f"spends {share_text(spent[index])} of its span in collectives, the others "
-            f"{share_text(spent[index] + below)}, because they wait for it there"
+            f"spends {share_text(spent[index])} of the span in collectives; the other ranks spend "
+            f"{share_text(spent[index] + below)}, because they wait for this rank"
         )
         yield RankFinding(LATE, (rows[index].label,), text)
 
@@ -478,7 +478,7 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
     if absent and any(rank.rank is not None for rank in ranks):
         names = join_few([str(rank) for rank in absent], RANKS_SHOWN)
-        yield RankFinding(MISSING, (), f"the following of the {size} ranks are not stored: {names}")
+        yield RankFinding(MISSING, (), f"the store lacks {len(absent)} of {size} ranks: {names}")
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:
@@ -487,12 +487,12 @@ def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[
         yield "Idle time and communication are unknown, because configs are captured one by one."
     if all(rank.rank is None for rank in ranks):
         yield (
-            "No trace contains its rank, so file names are shown. Kineto records the rank if "
-            "torch.distributed is initialized; a file name such as rank3.json also sets it."
+            "No trace contains its rank, so file names are shown. To record ranks, initialize "
+            "torch.distributed before profiling, or use file names such as rank3.json."
         )
     alone = [row.label for row in rows if row.ratio is None]
     if alone and len(alone) < len(rows):
         yield (
-            f"No other rank ran the same kernels as {join_few(alone, RANKS_SHOWN)}, so a comparison "
-            "of times is not possible there."
+            f"No other rank ran the same kernels as {join_few(alone, RANKS_SHOWN)}, so these times "
+            "cannot be compared."
         )
