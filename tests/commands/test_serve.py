@@ -504,7 +504,7 @@ def test_a_taken_port_is_an_error(store: Path) -> None:
         port = taken.getsockname()[1]
         done = ended("--port", port, "--store", store)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --host 127.0.0.1 --port {port}: cannot listen there")
+    assert done.stderr.startswith(f"error: cannot listen on --host 127.0.0.1 --port {port}: ")
     assert "Traceback" not in done.stderr
 
 
