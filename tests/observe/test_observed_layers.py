@@ -175,7 +175,7 @@ def test_a_traced_run_contains_what_the_trace_lacks(seen: Seen, store: Path) -> 
 def test_the_program_keeps_its_exit_code_and_the_gates_are_reported(seen: Seen) -> None:
     assert seen.code == 7
     text = seen.stderr
-    assert "the exit code 7 is the program's" in text and "profharness layers" in text
+    assert "the program exited with 7" in text and "profharness layers" in text
     assert "backend-changed: layers.0.attn: flash and math ran for equal calls" in text
     assert "noop-mask: layers.0.attn" in text and "its mask hides nothing" in text
     assert "--expect flash@layers.1.*: " in text and "math ran" in text

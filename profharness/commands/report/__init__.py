@@ -140,7 +140,9 @@ LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTE
 TOP_KERNELS = pick(
     KernelRow, "kernel_short", "call_ns", "share", "launches_per_call", "config", "backend"
 )
-DEVICE = tuple(replace(each, meaning="") for each in pick(DeviceFact))  # titles are self-explanatory
+DEVICE = tuple(
+    replace(each, meaning="") for each in pick(DeviceFact)
+)  # titles are self-explanatory
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),

@@ -105,7 +105,9 @@ class _Page:
             ("Captures by the loss of <code>auto</code>", _ranked(losses)),
         ]
         found = "".join(f"<p>{title}:</p>{_list(lines)}" for title, lines in parts if lines)
-        return found or "<p>No program has attention kernels, and auto is not slow in any capture.</p>"
+        return (
+            found or "<p>No program has attention kernels, and auto is not slow in any capture.</p>"
+        )
 
     def changed(self, runs: Sequence[RunRow]) -> str:
         """Return the changes from the previous to the newest run, for programs and for captures."""
