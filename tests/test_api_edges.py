@@ -134,7 +134,7 @@ def test_a_function_refuses_a_value_before_it_reads_the_store(
 
 
 def test_a_step_of_numpy_is_a_number(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="there is no store"):
+    with pytest.raises(StoreError, match="the store does not exist"):
         profharness.layers(step=np.int64(0), store=tmp_path / "none.db")
 
 

@@ -102,7 +102,7 @@ def test_equal_file_names_are_told_apart_by_their_folders(folder: Path) -> None:
     assert set(stored(folder)) == {"a/step.json.gz", "b/step.json.gz"}
     error = invoke(folder, "layers", "step.json.gz").exception
     assert isinstance(error, NotFoundError)
-    assert "is ambiguous; it matches a/step.json.gz, b/step.json.gz" in str(error)
+    assert "is ambiguous; choose from a/step.json.gz, b/step.json.gz" in str(error)
     shutil.rmtree(folder / "a")
     assert invoke(folder, "layers", "a/step.json.gz").exit_code == 0
 
