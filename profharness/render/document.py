@@ -66,9 +66,7 @@ class Chart:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(
-                f"unknown chart kind {self.kind!r}; choose one of {', '.join(KINDS)}"
-            )
+            raise ValueError(f"unknown chart kind {self.kind!r}; choose one of {', '.join(KINDS)}")
         for row in self.rows:
             missing = {self.x, self.y, self.series} - set(row)
             if missing:

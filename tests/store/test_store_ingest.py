@@ -405,7 +405,9 @@ def test_smaller_folder_never_replaces_stored_run(
         }
         write_run(folder, replace(run, **changes[damage]))
     for _ in range(2):
-        with pytest.raises(TraceFormatError, match=f"the store, so the store was not changed.*{told}"):
+        with pytest.raises(
+            TraceFormatError, match=f"the store, so the store was not changed.*{told}"
+        ):
             ingest_path(store, folder)
         assert dump(store) == before
     with open_store(store, write=True) as opened:
