@@ -40,7 +40,7 @@ __all__ = [*_FUNCTIONS, "__version__"]
 def __getattr__(name: str) -> Any:
     """Import a function of the Python interface on first use.
 
-    So `import profharness` loads neither torch nor pandas.
+    Therefore, `import profharness` loads neither torch nor pandas.
     """
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Import and run the command line. An interrupt during the import prints no traceback."""
+    """Import and run the command line. Print no traceback if the import is interrupted."""
     try:
         from profharness.cli import main as run
     except KeyboardInterrupt:

@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("profharness.commands.diff", "Compare two backends of a run, or two runs."),
     "ranks": (
         "profharness.commands.ranks",
-        "Compare a job's ranks to find slow or different ones.",
+        "Compare the ranks of a job to find slow or unusual ranks.",
     ),
     "bench": ("profharness.commands.bench", "Time backends on configs, side by side."),
     "analyze": (
@@ -61,26 +61,26 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("profharness.commands.runs", "List stored runs."),
     "backends": (
         "profharness.commands.backends",
-        "List which backends run here, and why the others cannot.",
+        "List the backends that run here, and why others do not.",
     ),
     "doctor": ("profharness.commands.doctor", "Check what is installed and whether it works."),
     "new-kernel": (
         "profharness.commands.new_kernel",
-        "Start your own attention implementation.",
+        "Create a template for your own attention implementation.",
     ),
 }
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 FEW = 4  # maximum number of commands that an error names
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Matches Click's error message if the shell has expanded the braces of an unquoted config.
+# Matches Click's error message for a config without quotes, in which the shell expanded the braces.
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LATE_S = 0.01  # time in seconds after which a lost interrupt is raised again
 
 
 class TerminatedError(KeyboardInterrupt):
-    """Raised on SIGTERM and SIGHUP, so that the process ends in the same way as after Ctrl-C.
+    """A received SIGTERM or SIGHUP. The exception ends the process in the same way as Ctrl-C.
 
     `args` contains the signal number.
     """
@@ -152,7 +152,7 @@ def main() -> None:
     try:
         sys.stderr.flush()
     except OSError:
-        _silence(sys.stderr)  # another error when stderr is closed would change the exit code
+        _silence(sys.stderr)  # otherwise, an error while closing stderr would change the exit code
     sys.exit(code)
 
 
@@ -187,7 +187,7 @@ def _run() -> int:
 
 
 def _wrong_usage(error: click.ClickException) -> str:
-    """Return Click's message in the form of other errors, with the command that shows the usage."""
+    """Convert Click's message to the style of other errors, and add the command for the usage."""
     if isinstance(error, click.NoSuchOption):
         if others := _commands_with(error.option_name):
             text = f"No such option {error.option_name!r}; it belongs to {join_few(others, FEW)}"
@@ -217,7 +217,7 @@ def _options(command: click.Command) -> list[click.Option]:
 
 
 def _near_options(error: click.NoSuchOption) -> list[str]:
-    """Return the options that `--help` shows and that are spelled like the unknown one."""
+    """Return the options in `--help` whose spelling is similar to the unknown option."""
     import difflib  # needed only for this error
 
     given = _options(error.ctx.command) if error.ctx else []
@@ -227,7 +227,7 @@ def _near_options(error: click.NoSuchOption) -> list[str]:
 
 
 def _say(text: str) -> None:
-    """Print a message to stderr. Ignore the error if stderr cannot be written to."""
+    """Print a message to stderr. Ignore write errors."""
     try:
         click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
     except OSError:
@@ -237,8 +237,8 @@ def _say(text: str) -> None:
 def _open_streams() -> None:
     """Replace stdout and stderr with streams that escape control characters.
 
-    Closed standard streams are opened on /dev/null, so that no other file gets their descriptors.
-    Writing to a closed stdout still raises an error. Output to a closed stderr is discarded.
+    Open closed standard streams on /dev/null, so that no other file gets their descriptors. Writing
+    to a closed stdout still raises an error. Output to a closed stderr is discarded.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
@@ -256,7 +256,7 @@ def _open_streams() -> None:
     old = sys.stdout
     if old is not None and not isinstance(getattr(old, "buffer", None), kinds):
         return  # the caller has replaced stdout
-    # /dev/null is opened for reading only, so that writing to a closed stdout raises an error.
+    # Open /dev/null only for reading, so that writing to a closed stdout raises an error.
     number = os.open(os.devnull, os.O_RDONLY) if old is None else old.fileno()
     at_once = bool(old and (old.line_buffering or getattr(old, "write_through", False)))
     sys.stdout = _Printable(
@@ -293,9 +293,9 @@ class _Printable(io.TextIOWrapper):
 
 
 def _silence(stream: TextIO) -> None:
-    """Discard the buffered output of a stream that cannot be written to.
+    """Discard the buffered output of a stream after a write error.
 
-    Otherwise the interpreter would raise the same error again when it closes the stream.
+    Otherwise, the interpreter would raise the same error again when it closes the stream.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -312,7 +312,7 @@ def _failed(error: OSError) -> int:
         _silence(sys.stdout)
         text += "; the result was not written"
     elif error.errno in NO_ROOM:
-        text += "; free some space there and in TMPDIR, then run the command again"
+        text += "; free space on this disk and in TMPDIR, then run the command again"
     elif not _folder_is_there():
         text = "the working folder was deleted; change to another folder"
     _say(f"error: {text}")
@@ -330,7 +330,7 @@ def _interrupted(stop: BaseException) -> int:
     """Return the exit code of an interrupt. If a run was interrupted, print how to resume it.
 
     Click raises `Abort` with the original exception as its cause. Runs in a temporary folder, such
-    as that of `backends`, are gone by now and cannot be resumed.
+    as runs of `backends`, have been deleted and cannot be resumed.
     """
     code = EXIT_INTERRUPTED
     cause: BaseException | None = stop
@@ -344,7 +344,7 @@ def _interrupted(stop: BaseException) -> int:
 
 
 def _next_steps(stop: Interrupted) -> str:
-    """Return a message about the kept results of an interrupted run, and how to continue the run."""
+    """Return a message about the results of an interrupted run, and the command that resumes it."""
     # imported here because only interrupted commands need them
     from profharness.files import DEFAULT_STORE, shell_command
     from profharness.run import CAMPAIGN_FILE, read_run
@@ -358,8 +358,8 @@ def _next_steps(stop: Interrupted) -> str:
         text = f"{done} of {len(run.cells)} checks are done; store them with: {kept}"
         if stop.command == "bench":
             shown = shell_command("bench", "latest", store=store)
-            text += f"; the times are stored, show them with: {shown}"
-        return f"{text}; a verification cannot be resumed, so run it again to check the rest"
+            text += f"; show the stored times with: {shown}"
+        return f"{text}; a verification cannot be resumed; run it again to complete the checks"
     text = shell_command("capture", "--resume", str(folder), store=store)
     if stop.command == "bench":
         text += " && " + shell_command("bench", folder.name, store=store)
@@ -369,9 +369,9 @@ def _next_steps(stop: Interrupted) -> str:
 def _end_in_order() -> None:
     """Raise an exception on SIGTERM and SIGHUP, so that child processes are ended first.
 
-    A signal that is ignored, for example because of nohup, stays ignored. Python does not propagate
-    exceptions from callbacks of weak references, which its import system uses. If an interrupt is
-    lost in this way, a timer raises it again.
+    Continue to ignore signals that are already ignored, for example because of nohup. Python does
+    not propagate exceptions from callbacks of weak references, which the import system uses. If an
+    interrupt is lost in such a callback, a timer raises the interrupt again.
     """
     report = sys.unraisablehook
 

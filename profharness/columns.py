@@ -1,7 +1,8 @@
 """Declare the title, the format and the description of each field of a result row.
 
-A row's dataclass declares each field once, as `Annotated[int | None, column("µs", "us", meaning="…")]`.
-Tables, CSV, JSON, pages, the glossary and docs/reference.md are derived from these declarations.
+The dataclass of a row declares each field once, as
+`Annotated[int | None, column("µs", "us", meaning="…")]`. Tables, CSV, JSON, pages, the glossary and
+docs/reference.md are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ NUMERIC = frozenset({
 """Formats whose columns are aligned to the right."""
 
 Importance = Literal["key", "answer", "normal", "detail"]
-"""How a narrow terminal treats a column.
+"""The importance of a column, which decides whether a narrow terminal shows the column.
 
-`key` identifies a row and `answer` is what one reads the table for: both are always visible. If the
-others do not fit, `detail` is hidden first and then `normal`, from the right. Columns of details with
-a greater `spare` are hidden before those with a smaller one.
+A `key` column identifies a row, and an `answer` column contains the result. Both are always visible.
+If other columns do not fit, `detail` columns are hidden first and then `normal` columns, from the
+right. A `detail` column with a greater `spare` is hidden before a column with a smaller `spare`.
 """
 
 
@@ -35,12 +36,12 @@ class Column:
     title: str = ""  # heading in tables, empty for a field that only JSON and CSV contain
     format: str = "text"  # a key of `profharness.render.document.FORMATS`
     right: bool = False  # whether to align right; always true for numeric formats
-    # None: `key` if the column is the table's first or has `repeat=False`, else `normal`
+    # None means `key` for the first column and for columns with `repeat=False`, else `normal`
     importance: Importance | None = None
-    spare: int = 0  # order in which details are hidden: the greatest first
+    spare: int = 0  # order in which `detail` columns are hidden, greatest first
     shrink: bool = False  # whether the values may be cut in a narrow terminal
     wrap: bool = False  # whether long values continue on further lines in a narrow terminal
-    scale: str = ""  # columns of times with the same scale share their unit, µs or ms
+    scale: str = ""  # columns of times with the same scale have the same unit, µs or ms
     repeat: bool = True  # whether to print a value that is equal to the value above it
     optional: bool = False  # whether tables omit the column if no row has a value
     meaning: str = ""  # short description for the glossary and the reference page

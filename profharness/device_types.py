@@ -24,11 +24,11 @@ class DeviceType(NamedTuple):
     bytes_per_s: float
     """Typical bandwidth of a call, used to estimate the duration of a cell."""
     copy_bytes: int
-    """Size of the copy that measures the bandwidth. It is much larger than any last-level cache."""
+    """Size of the copy that measures the bandwidth, much larger than any last-level cache."""
     product_rows: tuple[int, ...]
-    """Sizes of the square matrices whose products are timed in order to measure the matrix rates.
+    """Sizes of the square matrices whose products are timed to measure the matrix rates.
 
-    Of the rates for all sizes, the highest one is used.
+    The highest measured rate is used.
     """
 
 
@@ -53,7 +53,7 @@ def on_gpu(environment: Mapping[str, Any]) -> bool:
 
 
 def device_name(environment: Mapping[str, Any]) -> str | None:
-    """Return the name of the device on which an environment was recorded, a GPU or a CPU.
+    """Return the name of the GPU or CPU on which an environment was recorded.
 
     Return None if the name is unknown.
     """

@@ -26,8 +26,8 @@ class Peaks:
 
     `source` is `measured` or `data sheet`, and `origin` describes the measurement or names the data
     sheet. `flops_per_s` maps a dtype to the rate of dense matrix products that accumulate in fp32.
-    The key `fp32` stands for products in full fp32 (TF32 is off), and the key `tf32` for products
-    of fp32 inputs on tensor cores. A value that is None or missing is unknown.
+    The key `fp32` refers to products in full fp32 (TF32 is off), and the key `tf32` refers to
+    products of fp32 inputs on tensor cores. A value that is None or missing is unknown.
     """
 
     device: str
@@ -65,10 +65,10 @@ def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
 def roofline_ns(
     peaks: Peaks | None, dtype: str | None, flops: int | None, moved: int | None
 ) -> float | None:
-    """Return the least time in ns of work that needs these FLOPs and moves these bytes.
+    """Return the shortest possible time in ns of work with these FLOPs and these moved bytes.
 
-    It is the longer of two times: the FLOPs divided by the matrix rate, and the bytes divided by the
-    memory bandwidth. Return None if one of the values is unknown.
+    Divide the FLOPs by the matrix rate and the bytes by the memory bandwidth, and return the longer
+    of the two times. Return None if a value is unknown.
     """
     rate = flop_peak(peaks, dtype) if peaks and dtype else None
     if peaks is None or rate is None or flops is None or moved is None:
@@ -80,12 +80,12 @@ def roofline_ns(
 class Gpu(NamedTuple):
     """One row of the table of GPUs.
 
-    `name` is the name that `--gpu` accepts. It is empty for a variant that users call by the name
-    of another row. `sm_count` is the number of streaming multiprocessors, or None if no data sheet
-    contains it. `pattern` is a regular expression that matches the device name that CUDA reports.
-    It is empty if the row has no data sheet. The other fields are values of the data sheet:
-    bandwidth in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. `tensor`
-    is the rate of fp16 products. On Ampere and newer GPUs, it is also the rate of bf16 products.
+    `name` is the name that `--gpu` accepts, or an empty string if users call the GPU by the name of
+    another row. `sm_count` is the number of streaming multiprocessors, or None if no data sheet
+    contains this number. `pattern` is a regular expression that matches the device name that CUDA
+    reports, or an empty string if the row has no data sheet. The other fields are values of the
+    data sheet: bandwidth in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in
+    MiB. `tensor` is the rate of fp16 products and, on Ampere and newer GPUs, of bf16 products.
     """
 
     name: str
@@ -108,8 +108,8 @@ _A100 = "NVIDIA A100 data sheet"
 _BLACKWELL = "NVIDIA HGX B200 data sheet, one eighth of the board"
 _RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost"
 
-# The first row whose pattern matches is used. Therefore a variant such as `H100 NVL` comes before
-# `H100`. If a data sheet contains only rates for sparse matrices, half of these rates are listed.
+# The first matching row is used. Therefore, a variant such as `H100 NVL` comes before `H100`. If a
+# data sheet contains only rates for sparse matrices, the table contains half of these rates.
 TABLE = (
     Gpu("V100", (7, 0), 80, r"\bV100", 900, 125, None, 15.7, 6, "NVIDIA V100 SXM2 data sheet"),
     Gpu("T4", (7, 5), 40, r"\bT4\b", 320, 65, None, 8.1, 4, "NVIDIA T4 data sheet"),
@@ -154,11 +154,11 @@ GPUS = tuple(gpu for gpu in TABLE if gpu.name)
 class Instinct:
     """One row of the table of AMD's data-center GPUs.
 
-    `name` is the name that `--gpu` accepts. It is empty if the row does not identify one GPU.
+    `name` is the name that `--gpu` accepts, or an empty string if the row does not identify one GPU.
     `pattern` is a regular expression that matches the names that ROCm reports. `gfx` is the name of
     the architecture. The other fields are values of the data sheet: the number of compute units,
-    the bandwidth in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. They
-    are None or empty if the name does not identify the GPU.
+    the bandwidth in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. These
+    fields are None or empty if the name does not identify the GPU.
     """
 
     name: str
@@ -178,8 +178,8 @@ def _rates(half: float, fp32: float, fp64: float, **others: float) -> dict[str, 
 _ONE_DIE = "data sheet, one of two dies, each a separate device"
 _CDNA3 = _rates(1307.4, 163.4, 163.4, tf32=653.7, fp8=2614.9)
 
-# The first row whose pattern matches is used. The L2 sizes are those of "AMD GPU specifications" in
-# the documentation of ROCm 7.
+# The first matching row is used. The L2 sizes come from "AMD GPU specifications" in the
+# documentation of ROCm 7.
 INSTINCT = (
     Instinct("MI210", r"\bMI210\b", "gfx90a", 104, 1638.4, _rates(181, 45.3, 45.3), 8,
              "AMD Instinct MI210 data sheet"),
@@ -206,7 +206,7 @@ ARCHITECTURES = dict(
 
 
 def find_instinct(device_name: str) -> Instinct | None:
-    """Return the row of an AMD GPU, such as `AMD Instinct MI300X VF`, or None if it is unknown."""
+    """Return the row of an AMD GPU such as `AMD Instinct MI300X VF`, or None if unknown."""
     return next((row for row in INSTINCT if re.search(row.pattern, device_name)), None)
 
 
@@ -214,13 +214,11 @@ ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rt
 
 
 def data_sheet(device_name: str, num_sms: int | None = None) -> Peaks | None:
-    """Return the data-sheet values of the device with a given name, such as `NVIDIA H200` or `AMD
-    Instinct MI300X`.
+    """Return the data-sheet values of a device such as `NVIDIA H200` or `AMD Instinct MI300X`.
 
-    `num_sms` is the number of SMs or compute units that a trace records, or None if it is unknown.
-    A partition of an AMD GPU has the name of the GPU, but fewer compute units.
-
-    Return None if the tables have no data sheet for the device.
+    `num_sms` is the number of SMs or compute units in the trace, or None if this number is unknown.
+    A partition of an AMD GPU has the name of the GPU, but fewer compute units. Return None if the
+    tables have no data sheet for the device.
     """
     row = find_instinct(device_name)
     if row is not None and row.rates and num_sms in (None, row.compute_units):
@@ -250,7 +248,7 @@ def data_sheet(device_name: str, num_sms: int | None = None) -> Peaks | None:
     )
 
 
-# Words in device names that stand for a vendor or a board variant. `find_gpu` ignores these words,
+# Words in device names that refer to a vendor or a board variant. `find_gpu` ignores these words,
 # because they affect neither the compute capability nor the number of SMs in the table.
 _NOISE = re.compile(
     r"\b(nvidia|geforce|tesla|quadro|graphics|generation|tensor core|gpu|sxm\d?|nvl\d*|hbm\d\w*|"
@@ -280,15 +278,15 @@ def find_gpu(text: str) -> Gpu:
     near += [name for name in known if key and key in name and name not in near][:4]
     names = ", ".join(known[name] for name in (near or known))
     raise UsageError(
-        f"unknown GPU {text!r}; {'close matches are' if near else 'choose from'} {names}; "
-        "a capability such as sm90 or 9.0, or an architecture such as gfx942, works too"
+        f"unknown GPU {text!r}; {'close matches are' if near else 'choose from'} {names}; you can also "
+        "give a compute capability such as sm90 or 9.0, or an architecture such as gfx942"
     )
 
 
 def short_gpu_name(device_name: str) -> str:
-    """Return the name by which people call a device, such as `H100` for `NVIDIA H100 80GB HBM3`.
+    """Return the common name of a device, such as `H100` for `NVIDIA H100 80GB HBM3`.
 
-    If the tables do not have the device, return the whole name.
+    If the tables do not contain the device, return the whole name.
     """
     if (row := find_instinct(device_name)) and row.name:
         return row.name
@@ -336,8 +334,8 @@ REGISTER_UNIT = 256  # the number of registers of a warp is rounded up to a mult
 SUB_PARTITIONS = 4  # per SM; each sub-partition has a quarter of the registers and its own warps
 KIB = 1024
 
-# Resources that can limit the occupancy. If several of them limit it equally, the first one is
-# reported. Limits of the hardware come before resources that a kernel can change.
+# Resources that can limit the occupancy. If several resources limit the occupancy equally, the first
+# resource is reported. Limits of the hardware come before resources that a kernel can change.
 LIMITERS = ("warps", "block", "registers", "shared_memory")
 
 # Maps a compute capability to the maximum threads, blocks and KiB of shared memory per SM, and the
@@ -372,7 +370,7 @@ _CORES: dict[tuple[int, int], tuple[int, int]] = {
 }
 _NO_TENSOR_CORES = re.compile(r"\bGTX 16\d\d")
 # Possible sizes of the shared memory within the unified L1 cache, in KiB. An SM supports the sizes
-# that do not exceed its maximum in _SM_FACTS. The source is also the same.
+# that do not exceed its maximum in _SM_FACTS. The sources are the same as for _SM_FACTS.
 _CARVE_OUTS_KIB = (8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
@@ -382,16 +380,17 @@ WAVE = 64  # threads of a wave on CDNA; the warps of all NVIDIA GPUs have 32 thr
 
 
 def is_amd(device: Device) -> bool:
-    """Return whether a device is an AMD GPU. ROCm gives GPUs compute capabilities too, such as 9.0,
-    which stand for other architectures than those of NVIDIA.
+    """Return whether a device is an AMD GPU.
+
+    The compute capability does not show this, because ROCm also reports capabilities such as 9.0.
     """
     return device.warp_size == WAVE or _AMD_NAME.search(device.name) is not None
 
 
 def gfx_name(device: Device) -> str | None:
-    """Return the architecture of an AMD GPU, such as `gfx942`, or None if it is unknown.
+    """Return the architecture of an AMD GPU, such as `gfx942`, or None if unknown.
 
-    It follows from the name of the device, or else from its version, if that is unambiguous.
+    Find the architecture by the name of the device, or else by an unambiguous version.
     """
     if not is_amd(device):
         return None
@@ -402,23 +401,23 @@ def gfx_name(device: Device) -> str | None:
     return _GFX_OF_VERSION.get((device.compute_major, device.compute_minor))
 
 
-# All architectures of these versions have the same limits. Version 9.0 stands for gfx900 to gfx90a.
+# All architectures of these versions have the same limits. Version 9.0 covers gfx900 to gfx90a.
 _GFX_OF_VERSION = {(9, 4): "gfx942", (9, 5): "gfx950"}
 
 
 def _capability_of(device: Device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU. For an AMD GPU, return (0, 0), which is in no table."""
+    """Return the compute capability of an NVIDIA GPU, or (0, 0) for an AMD GPU."""
     return (0, 0) if is_amd(device) else (device.compute_major, device.compute_minor)
 
 
 def unified_l1_bytes(device: Device) -> int | None:
-    """Return the combined size of L1 and shared memory per SM, or None if it is unknown."""
+    """Return the combined size of L1 and shared memory per SM, or None if unknown."""
     facts = _SM_FACTS.get(_capability_of(device))
     return facts[3] * KIB if facts else None
 
 
 def cores(device: Device) -> tuple[int | None, int | None]:
-    """Return the numbers of CUDA cores and of tensor cores. A number is None if it is unknown."""
+    """Return the numbers of CUDA cores and of tensor cores. Return None for an unknown number."""
     cuda, tensor = _CORES.get(_capability_of(device), (None, None))
     if cuda is None or tensor is None:
         return None, None
@@ -427,7 +426,7 @@ def cores(device: Device) -> tuple[int | None, int | None]:
 
 
 def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | None:
-    """Return the size of the L1 cache on an SM after shared memory was reserved for its blocks.
+    """Return the size of the L1 cache on an SM after shared memory is reserved for blocks.
 
     `blocks_per_sm` is the number of resident blocks. `shared_bytes` is the shared memory of one
     block, without the part that the driver reserves. Return None if the device is unknown.
@@ -447,7 +446,7 @@ class SmLimits:
     """The resources of one SM and the limits of one block.
 
     `shared_bytes_reserved` is the shared memory that the driver reserves in each block. The limit
-    of a block does not include it.
+    of a block does not include this memory.
     """
 
     max_threads_per_sm: int
@@ -466,7 +465,7 @@ class SmLimits:
 class CuLimits:
     """The resources of one compute unit (CU) of an AMD GPU, and the limits of one block.
 
-    A CU has several SIMDs, which share its local data share (LDS). Each SIMD has its own registers.
+    A CU has several SIMDs, which share one local data share (LDS). Each SIMD has its own registers.
     `vector_registers` is the number of VGPRs of a SIMD for each thread of a wave.
     """
 
@@ -503,7 +502,7 @@ CU_LIMITS = {
 
 
 def cu_limits(device: Device) -> CuLimits | None:
-    """Return the limits of an AMD GPU, or None if its architecture is unknown."""
+    """Return the limits of an AMD GPU, or None if the architecture is unknown."""
     return CU_LIMITS.get(gfx_name(device) or "")
 
 
@@ -511,8 +510,8 @@ def cu_limits(device: Device) -> CuLimits | None:
 class Occupancy:
     """The theoretical occupancy of an SM, or of a compute unit (CU) of an AMD GPU.
 
-    `fraction` is the number of resident warps divided by the maximum of the SM, from 0 to 1.
-    `limiter` is the first of LIMITERS that prevents one more resident block. `shared_share` is the
+    `fraction` is the number of resident warps divided by the maximum number of the SM, from 0 to 1.
+    `limiter` is the first of LIMITERS that prevents another resident block. `shared_share` is the
     share of the SM's shared memory that one block uses.
     """
 
@@ -525,7 +524,7 @@ class Occupancy:
 def sm_limits(device: Device) -> SmLimits | None:
     """Return the limits of an NVIDIA GPU, or None if the compute capability is unknown.
 
-    If the trace does not contain a limit, the default for the compute capability is used.
+    If the trace does not contain a limit, use the default for the compute capability.
     """
     facts = _SM_FACTS.get(_capability_of(device))
     if facts is None:
@@ -558,16 +557,16 @@ def occupancy(
     accum_registers: int | None = None,
     scalar_registers: int | None = None,
 ) -> Occupancy | None:
-    """Return the theoretical occupancy according to the formulas of cuda_occupancy.h, or of LLVM
-    for AMD GPUs.
+    """Return the theoretical occupancy of a launch.
 
-    The formulas assume the largest shared-memory carve-out and opt-in. `shared_bytes` is the static
-    and dynamic shared memory of one block, without the part that the driver reserves. Named
-    barriers, which only ncu reports, and clusters are ignored. `accum_registers` (per thread) and
-    `scalar_registers` (per wave) are used for AMD GPUs only.
+    The formulas come from cuda_occupancy.h, or from LLVM for AMD GPUs. They assume the largest
+    shared-memory carve-out and opt-in, and ignore clusters and named barriers (which only ncu
+    reports). `shared_bytes` is the static and dynamic shared memory of one block, without the part
+    that the driver reserves. `accum_registers` (per thread) and `scalar_registers` (per wave) are
+    used only for AMD GPUs.
 
-    Return None if a value is unknown, or if the device cannot launch such a block. Therefore the
-    result never has an occupancy of 0.
+    Return None if a value is unknown or if the device cannot launch such a block. Therefore, the
+    occupancy is never 0.
     """
     if block_threads is None or registers_per_thread is None or shared_bytes is None:
         return None
@@ -601,7 +600,7 @@ def occupancy(
 
 
 class Resources(Protocol):
-    """The registers and the shared memory of a launch, as all rows of launches have them."""
+    """The registers and the shared memory of a launch. All rows of launches have these fields."""
 
     @property
     def registers_per_thread(self) -> int | None: ...
@@ -636,14 +635,14 @@ def _occupancy_of_cu(
     """Return the occupancy of a CU. `registers` are vector, accumulation and scalar registers.
 
     The waves of a block are spread over the SIMDs. If the number of scalar registers is unknown,
-    they are assumed not to limit the occupancy.
+    assume that scalar registers do not limit the occupancy.
     """
     vector, accum, scalar = registers
     if cu.has_unified_registers:
         if accum is None:
             return None
         vector += accum
-    else:  # accumulation registers have a file of the same size
+    else:  # accumulation registers have a separate register file of the same size
         vector = max(vector, accum or 0)
     if not 0 < block_threads <= cu.max_threads_per_block:
         return None
@@ -676,7 +675,7 @@ class DeviceFact(NamedTuple):
         float | str, column("value", "tenths", importance="answer", meaning="value of the property")
     ]
     unit: Annotated[str, column("unit", importance="answer", meaning="unit of the value")]
-    source: Annotated[str, column("source", wrap=True, meaning="where the value comes from")]
+    source: Annotated[str, column("source", wrap=True, meaning="source of the value")]
 
 
 # The names of facts about the machine around the device, and their keys in an environment. Old

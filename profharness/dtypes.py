@@ -14,7 +14,7 @@ class Dtype(NamedTuple):
     torch: str
     """Name of the dtype in the module torch."""
     message: str
-    """Name in PyTorch's error messages. It is the name of a c10::ScalarType or of a C++ type."""
+    """Name in PyTorch's error messages: the name of a c10::ScalarType or of a C++ type."""
     types: tuple[str, ...]
     """Names of the C++ types that represent the dtype in kernel names and traces."""
     aliases: tuple[str, ...] = ()

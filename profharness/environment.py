@@ -28,7 +28,7 @@ class Extra:
     """An extra of pyproject.toml, which is a group of optional packages."""
 
     modules: dict[str, str]
-    """Maps the name of each module to import to the name of the package that provides it."""
+    """Maps the name of each module to the name of the package that provides the module."""
     purpose: str
 
 
@@ -108,7 +108,7 @@ def driver_version() -> str | None:
 def amd_driver_version(module: Path = AMD_MODULE) -> str | None:
     """Return the version of the amdgpu driver, or None if there is none.
 
-    The driver that is part of the Linux kernel has no version of its own, so it is `in the kernel`.
+    Return `in the kernel` for the driver in the Linux kernel, which has no separate version.
     """
     with contextlib.suppress(OSError):
         return (module / "version").read_text().strip()[:100] or None
@@ -119,7 +119,7 @@ def rocm_libraries(folder: Path) -> dict[str, Any]:
     """Return the versions of the libraries in the folder of a ROCm build of torch.
 
     `aotriton` is the version of AOTriton, or None if there is no such library. `roctracer` lists the
-    copies of the tracing libraries, which are used in place of those of the system.
+    copies of tracing libraries, which torch uses instead of the libraries of the system.
     """
     names = sorted(path.name for path in folder.glob("*.so*")) if folder.is_dir() else []
     versions = [match[1] for name in names if (match := AOTRITON.fullmatch(name))]
@@ -130,8 +130,8 @@ def rocm_libraries(folder: Path) -> dict[str, Any]:
 def operating_system() -> dict[str, str]:
     """Return the name and release of the operating system, and the version of its kernel.
 
-    Only the numbers of the kernel's version are kept, because the rest may identify a host or a
-    company, as in `6.8.0-1057-aws`.
+    Keep only the numbers of the kernel version, because the rest may identify a host or a company,
+    as in `6.8.0-1057-aws`.
     """
     system = {"os": f"{platform.system()} {platform.mac_ver()[0]}".strip()}
     with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ def operating_system() -> dict[str, str]:
 
 
 def processor() -> dict[str, str | int]:
-    """Return the name of the processor, its cores if they are known, and the logical CPUs."""
+    """Return the name of the processor, the number of logical CPUs and, if known, of cores."""
     name, socket, cores = "", "", set[tuple[str, str]]()
     with contextlib.suppress(OSError), open(CPU_INFO, encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -180,8 +180,8 @@ class VisibleGpu:
 def visible_gpus() -> tuple[VisibleGpu, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES lists, in the same order.
 
-    If the variable is not set, return all GPUs in the order of their PCI addresses. A GPU that has
-    MIG instances is replaced with these instances.
+    If the variable is not set, return all GPUs in the order of their PCI addresses. Replace a GPU
+    that has MIG instances with these instances.
     """
     with _opened_nvml() as nvml:
         if nvml is None:
@@ -245,7 +245,7 @@ def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
 def gpu_handle(nvml: Any, uuid: str) -> Any:
     """Return NVML's handle of the GPU with the given UUID.
 
-    If the UUID is that of a MIG instance, return the handle of the GPU that contains the instance.
+    For the UUID of a MIG instance, return the handle of the GPU that contains the instance.
     Raise NVMLError if the GPU is not found.
     """
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
@@ -265,7 +265,7 @@ def gpu_name() -> str | None:
 
 
 def no_gpu_text(remedy: str) -> str:
-    """Return a text for a command that needs a GPU where there is none. `remedy` says what to type."""
+    """Return an error text for a command that needs a GPU. `remedy` suggests a command."""
     lead = "PyTorch cannot use the GPU" if gpu_present() else "this machine has no GPU"
     return f"{lead}; {remedy}"
 

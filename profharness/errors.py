@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TextIO
 
-# Matches a command at the end of a message, or in backticks, which one may want to copy.
+# Matches a command at the end of a message or in backticks, which users may want to copy.
 _COMMAND = re.compile(r"(?<=: )(?:profharness|pip) .*$|`[^`]*`")
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kKMGT]i?B(?:/s)?|[GT]FLOP/s)(?![\w/]))")
@@ -19,8 +19,8 @@ _UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kKMGT]i?B(?:/s)?|[GT]FLOP/s)(?![\
 def printable(text: str, kept: str = "\n\t") -> str:
     """Return untrusted text in a printable form.
 
-    Control characters, bidirectional marks, invisible characters and lone surrogates are replaced
-    with escapes, except for the characters in `kept`.
+    Replace control characters, bidirectional marks, invisible characters and lone surrogates with
+    escapes, except for the characters in `kept`.
     """
     if text.isprintable():
         return text
@@ -31,7 +31,7 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return text as one printable line. Line breaks and tabs become single spaces."""
+    """Return text as one printable line. Replace line breaks and tabs with single spaces."""
     return text if text.isprintable() else printable(" ".join(text.split()))
 
 
@@ -41,9 +41,9 @@ def printable_path(path: str | Path) -> str:
 
 
 def wrapped_for(stream: TextIO, text: str) -> str:
-    """Wrap the lines of a message to the width of the terminal if the stream is one.
+    """If the stream is a terminal, wrap the lines of a message to the width of the terminal.
 
-    Commands are not broken, so that they can be copied.
+    Do not break commands, so that users can copy them.
     """
     if not stream.isatty():
         return text
@@ -90,14 +90,14 @@ def counted(count: float, one: str, several: str = "") -> str:
 
 
 class ProfharnessError(Exception):
-    """Base class of all errors whose message contains a remedy.
+    """Base class of all errors with a remedy in the message.
 
     The command line prints the message and exits with `exit_code`.
     """
 
     exit_code = 1
     label = "error"
-    """What the command line prints before the message."""
+    """The word that the command line prints before the message."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # recreate the exception without __init__, whose parameters differ from `args` in subclasses
@@ -118,11 +118,11 @@ class GateError(ProfharnessError):
 
 
 class CaptureError(ProfharnessError):
-    """A run could not be recorded. If only a cell fails, that is a result and not an error."""
+    """A run could not be recorded. A failed cell is a result, and not an error."""
 
 
 class UnwritableError(CaptureError):
-    """A run folder cannot be written to. The run can be resumed later."""
+    """The run folder is not writable. The run can be resumed later."""
 
 
 class StoreError(ProfharnessError):
@@ -157,8 +157,8 @@ def install_command(extra: str) -> str:
 class TraceFormatError(ProfharnessError):
     """A file is not a valid trace.
 
-    `offset` is the position in the uncompressed content at which reading failed, in bytes. It is
-    None if the error concerns the whole file. `expected` describes the expected content.
+    `offset` is the position of the error in the uncompressed content, in bytes, or None if the error
+    concerns the whole file. `expected` describes the expected content.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Default paths, and functions that open files.
 
-Reading an input file never blocks. An output file appears either complete or not at all.
+Reading an input file never blocks. An output file is created only when it is complete.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 class InputFile(io.FileIO):
-    """A regular file that is read only up to the size that it had when it was opened.
+    """A regular file that is read only up to its size at the time of opening.
 
-    Therefore reading ends even if the file grows. Files in /proc appear empty, because they have a
+    Therefore, reading ends even if the file grows. Files in /proc appear empty, because they have a
     size of 0.
     """
 
@@ -47,7 +47,7 @@ class InputFile(io.FileIO):
         self.size = os.fstat(descriptor).st_size
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes into a buffer, and return their number."""
+        """Read bytes into a buffer, and return the number of bytes."""
         left = max(0, self.size - self.tell())
         return super().readinto(memoryview(buffer).cast("B")[:left]) or 0
 
@@ -69,8 +69,8 @@ class InputFile(io.FileIO):
 def is_store(path: str | Path) -> bool:
     """Return whether a file is a store or the write-ahead log of a store.
 
-    Only SQLite opens the file. If this process opened and closed the file directly, SQLite would
-    lose its locks on the store. An immutable connection reads only the header.
+    Open the file only through SQLite. If this process opened and closed the file directly, SQLite
+    would lose its locks on the store. An immutable connection reads only the header.
     """
     import sqlite3  # imported here, because most commands that open files do not open a store
 
@@ -101,7 +101,7 @@ def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
             if not Path(real).is_relative_to(os.path.realpath(within)):
                 raise OSError(errno.EXDEV, "the link points outside its folder", os.fspath(path))
         if is_store(real):
-            message = "it is a profharness store, not a trace; pass it with --store"
+            message = "this file is a profharness store, not a trace; pass it with --store"
             raise OSError(errno.EINVAL, message, os.fspath(path))
         descriptor = os.open(real, flags)
     except ValueError:  # the path contains a NUL character
@@ -158,9 +158,9 @@ def decode_json(data: bytes, kind: type[T]) -> T:
 def has_too_many_values(data: bytes) -> bool:
     """Return whether JSON text has so many values that decoding it would exhaust memory.
 
-    A decoded value takes far more memory than its text. A number takes 40 bytes, an empty list 80
-    bytes, and a string 60 bytes in addition to its characters. Each character takes up to 4 bytes
-    if the string has characters outside of Latin-1.
+    A decoded value takes far more memory than its text. A number takes 40 bytes, an empty list takes
+    80 bytes, and a string takes 60 bytes in addition to its characters. Each character takes up to 4
+    bytes if the string has characters outside of Latin-1.
     """
     if 2 * len(data) <= JSON_WEIGHT:
         return False
@@ -185,11 +185,14 @@ def shell_command(*arguments: str, store: Path) -> str:
 
 
 def check_output(output: Path, *, force: bool) -> None:
-    """Raise UsageError if `atomic_file` cannot create `output`. Call this before expensive work."""
+    """Raise UsageError if `atomic_file` cannot create `output`.
+
+    Call this function before expensive work.
+    """
     if output.exists() and not force:
         raise UsageError(f"{output}: already exists; --force overwrites it")
     if not output.parent.is_dir():
-        raise UsageError(f"{output}: its folder does not exist")
+        raise UsageError(f"{output}: the folder {output.parent} does not exist; create it first")
 
 
 @contextlib.contextmanager
@@ -227,7 +230,7 @@ def hold_lock_file(path: Path) -> Iterator[str | None]:
 def open_lock_file(path: Path) -> int | None:
     """Open a file in order to lock it. Create the file if it does not exist.
 
-    The file is opened only for reading, because it may belong to another user. Return None if the
+    Open the file only for reading, because the file may belong to another user. Return None if the
     file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -239,7 +242,7 @@ def open_lock_file(path: Path) -> int | None:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Try to acquire a `flock` lock without waiting. Return whether that succeeded."""
+    """Try to acquire a `flock` lock without waiting. Return whether the lock was acquired."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
@@ -248,7 +251,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Return whether `path` still refers to the file that is open under `descriptor`."""
+    """Return whether `path` still refers to the open file with this descriptor."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

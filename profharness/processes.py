@@ -1,4 +1,4 @@
-"""Start child processes, wait for them, end them, and handle interrupts in the meantime."""
+"""Start child processes, wait for child processes, end them, and handle interrupts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
 STEP_S = 0.1  # polling interval of waits that a signal can interrupt
 END_GRACE_S = 2.0
-ALONE_S = 0.5  # time in which processes may end by themselves after their profiler has ended
+ALONE_S = 0.5  # time in which processes may end on their own after the profiler has ended
 LOG_BYTES = 10_000_000  # maximum size of the output of a tool and its target
 KEPT_BYTES = 1_000_000  # bytes that are kept at the start and at the end of a longer output
 MARK_BYTES = 100  # maximum size of the line that replaces the middle of a longer output
@@ -40,9 +40,8 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 class _SignalDelay:
     """Signal handler that collects the signals received during a `delay_signals` block.
 
-    If the block has not begun or has already ended, the handler forwards a signal to the previous
-    handler. This happens while the handlers are being replaced. It also happens later if an
-    exception during the replacement left this handler installed.
+    Before and after the block, forward a signal to the previous handler. Signals can arrive at such
+    a time while the handlers are being replaced, or if an exception left this handler installed.
     """
 
     def __init__(self, *, passes: bool) -> None:
@@ -72,8 +71,8 @@ def delay_signals(*, passes: bool = False) -> Iterator[None]:
     """Delay signals until the block ends, then raise them again.
 
     If `passes` is set, `raise_deferred_signals` can raise the signals earlier. In threads other
-    than the main thread, do nothing, because only the main thread receives signals. Only calls of
-    Python handlers are delayed. A signal that has no Python handler still ends the process.
+    than the main thread, do nothing, because only the main thread receives signals. Delay only calls
+    of Python handlers. A signal without a Python handler still ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -163,7 +162,7 @@ class ProcessGroup(subprocess.Popen[bytes]):
 def hollow(log: Path) -> bool:
     """Free the disk blocks in the middle of a file that is larger than LOG_BYTES.
 
-    The other bytes keep their positions in the file, so concurrent writes are not lost. Return
+    All other bytes keep their positions in the file, so concurrent writes are not lost. Return
     False if the file system cannot free blocks within a file.
     """
     try:
@@ -188,8 +187,8 @@ def shorten(log: Path) -> int:
     """Replace the middle of a file that is larger than LOG_BYTES with one line.
 
     The line contains the number of removed bytes. Programs that have opened the file for appending
-    continue at its new end. Return the number of bytes by which the size decreased, or 0 if the
-    file was not changed.
+    continue at the new end of the file. Return the number of bytes by which the size decreased, or
+    0 if the file was not changed.
     """
     try:
         state = log.stat()
@@ -226,8 +225,8 @@ def read_end(path: Path, begin: int = 0, limit: int = MAX_TEXT_BYTES) -> str:
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Return whether a process has ended. Shorten the logs of a ProcessGroup.
 
-    Signals are delayed during Popen.poll(), because an exception from a signal handler could leave
-    Popen's lock locked. Then wait() would never return.
+    Delay signals during Popen.poll(), because an exception from a signal handler could leave Popen's
+    lock locked. In that case, wait() would never return.
     """
     with delay_signals():
         ended = process.poll() is not None
@@ -254,8 +253,8 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
 def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator[None]:
     """Stop and continue the marked processes together with this process while the block runs.
 
-    Ctrl-Z (SIGTSTP) stops this process and all processes that have `mark` in their environment.
-    When this process continues, they continue too. Do nothing if SIGTSTP already has a handler.
+    Ctrl-Z (SIGTSTP) stops this process and all processes with `mark` in their environment. When this
+    process continues, the marked processes also continue. Do nothing if SIGTSTP already has a handler.
     """
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -290,9 +289,9 @@ def orphans_adopted(
 ) -> Iterator[dict[str, str]]:
     """Adopt the orphaned descendants of this process during the block, and end them afterward.
 
-    Yield an environment variable as a mark for child processes. Only processes with this variable
-    in their environment are ended. Other orphans may belong to another program, so `report` is
-    called with a sentence about each of them. This works on Linux only.
+    Yield an environment variable as a mark for child processes. End only processes with this
+    variable in their environment. Other orphans may belong to another program, so call `report`
+    with a sentence about each orphan. This function has an effect only on Linux.
     """
     # the mark must be unique, because another profharness may run at the same time
     mark = dict(mark or new_mark())
@@ -305,7 +304,7 @@ def orphans_adopted(
             end_marked(mark)
             for pid, name in _adopted().items():
                 if pid not in before:
-                    report(f"process {pid} ({name}) is still running and must be ended by hand")
+                    report(f"process {pid} ({name}) is still running; end it with: kill {pid}")
             if adopts is not None:
                 _adopt(adopts)
 
@@ -339,7 +338,7 @@ def wake_with_parent() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask the kernel to send SIGTERM to this process when the thread that started it ends (Linux).
+    """Ask the Linux kernel to send SIGTERM to this process when the parent thread ends.
 
     If the parent has already ended, raise SIGTERM now.
     """
@@ -352,7 +351,7 @@ def end_with_parent(parent: int) -> None:
 def _adopt(on: int) -> int | None:
     """Set whether orphaned descendants of this process become its children.
 
-    Return the previous value, or None if the system does not support this.
+    Return the previous setting, or None if the system does not support such a setting.
     """
     before = ctypes.c_int()
     try:
@@ -367,7 +366,7 @@ def _adopt(on: int) -> int | None:
 def end_marked(mark: Mapping[str, str]) -> None:
     """End all processes that have `mark` in their environment.
 
-    Wait briefly for them to end by themselves, then send SIGTERM, and finally SIGKILL.
+    Wait briefly until the processes end on their own, then send SIGTERM, and finally SIGKILL.
     """
     ended: set[int] = set()
     for number, seconds in ((None, ALONE_S), (signal.SIGTERM, 1.0), (signal.SIGKILL, END_GRACE_S)):
@@ -471,7 +470,7 @@ class PrewarmedWorker:
 
     @classmethod
     def start(cls) -> PrewarmedWorker:
-        """Start the process. Raise OSError if that fails."""
+        """Start the process. Raise OSError if the process does not start."""
         mine, its = socket.socketpair()
         environment, mark = child_environment(), new_mark()
         argv = [sys.executable, "-P", "-m", "profharness.recording.worker"]
@@ -509,8 +508,8 @@ class PrewarmedWorker:
 def prewarmed_worker(*, wanted: bool = True) -> Iterator[PrewarmedWorker | None]:
     """Yield a PrewarmedWorker, and end it if the block does not use it.
 
-    Yield None if `wanted` is False or if the process does not start. If it does not start, the
-    caller starts a worker in the usual way, which reports the cause.
+    Yield None if `wanted` is False or if the process does not start. After a failed start, the caller
+    starts a worker in the usual way and reports the cause.
     """
     worker = None
     if wanted:
@@ -532,7 +531,7 @@ def run_to_end(
 ) -> int | None:
     """Start a child process with `start_group`, and wait until it ends or the timeout expires.
 
-    Then end its whole process group, even if the wait was interrupted. Return the exit code of the
+    Then end the whole process group, even if the wait was interrupted. Return the exit code of the
     process, or None if the timeout expired.
     """
     process: ProcessGroup | None = None
@@ -577,8 +576,8 @@ def run_briefly(
 ) -> subprocess.CompletedProcess[str] | None:
     """Run a short child process, and return its exit code and output.
 
-    Then end its whole process group. If the process writes BRIEF_BYTES to stdout or stderr, end it
-    early. Return None if the process does not start or takes longer than `timeout_s`.
+    Then end the whole process group. If the process writes BRIEF_BYTES to stdout or stderr, end the
+    group early. Return None if the process does not start or takes longer than `timeout_s`.
     """
     process: ProcessGroup | None = None
     try:
@@ -607,7 +606,7 @@ def run_briefly(
 
 
 def _both_streams(process: ProcessGroup, deadline: float) -> list[bytearray] | None:
-    """Read stdout and stderr until the process ends or has written BRIEF_BYTES to one of them.
+    """Read stdout and stderr until the process ends or one stream contains BRIEF_BYTES.
 
     Return None if the deadline passes first.
     """
@@ -633,8 +632,7 @@ def _both_streams(process: ProcessGroup, deadline: float) -> list[bytearray] | N
 def child_environment() -> dict[str, str]:
     """Return an environment in which a child process can import profharness.
 
-    It is the environment of this process, with the folder of the package as the last entry of
-    PYTHONPATH.
+    Copy the environment of this process, and append the folder of the package to PYTHONPATH.
     """
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
@@ -642,7 +640,7 @@ def child_environment() -> dict[str, str]:
 
 
 def with_startup(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return a copy of the environment in which the folder is the first entry of PYTHONPATH."""
+    """Return a copy of the environment with the folder as the first entry of PYTHONPATH."""
     path = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else str(folder)}
 
@@ -650,8 +648,8 @@ def with_startup(environment: Mapping[str, str], folder: Path) -> dict[str, str]
 def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start a child process that runs `code` in this Python, with pipes to its stdin and stdout.
 
-    Tracebacks of the child are lost unless `options` redirects stderr. The option -P keeps the
-    working directory out of sys.path.
+    Tracebacks of the child are lost unless `options` redirects stderr. The option -P excludes the
+    working directory from sys.path.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, *arguments],
@@ -669,7 +667,7 @@ def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a child process that shares the streams and the process group of this process.
 
     Forward signals to the child, except signals that a terminal has sent to both processes. Return
-    the return code of the child. Raise OSError if the child does not start.
+    the exit code of the child. Raise OSError if the child does not start.
     """
     # SIGCHLD ends the wait when the child ends
     wanted = {signal.SIGCHLD, *FORWARDED}

@@ -22,7 +22,7 @@ COUNTERS = (NCU,)
 """Profilers that read hardware counters. They run each kernel separately, with cold caches."""
 COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
 EVENT = "event"
-"""A measurement of older runs. Like COLD, but kernels could start before all work was queued."""
+"""A measurement of older runs, in which kernels could start before all work was queued."""
 HOST = "host"
 """Host time of an eager call. It is recorded together with EAGER and is not a latency."""
 MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
@@ -30,21 +30,23 @@ MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
 HOSTED = (EAGER, HOST, WALL)
 """Measurements that include host time."""
 SHARED_CORES = (
-    "lanes on this host share its CPU cores, so times that include the host (eager, "
+    "several lanes share the CPU cores of this host, so times that include the host (eager, "
     "host, wall) may be wrong"
 )
 """Warning for a cell that was measured while other lanes used the same cores."""
 CPU_WAIT = "cpu_wait_max"
-"""Key in the clocks of a cell. The value is the share of the measurement during which a process
-waited for a CPU. If several processes timed the cell, the value is the maximum.
+"""Key in the clocks of a cell: the share of the measurement in which a process waited for a CPU.
+
+If several processes timed the cell, the value is the maximum.
 """
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """Measurements on a GPU."""
 ALIASES = {EVENT: COLD}
 """Maps the former name of a measurement to its current name."""
 CALL_MEASUREMENTS = (GRAPH, COLD, EVENT, EAGER, WALL)
-"""Measurements of whole calls. They are sorted by the overhead that they include, starting with the
-smallest. KERNEL is not one of them, because it excludes the gaps between kernels.
+"""Measurements of whole calls, sorted by the included overhead, smallest first.
+
+KERNEL is missing here, because this measurement excludes the gaps between kernels.
 """
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
@@ -73,7 +75,7 @@ REPLACEMENTS = "sdpa_replacements"
 
 
 PROFILED, MEASURED, MODEL, FLOOR = "profiled", "measured", "model", "floor"
-"""Sources of a time: a trace, or an atlas that measured it, predicts it, or only has a lower bound."""
+"""Sources of a time: a trace, or an atlas with a measurement, a prediction or a lower bound."""
 SOURCE_WORDS = {MEASURED: "measured", MODEL: "predicted", FLOOR: "bound only"}
 
 
@@ -102,7 +104,7 @@ class RunRow:
         column(
             "created",
             importance="normal",
-            meaning="when it was measured or stored, in UTC",
+            meaning="time at which the run was measured or stored, in UTC",
         ),
     ]
     source: Annotated[
@@ -113,7 +115,7 @@ class RunRow:
         column(
             "kind",
             importance="normal",
-            meaning="the command that made it, such as `capture`, or `trace`",
+            meaning="the command that made the run, such as `capture`, or `trace`",
         ),
     ]
     path: Annotated[str, column(meaning="run folder or trace file")]
@@ -135,7 +137,7 @@ class RunRow:
             "profilers",
             "names",
             importance="detail",
-            meaning="the profilers that recorded its kernels and times",
+            meaning="the profilers that recorded kernels and times of the run",
         ),
     ]
     cells: Annotated[int, column("cells", "count", importance="detail", meaning="number of cells")]
@@ -152,14 +154,14 @@ class RunRow:
         int,
         column("launches", "count", importance="detail", meaning="stored launches of kernels"),
     ]
-    warnings: Annotated[tuple[str, ...], column(meaning="problems with its traces")]
+    warnings: Annotated[tuple[str, ...], column(meaning="problems with traces of the run")]
     rank: Annotated[
         int | None,
         column(
             "rank", importance="detail", right=True, meaning="rank in a distributed job, if known"
         ),
     ]
-    world_size: Annotated[int | None, column(meaning="number of ranks in its job, if known")]
+    world_size: Annotated[int | None, column(meaning="number of ranks in the job, if known")]
     host_key: Annotated[str | None, column(meaning="hash of the host, if known")]
     gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")]
     name: Annotated[
@@ -171,20 +173,20 @@ class RunRow:
             meaning="the file that a trace was read from, otherwise the id",
         ),
     ]
-    ended: Annotated[str | None, column(meaning="when it ended, in UTC, if known")] = None
+    ended: Annotated[str | None, column(meaning="end of the run in UTC, if known")] = None
     duration_ns: Annotated[
         int | None,
         column(
             "took",
             "duration",
             importance="normal",
-            meaning="how long it took, or the time that a trace covers, if known",
+            meaning="duration of the run, or the time that a trace covers, if known",
         ),
     ] = None
     lanes_ns: Annotated[
         int | None,
         column(
-            meaning="the same time, summed over GPUs (or groups of cores) that ran at the same time"
+            meaning="sum of the durations on all GPUs (or groups of cores) that ran at the same time"
         ),
     ] = None
 
@@ -198,21 +200,21 @@ class CellRow:
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
     backend: Annotated[str, column("backend", importance="key", meaning="the requested backend")]
     status: Annotated[
-        str, column("status", importance="answer", meaning="`ok`, `refused`, or how it failed")
+        str,
+        column("status", importance="answer", meaning="`ok`, `refused`, or the kind of failure"),
     ]
-    message: Annotated[str | None, column(meaning="why the cell failed")]
+    message: Annotated[str | None, column(meaning="reason why the cell failed")]
     choice: Annotated[str | None, column(meaning="backend that PyTorch reported before the call")]
     sdpa_op: Annotated[
         str | None,
         column(
             meaning="op that ran according to the trace, such as "
-            "`aten::_scaled_dot_product_flash_attention`; it identifies the backend independently "
-            "of kernel names"
+            "`aten::_scaled_dot_product_flash_attention`; identifies the backend without kernel names"
         ),
     ]
     iterations: Annotated[int, column(meaning="profiled calls")]
     refusals: Annotated[
-        tuple[Refusal, ...], column(meaning="why the backend cannot compute the config")
+        tuple[Refusal, ...], column(meaning="reasons why the backend cannot compute the config")
     ]
     warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt the cell's figures")]
     samples: Annotated[
@@ -247,7 +249,7 @@ class CellRow:
     def reason(
         self,
     ) -> Annotated[str | None, column("reason", wrap=True, meaning="why the cell did not run")]:
-        """The message of the cell, or the messages of its refusals if it has no message."""
+        """The message of the cell, or else the messages of all refusals of the cell."""
         return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
 
 
@@ -368,15 +370,13 @@ class KernelRow:
     """A number from 0 to 1, or None if the device or the resources are unknown."""
     occupancy_limiter: Annotated[
         str | None,
-        column(
-            meaning="what limits the occupancy: `registers`, `shared_memory`, `block` or `warps`"
-        ),
+        column(meaning="limit of the occupancy: `registers`, `shared_memory`, `block` or `warps`"),
     ]
     device: Annotated[int, column("gpu", "count", meaning="index of the GPU in its process")]
     metrics: Annotated[
         dict[str, tuple[float, str]],
         column(
-            meaning="hardware counters by their names in ncu: the median over the launches, and the unit"
+            meaning="hardware counters by ncu's names, with the median over the launches and the unit"
         ),
     ] = field(default_factory=dict, hash=False)
     shared_share: Annotated[
@@ -480,7 +480,7 @@ _R = TypeVar("_R", KernelRow, LaunchRow)
 
 
 def preferred_profiler_rows(rows: Iterable[_R]) -> list[_R]:
-    """For each run, keep only the rows of one profiler, the first in LAUNCH_PROFILERS with rows."""
+    """Keep only the rows of one profiler per run: the first in LAUNCH_PROFILERS that has rows."""
     kept = list(rows)
     order = {name: number for number, name in enumerate(LAUNCH_PROFILERS)}
     seen = {(row.run, row.profiler) for row in kept}
@@ -598,7 +598,7 @@ WHOLE_TRACE = "the whole trace"
 
 
 class StepRow(NamedTuple):
-    """A step of a program in a trace. `step_rows` in `store/steps.py` defines its times."""
+    """A step of a program in a trace. `step_rows` in `store/steps.py` defines the times."""
 
     trace: int
     step: int
@@ -625,14 +625,14 @@ class StepLaunch(NamedTuple):
 
 
 class GapRow(NamedTuple):
-    """An interval during which no kernel ran on a device, and the launch that ended it."""
+    """An interval in which no kernel ran on a device, and the launch that ended the interval."""
 
     device: int
     start_ns: int
     duration_ns: int
     kernel_short: str
     op_path: str | None
-    launch_ns: int | None  # time at which the program made that launch
+    launch_ns: int | None  # time of the launch call in the program
 
 
 class DeviceTime(NamedTuple):

@@ -2,7 +2,7 @@
 
 run.json contains the plan, the results, and the paths of the raw traces. The worker appends one
 `JournalEntry` per line to journal.jsonl, and run.json is rewritten from time to time. If a run is
-killed, run.json can lack some results. `read_run` then reads them from the journal.
+killed, run.json can lack some results. `read_run` reads the missing results from the journal.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ GROUPS_FOLDER = "groups"  # exists in the folder of a campaign, and contains a r
 GROUP_NAME = re.compile(r"\w[\w-]*")
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
-GPU = "gpu"  # `Problem.profiler` if the GPU made timings unreliable, which does not fail the run
+GPU = "gpu"  # `Problem.profiler` if the GPU made timings unreliable; the run does not fail
 EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folder
 EXIT_NO_GPU = 73  # exit code of a worker that was told to use a GPU, but its torch finds none
-UNWRITABLE = "the run folder cannot be written to: "  # start of the message of such a worker
+UNWRITABLE = "cannot write to the run folder: "  # start of the message of such a worker
 PYTHON_FILE = "python"  # contains the path of another interpreter until the run is finished
 # maximum size in bytes of campaign.json, and of each field of run.json except `cells`
 PART_BYTES = 16_000_000
@@ -160,7 +160,7 @@ SEEDS = (-(2**63), 2**64 - 1)  # range of torch.Generator
 
 
 def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
-    """Raise UsageError for an invalid protocol. If `counted` is set, LIMITS apply to its counts."""
+    """Raise UsageError for an invalid protocol. If `counted` is set, apply LIMITS to the counts."""
     for name, (low, high) in LIMITS.items():
         limits = (low, high) if counted else (0, math.inf)
         require_number(name, getattr(protocol, name), *limits, whole=True)
@@ -182,7 +182,7 @@ def require_number(
 ) -> None:
     """Raise UsageError if the value is not a finite number between `low` and `high`, inclusive.
 
-    If `above` is set, the value must be larger than `low`. If `whole` is set, it must be an
+    If `above` is set, the value must be larger than `low`. If `whole` is set, the value must be an
     integer.
     """
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
@@ -193,13 +193,13 @@ def require_number(
         if high < math.inf:
             limits += f" to {high:,}"
         elif not above:
-            limits += " on"
+            limits = f"of at least {low:,}"
         raise UsageError(f"{name}={value!r} is not a {kind} {limits}")
 
 
 @dataclass(frozen=True)
 class Period:
-    """A period in which a process worked on a run. A resumed run has several."""
+    """A period in which a process worked on a run. A resumed run has several periods."""
 
     began: str  # UTC, in ISO 8601 format
     seconds: float | None = None  # None if the process was killed, or has not ended yet
@@ -239,7 +239,7 @@ LONGEST = timedelta(days=36525)  # more nanoseconds may not fit into an integer 
 
 @dataclass(frozen=True)
 class RunTimes:
-    """When a run ended, and how long it took. None means that it is unknown."""
+    """The end and the duration of a run. An unknown time is None."""
 
     ended: str | None = None  # UTC, in ISO 8601 format
     duration_ns: int | None = None  # time in which at least one process worked on the run
@@ -247,7 +247,7 @@ class RunTimes:
 
 
 def run_times(run: Run) -> RunTimes:
-    """Return the times of a run, as far as they follow from its periods."""
+    """Compute the times of a run from its periods. Leave times unknown if a period has no end."""
     spans = []
     try:
         for each in run.periods:
@@ -290,7 +290,7 @@ def run_kind(run: Run) -> str:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write run.json atomically. Raise UnwritableError if the folder cannot be written to."""
+    """Write run.json atomically. Raise UnwritableError if the folder is not writable."""
     # a random name, because hosts that share a folder may use the same process ids
     temporary = folder / f".{RUN_FILE}.{os.urandom(6).hex()}"
     try:
@@ -303,9 +303,9 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def unwritable(folder: Path, why: str | None) -> UnwritableError:
-    """Return the error for a run folder that cannot be written to."""
+    """Return the error for a run folder that is not writable."""
     return UnwritableError(
-        f"{folder}: cannot be written to: {why}; fix that, then resume the run: "
+        f"{folder}: cannot write to this folder: {why}; fix the problem, then resume the run with: "
         f"profharness capture --resume {shlex.quote(str(folder))}"
     )
 
@@ -327,7 +327,7 @@ def read_part(path: Path, kind: type[T], what: str, limit: int = PART_BYTES) -> 
 
 
 def read_record(folder: Path) -> Run:
-    """Read run.json of a run folder. Newer results in the journal or in groups are not included.
+    """Read run.json of a run folder. Ignore newer results in the journal or in groups.
 
     Raise TraceFormatError if the file is missing or invalid.
     """
@@ -396,10 +396,10 @@ def _with_groups(folder: Path, run: Run) -> Run:
 
 
 def with_result(cell: Cell, result: Cell) -> Cell:
-    """Return the cell with the result of a process added.
+    """Return the cell with the added result of a process.
 
-    The result of the first process replaces a pending cell. If the cell is then `ok`, add the
-    samples of each later process, or a warning if that process failed. Ignore any other result.
+    Replace a pending cell with the result of the first process. If the cell is `ok`, add the samples
+    of each later process, or a warning if the process failed. Ignore all other results.
     """
     if cell.status == "pending":
         return result if result.process == 0 else cell
@@ -464,9 +464,9 @@ def observed_journals(folder: Path) -> list[Path]:
 
 
 def counts_file(journal: Path) -> Path:
-    """Return the path of the file in which a process counts calls, next to its journal.
+    """Return the path of the file beside a journal in which the process counts calls.
 
-    The file does not exist for old journals.
+    Old journals have no such file.
     """
     return journal.with_suffix(".counts")
 
@@ -580,20 +580,22 @@ def _parse_number(text: str, units: str) -> tuple[float, str]:
 
 
 def parse_precision(text: str) -> float:
-    """Parse a precision such as `1%` or `0.01`. Raise UsageError unless it is between 0 and 1."""
+    """Parse a precision such as `1%` or `0.01`, between 0 and 1. Raise UsageError if invalid."""
     number, unit = _parse_number(text, "%")
     value = number / 100 if unit else number
     if not 0 < value < 1:
-        raise UsageError(f"invalid precision {text!r}: write 1% or 0.01, above 0 and below 100%")
+        raise UsageError(
+            f"invalid precision {text!r}: use a value such as 1% or 0.01, above 0 and below 100%"
+        )
     return value
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a time such as `30`, `30s`, `500ms` or `2m`. Raise UsageError unless it is positive."""
+    """Parse a time such as `30`, `30s`, `500ms` or `2m`. Raise UsageError if not positive."""
     number, unit = _parse_number(text, "ms|s|min|m")
     value = number * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(unit, 1.0)
     if value <= 0:
-        raise UsageError(f"invalid time {text!r}: write 30s, 500ms or 2m")
+        raise UsageError(f"invalid time {text!r}: use a value such as 30s, 500ms or 2m")
     return value
 
 
@@ -610,7 +612,7 @@ class Fleet:
 
     scheduler: str | None = None
     """`local`, `local:2` or the address of a Dask scheduler. None selects this host."""
-    gpus: tuple[str, ...] = ()  # the GPU classes, each of which runs all configs
+    gpus: tuple[str, ...] = ()  # the GPU classes; all configs run on every class
     insecure: bool = False  # whether a scheduler on another host may lack TLS
 
 
@@ -629,7 +631,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else tuple(given)
     names = tuple(name.strip() for text in texts for name in text.split(","))
     if not all(map(class_word, names)):
-        raise UsageError(f"{','.join(texts)!r}: a GPU name is empty; write H100,H200")
+        raise UsageError(f"{','.join(texts)!r}: a GPU name is empty; use names such as H100,H200")
     return names
 
 
@@ -638,7 +640,7 @@ def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
     first: dict[str, str] = {}
     for name, word in zip(names, meant, strict=True):
         if word in first:
-            raise UsageError(f"{first[word]} and {name} are the same GPU; name it once")
+            raise UsageError(f"{first[word]} and {name} are the same GPU; give only one name")
         first[word] = name
 
 
@@ -659,7 +661,7 @@ class CaptureOptions:
     kind: str = "capture"  # the command that makes the run, unless `bench` or `cases` is set
     python: str | None = None  # path of another interpreter whose torch is measured
     fleet: Fleet = Fleet()
-    # Cases of each config to verify. A verification uses no profilers and ignores numbers of calls.
+    # Cases of each config to verify. A verification runs no profilers and ignores numbers of calls.
     cases: tuple[str, ...] = ()
     grad: bool = False  # verify gradients too
 

@@ -1,4 +1,4 @@
-"""Summarize raw samples, estimate the uncertainty of their median, and compare two sets of samples.
+"""Summarize samples, estimate the uncertainty of a median, and compare two sets of samples.
 
 The uncertainty of a median includes the differences between turns and between processes.
 """
@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 Speed = Literal["same", "faster", "slower", "unknown"]
 
 ALPHA = 0.05
-THRESHOLD = 0.03  # relative change of the median above which it counts as a change
-NOTABLE_LOSS = 0.1  # share of time lost above which an answer recommends another backend
+THRESHOLD = 0.03  # minimum relative difference of medians that counts as a change
+NOTABLE_LOSS = 0.1  # minimum loss of time for which an answer recommends another backend
 MIN_SAMPLES = 5
 MIN_SAMPLES_CI = 3
 NOISY_IQR = 0.10  # samples are noisy if interquartile range / median is at least this
 # Minimum share of the variance that the two clusters of a bimodal distribution explain. Two
-# clusters explain 0.64 of a normal distribution and 0.75 of a uniform one.
+# clusters explain 0.64 of a normal distribution and 0.75 of a uniform distribution.
 BIMODAL_SHARE = 0.85
 BIMODAL_DISTANCE = 0.10  # minimum distance of the two cluster means, divided by the median
 BIMODAL_MIN_SAMPLES = 10
@@ -37,13 +37,13 @@ class Turn(NamedTuple):
 
 
 class Series(tuple[int, ...]):
-    """Samples in the order in which they were measured, and their turns if the turns are known."""
+    """Samples in the order of measurement, with their turns if these are known."""
 
     turns: tuple[Turn, ...] = ()
 
     @classmethod
     def of(cls, samples: Iterable[int], turns: Iterable[Sequence[int]] = ()) -> Series:
-        """Create a series. Ignore the turns if they do not contain as many samples as `samples`."""
+        """Create a series. Ignore the turns if their numbers of samples do not match `samples`."""
         series = cls(samples)
         known = tuple(Turn(*turn) for turn in turns)
         if sum(turn.samples for turn in known) == len(series):
@@ -56,7 +56,7 @@ class Interval:
     """The 95 % interval of a median.
 
     The `between_*` fields are the half-widths computed from the variation between turns or
-    processes alone. They are None if there was only one.
+    processes alone. A field is None if there was only one turn or process.
     """
 
     low: float
@@ -70,7 +70,7 @@ class Interval:
 class Summary:
     """Location and spread of n samples.
 
-    `std` is computed with n - 1 degrees of freedom. It is 0 for a single sample.
+    `std` is computed with n - 1 degrees of freedom, and is 0 for a single sample.
     """
 
     n: int
@@ -89,9 +89,9 @@ class Summary:
 class Comparison:
     """The comparison of a candidate with a baseline.
 
-    `ratio` is the median of the candidate divided by the median of the baseline. It is None if the
-    candidate or the baseline has no samples. `p_value` is the largest p-value of the statistical
-    tests, or None if no test was made. `reason` explains the verdict.
+    `ratio` is the median of the candidate divided by the median of the baseline, or None if one side
+    has no samples. `p_value` is the largest p-value of the statistical tests, or None if no test was
+    made. `reason` explains the verdict.
     """
 
     ratio: float | None
@@ -157,9 +157,9 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
 def interval(samples: Sequence[int]) -> Interval | None:
     """Return the interval that contains the median of a repeated run in 95 % of cases.
 
-    Return None for fewer than three samples. The turns are resampled within each process (a block
-    bootstrap). There are only a few processes, so their medians are assumed to follow Student's
-    t-distribution. The result covers both intervals. It is deterministic.
+    Return None for fewer than three samples. Resample the turns within each process (a block
+    bootstrap). There are only a few processes, so assume that the medians of processes follow
+    Student's t-distribution. The deterministic result covers both intervals.
     """
     if len(samples) < MIN_SAMPLES_CI:
         return None
@@ -192,7 +192,7 @@ def process_medians(samples: Sequence[float]) -> list[float]:
 
 
 def of_first_process(samples: Sequence[float]) -> bool:
-    """Return whether the samples are known to include samples of the first process."""
+    """Return whether the samples certainly include samples of the first process."""
     turns = samples.turns if isinstance(samples, Series) else ()
     return any(turn.process == 0 for turn in turns)
 
@@ -232,7 +232,7 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
 def _draws(sizes: tuple[int, ...]) -> Any:
     """Draw the blocks of each process with replacement.
 
-    Return a table with a row for each resample and a column for each block. A value is the number
+    Return a table with a row for each resample and a column for each block. Each value is the number
     of times that the block was drawn.
     """
     np = _numpy()
@@ -302,10 +302,10 @@ def compare(
 ) -> Comparison:
     """Compare two independent sets of times.
 
-    The verdict is `same` if the medians differ by no more than `threshold`. It is `faster` or
-    `slower` if they differ by more and the Mann-Whitney U test is significant at 5 %. If both sets
-    come from several processes, Student's t-test on the medians of the processes must also be
-    significant. Otherwise, the verdict is `unknown`.
+    The verdict is `same` if the medians differ by no more than `threshold`. The verdict is `faster`
+    or `slower` if the medians differ by more and the Mann-Whitney U test is significant at 5 %. If
+    both sets come from several processes, Student's t-test on the medians of the processes must also
+    be significant. Otherwise, the verdict is `unknown`.
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"
@@ -359,11 +359,10 @@ def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> floa
 
 
 def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> float | None:
-    """Return the largest factor by which two processes differ in 95 % of cases if nothing changed.
+    """Return the factor that the ratio of two equal processes stays below in 95 % of cases.
 
-    The factor is computed from Student's t-distribution and the pooled variance of the logarithms
-    of the processes' medians. Return None if the baseline or the candidate has fewer than two
-    processes.
+    Compute the factor from Student's t-distribution and the pooled variance of the logarithms of the
+    processes' medians. Return None if the baseline or the candidate has fewer than two processes.
     """
     if min(len(baseline), len(candidate)) < 2:
         return None
@@ -376,7 +375,7 @@ def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> 
 
 def _doubt(side: str, samples: Sequence[float], summary: Summary) -> str:
     if is_bimodal(samples):
-        return f"; the {side}'s samples are bimodal, so its median may jump between two modes"
+        return f"; the samples of the {side} are bimodal, so the median may jump between two modes"
     spread = summary.iqr / summary.median if summary.median > 0 else 0.0
     if spread >= NOISY_IQR:
         return f"; the {side} is noisy (interquartile range {spread * 100:.0f} % of the median)"

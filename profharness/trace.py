@@ -3,8 +3,8 @@
 The parsers for all profilers return a `Trace`, and the store ingests it.
 
 Small tables (names, launch configurations, ranges) are plain lists. A trace can contain millions of
-launches, so launches are delivered in batches. A batch consists of columns, which refer to the
-small tables by index. Times are integer nanoseconds on the absolute clock of the trace.
+launches, so launches are delivered in batches. A batch consists of columns, which refer to the small
+tables by index. Times are integers in nanoseconds on the absolute clock of the trace.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TensorArgument:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """An attention call of a program. Its start and duration are measured on the CPU."""
+    """An attention call of a program. The start and the duration are measured on the CPU."""
 
     kind: str
     """How the program called attention:
@@ -112,12 +112,13 @@ class AttentionCall:
     modules: tuple[str, ...]  # the nn.Modules that were being called, outermost first
     config: Config | None  # a config that describes the call, or None if no config can describe it
     reason: str | None
-    """Why there is no config, or which properties of the call the config does not describe."""
+    """The reason why there is no config, or the properties of the call that are not in the config."""
     tensors: tuple[TensorArgument | None, ...]
     """The query, key, value and mask. A tensor is None if it was not given or is unknown."""
     path: str | None = None
-    """Dotted path of the innermost module, such as `layers.0.self_attn`. It is None if no marker in
-    the trace contains the path.
+    """Dotted path of the innermost module, such as `layers.0.self_attn`.
+
+    The path is None if no marker in the trace contains it.
     """
     step: int | None = None
     pid: int = NONE
@@ -129,7 +130,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """A time interval on a thread. Launches in it belong to one direction of one attention call."""
+    """A time interval on a thread in which all launches belong to one direction of one call."""
 
     call: int  # index of the call in the list of calls
     direction: str  # `forward`, `backward` or `recompute`
@@ -137,7 +138,7 @@ class CallSpan:
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """A step of a program. Its name is that of the range or module that spans the step."""
+    """A step of a program, with the name of the range or module that spans the step."""
 
     name: str
     start_ns: int
@@ -148,27 +149,30 @@ class ProgramStep:
 class LaunchBatch:
     """A batch of launches, stored as int64 columns of equal length.
 
-    NONE (-1) stands for a missing value.
-    The columns kernel, launch_config, op_path, range, api and call_span contain indices into the
-    lists of the Trace.
+    NONE (-1) represents a missing value. The columns kernel, launch_config, op_path, range, api and
+    call_span contain indices into the lists of the Trace.
     """
 
     kernel: Int64Column
     launch_config: Int64Column
     op_path: Int64Column
     range: Int64Column
-    """Index of the innermost user range that was open on the launching thread. If no user range was
-    open, the value is the same as in `cell_range`.
+    """Index of the innermost user range that was open on the launching thread.
+
+    If no user range was open, the value is the same as in `cell_range`.
     """
     cell_range: Int64Column
-    """Index of the `profharness:` range that encloses the launch. If no such range is open on the
-    launching thread, this is a range that another thread of the process had open at that time,
-    because autograd launches kernels from its own thread.
+    """Index of the `profharness:` range that encloses the launch.
+
+    Autograd launches kernels from a separate thread. Therefore, if the launching thread has no open
+    range, the index refers to an open range of another thread in the process.
     """
     api: Int64Column
     device: Int64Column
-    """Index of the GPU, or -1 for the CPU. If a trace contains only CPU events, its launches are
-    ops, and the duration of an op excludes its child ops.
+    """Index of the GPU, or -1 for the CPU.
+
+    If a trace contains only CPU events, launches are ops, and the duration of an op excludes child
+    ops.
     """
     stream: Int64Column
     correlation: Int64Column
@@ -184,13 +188,15 @@ class LaunchBatch:
 
 @dataclass(frozen=True, slots=True)
 class HardwareMetrics:
-    """Values of hardware counters for the launches of a trace. Names are those of the profiler."""
+    """Values of hardware counters for the launches of a trace, with the profiler's names."""
 
     names: list[str]
     units: list[str]
     values: NDArray[np.float64]
-    """An array of shape [launches, names]. Row i belongs to the i-th launch in the order of the
-    batches. NaN means that the launch has no value for the counter.
+    """An array of shape [launches, names].
+
+    Row i belongs to the i-th launch in the order of the batches. NaN means that the launch has no
+    value for the counter.
     """
 
 
@@ -204,11 +210,12 @@ class Trace:
     profiler: str
     devices: tuple[Device, ...]
     environment: dict[str, object]
-    """Properties that the file records, such as cuda_runtime_version, cupti_version and
-    distributedInfo. Host and user names, paths and the command line are excluded.
+    """Properties recorded in the file, such as cuda_runtime_version and distributedInfo.
+
+    Host and user names, paths and the command line are excluded.
     """
     kernels: list[str]
-    """Canonical names, as Kineto prints them. The name of a memcpy or memset is not changed."""
+    """Canonical names as in Kineto. The names of memcpy and memset are not changed."""
     kernel_kinds: list[str]  # the kind of each kernel: `kernel`, `memcpy`, `memset` or `op`
     launch_configs: list[LaunchConfig]
     op_paths: list[str]

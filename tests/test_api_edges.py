@@ -117,7 +117,7 @@ def test_a_capture_of_nothing_starts_no_worker(
             {"run": "latest", "device": "tpu"},
             "unknown device 'tpu'; choose from auto, cuda, cpu",
         ),
-        ("layers", {"step": -1}, "step=-1 is not a whole number from 0 on"),
+        ("layers", {"step": -1}, "step=-1 is not a whole number of at least 0"),
         (
             "diff",
             {"baseline": "a", "candidate": "b", "threshold": 0},
@@ -134,7 +134,7 @@ def test_a_function_refuses_a_value_before_it_reads_the_store(
 
 
 def test_a_step_of_numpy_is_a_number(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="there is no store"):
+    with pytest.raises(StoreError, match="the store does not exist"):
         profharness.layers(step=np.int64(0), store=tmp_path / "none.db")
 
 
@@ -149,7 +149,7 @@ def test_a_step_of_numpy_is_a_number(tmp_path: Path) -> None:
         ({"precision": "x"}, "precision 'x': write 1%"),
         ({"precision": 0}, "precision=0 "),
         ({"precision": 1.5}, "precision=1.5 "),
-        ({"iterations": 0}, "iterations=0 is not a whole number from 1 on"),
+        ({"iterations": 0}, "iterations=0 is not a whole number of at least 1"),
         ({"warmup": -2}, "warmup=-2 "),
         ({"seed": "x"}, "seed='x' "),
         ({"processes": 0, "iterations": 3}, "processes=0 is not a whole number from 1 to 100"),

@@ -77,7 +77,7 @@ def test_a_store_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
         stored, new = check_store(disk / "s.db"), check_store(disk / "new.db")
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
-    assert (full.state, "bytes are free there" in full.detail) == ("warning", True)
+    assert (full.state, "free bytes" in full.detail) == ("warning", True)
     assert (stored.state, "is read-only" in stored.detail) == ("warning", True)
     assert (new.state, "is read-only" in new.detail) == ("warning", True)
 
@@ -118,7 +118,7 @@ def test_a_wrong_variable_and_a_broken_tool_are_warnings(
     script(clean / "nsys", "exit 127")
     tool, check = check_tool("nsys")
     assert tool is not None
-    assert (check.state, check.detail) == ("warning", "does not answer --version, on PATH")
+    assert (check.state, check.detail) == ("warning", "does not print a version, on PATH")
     assert str(clean / "nsys") in check.remedy
     monkeypatch.setenv("PROFHARNESS_NSYS", str(clean / "no"))
     tool, check = check_tool("nsys")

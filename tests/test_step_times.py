@@ -105,7 +105,7 @@ def test_data_of_a_timeline_stay_data() -> None:
 def test_a_long_timeline_keeps_the_longest_marks() -> None:
     spans = tuple(Span(10 * n, 1 + (n % 3 == 0), "kernel", "math") for n in range(60_000))
     html = draw_timeline(Timeline("t", (Lane("GPU", spans),), 600_000), 1)
-    assert "The 20,000 shortest marks are left out." in html
+    assert "The 20,000 shortest marks are not shown." in html
     assert len(html) < 1_000_000
     data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', html)[0])
     lengths = data["lanes"][0]["spans"][1::5]

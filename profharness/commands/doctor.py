@@ -87,7 +87,8 @@ CheckedScheduler = Annotated[
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Also check the lanes of this scheduler, local or tls://head:8786, and list their differences.",
+        help="Also check the lanes of this scheduler (local or tls://head:8786), and list the differences "
+        "between lanes.",
     ),
 ]
 
@@ -98,7 +99,7 @@ class Check:
 
     name: Annotated[str, column("check")]
     state: Annotated[str, column("state", importance="answer")]
-    """`ok`, `warning` (works partly), `missing`, or `absent` (optional)."""
+    """`ok`, `warning` (works only in part), `missing` (required), or `absent` (optional)."""
     detail: Annotated[str, column("found", importance="answer", wrap=True)]
     remedy: str = ""
 
@@ -116,15 +117,15 @@ def run_doctor(
 ) -> tuple[list[Check], Lanes]:
     """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
 
-    Each problem is printed with a remedy. The exit code is 1 if anything that every capture
-    needs is missing. Nothing is changed.
+    The command prints each problem with a remedy and changes nothing. It exits with 1 if something
+    that every capture needs is missing.
 
     \b
     Examples:
       profharness doctor
       profharness doctor --scheduler tls://head:8786
 
-    In Python the result has one row per check, with its state and remedy.
+    In Python the result has one row per check, with the state and the remedy.
     """
     # loads the code that starts workers, which --help does not need
     from profharness.recording.probe import probe_environment
@@ -140,7 +141,7 @@ def run_doctor(
 
 @document(run_doctor)
 def show(found: tuple[list[Check], Lanes]) -> Document:
-    """Return a document with one row per check, and remedies. JSON also describes the lanes."""
+    """Return a document with checks and remedies. The JSON form also describes the lanes."""
     checks, lanes = found
     levels = {"missing": "error", "warning": "warning"}
     notes = tuple(
@@ -156,13 +157,13 @@ def show(found: tuple[list[Check], Lanes]) -> Document:
 
 
 def doctor_answer(checks: Sequence[Check]) -> tuple[str, ...]:
-    """Return sentences on what is missing, what works only in part, and what is optional."""
+    """Return sentences that name missing, partly working and optional components."""
     of: dict[str, list[str]] = {}
     for check in checks:
         of.setdefault(check.state, []).append(check.name)
     sentences = ["Everything that captures need works."]
     if missing := of.get("missing"):
-        sentences = [f"Captures need {join_and(missing)}; see the remedies below."]
+        sentences = [f"Captures need {join_and(missing)}. See the remedies below."]
     if partial := of.get("warning"):
         sentences.append(f"Partly working: {join_and(partial)}.")
     if absent := of.get("absent"):
@@ -193,7 +194,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         scanner = Check(
             "trace scanner",
             "absent",
-            "not compiled, or compiled from an older source: reading large traces takes longer",
+            "not compiled, or compiled from older source, so reading large traces takes longer",
             (
                 "install a C compiler, then reinstall profharness: pip install --force-reinstall "
                 "--no-deps"
@@ -225,12 +226,16 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
 
 
 COMPARED = {
-    "profharness": "install one version on all hosts; lanes with another version are left out",
+    "profharness": (
+        "install the same version on all hosts; lanes with another version are not used"
+    ),
     "torch": (
-        "a run has one environment: lanes whose torch differs from the first lane's are left out"
+        "install the same version on all hosts; lanes with another version than the first lane are "
+        "not used"
     ),
     "driver": (
-        "a run has one environment: lanes whose driver differs from the first lane's are left out"
+        "install the same version on all hosts; lanes with another version than the first lane are "
+        "not used"
     ),
     "python": "",  # a lane may have any Python that profharness supports
 }
@@ -253,7 +258,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
         state, remedy = "ok", ""
         if lane["problems"]:
             detail = "; ".join(filter(None, [detail, *lane["problems"]]))
-            state, remedy = "warning", "it gets no groups until this is fixed"
+            state, remedy = "warning", "fix this problem; until then, the lane is not used"
         checks.append(Check(str(lane["lane"]), state, detail, remedy))
     here = {"profharness": version, "python": platform.python_version()}
     for key, remedy in COMPARED.items():
@@ -270,7 +275,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
             remedy = (
                 "the workers wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
             )
-            text = f"{', '.join(sharing)} have the same one"
+            text = f"{', '.join(sharing)} use the same GPU"
             checks.append(Check("lanes: GPU", "warning", text, remedy))
     return checks
 
@@ -346,15 +351,15 @@ def check_rocm(
         if any(map(LOSES_KERNELS.search, tracers)):
             state = "warning"
             remedy = (
-                "traces of HIP graphs lack kernels with ROCm 7.2.0 and 7.2.1, even if a newer ROCm is "
-                "installed, because torch uses its own copy; use a torch built for another ROCm, or "
-                "preload the system's libroctracer64.so"
+                "with ROCm 7.2.0 and 7.2.1, traces of HIP graphs lack kernels, even if a newer ROCm is "
+                "installed, because torch contains its own copy; install a torch built for another "
+                "ROCm, or preload the system's libroctracer64.so"
             )
         checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
     if vllm and arch in AITER_ARCHITECTURES and "VLLM_ROCM_USE_AITER" not in variables:
         remedy = "set VLLM_ROCM_USE_AITER=1 to let vLLM use AITER's kernels, then compare both"
         checks.append(
-            Check("vLLM", "warning", "VLLM_ROCM_USE_AITER is not set: AITER is off", remedy)
+            Check("vLLM", "warning", "VLLM_ROCM_USE_AITER is not set, so AITER is off", remedy)
         )
     return checks
 
@@ -391,7 +396,7 @@ def check_store(path: Path) -> Check:
         with open_store(path) as store:
             detail = f"{path}: {counted(len(store.runs()), 'run')}"
     except NotFoundError:
-        detail = f"{path}: does not exist yet; capture or ingest creates it"
+        detail = f"{path} does not exist yet; capture and ingest create the store"
     except ProfharnessError as error:
         return Check("store", "missing", str(error), "choose another file with --store")
     hindrance = _write_hindrance(path)
@@ -408,11 +413,11 @@ def _write_hindrance(path: Path) -> str | None:
     except OSError as error:
         return f"{folder}: {error.strerror}"
     if state.f_flag & os.ST_RDONLY:
-        return "its file system is read-only"
+        return "the file system is read-only"
     if not _may(folder, os.W_OK | os.X_OK) or (path.exists() and not _may(path, os.W_OK)):
-        return "it or its folder is not writable"
+        return "the store or its folder is not writable"
     free = state.f_bavail * state.f_frsize
-    return None if free >= ROOM_BYTES else f"only {free:,} bytes are free there"
+    return None if free >= ROOM_BYTES else f"the file system has only {free:,} free bytes"
 
 
 def _may(path: Path, mode: int) -> bool:
@@ -420,7 +425,7 @@ def _may(path: Path, mode: int) -> bool:
 
 
 def _check_profilers(driver: str | None) -> list[Check]:
-    """Check nsys and its importer, and check ncu and that the driver is new enough for it."""
+    """Check nsys, nsys's importer and ncu, and check that the driver is new enough for ncu."""
     checks = []
     own = [each.name for each in PROFILERS.values() if each.session and each.vendor == NVIDIA]
     for name in own:
@@ -445,12 +450,12 @@ def check_tool(name: str) -> tuple[Tool | None, Check]:
     if tool.version is None:
         missing = missing_libraries(tool.path)
         remedy = packages_remedy(missing) if missing else f"run `{tool.path} --version` to see why"
-        return tool, Check(name, "warning", f"does not answer --version, {where}", remedy)
+        return tool, Check(name, "warning", f"does not print a version, {where}", remedy)
     return tool, Check(name, "ok", f"{tool.version}, {where}")
 
 
 def find_importer(nsys: Path) -> Path | None:
-    """Return the path of the importer that nsys starts, or None if nsys would not find it."""
+    """Return the path of the importer that nsys starts, or None if nsys cannot find one."""
     folder = nsys.resolve().parent
     patterns = (
         (folder.parent, f"host-linux-*/{IMPORTER}"),
@@ -462,7 +467,7 @@ def find_importer(nsys: Path) -> Path | None:
 
 
 def check_importer(nsys: Tool) -> Check:
-    """Check for the importer, with which nsys converts raw files to reports, and its libraries."""
+    """Check the importer and its libraries. nsys uses the importer to convert raw files to reports."""
     name = "nsys importer"
     importer = find_importer(nsys.path)
     if importer is None:
@@ -476,8 +481,9 @@ def check_importer(nsys: Tool) -> Check:
             )
         folder = nsys.path.resolve().parent.parent / "host-linux-x64"
         remedy = (
-            f"without it nsys cannot write a report: link the folder that contains {IMPORTER} to "
-            f"{folder} (on Debian: /usr/lib/nsight-systems/host-linux-x64)"
+            f"link the folder that contains {IMPORTER} (on Debian: "
+            f"/usr/lib/nsight-systems/host-linux-x64) to {folder}, because nsys cannot write a report "
+            "without the importer"
         )
         return Check(name, "warning", f"{IMPORTER} is not where nsys expects it", remedy)
     missing = missing_libraries(importer)
@@ -489,7 +495,7 @@ def check_importer(nsys: Tool) -> Check:
 
 
 def missing_libraries(path: Path) -> list[str] | None:
-    """Return the shared libraries of an executable that `ldd` does not find. None if ldd fails."""
+    """Return the shared libraries that `ldd` does not find. Return None if ldd fails."""
     done = run_briefly(["ldd", str(path)], LDD_TIMEOUT_S, {**os.environ, "LC_ALL": "C"})
     if done is None or done.returncode != 0:
         return None
@@ -497,7 +503,7 @@ def missing_libraries(path: Path) -> list[str] | None:
 
 
 def packages_remedy(libraries: list[str]) -> str:
-    """Return a remedy text that explains how to install the libraries."""
+    """Return a remedy that explains how to install the libraries."""
     packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
     others = [name for name in libraries if name not in LIBRARY_PACKAGES]
     parts = (
@@ -517,7 +523,7 @@ def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
     if needed is None or not branch or branch[0] >= needed:
         return []
     detail = f"ncu {ncu} was released for driver {needed}; this driver is {driver}"
-    remedy = "if ncu fails with LibraryNotLoaded: update the driver, or use an older Nsight Compute"
+    remedy = "if ncu fails with LibraryNotLoaded, update the driver or use an older Nsight Compute"
     return [Check("ncu driver", "warning", detail, remedy)]
 
 
@@ -533,7 +539,7 @@ def check_ncu_reader() -> Check:
         ncu = None
     module = ncu.path.resolve().parent / "extras" / "python" / "ncu_report.py" if ncu else None
     if module is not None and module.is_file():
-        return Check("ncu-report", "ok", f"not installed, but in ncu's folder: {module}")
+        return Check("ncu-report", "ok", f"not installed, but found in ncu's folder: {module}")
     return Check("ncu-report", "absent", "not installed", install_command("ncu"))
 
 
@@ -562,10 +568,10 @@ def check_counters(parameters: str | None, *, privileged: bool = False) -> Check
         return Check("counters", "ok", "every user can read hardware counters")
     detail = "only an administrator can read hardware counters"
     if privileged:
-        return Check("counters", "ok", f"{detail}: you can")
+        return Check("counters", "ok", f"{detail}, and this process has the permission")
     remedy = (
         "run ncu as root or with CAP_SYS_ADMIN, or load the driver with "
-        "NVreg_RestrictProfilingToAdminUsers=0 (otherwise ncu fails with ERR_NVGPUCTRPERM)"
+        "NVreg_RestrictProfilingToAdminUsers=0; otherwise ncu fails with ERR_NVGPUCTRPERM"
     )
     return Check("counters", "warning", detail, remedy)
 
@@ -577,7 +583,7 @@ def check_tmpdir(folder: Path) -> Check:
         return Check("TMPDIR", "warning", f"{folder} is not a writable folder", remedy)
     lock = folder / LOCK_FILE
     if lock.exists() and not _may(lock, os.W_OK):
-        remedy = "when you run ncu yourself, set TMPDIR to a folder of your own; captures do this"
+        remedy = "if you run ncu without profharness, set TMPDIR to your own folder"
         return Check("TMPDIR", "warning", f"{lock} belongs to another user", remedy)
     return Check("TMPDIR", "ok", str(folder))
 
@@ -586,7 +592,9 @@ def check_injection(path: str | None) -> list[Check]:
     """Return a warning if CUDA_INJECTION64_PATH injects another tool into CUDA programs."""
     if not path:
         return []
-    remedy = "unset it: nsys and ncu do not work together with another injected tool"
+    remedy = (
+        "unset CUDA_INJECTION64_PATH, because nsys and ncu do not work with another injected tool"
+    )
     return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
 
 
@@ -605,8 +613,8 @@ def check_dcgm(names: Iterable[str]) -> list[Check]:
     if not running:
         return []
     remedy = (
-        "if ncu reports that the counters are busy: `dcgmi profile --pause`, and `--resume` "
-        "afterwards"
+        "if ncu reports that the counters are busy, run `dcgmi profile --pause` before ncu and "
+        "`dcgmi profile --resume` afterwards"
     )
     detail = f"{', '.join(running)} is running and may use the counters"
     return [Check("DCGM", "warning", detail, remedy)]

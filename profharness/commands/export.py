@@ -51,7 +51,7 @@ FIRST_TRACK = (1 << 22) + 1
 # Offset between the numbers of named sections, above every process, thread and track number.
 SECTION_STEP = 1 << 24
 WINDOW = 1 << 14  # number of events that are buffered to sort them
-# number of launch calls that are remembered, because one graph launch starts many kernels
+# Number of recent launch calls to remember. One graph launch starts many kernels.
 RECENT_CALLS = 1 << 12
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
 # maximum number of launches in one event of an op, so that WINDOW suffices to sort the events
@@ -122,15 +122,14 @@ def export(
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
-    The file can be opened in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
-    with its kernels. Each launch lists its resources, theoretical occupancy, op stack and ncu
-    counters. Thread tracks contain ranges, launch calls, and ops that launched kernels.
-    The store does not contain op times, so each op is drawn from its first launch to its last.
-    If FILE ends in .gz, it is compressed. Without -o, the trace is written to stdout as plain
-    JSON.
+    Open the file in Perfetto, chrome://tracing or HolisticTraceAnalysis. The file has one track per cell
+    with the kernels of the cell. Each launch lists its resources, theoretical occupancy, op stack and
+    ncu counters. Thread tracks contain ranges, launch calls, and ops that launched kernels. The store
+    does not contain op times, so each op is drawn from its first launch to its last. The file is
+    compressed if FILE ends in .gz. Without -o, the trace is written to stdout as plain JSON.
 
-    Each profiler of a run has its own clock. With `--profiler all`, each gets its own processes in
-    the file, and all start at 0.
+    Each profiler of a run has its own clock. With `--profiler all`, each profiler has its own processes
+    in the file, and the times of each profiler start at 0.
 
     \b
     Example:
@@ -141,7 +140,7 @@ def export(
     with open_store(store_path(store)) as opened:
         name = _find_run(opened, run_text(run), profiler)
         profilers = _profilers_with_launches(opened, name, profiler)
-        # each profiler has its own clock, so only one is written unless `all` is given
+        # Each profiler has its own clock, so write only one profiler unless `all` is given.
         if profiler is None:
             if profilers[1:]:
                 others = "|".join(sorted(profilers[1:]))
@@ -169,7 +168,7 @@ def export(
 
 @document(export)
 def show(launches: int) -> None:
-    """Print nothing, because `export` itself writes the trace."""
+    """Print nothing, because `export` has already written the trace."""
 
 
 def _find_run(store: OpenStore, ref: str | None, profiler: str | None) -> str:
@@ -183,8 +182,8 @@ def _find_run(store: OpenStore, ref: str | None, profiler: str | None) -> str:
 def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -> list[str]:
     """Return the profilers that recorded launches of a run, in the order of LAUNCH_PROFILERS.
 
-    If `profiler` names a single profiler, return only this one. Raise NotFoundError if a profiler
-    recorded no launches.
+    If `profiler` names a single profiler, return only this profiler. Raise NotFoundError if there
+    are no launches, or none of the named profiler.
     """
     row = next(row for row in store.runs() if row.run == run)
     found = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
@@ -195,7 +194,7 @@ def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -
     if profiler in (None, EVERY_PROFILER):
         return sorted(found, key=(*LAUNCH_PROFILERS, *found).index)
     if profiler not in found:
-        there = f"it has launches of {', '.join(found)}"
+        there = f"choose from {', '.join(found)}"
         raise NotFoundError(
             f"run {store.run_name(run)} has no launches of profiler {profiler!r}; {there}"
         )
@@ -214,7 +213,7 @@ def _write_run(store: OpenStore, run: str, out: IO[bytes], profilers: list[str])
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The launches and ranges that one profiler recorded, with times of one clock."""
+    """The launches and ranges that one profiler recorded. All times come from one clock."""
 
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
@@ -224,7 +223,7 @@ class Section:
 
 @dataclass(slots=True)
 class _Tracks:
-    """Assigns track numbers. If events with the same title overlap, the title has several tracks."""
+    """The numbers of tracks. A title has several tracks if events with this title overlap."""
 
     numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -244,7 +243,7 @@ class _Tracks:
         return number, name if len(numbers) == 1 else f"{name} #{len(numbers)}"
 
     def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
-        """Open a range. Return False if it ends after the innermost open range of its thread.
+        """Open a range. Return False if the range ends after the innermost open range of the thread.
 
         Ranges must be passed in order of their start.
         """
@@ -260,9 +259,9 @@ class _Tracks:
 def write_chrome_trace(
     out: IO[bytes], sections: Iterable[Section], devices: Iterable[Device] = (), name: str = ""
 ) -> int:
-    """Write a trace, and return the number of launches in it.
+    """Write a trace, and return the number of launches that were written.
 
-    Every section starts at time 0. Rows are iterated only once, so memory use is constant.
+    Every section starts at time 0. Memory use is constant, because rows are iterated only once.
     """
     encode = msgspec.json.Encoder().encode
     devices = tuple(devices)
@@ -299,8 +298,8 @@ def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
 def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterator[Event]:
     """Yield the events of all sections.
 
-    In the n-th named section, n * SECTION_STEP is added to the numbers of processes and tracks. The
-    tracks need different numbers, because Perfetto expects unique thread numbers in the whole file.
+    Add n * SECTION_STEP to the numbers of processes and tracks in the n-th named section. The tracks
+    need different numbers, because Perfetto expects unique thread numbers in the whole file.
     """
     tracks = _Tracks()
     titles = {device.index: f"GPU {device.index} {device.name}" for device in devices}
@@ -372,7 +371,7 @@ def _section_events(
 
 
 def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
-    """Sort events that are at most `window` positions away from their place in the sorted order."""
+    """Sort events that are at most `window` positions away from their sorted position."""
     heap: list[_Timed] = []
     for event in events:
         if len(heap) < window:
@@ -384,7 +383,7 @@ def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]
 
 
 def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, Any]) -> Event:
-    """Return a complete event ("ph": "X") without `ts`. `dur` is in ns until the event is written."""
+    """Return a complete event ("ph": "X") without `ts`. `dur` is in ns."""
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "dur": dur, "args": args}
 
 
@@ -401,10 +400,10 @@ class _OpenOp:
 
 @dataclass(slots=True)
 class _Ops:
-    """Reconstructs the ops of each thread from the op stacks of launches.
+    """The ops of each thread, reconstructed from the op stacks of launches.
 
-    The store contains no op times, so an op lasts from the first to the last of consecutive launches
-    whose stacks contain the op.
+    The store contains no op times. Therefore, an op lasts from the first to the last of the
+    consecutive launches with this op in their stacks.
     """
 
     ties: Iterator[int]
@@ -473,7 +472,7 @@ def _launch_events(
 
 
 def _call_event(row: LaunchRow, flow: int) -> Event:
-    """Return the event of a launch call. The duration is 0, because the store has only its start."""
+    """Return the event of a launch call. Use duration 0, because the store has only the start."""
     name = row.api or ""
     driver = name.startswith("cu") and not name.startswith("cuda")
     args = {"correlation": row.correlation} if row.correlation is not None else {}
@@ -484,9 +483,10 @@ def _call_event(row: LaunchRow, flow: int) -> Event:
 def _launch_event(
     row: LaunchRow, flow: int | None, device: Device | None, counters: Counters | None
 ) -> Event:
-    """Return the event of a kernel, a copy or a CPU op. Its `tid` is the title of the track.
+    """Return the event of a kernel, a copy or a CPU op. Use the title of the track as `tid`.
 
-    The title is the config and the backend. In a foreign trace, it is the stream or the thread.
+    The title is the config and the backend. In the trace of a program, the title is the stream or
+    the thread.
     """
     on_host = row.device is None or row.device < 0
     values = ((name, getattr(row, key)) for key, name in _ARGS.items())

@@ -20,8 +20,10 @@ from profharness.commands._types import PathLike
 from profharness.errors import CaptureError, UsageError
 
 Name = Annotated[str, Option()]
-Triton = Annotated[bool, Option(("--triton",), help="A Triton kernel.")]
-Cuda = Annotated[bool, Option(("--cuda",), help="A CUDA kernel, compiled at the first call.")]
+Triton = Annotated[bool, Option(("--triton",), help="Create a Triton kernel.")]
+Cuda = Annotated[
+    bool, Option(("--cuda",), help="Create a CUDA kernel that is compiled at the first call.")
+]
 KernelFolder = Annotated[
     PathLike,
     Option(
@@ -36,9 +38,11 @@ KernelFolder = Annotated[
 def new_kernel(
     name: Name, *, triton: Triton = False, cuda: Cuda = False, out: KernelFolder = "kernels"
 ) -> None:
-    """Start an attention implementation of your own. This writes NAME.py, a working
-    implementation (in plain torch by default), and test_NAME.py, which
-    compares it with plain attention in fp64. Existing files are not overwritten.
+    """Create a template for your own attention implementation, and a test.
+
+    The command writes NAME.py with a working implementation, by default in plain torch. The test
+    test_NAME.py compares the implementation with plain attention in fp64. Existing files are not
+    overwritten.
 
     \b
     Examples:
@@ -50,7 +54,7 @@ def new_kernel(
     kind = "triton" if triton else "cuda" if cuda else "torch"
     if not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
         raise UsageError(
-            f"{name!r} cannot be the name of a Python file; use letters, digits and _, and not a "
+            f"{name!r} cannot be the name of a Python module; use letters, digits and _, but no "
             "keyword"
         )
     if name in sys.builtin_module_names or importlib.util.find_spec(name) is not None:

@@ -61,8 +61,8 @@ Profiler = Annotated[
     Option(
         ("--profiler",),
         help=(
-            "The profiler that records a few steps: torch (PyTorch's), nsys (Nsight Systems), "
-            "or none to only count calls."
+            "The profiler that records a few steps: torch (PyTorch's profiler) or nsys (Nsight "
+            "Systems). With none, calls are only counted."
         ),
     ),
 ]
@@ -79,8 +79,8 @@ Warmup = Annotated[
     Option(
         ("--warmup",),
         type=click.IntRange(0, 1_000_000),
-        help="Start the profiler after this many steps without a new kind of call; 0 starts it at the first "
-        "call.",
+        help="Start the profiler after this many steps without a new kind of call. With 0, start the "
+        "profiler at the first call.",
         click={"show_default": True},
     ),
 ]
@@ -90,13 +90,12 @@ Rank = Annotated[
         ("--rank",),
         metavar="N|all",
         check=check_rank,
-        help="Under torchrun, the rank whose process the profiler records, or all. Calls are counted in "
-        "every rank.",
+        help="With torchrun, the rank that the profiler records, or all. Calls are counted in every rank.",
     ),
 ]
 GpuNames = Annotated[
     str | None,
-    gpu_option("At the end, predict each layer on other GPUs from their atlases, such as H200."),
+    gpu_option("At the end, predict each layer on these GPUs from their atlases, such as H200."),
 ]
 
 
@@ -111,7 +110,7 @@ class ObservedProgram:
 
     @property
     def code(self) -> int:
-        """Return the program's exit code. If it is 0, but no process could be observed, return 1."""
+        """Return the program's exit code. Replace 0 with 1 if no process could be observed."""
         if self.observed.why is None or self.observed.reported:
             return self.observed.code
         return self.observed.code or FAILED
@@ -135,27 +134,25 @@ def observe_program(
 ) -> ObservedProgram:
     """Run a program unchanged and record its attention calls.
 
-    Calls of scaled_dot_product_attention and flex_attention are counted by kind: the module's dotted
-    path, file and line, tensors, the effect of the mask, the allowed backends, and the one that
-    computed it. All Python processes started by the program are observed. After three steps without
+    Calls of scaled_dot_product_attention and flex_attention are counted by kind. A kind consists of the
+    module's dotted path, file and line, tensors, the effect of the mask, the allowed backends, and the
+    backend that ran. All Python processes started by the program are observed. After three steps without
     new kinds, a profiler records a few steps. A step ends with an optimizer's step, or begins when the
-    model's first attention is called again. Streams, signals and the exit code are passed
-    through unchanged.
+    model's first attention is called again. Streams, signals and the exit code are passed through
+    unchanged.
 
-    --fail-on and --expect are checked against all observed calls after the program ends. A gate
-    fails if what
-    it checks was not recorded. A program that fails keeps its own exit code.
+    --fail-on and --expect are checked against all observed calls after the program ends. A gate fails if
+    the necessary data was not recorded. A program that fails keeps its own exit code.
 
-    --gpu prints a prediction for another GPU at the end, on stderr, as `layers --gpu` does. The program
-    may run on a CPU, or with tensors on the device `meta`, which contain no data. The recorded
-    calls and dtypes are those that the program uses here.
+    --gpu predicts the layers on another GPU at the end, and prints them on stderr like `layers --gpu`.
+    The program may run on a CPU, or with tensors on the device `meta`, which contain no data. The
+    recorded calls and dtypes are those that the program uses on this machine.
 
-    A program without attention does not create a run. It keeps its exit code, but 0 becomes 1 if
-    none of its
-    processes could be observed.
+    A program without attention does not create a run. The exit code of the program is kept, but 0
+    becomes 1 if no process of the program could be observed.
 
-    Not observed: Python with -I, -E or -S, and attention that does not call the function from Python,
-    such as the fast path of nn.TransformerEncoder. The recorded steps do show the latter.
+    Python with -I, -E or -S is not observed. Attention that does not call the function from Python, such
+    as the fast path of nn.TransformerEncoder, is not counted, but appears in the recorded steps.
 
     \b
     Examples:
@@ -183,7 +180,7 @@ def observe_program(
 
 @document(observe_program)
 def show(result: ObservedProgram, *, driver: Driver = None, atlas: AtlasFolder = None) -> None:
-    """Print a summary to stderr, since stdout belongs to the program."""
+    """Print a summary to stderr, because stdout belongs to the program."""
     _print_summary(result)
     if result.places and result.observed.why is None:
         options = {"--driver": driver, "--atlas": atlas}
@@ -200,9 +197,10 @@ def check(result: ObservedProgram, *, fail_on: FailOn = (), expect: Expected = (
 
 
 def _print_forecast(result: ObservedProgram, options: Mapping[str, object]) -> None:
-    """Print the predictions for other GPUs. Errors are printed and not raised, to keep the exit code.
+    """Print the predictions for other GPUs.
 
-    `options` are the options of the `layers` command that is printed as a hint.
+    Print errors instead of raising them, to keep the exit code of the program. `options` are the
+    options of the `layers` command that is printed as a hint.
     """
     run, places, store = result.observed.run.run, result.places, result.store
     try:
@@ -214,7 +212,7 @@ def _print_forecast(result: ObservedProgram, options: Mapping[str, object]) -> N
     words = [word for name, value in options.items() if value for word in (name, str(value))]
     gpus = ",".join(place.gpu for place, _ in places)
     again = shell_command("layers", run, "--gpu", gpus, *words, store=store)
-    hint(f"see it again with: {again}")
+    hint(f"see these predictions again with: {again}")
 
 
 def _check(result: ObservedProgram, gates: Gates) -> None:
@@ -230,7 +228,7 @@ def _check(result: ObservedProgram, gates: Gates) -> None:
     except GateError as error:
         if not observed.code:
             raise
-        hint(f"{error.label}: {error}\nthe exit code {observed.code} is the program's")
+        hint(f"{error.label}: {error}\nthe program exited with {observed.code}")
 
 
 def _print_summary(result: ObservedProgram) -> None:
@@ -245,11 +243,11 @@ def _print_summary(result: ObservedProgram) -> None:
         hint(f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}")
     for warning in [text for source in result.ingested for text in source.warnings]:
         hint(f"warning: {warning}")
-    hint(f"see it with: {shell_command('layers', observed.run.run, store=result.store)}")
+    hint(f"see the run with: {shell_command('layers', observed.run.run, store=result.store)}")
 
 
 def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str]:
-    """Return the number of calls and the backends that computed them, and the answer of `layers`."""
+    """Return lines with the number of calls, their backends, and the answer of `layers`."""
     total = sum(item.count for item in calls)
     processes = len({item.pid for item in calls})
     ran = Counter[str]()

@@ -35,14 +35,15 @@ CopyPath = Annotated[
         ("-o", "--output"),
         type=click.Path(path_type=Path),
         metavar="OUT",
-        help="Where to write the copy.  [default: <name>-scrubbed beside the source]",
+        help="The path of the copy.  [default: <name>-scrubbed beside the source]",
     ),
 ]
 Replace = Annotated[bool, Option(("--force",), help="Replace an earlier copy.")]
 OnlyCheck = Annotated[
     bool,
     Option(
-        ("--check",), help="Only report what would be replaced; exit with 3 if there is anything."
+        ("--check",),
+        help="Only report texts that would be replaced. Exit with 3 if there are any.",
     ),
 ]
 
@@ -62,15 +63,13 @@ def scrub_run(
 ) -> Scrubbed | Audit:
     """Make a publishable copy of a run or a trace.
 
-    The run is a stored one (an id, a unique prefix, latest or latest~1) or a run folder; the trace is
-    a file.
+    The source is a stored run (an id, a unique prefix, latest or latest~1), a run folder or a trace file.
 
-    The copy keeps only what is known to be harmless: kernels, operators, modules, shapes, times,
-    versions
-    and known messages. All other text is replaced by `removed_1`, `removed_2` and so on, with the same
-    number for the same text. A raw report of nsys or ncu is replaced by its export: the existing one
-    if it is newer than the report, else a new one. Other files are left out. The source is never
-    changed, and a copy that fails its audit is deleted.
+    The copy keeps only text that is known to be harmless: kernels, operators, modules, shapes, times,
+    versions and known messages. All other text is replaced by `removed_1`, `removed_2` and so on. Equal
+    texts get the same number. A raw report of nsys or ncu is replaced by its export. An existing export
+    is used if it is newer than the report; otherwise, a new export is created. Other files are omitted.
+    The source is never changed. The command audits the copy, and deletes the copy if the audit fails.
 
     \b
     Example:
@@ -107,14 +106,14 @@ def show(done: Scrubbed | Audit) -> None:
             for finding in done.findings:
                 stream.write(f"{printable(str(finding))}\n".encode())
         if not done.findings:
-            hint(f"{done.source}: nothing to replace")
+            hint(f"{done.source}: found no text to replace")
         return
     for name, instead in done.replaced:
-        hint(f"replaced {name} by {instead}")
+        hint(f"replaced {name} with {instead}")
     for name in done.left_out:
-        hint(f"left out {name}")
+        hint(f"omitted {name}")
     hint(
-        f"wrote {done.output}: {counted(len(done.files), 'file')}; the audit found nothing to replace"
+        f"wrote {done.output}: {counted(len(done.files), 'file')}; the audit found no text to replace"
     )
 
 
@@ -124,7 +123,7 @@ def require_clean(done: Scrubbed | Audit) -> None:
     if isinstance(done, Audit) and done.findings:
         raise GateError(
             f"{done.source}: {counted(len(done.findings), 'text')} not known to be harmless; "
-            "`profharness scrub` makes a clean copy"
+            "make a clean copy with `profharness scrub`"
         )
 
 

@@ -1,4 +1,4 @@
-"""Draw charts of the kind `stack` as HTML bars, which need no library and fit every width."""
+"""Draw charts of the kind `stack` as HTML bars that need no library and fit every width."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from profharness.errors import one_line
 from profharness.render.colors import IDLE, ink_on, series_colors
 from profharness.render.document import Chart
 
-LETTERED = 0.03  # minimum share of a single bar that has a text; a page hides texts without room
+LETTERED = 0.03  # minimum share of a bar for which a text is drawn inside; CSS hides longer texts
 
 
 def draw_bars(chart: Chart) -> str:
-    """Return the bars of a chart with a legend. A single bar is tall, and its legend has the labels."""
+    """Return the bars of a chart with a legend.
+
+    Draw a single bar taller, and show its labels in the legend.
+    """
     rows = chart.plain_rows()
     names = list(dict.fromkeys(row["series"] for row in rows))
     colors = dict(zip(names, series_colors(names), strict=True))

@@ -17,8 +17,8 @@ from profharness.errors import MissingExtraError, one_line
 from profharness.render.colors import DARK, LIGHT, SHAPES, backend_styles, series_colors
 from profharness.render.document import Chart
 
-# If this optional package is installed, jsonschema (imported by Altair) uses it to compile a grammar,
-# which takes 2 seconds. Charts do not need the package, so it is hidden from jsonschema.
+# Altair imports jsonschema, which would spend 2 seconds compiling a grammar with this optional
+# package. Charts do not need the package, so hide it from jsonschema.
 _SLOW = "rfc3987_syntax"
 _HIDDEN = _SLOW not in sys.modules
 if _HIDDEN:
@@ -56,7 +56,7 @@ _CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
 
 
 def altair_chart(chart: Chart, *, narrow: bool = False) -> alt.LayerChart | alt.Chart:
-    """Convert a chart to an Altair chart, which fits a phone if `narrow` is set."""
+    """Convert a chart to an Altair chart. If `narrow` is set, the chart fits a phone."""
     chart = _printable(chart)
     drawn = DRAWERS[chart.kind](chart)
     fitted = {} if chart.kind == "map" else {"autosize": FITTED}
@@ -103,10 +103,10 @@ def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False, narrow: bool
     """Draw a chart as one `<svg>` element with a `<title>` per mark.
 
     `number` makes the ids of several charts on a page distinct. If `narrow` is true, the chart fits a
-    phone. If `alone` is true, the result is meant for a separate file, and its colours follow the
-    theme of the reader.
+    phone. If `alone` is true, draw the chart for a separate file, with colours that follow the theme
+    of the reader.
     """
-    # No URL is allowed, because a chart needs nothing from the network.
+    # Allow no URL, because a chart needs nothing from the network.
     svg = str(vl_convert.vegalite_to_svg(chart_spec(chart, narrow=narrow), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
     svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
@@ -118,7 +118,7 @@ def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False, narrow: bool
 
 
 def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
-    """Draw a chart as PNG on the light background."""
+    """Draw a chart as PNG on a light background."""
     spec = chart_spec(chart)
     spec["config"]["background"] = LIGHT[0]
     return bytes(vl_convert.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
@@ -127,9 +127,9 @@ def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
 def _printable(chart: Chart) -> Chart:
     """Replace the characters in the texts of a chart that vl-convert cannot draw.
 
-    Each text becomes a single line without control characters, because vl-convert would end the
-    process at a control character. Vega may cut a long label in the middle of a surrogate pair, on
-    which vl-convert fails. So characters beyond the Basic Multilingual Plane are replaced.
+    Convert each text to a single line without control characters, because a control character makes
+    vl-convert end the process. Replace characters beyond the Basic Multilingual Plane, because Vega
+    may cut a long label in the middle of a surrogate pair, and vl-convert cannot draw the result.
     """
 
     def draw(text: str) -> str:
@@ -182,8 +182,8 @@ def _log(
 ) -> Any:
     """Return a logarithmic axis.
 
-    If `values` is given, the axis has ticks only at these values. `ends` is the (start, end) of the
-    axis.
+    If `values` is given, place ticks only at these values. `ends` contains the start and the end of
+    the axis.
     """
     # A unit that has a prefix (µs, TFLOP/s) must not get a second prefix.
     axis: dict[str, Any] = {"format": "d" if values else "~s" if title == "FLOP/s" else "~g"}
@@ -205,9 +205,10 @@ def _label_axis(chart: Chart) -> tuple[Any, int]:
 
 
 def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: Any) -> Any:
-    """Return outlined marks. Each series has its own colour and shape.
+    """Return outlined marks with a separate colour and shape for each series.
 
-    Marks of earlier series are larger by `growth`, so that all marks at one position are visible.
+    Draw marks of earlier series larger by `growth`, so that all marks at the same position are
+    visible.
     """
     names = _names(chart)
     shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
@@ -223,7 +224,7 @@ def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: An
 
 
 def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
-    """Return a layer for each series, and the number of series that are drawn above the layer."""
+    """Return a layer for each series, with the number of series that are drawn above the layer."""
     count = len(_names(chart))
     return [
         (base.transform_filter(f"datum.place == {place}"), count - 1 - place)
@@ -232,7 +233,7 @@ def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
 
 
 def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
-    """Return a line from `low` to `high` along the axis, for each mark that has both values."""
+    """Return a line from `low` to `high` along the axis for each mark that has both values."""
     if all(row["low"] is None for row in chart.plain_rows()):
         return []
     ends = {axis: "low:Q", f"{axis}2": "high:Q"}
@@ -253,7 +254,7 @@ def _lines(chart: Chart) -> Any:
         ends = low, low * (high / low) ** (1 / (1 - share))
     y = _log("Y", "y", chart.y_title, ends=ends)
     base = alt.Chart(DATA).encode(x=x, y=y, color=_color(chart))
-    # The dashes leave gaps, in which the lines below are visible.
+    # The lines below are visible between the dashes.
     lines = [
         part.mark_line(aria=False, strokeDash=[8, 4 * place])
         for place, (part, _) in enumerate(_by_series(chart, base))
@@ -326,7 +327,7 @@ def _map(chart: Chart) -> Any:
 
 
 def by_number(text: str) -> list[tuple[int, str]]:
-    """Return a sort key that compares numbers in the text by value, so that `d64` precedes `d128`."""
+    """Return a sort key that compares numbers in a text by value: `d64` precedes `d128`."""
     parts = _NUMBER.split(text)  # texts and numbers alternate in this list
     return [(int(part), "") if n % 2 else (0, part) for n, part in enumerate(parts)]
 

@@ -1,4 +1,4 @@
-"""The colours and shapes of backends and of other series, the same in every chart."""
+"""The colours and shapes of backends and of other series in all charts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STYLES = {
     "flashinfer-trtllm": (BROWN, "triangle-right"),
     "flex-paged": (INDIGO, "triangle-right"),
 }
-"""The colour and the shape of each backend in every chart. Each combination occurs only once."""
+"""The colour and the shape of each backend in all charts. Each combination occurs only once."""
 LOSS_COLORS = {
     "under 1 %": GREEN,
     "1 to 10 %": BLUE,
@@ -69,8 +69,8 @@ TIMES = {
     IDLE: "#c4c8ce",
     "range": "#9fb3c8",
 }
-"""The colours of a step's time outside of attention. They are duller than those of backends."""
-ATTENTION = "attention: "  # precedes the backend in the name of a series that is a part of a step
+"""The colours of work other than attention. These colours are duller than the backends' colours."""
+ATTENTION = "attention: "  # prefix of a backend in the name of a series in charts of a step
 
 
 def fixed_color(name: str) -> str | None:
@@ -80,7 +80,7 @@ def fixed_color(name: str) -> str | None:
 
 
 def series_colors(names: Sequence[str]) -> list[str]:
-    """Return a colour for each name. A backend has the same colour in every chart."""
+    """Return a colour for each name. Use the same colour for a backend in every chart."""
     # Do not use the colour of a backend in this chart for another series.
     fixed = {name: color for name in names if (color := LOSS_COLORS.get(name) or fixed_color(name))}
     free = [color for color in PALETTE if color not in fixed.values()] or PALETTE

@@ -1,4 +1,4 @@
-"""Documents, which contain blocks (such as tables and notes) for people and records for programs."""
+"""Documents, which contain blocks such as tables and notes for people, and records for programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN_KINDS = frozenset({"stack"})  # kinds that a page draws without the extra 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A limit in a roofline chart, which is bandwidth times intensity up to the peak FLOP/s."""
+    """A limit in a roofline chart: bandwidth times intensity, but at most the peak FLOP/s."""
 
     label: str
     bytes_per_s: float
@@ -37,7 +37,7 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of rows. Text formats omit charts, because a table of the document has the values.
+    """A chart of rows. Text formats omit charts, because the document also has a table of the values.
 
     `x`, `y`, `series`, `low`, `high` and `label` are keys of the rows.
     """
@@ -47,7 +47,7 @@ class Chart:
     title: str
     rows: tuple[Mapping[str, Any], ...]
     x: str
-    """Key of the x values. Their unit is in the title of the axis."""
+    """Key of the x values. The title of the axis contains their unit."""
     y: str
     series: str
     x_title: str = ""
@@ -66,7 +66,7 @@ class Chart:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"chart kind {self.kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"unknown chart kind {self.kind!r}; choose one of {', '.join(KINDS)}")
         for row in self.rows:
             missing = {self.x, self.y, self.series} - set(row)
             if missing:
@@ -128,8 +128,8 @@ class Table:
     def of(cls, columns: Sequence[Column], items: Iterable[Any]) -> Table:
         """Build a table with one row per item. The key of a column names an attribute or a dict key.
 
-        If an item is a tuple of objects, the first object that has the key provides the value.
-        Optional columns without values are omitted.
+        If an item is a tuple of objects, take the value from the first object that has the key. Omit
+        optional columns without values.
         """
         rows = list(items)
         shown = filled_columns(columns, rows, [each.key for each in columns if each.optional])
@@ -143,7 +143,7 @@ def filled_columns(
 ) -> list[Column]:
     """Return the columns that have a value in at least one item.
 
-    Only columns whose keys are in `optional` may be omitted. If it is None, any column may be.
+    Omit only columns whose keys are in `optional`. If `optional` is None, omit any empty column.
     """
     rows = list(items)
     return [
@@ -179,12 +179,12 @@ class Note:
 
 
 def status_note(status: str, reason: str | None, label: str) -> Note:
-    """Return a note about a cell that did not run. The level is `note` for a refusal, else `error`."""
+    """Return a note about a cell that did not run, with level `note` for a refusal, else `error`."""
     return Note(f"{status}: {reason}", label, "note" if status == "refused" else "error")
 
 
 def merged_notes(notes: Iterable[Note]) -> list[Note]:
-    """Merge notes with the same text and level. The labels of merged notes are joined."""
+    """Merge notes with the same text and level, and join their labels."""
     labels: dict[tuple[str, str], dict[str, None]] = {}
     for note in notes:
         labels.setdefault((note.text, note.level), {})[note.label] = None
@@ -195,7 +195,7 @@ def merged_notes(notes: Iterable[Note]) -> list[Note]:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Lines of Python to copy. Renderers neither wrap nor cut them."""
+    """Python code to copy. Renderers neither wrap nor cut the lines."""
 
     text: str
 
@@ -208,14 +208,14 @@ class Span:
     duration_ns: int
     name: str
     series: str
-    """What the colour stands for, such as a backend or a kind of work."""
+    """The name that determines the colour, such as a backend or a kind of work."""
     detail: str = ""
-    """Further text about the mark, such as the module that it belongs to."""
+    """Further text about the mark, such as a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A row of a timeline. Its spans are sorted by start."""
+    """A row of a timeline, with spans sorted by start."""
 
     name: str
     spans: tuple[Span, ...]
@@ -225,13 +225,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Lanes of spans that a page can zoom. Other formats omit it."""
+    """Lanes of spans. The reader of a page can zoom a timeline. Other formats omit timelines."""
 
     title: str
     lanes: tuple[Lane, ...]
     duration_ns: int
     marked: tuple[str, ...] = ()
-    """The series that are drawn above others, and to which the reader can jump."""
+    """The series that are drawn above other series. The reader can jump to their spans."""
     caption: str = ""
 
 
@@ -254,13 +254,13 @@ class Document:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further top-level keys of the JSON output."""
     about: str = ""
-    """Description of the content in the message that is printed after writing a file."""
+    """Description of the content, for the message after a file is written."""
     answer: tuple[str, ...] = ()
     """One to three sentences that answer the question. Every format shows them first."""
     subtitle: str = ""
     """Line below the title in HTML and Markdown, such as the GPU of a run."""
     full_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The full names behind shortened names in tables and timelines. Pages show them on demand."""
+    """Maps shortened names in tables and timelines to full names. Pages show these on demand."""
 
 
 def _count(value: Any) -> str:
@@ -278,7 +278,7 @@ def _figures(value: float) -> str:
 
 
 def _rate(value: float) -> str:
-    """Format a column of rates: with four significant figures from 1 on, and three decimals below."""
+    """Format a rate with four significant figures, or with three decimals below 1."""
     if not math.isfinite(value) or 0 < value < 0.0005:
         return _figures(value)
     digits = 3 if value < 1 else max(3 - math.floor(math.log10(value)), 0)
@@ -293,7 +293,7 @@ def _ms(value: float, digits: int) -> str:
 def time_text(ns: float, like: float | None = None) -> str:
     """Format a time for a sentence with three significant figures, in µs, ms or s: `7.44 µs`.
 
-    With `like`, such as the whole of which it is a part, the time has the unit of that time.
+    If `like` is given, use the unit of the time `like`, such as the total of several times.
     """
     if not ns or not math.isfinite(ns):
         return f"{ns:g} µs"
@@ -307,7 +307,7 @@ def time_text(ns: float, like: float | None = None) -> str:
 
 
 def share_text(share: float) -> str:
-    """Format a share for a sentence: `6 %`, `0.4 %`. Only shares near 0 and 1 have a decimal."""
+    """Format a share for a sentence: `6 %`, `0.4 %`. Show a decimal only near 0 and 1."""
     percent = 100 * share
     if 0 < percent < 0.05:
         return "<0.1 %"
@@ -364,9 +364,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def without_empty_columns(document: Document) -> Document:
-    """Remove columns without values, unless they identify a row or are what one reads a table for.
+    """Remove columns without values, except columns of the importance `key` or `answer`.
 
-    A column remains if another table with the same columns has a value in it.
+    Keep a column if another table with the same columns has a value in this column.
     """
     filled: dict[tuple[Column, ...], set[int]] = {}
     for block in document.blocks:
@@ -397,14 +397,14 @@ def without_empty_columns(document: Document) -> Document:
 
 
 def for_reading(document: Document) -> Document:
-    """Return the document as people read it: without empty columns, and with units that fit."""
+    """Return the document for people: without empty columns, and with suitable units."""
     return with_time_units(without_empty_columns(document))
 
 
 def with_time_units(document: Document) -> Document:
     """Return the document with ms instead of µs in columns that contain a value of 1 ms or more.
 
-    Tables with the same columns have the same units. Renderers for people call this function.
+    Use the same units for tables with the same columns. Renderers for people call this function.
     """
     tables = [block for block in document.blocks if isinstance(block, Table)]
     times: dict[tuple[Column, ...], list[list[float]]] = {}
@@ -426,7 +426,8 @@ def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tu
     scales: list[str] = []
     scale = ""
     for column in columns:
-        # A title without a unit, such as the end of an interval, has the unit of the time before it.
+        # A column without a unit in its title, such as the end of an interval, has the unit of the
+        # column before it.
         if column.format == "us" and (column.scale or "µs" in column.title):
             scale = column.scale or column.key
         scales.append(scale)
@@ -442,7 +443,7 @@ def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tu
 
 
 def _in_ms(column: Column, values: Iterable[float]) -> Column:
-    # Show three figures of the smallest value, if four decimals are enough for them.
+    # Show at least three figures of the smallest value, but at most four decimals.
     least = min((value for value in values if value > 0), default=0)
     kind = "ms" if least >= 1e6 else "ms3" if least >= 1e5 else "ms4"
     return replace(column, title=column.title.replace("µs", "ms"), format=kind)
@@ -460,14 +461,14 @@ def record(item: object, names: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def format_value(column: Column, value: Any) -> str:
-    """Format a value as one line. None becomes `-`. Strings ignore the format of the column."""
+    """Format a value as one line. Format None as `-`, and do not apply formats to strings."""
     if value is None:
         return MISSING
     return one_line(value if isinstance(value, str) else FORMATS[column.format](value))
 
 
 def formatted_rows(table: Table) -> list[list[str]]:
-    """Format all rows. Leading columns with `repeat=False` omit values equal to the row above."""
+    """Format all rows. Omit repeated values in leading columns with `repeat=False`."""
     result: list[list[str]] = []
     previous: list[str] = []
     for row in table.rows:

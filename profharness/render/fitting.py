@@ -1,6 +1,6 @@
 """Fit tables into the width of a terminal: shorten texts, hide columns, and fold rows.
 
-No text is cut so far that it equals another text of its column.
+Shortened texts of a column remain distinct.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from profharness.errors import one_line
 
 GAP = 2
 INDENT = 2  # indentation of the lines of a row after its first
-COMFORTABLE = 40  # width of texts from which columns of details are shown
+COMFORTABLE = 40  # minimum width of texts if columns with details are shown
 READABLE = 24  # width to which texts are shortened before other columns are hidden
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
-LONGEST_WORD = 40  # words of wrapped texts are cut into lines from this width on
-NARROWEST = 20  # a terminal is taken to have at least this width
+LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
+NARROWEST = 20  # minimum width that is assumed for a terminal
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
-OPTIONAL = ("normal", "detail")  # columns that may be hidden, in the order in which they are kept
+OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, most important first
 _LABEL = re.compile(r"b\d+-h\d+-\S+")
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _WORD_END = re.compile(r"[^\W_]*$")
@@ -36,7 +36,7 @@ Texts = Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the rows of a table are printed."""
+    """The lines, widths and hidden columns with which a table is printed."""
 
     lines: tuple[tuple[int, ...], ...]
     """The columns of each line of a row. Lines after the first are indented."""
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Shrunk:
-    """The least width of a column, and its texts that are shortened to this width."""
+    """The least width of a column, and the texts shortened to this width."""
 
     width: int
     cuts: Mapping[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class _Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The columns to show, those of them with a line of their own, and how far they may shrink."""
+    """The columns to show, the columns on separate lines, and the least width of each column."""
 
     kept: tuple[int, ...]
     stacked: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Choice:
 
 
 def natural_layout(columns: Sequence[Column], rows: Sequence[Texts]) -> Layout:
-    """Return a layout with whole texts, whatever its width."""
+    """Return a layout with whole texts and unlimited width."""
     titles = (cell_len(one_line(column.title)) for column in columns)
     widths = tuple(map(max, titles, map(_longest, _texts(columns, rows))))
     return Layout((tuple(range(len(columns))),), widths)
@@ -82,11 +82,11 @@ def fit_columns(
 ) -> Layout:
     """Return a layout of formatted rows in which no line is longer than `width`.
 
-    If the table is too wide, a long text that all rows share stands above it. Then, in this order,
-    long texts are shortened, details are hidden, texts are shortened further, other
-    columns are hidden by importance, and rows are folded into several lines. A wider table shows
-    the details of a narrower one and more. If `full` is set, nothing is shortened or hidden: texts
-    continue on further lines, and rows are folded if that is not enough.
+    If the table is too wide, print a long text that all rows share above it. Then apply these steps
+    until the table fits: shorten long texts, hide details, shorten texts further, hide other columns
+    by importance, and fold rows into several lines. A wider table shows at least the details of a
+    narrower table. If `full` is set, shorten and hide nothing. Instead, continue texts on further
+    lines, and fold rows if that is not enough.
     """
     width = max(width, NARROWEST)
     natural = natural_layout(columns, rows)
@@ -132,7 +132,7 @@ def fit_columns(
             widths[place], shortened[place] = _cut(
                 texts[place], titles[place], widths[place], choice.shrunk[place]
             )
-    # Cut texts may be shorter than their column was, which leaves width to texts of other columns.
+    # Cut texts may be shorter than their column. Give the remaining width to other columns.
     for place in sorted(choice.figures, key=lambda place: most[place] - widths[place]):
         spare = width - (INDENT if choice.stacked else 0) - _line_width(widths, choice.figures)
         if spare > 0 and shortened.get(place):
@@ -161,10 +161,10 @@ def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> tuple[int, ...]
 
 
 def _cut(texts: Texts, title: int, width: int, shrunk: _Shrunk) -> tuple[int, Mapping[str, str]]:
-    """Cut the texts of a column to a width. Return the width that they still need, and the cuts."""
+    """Cut the texts of a column to a width. Return the remaining width and the cuts."""
     cuts: Mapping[str, str] = distinct_cuts(texts, width)
     if not are_distinct(texts, cuts):
-        # Texts that are distinct at the least width are not always so at a greater one.
+        # Texts that are distinct at the least width may be equal at a greater width.
         cuts = shrunk.cuts
     if not cuts:
         return width, cuts
@@ -179,12 +179,12 @@ def _choice(
     most: tuple[int, ...],
     width: int,
 ) -> _Choice:
-    """Choose columns to show: without folding if possible, and with readable texts if possible."""
+    """Choose the columns to show. Prefer readable texts and rows that are not folded."""
     kinds = [_importance(column, place) for place, column in enumerate(columns)]
     required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
 
     def shrink(floor: int) -> tuple[_Shrunk, ...]:
-        """Shrink all columns, and keep the last name of each dotted name whole."""
+        """Shrink all columns, but do not cut the last part of a dotted name."""
         each_column = zip(columns, texts, titles, most, strict=True)
         return tuple(
             _shrunk(column, own, max(floor, _last_names(own)), title, whole)
@@ -198,7 +198,7 @@ def _choice(
     )
 
     def with_optional(stacked: tuple[int, ...], shrunk: tuple[_Shrunk, ...]) -> _Choice | None:
-        """Add the optional columns that fit, or return None if the required ones do not."""
+        """Add the optional columns that fit. Return None if the required columns do not fit."""
         kept = list(required)
         room = width - (INDENT if stacked else 0)
 
@@ -212,7 +212,7 @@ def _choice(
         for place in normal:
             if fits(readable, (*kept, place)):
                 kept.append(place)
-        # Stop at the first detail that does not fit, so that each width hides them in one order.
+        # Stop at the first detail that does not fit. All widths then hide details in the same order.
         for place in details:
             if not fits(roomy, (*kept, place)):
                 break
@@ -228,7 +228,7 @@ def _choice(
         shrunk = shrink(floor)
         choices = [with_optional(stacked, shrunk) for stacked in ((), *_groups(columns, rows))]
         if found := [choice for choice in choices if choice is not None]:
-            # Groups get a line of their own only if this shows more columns.
+            # Use separate lines for groups only if this shows more columns.
             return min(found, key=hidden)
     stacked = _widest(columns, required, [each.width for each in shrunk], width)
     choice = with_optional(stacked, shrunk)
@@ -236,7 +236,7 @@ def _choice(
 
 
 def _shrunk(column: Column, texts: Texts, floor: int, title: int, whole: int) -> _Shrunk:
-    """Shrink a column to the width `floor`, or to the least above it at which texts are distinct."""
+    """Shrink a column to the least width, `floor` or more, at which texts are distinct."""
     if column.wrap:
         words = _longest(word for text in texts for word in text.split(" "))
         return _Shrunk(min(max(floor, title, min(words, LONGEST_WORD)), whole))
@@ -247,7 +247,7 @@ def _shrunk(column: Column, texts: Texts, floor: int, title: int, whole: int) ->
 
 
 def _last_names(texts: Texts) -> int:
-    """Return the width that the last name of every dotted name needs, or 0 if it exceeds COMFORTABLE."""
+    """Return the width of the longest last part of a dotted name, or 0 if above COMFORTABLE."""
     longest = _longest(f"…{text.rpartition('.')[2]}" for text in texts if _DOTTED.fullmatch(text))
     return longest if longest <= COMFORTABLE else 0
 
@@ -258,7 +258,7 @@ def _importance(column: Column, place: int) -> str:
 
 
 def _groups(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
-    """Yield the first column, the first two, … whose values mostly repeat the row above."""
+    """Yield the first column, the first two columns, … while most values repeat the row above."""
     for place, column in enumerate(columns[:-1]):
         if column.repeat or 2 * sum(not row[place] for row in rows) < len(rows):
             return
@@ -268,10 +268,10 @@ def _groups(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[
 def _widest(
     columns: Sequence[Column], kept: Sequence[int], least: Sequence[int], width: int
 ) -> tuple[int, ...]:
-    """Return the texts that must leave the line so that the others fit in it.
+    """Return the columns to move to separate lines, so that the other columns fit on one line.
 
-    This is the first column if that is enough, because it names the row. Otherwise, it is the
-    widest texts.
+    Move the first column if that is enough, because the first column names the row. Otherwise, move
+    the widest columns with texts.
     """
     rest = list(kept)
     others = [place for place in kept if place]
@@ -286,7 +286,7 @@ def _widest(
 
 
 def _lines(choice: _Choice, widths: Sequence[int], width: int) -> tuple[tuple[int, ...], ...]:
-    """Fill lines with columns, after a line for each stacked column."""
+    """Return a line for each stacked column, and then lines filled with the other columns."""
     lines: list[list[int]] = [[place] for place in choice.stacked]
     room = 0
     for place in choice.figures:
@@ -303,7 +303,7 @@ def _narrowed(
 ) -> list[int]:
     """Narrow the widest columns until the table fits, but not below their least widths.
 
-    The columns `first` are narrowed before the others.
+    Narrow the columns in `first` before other columns.
     """
     sizes = [min(size, width - INDENT) for size in most]
     figures = choice.figures
@@ -330,7 +330,7 @@ def _line_width(widths: Sequence[int], places: Collection[int]) -> int:
 
 
 def _shorter_labels(texts: Texts) -> dict[str, str]:
-    """Map each text to one without strides, unless that equals another."""
+    """Map each text to the text without strides, unless two texts would become equal."""
     short = {text: without_strides(text) for text in texts}
     counts = Counter(short.values())
     return {text: cut if counts[cut] == 1 else text for text, cut in short.items()}
@@ -342,7 +342,7 @@ def title_width(title: str) -> int:
 
 
 def split_title(title: str, width: int) -> tuple[str, str]:
-    """Split a title that is wider than `width` into two lines. The first is empty otherwise."""
+    """Return two lines of a title. The first line is empty if the title fits into `width`."""
     if cell_len(title) <= width:
         return "", title
     return min(_title_lines(title), key=lambda lines: max(map(cell_len, lines)))
@@ -355,7 +355,7 @@ def _title_lines(title: str) -> Iterator[tuple[str, str]]:
 
 
 def _distinct_width(texts: Texts, floor: int) -> int:
-    """Return a width from `floor` on to which the texts can be shortened and remain distinct."""
+    """Return a width of at least `floor` at which the shortened texts remain distinct."""
     low, high = floor, max(_longest(texts), floor)
     if are_distinct(texts, distinct_cuts(texts, low)):
         return low
@@ -369,7 +369,7 @@ def _distinct_width(texts: Texts, floor: int) -> int:
 
 
 def are_distinct(texts: Texts, cuts: Mapping[str, str]) -> bool:
-    """Return whether distinct texts remain distinct when they are shortened."""
+    """Return whether distinct texts remain distinct after shortening."""
     whole = set(texts)
     return len({cuts.get(text, text) for text in whole}) == len(whole)
 
@@ -377,7 +377,7 @@ def are_distinct(texts: Texts, cuts: Mapping[str, str]) -> bool:
 def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
     """Map each text that is longer than `width` to a shortened text.
 
-    Texts with the same beginning are shortened so that their differences remain visible.
+    Shorten texts with the same beginning so that their differences remain visible.
     """
     cuts = {text: _shortened(text, width) for text in texts if cell_len(text) > width}
     for _ in range(ROUNDS):
@@ -415,7 +415,7 @@ def _shortened(text: str, width: int) -> str:
 
 
 def _common_prefix(group: Sequence[str]) -> str:
-    # the common prefix of the least and the greatest text is common to all
+    # the common prefix of the least and the greatest text is common to all texts
     least, greatest = min(group), max(group)
     pairs = enumerate(zip(least, greatest, strict=False))
     return least[: next((at for at, (own, other) in pairs if own != other), len(least))]
@@ -446,8 +446,8 @@ def fitting(text: str, width: int) -> str:
 def chunks(text: str, width: int) -> Iterator[str]:
     """Cut a text into lines.
 
-    Each line but the last ends after a blank or a comma in its second half, otherwise after another
-    separator there, and otherwise anywhere.
+    End each line after a blank or a comma in the second half of the line. If there is none, use
+    another separator in the second half, or else cut anywhere.
     """
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]

@@ -1,7 +1,7 @@
 """Render a document as one HTML file that needs no network.
 
-Charts are inline SVG or HTML, and a timeline can be zoomed. The page has a table of contents, and its
-tables can be sorted and filtered.
+Charts are inline SVG or HTML, and timelines can be zoomed. The page has a table of contents and
+tables that can be sorted and filtered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from profharness.render.document import (
 )
 from profharness.render.timeline import draw_timeline
 
-FILTER_FROM = 16  # minimum number of rows of a table that has a filter
+FILTER_FROM = 16  # minimum number of rows in a table with a filter
 DEEPEST = 3  # deepest heading level in the table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
@@ -45,7 +45,7 @@ LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 def render_html(document: Document) -> str:
     """Render a page whose content security policy forbids network access.
 
-    Charts that need the extra `report` are left out, with a note, if it is not installed.
+    If the extra `report` is not installed, replace the charts that need it with a note.
     """
     headings: dict[str, Heading] = {}  # by anchor
     counts = Counter[type[Block]]()
@@ -58,7 +58,7 @@ def render_html(document: Document) -> str:
                 anchor = _new_anchor(block.text, headings)
                 headings[anchor] = block
                 tag = f"h{min(max(block.level, 2), 6)}"
-                link = f'<a class="anchor" href="#{anchor}" aria-label="Link to this part">#</a>'
+                link = f'<a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>'
                 title = f"{_text(block.text)}{_small(block.detail)} {link}"
                 parts.append(folds.next(block, f'<{tag} id="{anchor}">{title}</{tag}>'))
             case Table():
@@ -83,7 +83,7 @@ def render_html(document: Document) -> str:
                 parts.append(draw_timeline(block, counts[Timeline], document.full_names))
     parts.append(folds.end())
     if left_out:
-        text = "Some charts are left out because they need profharness's extra `report`."
+        text = "Some charts are omitted. Install the extra `report` to show all charts."
         parts.append(f'<p class="note">{text} <code>{_text(install_command("report"))}</code></p>')
     script = _asset("page.js") + (_asset("timeline.js") if counts[Timeline] else "")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -105,13 +105,13 @@ def render_html(document: Document) -> str:
 
 
 class _Folds:
-    """Puts folded sections into `<details>` elements, which end before the next section."""
+    """The `<details>` elements of folded sections, which end before the next section."""
 
     def __init__(self) -> None:
         self._open: list[int] = []  # levels of the open sections
 
     def next(self, heading: Heading, html: str) -> str:
-        """Return the HTML of a heading, after the ends of the sections before it."""
+        """Return the HTML that ends the previous sections, followed by the heading."""
         ends = 0
         while self._open and self._open[-1] >= heading.level:
             self._open.pop()
@@ -159,7 +159,7 @@ def _text(value: str) -> str:
 
 
 def _wrapping(text: str) -> str:
-    """Return the HTML of a text that wraps between the parts of paths, but not within `{0-23}`."""
+    """Return the HTML of a text that wraps between parts of a path, but not within `{0-23}`."""
     marked = _BREAK.sub("\0", one_line(text)).split("\0")
     return _SPAN.sub(r'<span class="span">\1</span>', "<wbr>".join(map(_text, marked)))
 
@@ -190,7 +190,7 @@ def _contents(headings: Mapping[str, Heading]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Remove the middle of a text that is too long, such as the name of a range."""
+    """Shorten a long text, such as the name of a range, by removing the middle."""
     half = LONGEST_ENTRY // 2
     return text if len(text) <= LONGEST_ENTRY else f"{text[: half - 1]}…{text[-half:]}"
 
@@ -198,9 +198,9 @@ def shortened(text: str) -> str:
 def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]]) -> str:
     """Return an HTML table. `data-v` contains the number by which the script sorts a cell.
 
-    Repeated values are not omitted, because the rows can be sorted.
+    Keep repeated values, because the rows can be sorted.
     """
-    # Names may wrap within words in a column of texts that are long.
+    # Names in a column with long texts may wrap within words.
     wide = [
         any(isinstance(row[at], str) and len(row[at]) > LONG_TEXT for row in table.rows)
         for at in range(len(table.columns))
@@ -244,13 +244,13 @@ def _tip(text: str) -> str:
 
 
 def _named(shown: str, full: Sequence[str]) -> str:
-    """Return the HTML of a name, which opens to its full names if it stands for any."""
+    """Return the HTML of a name. A shortened name can be opened to show the full names."""
     names = "".join(f"<div>{_text(name)}</div>" for name in full)
     return f'<details class="full"><summary>{shown}</summary>{names}</details>' if full else shown
 
 
 def _th(title: str, attributes: str) -> str:
-    """Return the attributes of a heading, which wraps anywhere if a word in it is long."""
+    """Return the attributes of a heading. A heading with a long word may wrap anywhere."""
     if max(map(len, title.split()), default=0) < LONG_TITLE:
         return attributes
     return attributes.replace('class="', 'class="w ') or ' class="w"'

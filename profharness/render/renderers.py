@@ -25,11 +25,11 @@ from profharness.render.document import (
     formatted_rows,
 )
 
-TRIPLES = ("grid", "block")  # CSV splits these into _x, _y and _z, like the views of the store
+TRIPLES = ("grid", "block")  # keys that CSV splits into _x, _y and _z, like the views of the store
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types. NaN and infinities, which JSON lacks, become null."""
+    """Convert a value to JSON types. Replace NaN and infinities with None, because JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 def render_json(document: Document) -> str:
-    """Render `{"schema": …, "rows": […], …}` with one record per line, which suits grep and diff."""
+    """Render `{"schema": …, "rows": […], …}` with one record per line, for grep and diff."""
     rows = ",\n".join(f"  {_dumps(record)}" for record in document.records)
     parts = [
         f'"schema": {_dumps(document.schema)}',
@@ -65,9 +65,9 @@ def _dumps(value: Any) -> str:
 
 
 def render_csv(document: Document) -> str:
-    """Render a header row and the records. None becomes an empty cell.
+    """Render a header row and the records. Write None as an empty cell.
 
-    `grid` and `block` have three columns each. Texts are escaped by `harmless`.
+    Write `grid` and `block` as three columns each, and escape texts with `harmless`.
     """
     out = io.StringIO()
     # the csv module writes \r\n by default
@@ -107,8 +107,8 @@ _SIGNS = frozenset("=+-@")
 def harmless(text: str) -> str:
     """Escape the text of a CSV cell for spreadsheets and terminals.
 
-    A text that a spreadsheet could interpret as a formula gets a leading apostrophe. Unprintable
-    characters are escaped, and all line ends become single newlines.
+    Put an apostrophe before a text that a spreadsheet could interpret as a formula. Escape
+    unprintable characters, and replace all line ends with single newlines.
     """
     # Python before 3.13 does not quote a lone carriage return.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -123,7 +123,7 @@ _MARKDOWN_SPECIAL = re.compile(r"[\\`*|\[\]~]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text so that GitHub-flavoured Markdown shows it unchanged, also inside a table cell."""
+    """Escape a text for GitHub-flavoured Markdown, inside and outside of tables."""
     text = _MARKDOWN_SPECIAL.sub(lambda match: "\\" + match.group(), one_line(text))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 

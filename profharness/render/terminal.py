@@ -1,4 +1,4 @@
-"""Render documents for terminals with rich. Numbers are never cut, whatever the width."""
+"""Render documents for terminals with rich. Numbers are never cut."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from profharness.render.fitting import (
 )
 
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
-SHOWN_TITLES = 8  # maximum number of hidden columns that are named
+SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 Rows = list[list[str]]
@@ -53,8 +53,8 @@ def render_table(
 ) -> str:
     """Render headings, aligned tables and notes, wrapped at `width`.
 
-    Tables with the same columns have the same column widths. If `cut` is set, tables fit the width
-    as `fit_columns` describes. If `full` is set, they show every column.
+    Tables with the same columns have the same column widths. If `cut` is set, fit tables to `width`
+    with `fit_columns`. If `full` is set, show every column.
     """
     document = for_reading(document)
     tables = [block for block in document.blocks if isinstance(block, Table)]
@@ -81,7 +81,7 @@ def render_table(
     previous: Block | None = None
     table_count = 0
     for block in document.blocks:
-        # a table of the document has the values of the chart or timeline
+        # a table of the document contains the values of a chart or timeline
         if isinstance(block, Chart | Timeline):
             continue
         if isinstance(block, Heading):
@@ -109,7 +109,7 @@ def render_table(
 def _layouts(
     tables: Sequence[Table], rows: Sequence[Rows], width: int | None, *, full: bool
 ) -> Layouts:
-    """Return the layout of all tables with the same columns. None as `width` is unlimited."""
+    """Return one layout for all tables with the same columns. If `width` is None, do not limit it."""
     joined: dict[tuple[Column, ...], Rows] = {}
     for table, own in zip(tables, rows, strict=True):
         joined.setdefault(table.columns, []).extend(own)
@@ -209,7 +209,7 @@ def _print_hidden(console: Console, layouts: Layouts, width: int) -> None:
         one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
     )
     names = join_few([title for title in titles if title], SHOWN_TITLES)
-    # No line consists of the end of the last words.
+    # Keep the last words together on one line.
     end = f"(see{NO_BREAK}--full)"
     lines = "\n".join(_wrapped(f"hidden at {width} columns: {names} {end}", width))
     console.print(Text(lines.replace(NO_BREAK, " "), style="dim"), soft_wrap=True)

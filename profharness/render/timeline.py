@@ -1,4 +1,4 @@
-"""Draw a timeline as a canvas that `assets/timeline.js` fills, with its data as JSON."""
+"""Write a timeline as a canvas with JSON data. `assets/timeline.js` draws on the canvas."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from profharness.render.bars import legend
 from profharness.render.colors import ink_on, series_colors
 from profharness.render.document import Span, Timeline
 
-MOST_SPANS = 40_000  # maximum number of spans in a page, which then has about 1 MB
+MOST_SPANS = 40_000  # maximum number of spans in a page; this number needs about 1 MB
 NO_NAMES: Mapping[str, Sequence[str]] = {}
 KEYS = (
-    "Drag to move. Zoom with + and −, by pinching, or with Ctrl and the wheel. After a click: arrow "
-    "keys, + − 0, and N for the next attention kernel."
+    "Drag to move. Zoom with + and −, by pinching, or with Ctrl and the mouse wheel. Click on the "
+    "timeline to use the arrow keys, +, − and 0, or N for the next attention kernel."
 )
 
 
 def draw_timeline(
     timeline: Timeline, number: int, full_names: Mapping[str, Sequence[str]] = NO_NAMES
 ) -> str:
-    """Return a figure with buttons, a canvas, its data and a legend. `number` is unique on a page.
+    """Return a figure with buttons, a canvas, the data of the canvas and a legend.
 
-    `full_names` are the full names behind shortened ones.
+    `number` must be unique on a page. `full_names` maps shortened names to full names.
     """
     spans, left_out = _longest(span for lane in timeline.lanes for span in lane.spans)
     series = list(dict.fromkeys(span.series for lane in timeline.lanes for span in lane.spans))
@@ -37,7 +37,7 @@ def draw_timeline(
         for span in lane.spans:
             if span not in spans:
                 continue
-            # Starts are stored as differences, which are shorter.
+            # Store starts as differences, because these need fewer digits.
             flat += (span.start_ns - last, span.duration_ns)
             flat += (texts.setdefault(text, len(texts)) for text in (span.name, span.detail))
             flat.append(series.index(span.series))
@@ -60,7 +60,7 @@ def draw_timeline(
             None,
             [
                 timeline.caption,
-                f"The {left_out:,} shortest marks are left out." if left_out else "",
+                f"The {left_out:,} shortest marks are not shown." if left_out else "",
             ],
         )
     )
@@ -77,14 +77,14 @@ def draw_timeline(
         f'<figure class="timeline" id="timeline{number}"><div class="tools">{buttons}'
         f'<output aria-live="polite"></output></div><div class="stage">'
         f'<canvas tabindex="0" role="img" aria-label="{escape(one_line(timeline.title), quote=True)}. '
-        f'The table below has the same kernels."></canvas><div class="tip" hidden></div></div>'
+        f'The table below lists the same kernels."></canvas><div class="tip" hidden></div></div>'
         f'<script type="application/json">{text}</script>{legend(colors)}'
         f'<figcaption>{escape(one_line(caption))} <span class="keys">{KEYS}</span></figcaption></figure>'
     )
 
 
 def _is_cut(text: str, full_names: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a name is cut and stands for one full name only."""
+    """Return whether a name is shortened and has only one full name."""
     return "…" in text and len(full_names.get(text, ())) == 1
 
 

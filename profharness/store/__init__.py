@@ -1,6 +1,6 @@
 """The SQLite store of runs and traces.
 
-The functions that ingest traces are imported on first use, so that commands that only read the
+The functions that ingest traces are imported on first use. Therefore, commands that only read the
 store import neither numpy nor a parser.
 """
 

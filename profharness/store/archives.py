@@ -1,4 +1,4 @@
-"""Read the traces in an archive (`.tar`, `.tar.gz`), such as those of all ranks of a job.
+"""Read the traces in an archive (`.tar`, `.tar.gz`), such as the traces of all ranks of a job.
 
 The members are unpacked one at a time, so that a large archive needs little disk space. The path
 of a member is the path of the archive, followed by the name of the member.
@@ -76,7 +76,7 @@ def _is_trace(member: tarfile.TarInfo, name: str) -> bool:
 
 @contextmanager
 def member_source(plain: Path, shown: Path) -> Iterator[Source]:
-    """Yield the source of an unpacked member. Errors name its path in the archive."""
+    """Yield the source of an unpacked member. Errors contain the path in the archive."""
     with errors_that_name(plain, shown):
         source = read_source(plain)
         raws: tuple[Any, ...] = tuple(replace(raw, name=shown.name) for raw in source.raws)

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 _INTEGERS = (int, int | None, Triple | None)
-_READS = "only SELECT statements are allowed, and no ATTACH"
+_READS = "only SELECT statements are allowed, without ATTACH"
 
 
 def to_frame(rows: Sequence[Any], kind: Any = None) -> pd.DataFrame:
     """Convert rows to a DataFrame with flat columns.
 
-    `kind` is the type of the rows. It determines the columns if there are no rows. A grid or block
+    `kind` is the type of the rows, and determines the columns if there are no rows. A grid or block
     becomes three columns (`grid_x`, …). A tuple of strings becomes one string joined by "; ". Raw
     samples become a count and a median (`event_samples`, `event_median_ns`). Each metric becomes a
-    column that is named as in the profiler, without the unit. Other dicts become one column
-    per key. Unknown values are missing, never 0.
+    column with the name that the profiler uses, without the unit. Other dicts become one column per
+    key. Unknown values are missing, never 0.
     """
     kind = type(rows[0]) if rows else kind
     if kind is None:
@@ -43,7 +43,7 @@ def to_frame(rows: Sequence[Any], kind: Any = None) -> pd.DataFrame:
         for row in rows
     ]
     integers = [column for name in names if hints[name] in _INTEGERS for column in _flat(name)]
-    # Dicts are left out, because their columns depend on their keys.
+    # Omit dicts, because their columns depend on their keys.
     plain = (name for name in names if not str(hints[name]).startswith("dict"))
     columns = None if records else list(chain.from_iterable(map(_flat, plain)))
     return frame(records, columns, integers=integers)
@@ -75,9 +75,9 @@ def frame(
 
 
 def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
-    """Return the result of any SELECT over the store's tables and views.
+    """Return the result of any SELECT statement over the store's tables and views.
 
-    Raise UsageError for other SQL.
+    Raise UsageError for other SQL statements.
     """
     connection = store.connection
     connection.set_authorizer(_deny_attach)

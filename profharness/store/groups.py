@@ -1,6 +1,6 @@
 """Compute exact statistics of each group of launches, and the busy time of each device.
 
-The store contains these statistics, so that most queries need not read launches.
+With these statistics in the store, most queries need not read launches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-# not ncu, whose start times are useless because it serializes kernels
+# without ncu, because ncu serializes kernels, which makes the start times useless
 TIMED = (TORCH, NSYS, ROCPROFV3, RPD, ROCPROF)
 MERGE_ROWS = 1 << 20  # number of rows above which rows of the same group and duration are merged
 
@@ -32,7 +32,7 @@ def group(
 ) -> tuple[Column, dict[str, Column]]:
     """Group rows by key, and sort the groups by key. There must be at least one row.
 
-    `count` is the number of launches that each row represents. Return the index of one row of each
+    `count` is the number of launches that each row represents. Return the index of one row per
     group, and the columns of `launch_groups`. The median of an even number of durations is the mean
     of the two middle durations, rounded down.
     """
@@ -57,9 +57,9 @@ def group(
 
 
 class Grouping:
-    """Groups rows by the columns `names`. The rows arrive in blocks.
+    """A grouping of rows by the columns `names`. The rows are added in blocks.
 
-    Memory use grows with the number of distinct durations in each group, not with the number of
+    Memory use grows with the number of distinct durations per group, and not with the number of
     rows.
     """
 
@@ -86,12 +86,11 @@ class Grouping:
             self._merge_at = max(self._merge_rows, 2 * self._rows)
 
     def finish(self) -> tuple[dict[str, Column], dict[str, Column]]:
-        """Return the columns of the coarse groups and of the fine groups. There must be at least
-        one row.
+        """Return the columns of the coarse groups and of the fine groups.
 
-        Coarse groups ignore the last key column. In the result, this column contains the value with
-        the most launches. If several values have equally many, it contains the value that started
-        first.
+        There must be at least one row. Coarse groups ignore the last key column. In the result,
+        this column contains the value with the most launches, or the earliest of several such
+        values.
         """
         ids, *columns = map(np.concatenate, zip(*self._blocks, strict=True))
         keys = np.array(list(self._ids), np.int64)
@@ -108,7 +107,7 @@ class Grouping:
 
 
 class DeviceTimes:
-    """Collects the device, kernel, start and duration of each GPU launch in 24 bytes per launch."""
+    """The device, kernel, start and duration of each GPU launch, in 24 bytes per launch."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[NDArray[Any], ...]] = []
@@ -124,10 +123,10 @@ class DeviceTimes:
     def insert(
         self, connection: sqlite3.Connection, trace_id: int, kernels: Sequence[tuple[str, str]]
     ) -> None:
-        """Insert one row per device with its busy time and the time of its collectives.
+        """Insert one row per device with the busy time and the time of collectives.
 
-        `kernels` contains the name and kind of each kernel that the batches refer to. All of them
-        must be stored already.
+        `kernels` contains the name and kind of each kernel in the batches. All these kernels must
+        already be stored.
         """
         if not self._blocks:
             return

@@ -1,8 +1,8 @@
 """Ingest run folders and trace files into the store.
 
-Each run is stored in one transaction. Ingesting stored content again changes nothing. A run with an
-unreadable raw trace is stored without that trace. A damaged or smaller run folder never replaces a
-complete run, and a copy of a folder changes nothing.
+Each run is stored in one transaction. Nothing changes if stored content or a copy of a stored folder
+is ingested again. A run with an unreadable raw trace is stored without that trace. A damaged or
+smaller run folder never replaces a complete run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from profharness.device_types import device_name
-from profharness.errors import StoreError, TraceFormatError, join_few, printable_path
+from profharness.errors import StoreError, TraceFormatError, counted, join_few, printable_path
 from profharness.files import shell_command
 from profharness.processes import garbage_collection_off
 from profharness.rows import NCU
@@ -91,15 +91,15 @@ class IngestResult:
     launches: int  # number of launches now stored
     cells: int  # number of cells now stored
     warnings: tuple[str, ...] = ()
-    """Warnings stored with the run. Each begins with the name of a trace or a cell."""
-    kept: Path | None = None  # folder of the stored run if the source is a copy of it
+    """Warnings stored with the run. Each warning begins with the name of a trace or a cell."""
+    kept: Path | None = None  # folder of the stored run if the source is a copy of this folder
 
 
 _Parsed = tuple[Raw, Trace]
 
 
 class _RawError(Exception):
-    """Raised if a raw trace cannot be read. The arguments are the Raw and the TraceFormatError."""
+    """A raw trace cannot be read. The arguments are the Raw and the TraceFormatError."""
 
 
 def ingest_path(
@@ -110,19 +110,17 @@ def ingest_path(
     cache: ParsedTraces | None = None,
     companions: Sequence[Path] = (),
 ) -> list[IngestResult]:
-    """Ingest a run folder, a trace file, all run folders and trace files below a folder, or all
-    traces in an archive.
+    """Ingest a run folder, a trace file, an archive of traces, or all sources below a folder.
 
     Sources are ingested in sorted order. `progress` is called with the name of a trace, the number
-    of its launches that were read so far, and the number of all its launches. `cache` contains
-    traces that were parsed before. `companions` are files that describe a single trace file, as in
-    `read_source`. An unreadable trace of a run folder becomes a problem and a
-    warning of the stored run.
+    of launches read so far, and the total number of launches of the trace. `cache` contains traces
+    that were already parsed. `companions` are files that describe a single trace file, as in
+    `read_source`. An unreadable trace of a run folder becomes a problem and a warning of the stored
+    run.
 
-    If a source cannot be read, TraceFormatError is raised after the other sources are ingested.
-    Rows of this source that are already stored are kept. A missing store is not created if no
-    source can be read. Raise StoreError if the store cannot be used or does not contain what was
-    written to it.
+    If a source cannot be read, ingest the other sources, and then raise TraceFormatError. Rows of
+    this source that are already stored are kept. A missing store is not created if no source can be
+    read. Raise StoreError if the store cannot be used or does not contain the written runs.
     """
     results: list[IngestResult] = []
     failures: list[TraceFormatError] = []
@@ -144,7 +142,7 @@ def ingest_path(
                 if read is None or read.run is None:
                     raise
                 raise StoreError(
-                    f"{error}\nthe run is kept in {path}; ingest it into another store: "
+                    f"{error}\nthe run is kept in {path}; ingest this folder into another store with: "
                     f"profharness ingest {path} --store OTHER"
                 ) from None
     require_stored(store, results, len(failures))
@@ -174,7 +172,8 @@ def _ingest_archive(
             except TraceFormatError as error:
                 failures.append(error)
     if failures and len(results) > before:
-        message = f"{len(failures)} of its traces cannot be read; the others are stored"
+        unread = counted(len(failures), "trace")
+        message = f"cannot read {unread} of this archive; the others are stored"
         raise TraceFormatError(path, message, expected=f"whole traces: {failures[0]}")
     if failures:
         raise failures[0]
@@ -183,7 +182,8 @@ def _ingest_archive(
 def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0) -> None:
     """Raise StoreError if the store lacks runs that were written to it.
 
-    The store is reopened, because SQLite keeps writing to a file that was deleted or replaced.
+    Reopen the store for this check, because SQLite keeps writing to a file that was deleted or
+    replaced.
     `failed` is the number of other sources that could not be ingested.
     """
     query, stored = "SELECT 1 FROM runs WHERE run = ?", set()
@@ -195,7 +195,7 @@ def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0
         names = [str(path) for path in lost] if len(lost) <= FEW else ["SOURCE..."]
         raise StoreError(
             f"{store}: {count} of {total} sources were stored, because the file was deleted, "
-            "replaced or damaged while it was written; ingest the missing sources: "
+            "replaced or damaged at the same time; ingest the missing sources with: "
             f"{shell_command('ingest', *names, store=store)}"
         )
 
@@ -209,8 +209,8 @@ def ingest_source(
 ) -> IngestResult:
     """Parse and store one source. Raise the errors of `ingest_path`.
 
-    `writer` opens the store. If there is no store, `writer` is called only after the traces could
-    be parsed.
+    `writer` opens the store. If there is no store, `writer` is called only after the traces are
+    parsed.
     """
     try:
         return _ingest_source(store, writer, source, progress, cache)
@@ -218,8 +218,8 @@ def ingest_source(
         if is_damage(error) or is_altered(error):
             raise damaged(store, error) from None
         raise StoreError(
-            f"{store}: cannot be written: {error}; sources that were stored before are kept; fix "
-            "this and repeat the command, or choose another store with --store"
+            f"{store}: cannot write to the store: {error}; fix this problem and repeat the command, "
+            "or choose another store with --store; sources that are already stored are kept"
         ) from None
 
 
@@ -233,7 +233,7 @@ def _ingest_source(
 ) -> IngestResult:
     if source.run is not None:
         _check_record(source.path / RUN_FILE, source.run)
-    # checked before parsing, and again below, because another process may store the source first
+    # check before parsing, and again below, because another process may store the source first
     same = waiting(lambda: unchanged(writer(), source)) if store.exists() else None
     if same:
         return same
@@ -336,7 +336,7 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
 
 
 def rename_trace(connection: sqlite3.Connection, run: str, path: Path) -> None:
-    """Name a run that was made from a trace file after another file with the same content."""
+    """Rename a run made from a trace file to the name of another file with the same content."""
     named, _ = split_rank({}, path.name)
     values = {
         "run": run,
@@ -363,9 +363,7 @@ def _hashes(source: Source) -> dict[str, str]:
 
 
 def _original(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:
-    """Return the folder from which a run was ingested if `folder` is a copy of that folder.
-    Otherwise, return None.
-    """
+    """If `folder` is a copy of the folder of a stored run, return the original, else None."""
     row = connection.execute("SELECT path FROM runs WHERE run = ?", (run.run,)).fetchone()
     if row is None:
         return None
@@ -406,7 +404,7 @@ def _stored_contents(connection: sqlite3.Connection, run: str) -> Contents:
 def require_no_less(
     connection: sqlite3.Connection, source: Source, run: str, before: Contents
 ) -> None:
-    """Raise TraceFormatError if the stored run contains less than `before`."""
+    """Raise TraceFormatError if the stored run lacks contents of `before`."""
     after = _stored_contents(connection, run)
     missing = []
     for (what, name), number in before.items():
@@ -421,9 +419,9 @@ def require_no_less(
         raise TraceFormatError(
             source.path,
             (
-                f"contains less of run {run} than the store, which was not changed; missing: "
-                f"{join_few(missing, FEW)}{reason}; to ingest it anyway, first delete the stored run: "
-                f"profharness runs --delete {run}"
+                f"contains less of run {run} than the store, so the store was not changed; missing: "
+                f"{join_few(missing, FEW)}{reason}; to ingest this folder anyway, first delete the "
+                f"stored run: profharness runs --delete {run}"
             ),
         )
 
@@ -508,7 +506,7 @@ def _insert_run(
                 UNREADABLE,
                 raw.problem,
                 (
-                    f"copy {raw.name} again from an intact copy, or capture again with --profiler "
+                    f"restore {raw.name} from an intact copy, or capture again with --profiler "
                     f"{raw.profiler}"
                 ),
                 cells=raw.cells,
@@ -528,9 +526,9 @@ def _insert_run(
 
 
 def _set_span(connection: sqlite3.Connection, run_id: int) -> None:
-    """Set the duration of a foreign trace to the time that its events cover, if it has events.
+    """Set the duration of a foreign trace to the time between the first and the last event.
 
-    A trace of ncu has no such time, because ncu repeats each kernel.
+    Do not use this function for a trace of ncu, because ncu repeats each kernel.
     """
     connection.execute(
         "WITH own AS (SELECT id FROM traces WHERE run_id = :run) "
@@ -548,9 +546,9 @@ def _set_span(connection: sqlite3.Connection, run_id: int) -> None:
 def _created(path: Path, trace: Trace) -> str:
     """Return the date and time at which a foreign trace was recorded.
 
-    Use the date in the trace. If there is none, use the start of the first range if it is Unix
-    time. Otherwise, use the modification time of the file. A file from an archive without dates has
-    the time 0: use the current time instead.
+    Use the date in the trace. If the trace has no date, use the start of the first range, provided
+    that ranges have Unix times. Otherwise, use the modification time of the file. If that is 0, as
+    for a file from an archive without dates, use the current time.
     """
     stamps = [] if trace.created_s is None else [trace.created_s * 10**9]
     starts = stamps + [item.start_ns for item in trace.ranges[:1]]
@@ -592,7 +590,7 @@ def _insert_cells(
 def _with_turns(
     values: Sequence[int], turns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int | None, int | None]]:
-    """Yield the samples, each with its process and turn. Both are None if they are unknown."""
+    """Yield samples with their process and turn. Process and turn are None if unknown."""
     known = [turn[:2] for turn in Series.of(values, turns).turns for _ in range(turn.samples)]
     for index, value in enumerate(values):
         yield value, *(known[index] if known else (None, None))
@@ -659,9 +657,7 @@ def _update_cells(
     ids: dict[str, int],
     results: list[tuple[str, Inserted]],
 ) -> list[str]:
-    """Store the SDPA op of each cell, and warnings that follow from its traces. Return the new
-    warnings.
-    """
+    """Store the SDPA op of each cell and the warnings about its traces. Return new warnings."""
     warnings = []
     for cell in run.cells:
         traces = [

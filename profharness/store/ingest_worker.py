@@ -1,9 +1,9 @@
-"""Read sources in a child process. The parent process writes them to the store.
+"""Read sources in a child process. The parent process writes the sources to the store.
 
-Requests on stdin are pickled pairs of a name and a path. Replies on stdout are pickled too.
+Requests on stdin are pickled pairs of a name and a path. Replies on stdout are also pickled.
 
-* `source` replies with the Source at a path. Its traces are parsed unless the store contains them.
-* `trace` replies with the Trace of a file and a list that contains its first batch.
+* `source` replies with the Source at a path, and parses traces that the store does not contain.
+* `trace` replies with the Trace of a file and a list that contains the first batch.
 * `batches` replies with each further batch of this trace, and then with None.
 
 If a request fails, the reply is an exception that the receiver must raise.
@@ -35,7 +35,7 @@ Parsed = tuple[Trace, list[LaunchBatch], Iterator[LaunchBatch]]
 
 
 class SourceReader:
-    """Reads one source at a time, and keeps its parsed traces until they are requested."""
+    """A reader of one source at a time. It keeps parsed traces until they are requested."""
 
     def __init__(self, store: Path) -> None:
         self._store = store
@@ -44,8 +44,9 @@ class SourceReader:
         self._rest: dict[Path, Iterator[LaunchBatch]] = {}
 
     def source(self, path: Path) -> Source:
-        """Read a source, and parse its traces unless the store contains them. Close the traces of
-        the previous source.
+        """Close the traces of the previous source and read a source.
+
+        Also parse the traces, unless the store contains the source.
         """
         self.close()
         source = read_source(path)
@@ -83,7 +84,7 @@ class SourceReader:
         return trace, list(islice(batches, 1)), batches
 
     def _is_stored(self, source: Source) -> bool:
-        # Errors are ignored here, because the process that writes the store reports them.
+        # Ignore errors here, because the process that writes the store reports them.
         with (
             suppress(StoreError, sqlite3.Error),
             closing(connect(self._store, write=False)) as connection,
@@ -105,7 +106,7 @@ def main() -> None:
     with closing(SourceReader(Path(sys.argv[2]))) as reader, suppress(EOFError, BrokenPipeError):
         while True:
             name, path = pickle.load(sys.stdin.buffer)
-            # If writing a reply fails, the process ends, because later replies could not be read.
+            # End the process if writing a reply fails, because later replies could not be read.
             for value in _replies(reader, name, path):
                 pickle.dump(value, replies, pickle.HIGHEST_PROTOCOL)
                 replies.flush()

@@ -72,7 +72,7 @@ KERNEL_COLUMNS = (
 def sdpa_op(path: str) -> str | None:
     """Return the innermost op of an op path that implements SDPA, or None if there is no such op.
 
-    The composite op scaled_dot_product_attention is ignored, because it calls one of these ops.
+    Ignore the composite op scaled_dot_product_attention, because this op calls one of the others.
     """
     return next((op for op in reversed(path.split(";")) if SDPA_OP.fullmatch(op)), None)
 
@@ -98,8 +98,8 @@ def insert_trace(
 ) -> Inserted:
     """Insert the contents of a trace that has a row in `traces`, in the caller's transaction.
 
-    `cells` maps the names of a run's cells to row ids. Launches outside of these cells are
-    counted but not stored. `cells` is None for a foreign trace, whose launches are all stored.
+    `cells` maps the names of a run's cells to row ids. Launches outside of these cells are counted
+    but not stored. For a foreign trace, `cells` is None, and all launches are stored.
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
@@ -158,7 +158,7 @@ def _insert_trace_cell(
 ) -> tuple[list[int], str | None]:
     """Insert a row of `trace_cells`. Return the number of launches in each call, and the SDPA op.
 
-    Forward ops are preferred to backward ops. Of several forward ops, return the op with the most
+    Prefer forward ops to backward ops. If there are several forward ops, return the op with the most
     launches.
     """
     launches = [0] * calls
@@ -182,7 +182,8 @@ def _insert_trace_cell(
 def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:
     """Yield views of a batch with at most PIECE launches each.
 
-    Raise ValueError for a device or duration below NONE, because it would be grouped wrongly.
+    Raise ValueError for a device or duration below NONE, because such values would be grouped
+    wrongly.
     """
     for name in ("device", "duration_ns"):
         least = int(getattr(batch, name).min(initial=0))
@@ -196,7 +197,7 @@ def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:
 def _cell_calls(ranges: Sequence[Range], cells: Mapping[str, int]) -> Calls:
     """Return the profiled calls of each cell, sorted by start time.
 
-    Ranges of a cell that overlap belong to the same call, which may have a push/pop range and a
+    Overlapping ranges of a cell belong to the same call. A call may have a push/pop range and a
     start/end range.
     """
     # if ranges have the same start, the outer range comes first
@@ -226,9 +227,8 @@ def _row_ids(
 ) -> dict[str, Column]:
     """Insert rows of small tables, and return arrays that map indices in the trace to row ids.
 
-    The last element of each array is NONE. It is selected by the index -1, which means that there
-    is no value. `origin` contains the start of the first call in the cell of each range. It is 0
-    for a range outside of all cells.
+    The last element of each array is NONE, because the index -1 means that there is no value.
+    `origin` contains for each range the start of the first call in the cell, or 0 outside of cells.
     """
     cell = np.full(len(trace.ranges) + 1, NONE, np.int64)
     iteration, origin = cell.copy(), np.zeros(len(trace.ranges) + 1, np.int64)
@@ -304,8 +304,9 @@ def _insert_ranges(
 def _launch_columns(
     trace_id: int, batch: LaunchBatch, ids: Mapping[str, Column], keep: NDArray[np.bool_] | slice
 ) -> dict[str, Column]:
-    """Return the columns of `launches` for the launches to keep. Add the columns `range_name_id`
-    and `first_ns`, which are used for grouping.
+    """Return the columns of `launches` for the launches to keep.
+
+    Add the columns `range_name_id` and `first_ns`, which are used for grouping.
     """
     cell_range = batch.cell_range[keep]
     inner = batch.range[keep]
@@ -327,9 +328,9 @@ def _launch_columns(
 def _insert_columns(
     connection: sqlite3.Connection, table: str, columns: Mapping[str, Column]
 ) -> None:
-    """Insert rows given as columns of equal length. NONE becomes NULL in nullable columns.
+    """Insert rows given as columns of equal length. Replace NONE with NULL in nullable columns.
 
-    A column with the same value in all rows becomes a literal, except for the first column, because
+    Write a column with equal values as a literal. The first column is always a parameter, because
     each row needs at least one parameter.
     """
     never_null = columns_of(connection, table)
@@ -353,7 +354,7 @@ def _insert_columns(
 def _insert_groups(
     connection: sqlite3.Connection, trace_id: int, grouping: Grouping, *, foreign: bool
 ) -> None:
-    """Insert coarse groups of launches, which ignore op paths, and fine groups, which do not."""
+    """Insert coarse groups of launches without op paths, and fine groups with op paths."""
     grouped = grouping.finish()
     # In cells, times are already relative to the first call.
     origin = int(grouped[1]["first_ns"].min()) if foreign else 0
@@ -376,7 +377,7 @@ def _insert_metrics(
     """Insert the metrics of launches with consecutive ids from `first_id`.
 
     `kept` contains blocks of positions in the trace, one position per launch, in the order of ids.
-    No row is inserted for NaN, which means that the launch has no value for the metric.
+    Insert no row for NaN, which means that the launch has no value for the metric.
     """
     # rows are inserted in the order of the primary key, because the table is WITHOUT ROWID
     order = sorted(range(len(metrics.names)), key=metrics.names.__getitem__)
@@ -392,7 +393,10 @@ def _insert_metrics(
 
 
 class CallLaunches:
-    """Sums the launches of each attention call in a foreign trace. Launches arrive in batches."""
+    """The sums of the launches of each attention call in a foreign trace.
+
+    Launches are added in batches.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -467,9 +471,9 @@ def insert_journals(
     journals: Journals,
     calls: Sequence[AttentionCall],
 ) -> list[str]:
-    """Insert the calls that the observer recorded, and link the stored calls of traces to them.
+    """Insert the calls that the observer recorded, and link calls in traces to observed calls.
 
-    Copy values that are missing in a trace from the observed call. Return the warnings.
+    If a call in a trace lacks values, copy them from the observed call. Return the warnings.
     """
     from profharness.traces.observed import completed, match_calls
 
@@ -500,5 +504,5 @@ def insert_journals(
         "config_id = coalesce(?, config_id), reason = ? WHERE id = ?",
         rows,
     )
-    text = f"{counted(lost, 'call')} in the traces could not be matched to a single observed kind of call"
+    text = f"{counted(lost, 'call')} in the traces did not match a single observed kind of call"
     return [*warnings, *([text] if lost else [])]

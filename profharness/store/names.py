@@ -23,11 +23,11 @@ class StoredRun:
 
 
 def name_runs(runs: Iterable[StoredRun]) -> dict[str, str]:
-    """Return the name of each run by its id. `runs` are sorted, newest first.
+    """Map the id of each run to its name. `runs` must be sorted, newest first.
 
-    The name of a trace is the end of its path that no other stored trace has, at least the file
-    name. If the same path was ingested with different contents, only the newest run has its name.
-    The others are named by their ids.
+    The name of a trace is the shortest end of its path that no other stored trace has, at least the
+    file name. If the same path was ingested with different contents, only the newest run is named
+    by the path. Older runs are named by their ids.
     """
     names: dict[str, str] = {}
     newest: dict[str, str] = {}
@@ -41,7 +41,7 @@ def name_runs(runs: Iterable[StoredRun]) -> dict[str, str]:
 
 
 def match_path(text: str, runs: Iterable[StoredRun]) -> list[str]:
-    """Return the ids of the runs whose path is `text` or ends with it, newest first.
+    """Return the ids of the runs whose path is `text` or ends with `text`, newest first.
 
     If the same path was ingested with different contents, return only the newest run.
     """

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Metrics = dict[str, tuple[float, str]]
 
-# Errors that reading a damaged file can raise. The file is checked only after such an error.
+# Errors that can occur while reading a damaged file. Only such an error causes a check of the file.
 OF_DAMAGE = (
     *(sqlite3.Error, ValueError, LookupError, TypeError, ArithmeticError, msgspec.MsgspecError),
 )
@@ -106,7 +106,7 @@ class Store(RunFinder):
                     raise damaged(self.path, detail) from None
 
     def close(self) -> None:
-        """Close the connection. The store cannot be used afterwards."""
+        """Close the connection. Do not use the store afterwards."""
         self.connection.close()
 
     def runs(self) -> list[RunRow]:
@@ -125,7 +125,7 @@ class Store(RunFinder):
         return [replace(row, name=names[row.run]) for row in rows]
 
     def warnings(self, runs: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Return the warnings from ingesting these runs. Runs without warnings are omitted."""
+        """Return the ingest warnings of these runs. Omit runs without warnings."""
         wanted = set(runs)
         rows = self.connection.execute(
             f"SELECT run, warnings FROM runs r WHERE warnings <> '[]' {NEWEST_FIRST}"
@@ -139,8 +139,9 @@ class Store(RunFinder):
         return environment
 
     def engine(self, run: str | None = None) -> EngineLog | None:
-        """Return what the log of the run's serving engine says about attention, or None if there is
-        no log.
+        """Return the records on attention in the log of a run's serving engine.
+
+        Return None if there is no log.
         """
         from profharness.traces.engine_log import EngineLog
 
@@ -152,20 +153,20 @@ class Store(RunFinder):
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
         """Return the problems of a run's profilers, with remedies.
 
-        The result is empty for a foreign trace.
+        Return an empty tuple for a foreign trace.
         """
         from profharness.run import Problem
 
         return msgspec.convert(self._decoded("problems", run), tuple[Problem, ...])
 
     def protocol(self, run: str) -> dict[str, Any]:
-        """Return the fields of a run's `run.Protocol`. The result is empty for a foreign trace."""
+        """Return the fields of a run's `run.Protocol`, or an empty dict for a foreign trace."""
         return self._decoded("protocol", run) or {}
 
     def bench_plan(self, run: str) -> dict[str, Any]:
         """Return the fields of a run's `run.BenchPlan`.
 
-        The result is empty unless `bench` made the run.
+        Return an empty dict unless the run was made by `bench`.
         """
         return self._decoded("bench", run) or {}
 
@@ -186,15 +187,15 @@ class Store(RunFinder):
         )
 
     def device_name(self, run: str | None = None) -> str | None:
-        """Return the name of the GPU on which a run was recorded. If the run used no GPU, return
-        the name of the processor.
+        """Return the name of the GPU on which a run was recorded.
+
+        Return the name of the processor if the run used no GPU.
         """
         name = device_name(self.environment(run))
         return name or next((device.name for device in self.devices(run)), None)
 
     def peaks(self, run: str | None = None, source: str | None = None) -> Peaks | None:
-        """Return the latest measured peaks of the run's device, or else the peaks in its data
-        sheet.
+        """Return the latest measured peaks of a run's device, or else the peaks of a data sheet.
 
         `source` restricts the result to `measured` or `data sheet`.
         """
@@ -264,8 +265,9 @@ class Store(RunFinder):
         configs: Sequence[Config] | None = None,
         **filters: Iterable[Any] | None,
     ) -> tuple[str, list[Any]]:
-        """Return an SQL condition and its parameters. The condition selects rows by run, by config,
-        and by the values of other columns.
+        """Return an SQL condition and its parameters.
+
+        The condition selects rows by run, by config, and by the values of other columns.
         """
         name = self.find_runs(Selection(run), need)
         filters["run"] = None if name == ALL_RUNS else [name]
@@ -287,8 +289,8 @@ class Store(RunFinder):
         """Return one row per cell, profiler, range, kernel, launch configuration and device.
 
         `run` is None for the latest run with kernels, or `all` for the whole store. A config
-        without a dtype matches any dtype. If `by_op` is True, return one row per op path. Otherwise
-        `op_path` is the op path with the most launches.
+        without a dtype matches any dtype. If `by_op` is True, return one row per op path.
+        Otherwise, `op_path` is the op path with the most launches.
         """
         where, values = self._where(
             run,
@@ -299,8 +301,8 @@ class Store(RunFinder):
             profiler=profilers,
             cell=cells,
         )
-        # A share is relative to the total time of the cell, or of the range if there is no cell. It
-        # is unknown if the time of any row in this total is unknown.
+        # A share is relative to the total time of the cell, or of the range if there is no cell. The
+        # share is unknown if the time of any row in this total is unknown.
         rows = records(
             self.connection,
             "SELECT *, CASE WHEN count(*) OVER whole = count(total_ns) OVER whole "
@@ -340,13 +342,13 @@ class Store(RunFinder):
         return occupancy_of
 
     def _group_metrics(self, rows: Sequence[Record], by_op: bool) -> list[Metrics]:
-        """Return the metrics of each row of `kernel_groups`, as medians over its launches."""
+        """Return the metrics of each row of `kernel_groups`, as medians over the launches."""
         keys = ("trace_id", *(GROUP_KEYS if by_op else GROUP_KEYS[:-1]))
         groups = [tuple(row[name] for name in keys) for row in rows]
         found: dict[tuple[Any, ...], dict[tuple[str, str], list[float]]]
         found = {group: {} for group in groups}
         columns = ("g.name_id" if name == "range_name_id" else f"l.{name}" for name in keys)
-        # CROSS JOIN fixes the order of the loops, so that a trace without metrics costs one lookup
+        # CROSS JOIN fixes the order of the loops. A trace without metrics then needs only one lookup.
         for name, unit, value, *group in self.connection.execute(
             f"SELECT m.name, m.unit, m.value, {', '.join(columns)} FROM traces t "
             "CROSS JOIN metrics m ON m.launch_id BETWEEN t.first_launch_id AND t.last_launch_id "
@@ -373,7 +375,7 @@ class Store(RunFinder):
         configs: Sequence[Config] | None = None,
         backends: Sequence[str] | None = None,
     ) -> list[CellRow]:
-        """Return cells in the order of the run. `run` may be `all` for the whole store."""
+        """Return cells in the order of the run. If `run` is `all`, return all stored cells."""
         where, values = self._where(run, "run", configs, backend=backends)
         rows = records(
             self.connection,
@@ -404,7 +406,7 @@ class Store(RunFinder):
         ]
 
     def verifications(self, run: str | None = None) -> list[VerificationRow]:
-        """Return the checks of a run of `verify`, in the order of the run."""
+        """Return the checks of a `verify` run, in the order of the run."""
         return self._checks("r.run = ? ORDER BY c.id, v.ordinal", self.resolve(run))
 
     def _checks(self, where: str, *values: str) -> list[VerificationRow]:
@@ -418,13 +420,14 @@ class Store(RunFinder):
         )
 
     def verdicts(self, run: str | None = None) -> dict[tuple[str, str], bool]:
-        """Return whether the cells of a run passed their checks, by (config label, backend).
+        """Map (config label, backend) of the cells of a run to whether the cell passed its checks.
 
-        Checks of other runs are also used if they had the same device, the same PyTorch and, if it
-        is recorded, the same code of the backend. If a check was repeated, only its latest result
-        is used. Checks of gradients are ignored for a cell without a backward pass. A cell fails if
-        any check failed. It passes only if its own config was checked, including the gradients if
-        the cell has a backward pass. Other cells are omitted.
+        Also use checks of other runs with the same device, the same PyTorch and the same recorded
+        backend code. If a check was repeated, use only the latest result. For a cell without a
+        backward pass, ignore checks of gradients.
+
+        A cell fails if any check failed. A cell passes only if its own config was checked,
+        including the gradients if the cell has a backward pass. Omit other cells.
         """
         run = self.resolve(run)
         here = self.environment(run)
@@ -433,8 +436,8 @@ class Store(RunFinder):
             "WHERE r.id IN (SELECT c.run_id FROM cells c JOIN verifications v ON v.cell_id = c.id)"
         )
         environments = {name: json.loads(data) for name, data in stored}
-        # The key is a problem and a backend. The inner key is a case, the checked value, and
-        # whether the cell's own config was checked.
+        # The key is a problem and a backend. The inner key consists of a case, the checked value,
+        # and whether the cell's own config was checked.
         latest: dict[tuple[Config, str], dict[tuple[str, str, bool], bool]] = {}
         # oldest first, so that a later check replaces an earlier one
         for row in self._checks("v.passed IS NOT NULL ORDER BY r.created, r.id"):
@@ -469,7 +472,7 @@ class Store(RunFinder):
         return by_cell
 
     def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
-        """Return the (config label, backend) of each cell that failed a check.
+        """Return (config label, backend) of each cell that failed a check.
 
         Such cells must not be ranked.
         """
@@ -520,9 +523,9 @@ class Store(RunFinder):
         )
 
     def steps(self, run: str | None = None) -> list[StepRow]:
-        """Return the steps of a run's traces, each with the time in which the GPU was busy.
+        """Return the steps of a run's traces, with the time in which the GPU was busy.
 
-        If a trace has no steps, return one step that contains all its launches.
+        If a trace has no steps, return one step that contains all launches of the trace.
         """
         rows: list[StepRow] = []
         for trace, first, last in self.connection.execute(
@@ -548,10 +551,10 @@ class Store(RunFinder):
         return rows
 
     def step_launches(self, steps: Sequence[StepRow]) -> Iterator[list[StepLaunch]]:
-        """Yield for each step the launches on GPUs that started in it, sorted by start.
+        """Yield for each step the GPU launches that started in the step, sorted by start.
 
         For each kernel of an attention call, the store contains the first launch and the number of
-        launches. The launches of this kernel that follow the first belong to the same call.
+        launches. The following launches of this kernel, up to this number, belong to the same call.
         """
         for trace, group in groupby(steps, key=attrgetter("trace")):
             own = list(group)
@@ -588,10 +591,10 @@ class Store(RunFinder):
     def _in_steps(
         self, query: str, trace: int, steps: Sequence[StepRow]
     ) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield for each step of a trace the rows of a query whose first column is in the step.
+        """Yield for each step of a trace the query rows with a time in the step.
 
-        The query must be sorted by that column. It runs only once, because the table has no index
-        on it. The steps are sorted and do not overlap.
+        The query must be sorted by the first column, which contains the time. Run the query only
+        once, because the table has no index on this column. The steps are sorted and do not overlap.
         """
         last = steps[-1].start_ns + steps[-1].duration_ns
         rows = self.connection.execute(query, (trace, steps[0].start_ns, last))
@@ -607,7 +610,7 @@ class Store(RunFinder):
     def launches(
         self, run: str | None = None, *, profiler: str | None = None, cell: str | None = None
     ) -> Iterator[LaunchRow]:
-        """Yield the launches of a run, trace by trace, in the order of the trace files."""
+        """Yield the launches of all traces of a run, in the order of the trace files."""
         where, values = self._where(
             self.find_run(Selection(run)),
             "kernels",
@@ -619,7 +622,7 @@ class Store(RunFinder):
         return map(LaunchRow._make, self.connection.execute(query, values))
 
     def launch_metrics(self, launch_id: int) -> Metrics:
-        """Return the hardware counters of one launch with their units, by ncu's metric names."""
+        """Map ncu's metric names to the values and units of one launch's hardware counters."""
         rows = self.connection.execute(
             "SELECT name, value, unit FROM metrics WHERE launch_id = ? ORDER BY name", (launch_id,)
         )
@@ -640,7 +643,7 @@ class Store(RunFinder):
 def _with_calls(
     rows: Iterable[tuple[Any, ...]], calls: Iterable[tuple[Any, ...]]
 ) -> list[StepLaunch]:
-    """Return the launches of a step, each with the attention call that it belongs to."""
+    """Return the launches of a step together with their attention calls."""
     launches: list[StepLaunch] = []
     places: dict[tuple[int, int], list[int]] = {}
     for place, (_, kernel, config, *values) in enumerate(rows):
@@ -667,9 +670,9 @@ def _idle(launches: Iterable[tuple[Any, ...]]) -> Iterator[GapRow]:
 def open_store(path: Path, *, write: bool = False) -> Store:
     """Open a store for reading, or for writing if `write` is True.
 
-    A missing store is created if `write` is True. Raise NotFoundError if there is no store to
-    read. Raise StoreError if the file belongs to another program or was written by a newer
-    version. Such a file is not changed.
+    If `write` is True, create a missing store. Raise NotFoundError if there is no store to read.
+    Raise StoreError if the file belongs to another program or was written by a newer version. Such a
+    file is not changed.
     """
     return Store(path, connect(path, write=write))
 
@@ -710,7 +713,7 @@ def _problem(label: str) -> Config:
 
 def median(numbers: Sequence[float]) -> float:
     """Return the median of a nonempty sequence."""
-    # `statistics.median` is not used, because importing it takes longer than most commands
+    # Do not use `statistics.median`, because importing `statistics` takes longer than most commands.
     ordered, middle = sorted(numbers), len(numbers) // 2
     if len(ordered) % 2:
         return ordered[middle]

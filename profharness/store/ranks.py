@@ -42,10 +42,10 @@ def split_rank(
     """Return the columns of `runs` that identify a rank, and the environment without these values.
 
     The columns are rank, world_size, and hashes of the host and the GPU. Unknown values are None.
-    The runs of one job differ only in these values, and have the same environment otherwise. `name`
-    is the name of a trace file outside of a run folder. It provides the rank and the host if
-    the environment does not contain them. The number of ranks in the header of a Kineto trace stays
-    in the environment, because it distinguishes jobs.
+    The runs of one job have the same environment except for these values. `name` is the name of a
+    trace file outside of a run folder. If the environment does not contain the rank or the host,
+    this name provides them. The number of ranks in the header of a Kineto trace stays in the
+    environment, because this number distinguishes jobs.
     """
     rest = dict(environment)
     section = rest.pop(DISTRIBUTED, None)
@@ -66,7 +66,7 @@ def split_rank(
 
 
 def rank_number(value: object) -> int | None:
-    """Return a rank or number of ranks that is given as an integer or a decimal string.
+    """Convert an integer or a decimal string to a rank or a number of ranks.
 
     Return None for other values.
     """
@@ -78,12 +78,11 @@ def rank_number(value: object) -> int | None:
 
 
 def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
-    """Return the ranks of a job, sorted by rank. If several runs contain a rank, use the newest
-    run.
+    """Return the ranks of a job, sorted by rank.
 
-    `refs` contains ids of runs, prefixes of ids, or folders. If it is empty, return the newest job.
-    If it selects a single run, return the job of this run. Raise NotFoundError if fewer than two
-    ranks match.
+    If several runs contain a rank, use the newest run. `refs` contains ids of runs, prefixes of
+    ids, or folders. If `refs` is empty, return the newest job. If `refs` selects a single run,
+    return the job of this run. Raise NotFoundError if fewer than two ranks match.
     """
     stored = _members(store.connection)
     wanted = _wanted(store, refs, stored)
@@ -113,10 +112,10 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
 
 
 def _members(connection: sqlite3.Connection) -> list[Record]:
-    """Return all traces that have launches. The traces of the newest run come first.
+    """Return all traces that have launches, newest run first.
 
-    The rank is that of the run, or of the trace if the run has no rank, because a run may
-    contain the traces of several ranks.
+    If a run has no rank, use the rank of the trace, because a run may contain traces of several
+    ranks.
     """
     rows = records(
         connection,
@@ -178,8 +177,7 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
     alike = [(Path(each["path"]), each) for each in stored if kind(each) == kind(record)]
     folder, size = Path(record["path"]).parent, record["size"]
     job = [each for path, each in alike if path.parent == folder]
-    # if each host has a separate folder, the other ranks are below the parent or grandparent
-    # folder
+    # if each host has a separate folder, find other ranks below the parent or grandparent folder
     for around in list(folder.parents)[:2]:
         ranks = {each["rank"] for each in job}
         if size is None or len(ranks) >= size:
@@ -193,7 +191,7 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
 def _by_rank(stored: Sequence[Record]) -> list[list[Record]]:
     """Return a list of traces for each rank.
 
-    All traces of a rank are from the newest run of the rank, and from one profiler.
+    Use only traces of one profiler from the newest run of a rank.
     """
     members: dict[object, list[Record]] = {}
     for record in stored:
@@ -209,7 +207,7 @@ def _by_rank(stored: Sequence[Record]) -> list[list[Record]]:
 
 
 def rank_launches(store: Store, ranks: Sequence[RankRow]) -> RankLaunches:
-    """Return the launches of ranks, summed by range, kernel and launch configuration."""
+    """Return the sums of the launches of ranks, by range, kernel and launch configuration."""
     execute = store.connection.execute
     traces = (json.dumps([trace for rank in ranks for trace in rank.traces]),)
     places = {0: "", **dict(execute("SELECT id, name FROM range_names").fetchall())}

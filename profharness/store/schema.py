@@ -81,9 +81,9 @@ def refuse_network(path: Path) -> None:
         local = (each for each in folders if os.access(each, os.W_OK) and not network_type(each))
         elsewhere = next(local, folders[-1]) / DEFAULT_STORE
         raise StoreError(
-            f"{path}: is on a network file system ({kind}), where several hosts would damage it; "
-            f"keep the store on a local disk (--store {elsewhere}, or {STORE_VARIABLE}); run "
-            "folders and traces can stay where they are"
+            f"{path}: this store is on a network file system ({kind}), where concurrent hosts can "
+            f"damage the store; keep the store on a local disk (--store {elsewhere}, or "
+            f"{STORE_VARIABLE}); run folders and traces can stay where they are"
         )
 
 
@@ -154,7 +154,7 @@ def require_folder(path: Path) -> None:
     """Raise StoreError if a store cannot be created because its folder does not exist."""
     if not path.exists() and not path.parent.is_dir():
         raise StoreError(
-            f"{path}: its folder does not exist; create it or choose another store with --store"
+            f"{path}: the folder does not exist; create it or choose another store with --store"
         )
 
 
@@ -164,7 +164,7 @@ def require_writable(path: Path) -> None:
     refuse_network(path)
     if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
         raise StoreError(f"{path}: no permission to write this store; {OTHER}")
-    # SQLite writes its log beside the store, not beside a link to it
+    # SQLite writes its log beside the store, not beside a link to the store
     folder = path.resolve().parent
     if not os.access(folder, os.W_OK, effective_ids=True):
         raise StoreError(f"{path}: no permission to write in the folder {folder}; {OTHER}")
@@ -181,8 +181,8 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
         require_writable(path)
     elif not path.exists():
         raise NotFoundError(
-            f"{path}: there is no store; create one with `profharness ingest FILE` or "
-            "`profharness capture`, or choose another with --store"
+            f"{path}: the store does not exist; create it with `profharness ingest FILE` or "
+            "`profharness capture`, or choose another store with --store"
         )
     try:
         _check_header(path, write)
@@ -196,9 +196,9 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
 
 
 class Writer:
-    """Opens a store for writing on the first call.
+    """A function that opens a store for writing on the first call.
 
-    Later calls open the store again if its file was deleted or replaced.
+    Later calls open the store again if the file was deleted or replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -242,13 +242,13 @@ def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
     """Return an error for a store that must not be used, with the command that rebuilds it."""
     what = what or (ALTERED if is_altered(detail) else "the store is damaged")
     return StoreError(
-        f"{path}: {what} ({detail}). The file was left as it is. Rebuild it from the run folders: "
+        f"{path}: {what} ({detail}). The file was not changed. Rebuild it from the run folders: "
         "profharness ingest traces/runs --store NEW"
     )
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether an error can only be caused by a damaged store file."""
+    """Return whether only a damaged store file can cause an error."""
     if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
         return True
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -301,7 +301,7 @@ def _is_busy(error: sqlite3.OperationalError) -> bool:
 
 
 def waiting(action: Callable[[], Answer]) -> Answer:
-    """Run an action and return its result. Repeat it while SQLite reports that the file is busy.
+    """Run an action and return its result. Repeat the action while SQLite reports a busy file.
 
     SQLite skips its own busy handler if waiting could cause a deadlock, for example when it
     switches to WAL or recovers a log.
@@ -351,8 +351,8 @@ def _check_header(path: Path, write: bool) -> None:
         raise StoreError(f"{path}: cannot be read: Permission denied; {OTHER}")
     if write and status.st_nlink > 1:
         raise StoreError(
-            f"{path}: has {status.st_nlink} hard links, and SQLite would keep a log for each of "
-            "them; remove the other links, or copy the store and choose the copy with --store"
+            f"{path}: the file has {status.st_nlink} hard links, and SQLite would keep a log for each "
+            "link; remove the other links, or copy the store and choose the copy with --store"
         )
     with closing(_raw(path, "mode=ro&immutable=1")) as connection:
         # Ignore errors in the schema, because another process may be writing it.
@@ -369,20 +369,22 @@ def _check_header(path: Path, write: bool) -> None:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
                 raise
             raise StoreError(
-                f"{path}: is not an SQLite file and was not changed; {OTHER}"
+                f"{path}: the file is not an SQLite file and was not changed; {OTHER}"
             ) from None
     if application != STORE_ID and (application or objects):
         raise _foreign(path)
 
 
 def _foreign(path: Path) -> StoreError:
-    return StoreError(f"{path}: is another program's SQLite file and was not changed; {OTHER}")
+    return StoreError(
+        f"{path}: the SQLite file belongs to another program and was not changed; {OTHER}"
+    )
 
 
 def _raw(path: Path, mode: str) -> sqlite3.Connection:
     """Return a connection that detects malformed b-tree cells.
 
-    It does not run unsafe functions that the schema of a foreign file may contain.
+    The connection does not run unsafe functions that the schema of a foreign file may contain.
     """
     uri = f"{path.absolute().as_uri()}?{mode}"
     connection = sqlite3.connect(uri, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
@@ -417,12 +419,12 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
         return 0
     if version > SCHEMA_VERSION:
         raise StoreError(
-            f"{path}: was made by a newer profharness (schema {version}, this one reads up to "
-            f"{SCHEMA_VERSION}); upgrade profharness or choose another store with --store"
+            f"{path}: the store was made by a newer profharness (schema {version}, while this version "
+            f"reads up to {SCHEMA_VERSION}); upgrade profharness or choose another store with --store"
         )
     if version < FIRST_VERSION:
         raise StoreError(
-            f"{path}: was made by an unreleased profharness (schema {version}); delete it or "
+            f"{path}: the store was made by an unreleased profharness (schema {version}); delete it or "
             "choose another store with --store, then ingest the run folders again: profharness "
             "ingest FOLDER"
         )
@@ -463,8 +465,8 @@ def _open_reader(path: Path) -> sqlite3.Connection:
     kind, log = network_type(path), file_beside(path, "-wal")
     if kind and log.is_file() and log.stat().st_size:
         raise StoreError(
-            f"{path}: is on a network file system ({kind}) and has a log beside it ({log.name}), "
-            "so another host may be writing to it; copy both files to a local disk and choose "
+            f"{path}: this store is on a network file system ({kind}) and has a log ({log.name}), so "
+            "another host may be writing to the store; copy both files to a local disk and choose "
             "the copy with --store"
         )
     if kind is None:

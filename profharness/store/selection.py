@@ -1,7 +1,7 @@
 """Select the stored run that a command shows.
 
-A run can be given by its id, by a prefix of its id, or by the name of the file that it was made
-from. `latest` selects the newest run that has the data that the command needs.
+A run can be given by its id, by a prefix of its id, or by the name of the trace file. `latest`
+selects the newest run that has the data that the command needs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from profharness.store.tables import records
 Need = Literal[
     "run", "kernels", "kernels of configs", "times", "attention calls", "traced attention calls"
 ]
-"""The data that a command needs. `run` is satisfied by any run that a user captured, timed or
-ingested."""
+"""The data that a command needs. Any captured, timed or ingested run satisfies the need `run`."""
 
 # If no run has kernels, select any run, because its cells show why there are no kernels.
 KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")
@@ -43,7 +42,7 @@ NEWEST_FIRST = "ORDER BY r.created DESC, r.id DESC"
 
 # SQL conditions on a trace t, a cell c and a run r
 _REQUESTED = "(SELECT value FROM json_each(:profilers))"
-# A cell without a result counts as data, because running it again gives no more.
+# A cell that ended without a result counts as data, because running it again gives no result.
 _NO_RESULT = "c.status NOT IN ('ok', 'pending')"
 _RECORDED = f"EXISTS (SELECT 1 FROM json_each(r.profilers) WHERE value IN {_REQUESTED})"
 _LAUNCHED = f"""EXISTS (SELECT 1 FROM trace_cells tc JOIN traces t ON t.id = tc.trace_id
@@ -65,8 +64,11 @@ _CONDITIONS: dict[Need, tuple[str, str]] = {
     "attention calls": (f"({_CALLED} OR {_OBSERVED})", "1"),
     "traced attention calls": (_CALLED, "1"),
 }
-"""Maps each need to two SQL conditions. The first one is true if run r satisfies the need for any
-config. The second one is true if cell c satisfies the need."""
+"""Maps each need to two SQL conditions.
+
+The first condition is true if run r satisfies the need for any config. The second condition is true
+if cell c satisfies the need.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class RunFinder:
     def resolve(self, ref: str | None) -> str:
         """Return the id of a run given by an id, a unique prefix, a file name, or `latest~N`.
 
-        None selects the latest run. Raise NotFoundError if no run or more than one run matches.
-        The message lists candidates.
+        If `ref` is None, return the latest run. Raise NotFoundError if no run or more than one run
+        matches. The message lists candidates.
         """
         return self.find_run(Selection(ref), "run")
 
@@ -106,8 +108,8 @@ class RunFinder:
         """Return the id of the selected run.
 
         `latest` and None select the newest run that satisfies a need. If no run satisfies the first
-        need, the second need is tried, and so on. The default need is `kernels`. Raise
-        NotFoundError if no run or more than one run matches. The message lists candidates.
+        need, try the second need, and so on. The default need is `kernels`. Raise NotFoundError if
+        no run or more than one run matches. The message lists candidates.
         """
         ref = LATEST if selection.run is None else selection.run
         runs = self.stored_runs()
@@ -130,7 +132,7 @@ class RunFinder:
                 return matching[0]
             if matching:
                 could = _some([names[run] for run in matching])
-                raise UnknownNameError(f"run {ref!r} is ambiguous; it matches {could}")
+                raise UnknownNameError(f"run {ref!r} is ambiguous; choose from {could}")
         import difflib  # needed only for this error
 
         spelled = dict.fromkeys([*names.values(), *ids, *[LATEST] * ref.isalpha()])
@@ -152,8 +154,9 @@ class RunFinder:
         return str(row[0]) if row else ""
 
     def run_reference(self, run: str) -> str:
-        """Return the text with which a user can select a run: its name, or its id if another file
-        in the working folder has the same name.
+        """Return the text with which a user can select a run.
+
+        Return the name of the run, or the id if another file in the working folder has this name.
         """
         runs = self.stored_runs()
         name = name_runs(runs).get(run, run)
@@ -169,8 +172,7 @@ class RunFinder:
     def shown_by(self, run: str) -> str:
         """Return the command that shows the contents of a run.
 
-        The command is the first of `layers`, `kernels`, `bench` and `report` for which the run has
-        data.
+        Choose the first of `layers`, `kernels`, `bench` and `report` for which the run has data.
         """
         command = "report"
         if self.has(run, "attention calls"):
@@ -184,7 +186,7 @@ class RunFinder:
     def lack_of_kernels(self, run: str) -> str | None:
         """Return a message if a run has no kernels, else None.
 
-        The message describes how the run was made, and contains the command that shows it.
+        The message describes how the run was made, and contains the command that shows the run.
         """
         if self.has(run, "kernels"):
             return None
@@ -218,9 +220,9 @@ class RunFinder:
         return [StoredRun(*row) for row in rows]
 
     def _matching(self, selection: Selection, need: Need) -> Iterator[str]:
-        """Yield the runs, newest first, that satisfy a need for all selected configs and backends.
+        """Yield the runs that satisfy a need for all selected configs and backends, newest first.
 
-        Runs of `explain` count only if configs are selected.
+        Ignore runs of `explain` unless configs are selected.
         """
         ids = [self.config_ids([config]) for config in selection.configs]
         if not all(ids):
@@ -257,9 +259,9 @@ class RunFinder:
                 yield str(run)
 
     def _latest(self, selection: Selection, needs: Sequence[Need], back: int) -> str:
-        """Return the newest matching run after skipping `back` newer matching runs.
+        """Skip the `back` newest matching runs, and return the next matching run.
 
-        Raise NotFoundError if there is no such run.
+        Raise NotFoundError if there are too few matching runs.
         """
         runs: list[str] = []
         for need in needs:

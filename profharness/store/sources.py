@@ -37,8 +37,8 @@ CHUNK = 1 << 20
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
 # maximum total size of cached trace files; parsed traces take several times as much memory
 MOST_BYTES = 16 << 20
-# The names that vLLM and SGLang give to traces of the captures of CUDA graphs, to the folder that
-# contains them, and to the list of them
+# vLLM and SGLang use these names for traces of CUDA graph captures, for their folder, and for a list
+# of these traces.
 ANNOTATIONS = re.compile(r"annotations?\.json(?:\.gz)?$")  # names of the nodes of CUDA graphs
 CAPTURE, CAPTURES, CAPTURE_LIST = "graph_capture", "capture_traces", "execution_details.json"
 MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a path, and of a path in a message
@@ -58,7 +58,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A file that describes a trace: a trace of the captures of its CUDA graphs, or a log."""
+    """A file that describes a trace: a trace of CUDA graph captures, or a log."""
 
     path: Path
     content_hash: str
@@ -74,7 +74,7 @@ class Source:
     raws: tuple[Raw, ...]
     content_hash: str
     companions: tuple[Companion, ...] = ()
-    """Files that belong to a trace file. They are not part of its content hash."""
+    """Files that belong to a trace file. The content hash does not include these files."""
 
     @property
     def captures(self) -> tuple[Path, ...]:
@@ -85,7 +85,7 @@ class Source:
 def find_sources(path: Path) -> list[Path]:
     """Return the run folders and trace files at or below a path.
 
-    Raise TraceFormatError if nothing is found.
+    Raise TraceFormatError if there are none.
     """
     try:
         if path.is_file() or (path / RUN_FILE).is_file():
@@ -109,7 +109,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     # Captures of CUDA graphs are read together with the traces that they describe.
     steps = [entry for entry in traces if not _is_capture(entry)]
     for entry in entries:
-        # symbolic links are not followed, because they could form a cycle
+        # do not follow symbolic links, because they could form a cycle
         if entry.is_dir() and not entry.is_symlink():
             if entry.name == CAPTURES and steps:
                 continue
@@ -139,8 +139,8 @@ def _is_capture(path: Path) -> bool:
 def find_companions(path: Path) -> list[Path]:
     """Return the files that a serving engine recorded beside a trace of its steps.
 
-    These are the captures of CUDA graphs, the names of their nodes, and logs. If the name of the
-    trace contains a rank, a capture with another rank in its name does not belong to it.
+    These files are captures of CUDA graphs, names of graph nodes, and logs. If the name of the trace
+    contains a rank, omit captures with another rank in their names.
     """
     if _is_capture(path):
         return []
@@ -170,15 +170,15 @@ def is_log(path: Path) -> bool:
 def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
     """Read a run folder or trace file and compute its content hash, without parsing traces.
 
-    `companions` are files that describe a trace file. Files that an engine recorded beside it are
-    found automatically. Raise TraceFormatError if the source is invalid or cannot be read.
+    `companions` are files that describe a trace file. Files that an engine recorded beside the trace
+    are found automatically. Raise TraceFormatError if the source is invalid or cannot be read.
     """
     if is_archive(path):
         message = "an archive, which may contain several traces"
-        expected = "a trace; first read the archive: profharness ingest ARCHIVE"
+        expected = "a trace; first ingest the archive with: profharness ingest ARCHIVE"
         raise TraceFormatError(path, message, expected=expected)
     if path.is_file():
-        # the uncompressed content is hashed, because a compressed copy is the same trace
+        # hash the uncompressed content, because a compressed copy is the same trace
         content_hash = hash_file(path, packed=False)
         raw = Raw(None, printable_path(path.name), path, content_hash)
         files = dict.fromkeys((*companions, *find_companions(path)))
@@ -247,14 +247,14 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
 
 
 class ParsedTraces(Protocol):
-    """Traces that were parsed before, by this or another process."""
+    """Traces that this process or another process has already parsed."""
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
         """Return a trace, or None if it is not parsed yet. Raise errors from parsing."""
 
 
 class ParsedTraceCache:
-    """A cache of parsed traces. The total size of their files is at most MOST_BYTES.
+    """A cache of parsed traces with a total file size of at most MOST_BYTES.
 
     Traces that are not in the cache are parsed when their run is ingested. Several threads may add
     traces at the same time, but `take` must not be called while a trace is added.
@@ -268,7 +268,7 @@ class ParsedTraceCache:
     def add(self, path: Path) -> None:
         """Parse a complete trace and cache it.
 
-        An unreadable trace is ignored here, because the ingest reports it.
+        Ignore an unreadable trace here, because the ingest reports the error.
         """
         with suppress(OSError, TraceFormatError, ValueError, OverflowError):
             size = path.stat().st_size
@@ -289,7 +289,7 @@ class ParsedTraceCache:
     def take(self, path: Path, content_hash: str) -> Trace | None:
         """Remove a parsed trace from the cache and return it.
 
-        Return None if the trace is not cached or if its file has changed since it was parsed.
+        Return None if the trace is not cached, or if its file has changed after parsing.
         """
         known, trace = self._kept.pop(path, (None, None))
         return trace if known == content_hash else None

@@ -1,4 +1,4 @@
-"""Compute how long the steps of a trace last, and for how long the GPUs are busy in them."""
+"""Compute the durations of a trace's steps, and the times in which the GPUs are busy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from profharness.rows import StepRow
 Step = tuple[int, str, int, int]
 """The number, name, start and duration of a step of the program."""
 Launch = tuple[int, int, int, int]
-"""The device of a launch, its start and end on the device, and the time at which the program
-launched it.
-"""
+"""The device of a launch, the start and end on the device, and the time of the launch call."""
 
 
 def step_rows(trace: int, steps: Sequence[Step], launches: Iterable[Launch]) -> list[StepRow]:
-    """Return the rows of a trace's steps. The launches are sorted by start.
+    """Return the rows of a trace's steps. `launches` must be sorted by start.
 
-    A step ends when the program's step and all kernels that it launched have ended. It begins with
-    the program's step, but not before the previous step has ended, so that steps do not overlap.
+    A step ends when the program's step and all kernels launched in this step have ended. A step
+    begins with the program's step, but not before the end of the previous step. Therefore, steps do
+    not overlap.
     """
     begins = [start for *_, start, _ in steps]
     ends = [start + duration for *_, start, duration in steps]

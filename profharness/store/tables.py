@@ -17,7 +17,7 @@ import msgspec
 if TYPE_CHECKING:
     from profharness.attention.config import Config
 
-# inserting many rows with one statement takes half the time of one statement per row
+# one statement for many rows takes half the time of one statement per row
 ROWS_PER_STATEMENT = 64
 T = TypeVar("T")
 JSON_COLUMNS = frozenset({
@@ -215,7 +215,7 @@ CREATE TABLE metrics (
 _RESOURCES = """grid_x, grid_y, grid_z, block_x, block_y, block_z, registers_per_thread,
     static_shared_bytes, dynamic_shared_bytes, shared_bytes"""
 ROCM_RESOURCES = ", accum_registers_per_thread, scalar_registers, scratch_bytes_per_thread"
-"""Columns of the schema 19, at the end of the views."""
+"""Columns that schema 19 added at the end of the views."""
 _LAUNCHES_OF_TRACES = """FROM traces t JOIN runs r ON r.id = t.run_id
     JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
     JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
@@ -331,7 +331,7 @@ def records(
 def rows_of(
     connection: sqlite3.Connection, kind: type[T], sql: str, values: Sequence[Any] = ()
 ) -> list[T]:
-    """Return the rows of a query as objects of a class. Columns without a field are ignored."""
+    """Return the rows of a query as objects of a class. Ignore columns without a field."""
     return msgspec.convert(records(connection, sql, values), list[kind], strict=False)  # type: ignore[valid-type]
 
 
@@ -342,7 +342,7 @@ def insert_statement(table: str, marks: Mapping[str, str], rows: int = 1) -> str
 
 
 def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
-    """Insert a row and return its id. Tuples, lists and dicts are stored as JSON."""
+    """Insert a row and return its id. Store tuples, lists and dicts as JSON."""
     statement = insert_statement(table, dict.fromkeys(row, "?"))
     return int(connection.execute(statement, list(map(_encoded, row.values()))).lastrowid or 0)
 
@@ -364,7 +364,7 @@ def insert_rows(
 
 
 def columns_of(connection: sqlite3.Connection, table: str) -> dict[str, bool]:
-    """Return the columns of a table, and whether each is NOT NULL."""
+    """Map the columns of a table to whether the column is NOT NULL."""
     rows = connection.execute('SELECT name, "notnull" FROM pragma_table_info(?)', (table,))
     return {name: bool(never_null) for name, never_null in rows}
 
@@ -409,7 +409,7 @@ def row_id(
 def config_ids(
     connection: sqlite3.Connection, configs: Iterable[Config | None]
 ) -> dict[Config | None, int | None]:
-    """Return the ids of attention configs. Insert missing configs. The id of None is None."""
+    """Return the ids of attention configs. Insert missing configs, and return None for None."""
     ids: dict[Config | None, int | None] = {None: None}
     # not a set, because the order of a set, and so the ids, would differ between processes
     for config in dict.fromkeys(configs):
@@ -419,7 +419,7 @@ def config_ids(
 
 
 def forget_run(connection: sqlite3.Connection, run: str) -> None:
-    """Delete a run, if it exists, with all its rows in the caller's transaction.
+    """Delete a run with all its rows in the caller's transaction. Ignore a missing run.
 
     Rows that refer to other rows are deleted first, so that this works with and without foreign key
     checks. Launches are deleted by their ids, which is fast.

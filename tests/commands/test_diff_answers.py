@@ -19,7 +19,7 @@ from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
-UNTOLD = "Cannot compare environments: the traces do not record their PyTorch version."
+UNTOLD = "The environments cannot be compared: the traces do not record their PyTorch version."
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +43,19 @@ def diff(store: Path, *words: str) -> Any:
     [
         (
             ("llama_prefill", "llama_eager"),
-            "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward of "
-            "attention (104 µs → 2.36 ms per step): attention went from cudnn to eager in 3 calls per "
-            "step. A trace of eager attention does not show its mask or its number of key heads, so "
+            "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward pass "
+            "of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
+            "per step. A trace of eager attention does not show its mask or its number of key heads, so "
             "the configs differ (kv8 and causal only in llama_prefill.json.gz). The step takes "
-            "9.68 ms → 9.63 ms: the GPU is idle for most of it. "
+            "9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "
             f"{UNTOLD}",
         ),
         (
             ("llama_prefill", "llama_train"),
-            "The forward of attention takes as long in llama_train.json.gz as in "
+            "The forward pass of attention takes as long in llama_train.json.gz as in "
             "llama_prefill.json.gz (104 µs → 102 µs per step); every layer runs on the same backend "
-            f"in both. The step takes 9.68 ms → 32.9 ms: the GPU is idle for most of it. {UNTOLD}",
+            "on both sides. The step takes 9.68 ms → 32.9 ms, and the GPU is idle for most of that "
+            f"time. {UNTOLD}",
         ),
         (
             ("llama_prefill", "unet"),
@@ -119,7 +120,7 @@ def test_the_kernels_of_a_program_need_full(store: Path) -> None:
     sides = "llama_prefill", "llama_eager"
     short, full = diff(store, *sides).stdout, diff(store, *sides, "--full").stdout
     assert len(short.splitlines()) < 20 and "softmax_warp_forward" not in short
-    assert "--full also compares the kernels of the whole trace" in short
+    assert "use --full to also compare all kernels of the traces" in short
     assert "softmax_warp_forward" in full and "--full" not in full
 
 
@@ -187,4 +188,4 @@ def test_a_kernel_of_attention_and_of_other_ops_is_split(store: Path) -> None:
 def test_a_gate_that_passes_says_what_was_compared(store: Path) -> None:
     passed = diff(store, "flash", "math", "--fail-on", "faster")
     assert passed.exit_code == 0
-    assert passed.stderr == "gate passed: nothing is faster in 4 configs\n"
+    assert passed.stderr == "gate passed: --fail-on faster matches nothing in 4 configs\n"

@@ -389,7 +389,7 @@ def test_several_gpus_get_a_row_each() -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("--gpu", "H200,h200"), "are the same GPU; name it once"),
+        (("--gpu", "H200,h200"), "are the same GPU; give only one name"),
         (("--gpu", "H200,"), "a GPU name is empty"),
         (("--gpu", "H200,H999"), "unknown GPU 'H999'; choose from V100, .*, MI355X; a capability"),
         (("--gpu", "MI3000"), "close matches are MI300X"),

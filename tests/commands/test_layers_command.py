@@ -200,7 +200,10 @@ def test_a_model_written_out_pairs_by_layer_and_is_changed(programs: dict[str, s
     assert row["ratio"] == pytest.approx(times[1] / times[0]) and row["basis"] == "forward"
     assert row["baseline"]["backward_ns"] is None
     text = " ".join(diff(programs, "sdpa", "eager").stdout.split())
-    assert "Cannot compare environments: the traces do not record their PyTorch version." in text
+    assert (
+        "The environments cannot be compared: the traces do not record their PyTorch version."
+        in text
+    )
     assert "Attention by layer" in text and "flash → eager" in text
 
 

@@ -226,8 +226,8 @@ def test_server_without_a_store_answers_by_rule_and_ends_on_a_signal(tmp_path: P
     runs = replied(process, "tools/call", name="runs")
     assert runs["isError"]
     assert runs["content"][0]["text"] == (
-        f"error: {store}: there is no store; create one with `profharness ingest FILE` or "
-        "`profharness capture`, or choose another with --store"
+        f"error: {store}: the store does not exist; create it with `profharness ingest FILE` or "
+        "`profharness capture`, or choose another store with --store"
     )
     given = {"config": CONFIG, **RULES}
     explained = replied(process, "tools/call", name="explain", arguments=given)

@@ -243,7 +243,7 @@ def test_atlas_of_another_driver_is_not_mixed(
         (("--config", "2,8,512,64", "--torch", "new"), "invalid PyTorch release"),
         (("--config", "2,8,512,64", "--backend", "xformers"), "atlases contain only auto, flash"),
         (("--config", "2,8,512,64", "--torch", "9.9"), "PyTorch 9.9.0 are unknown; known releases"),
-        (("--config", "2,8,512,64", "--gpu", "H200,H200"), "are the same GPU; name it once"),
+        (("--config", "2,8,512,64", "--gpu", "H200,H200"), "are the same GPU; give only one name"),
         (("--config", "2,8,512"), "config '2,8,512'"),
     ],
 )

@@ -259,13 +259,13 @@ def test_store_that_is_gone_is_an_error_without_path(store: Path, tmp_path: Path
             status, text = get(address, page)
             assert (status, str(tmp_path) in text) == (404, False), text
             assert process.stderr is not None
-            assert process.stderr.readline().startswith(f"error: {path}: there is no store")
+            assert process.stderr.readline().startswith(f"error: {path}: the store does not exist")
         (tmp_path / "away.db").rename(path)
         assert get(address, "/-/report/latest")[0] == 200
         path.write_bytes(b"no store" * 1000)
         status, text = get(address, f"/{DATABASE}/runs")
         assert (status, str(tmp_path) in text) == (500, False), text
-        assert f"error: {path}: is not an SQLite file" in process.stderr.readline()
+        assert f"error: {path}: the file is not an SQLite file" in process.stderr.readline()
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_a_taken_port_is_an_error(store: Path) -> None:
         port = taken.getsockname()[1]
         done = ended("--port", port, "--store", store)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --host 127.0.0.1 --port {port}: cannot listen there")
+    assert done.stderr.startswith(f"error: cannot listen on --host 127.0.0.1 --port {port}: ")
     assert "Traceback" not in done.stderr
 
 
@@ -513,7 +513,7 @@ def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) ->
     done = ended("--store", store, program=("-c", code))
     assert done.returncode == 1 and "pip install 'profharness[web]'" in done.stderr
     done = ended("--store", tmp_path / "no.db")
-    assert done.returncode == 1 and "there is no store" in done.stderr
+    assert done.returncode == 1 and "the store does not exist" in done.stderr
 
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": "H200", "device_type": "cuda"}

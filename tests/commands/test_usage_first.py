@@ -65,7 +65,7 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         profharness.layers("a", "b", step=0, store=store)
     with pytest.raises(UsageError, match="cannot be combined with -o or --force"):
         profharness.scrub_run("nosuch", check=True, force=True, store=store)
-    with pytest.raises(ProfharnessError, match="there is no store"):
+    with pytest.raises(ProfharnessError, match="the store does not exist"):
         profharness.layers("a", "b", store=store)
 
 

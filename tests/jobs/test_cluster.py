@@ -367,7 +367,7 @@ def test_different_lanes_are_reported() -> None:
     assert checks["lanes: torch"].detail == "2.11: a; 2.10: b"
     assert checks["lanes: profharness"].detail == "0.1.0: a, b; 0.2.0: here"
     assert checks["lanes: python"].state == "ok"
-    assert checks["lanes: GPU"].detail == "a, b have the same one"
+    assert checks["lanes: GPU"].detail == "a, b use the same GPU"
     assert [check.state for check in check_lanes([], "0.1.0")] == ["missing"]
 
 

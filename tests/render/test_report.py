@@ -228,7 +228,7 @@ def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> 
     assert "NVIDIA H200, torch 2.11" in told[0]
     assert "cudnn 1 of 4 (head_dim_multiple)" in told[1]
     assert told[2] == "auto ran cudnn on 3 configs, flash on 1 config."
-    assert "nothing to change" in told[3]
+    assert "No change is necessary" in told[3]
     assert [item["sentences"] for item in document.extra["summary"]] == [told]
     # charts come before all tables
     kinds = [type(block) for block in document.blocks]

@@ -70,7 +70,9 @@ def test_each_trace_of_an_archive_is_a_run(tmp_path: Path, name: str) -> None:
 
 def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     path = archive(tmp_path / "r.tar.gz", FILES | {"ranks/rank2.json": b'{"a": 1}'})
-    with pytest.raises(TraceFormatError, match=r"1 of its traces.*r\.tar\.gz/ranks/rank2\.json"):
+    with pytest.raises(
+        TraceFormatError, match=r"1 trace of this archive.*r\.tar\.gz/ranks/rank2\.json"
+    ):
         ingest_path(tmp_path / "s.db", path)
     with open_store(tmp_path / "s.db") as store:
         assert len(store.runs()) == 2

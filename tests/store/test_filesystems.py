@@ -59,5 +59,5 @@ def test_store_on_network_is_read_unless_it_has_a_log(
         assert len(store.runs()) == 1
     assert [path.name for path in mounted.iterdir()] == ["s.db"]
     (mounted / "s.db-wal").write_bytes(b"x")
-    with pytest.raises(StoreError, match=r"\(lustre\) and has a log beside it"):
+    with pytest.raises(StoreError, match=r"\(lustre\) and has a log"):
         open_store(mounted / "s.db")

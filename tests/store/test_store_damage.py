@@ -113,7 +113,9 @@ def test_random_damage_is_reported_and_never_written(
             told += 1
             assert REMEDY in str(error)
     assert told
-    with pytest.raises(StoreError, match=r"left as it is.*profharness ingest traces/runs --store"):
+    with pytest.raises(
+        StoreError, match=r"was not changed.*profharness ingest traces/runs --store"
+    ):
         ingest_path(store, run_folder(run="20261122-bbbb"))
     assert store.read_bytes() == data
 

@@ -352,7 +352,7 @@ def test_unusable_store_error_names_run_and_remedy(tmp_path: Path, run_folder: F
     connection = sqlite3.connect(store)
     connection.execute("CREATE UNIQUE INDEX one_only ON runs(source)")
     connection.close()
-    with pytest.raises(StoreError, match=r"cannot be written.*UNIQUE(?s:.*)--store OTHER"):
+    with pytest.raises(StoreError, match=r"cannot write to the store.*UNIQUE(?s:.*)--store OTHER"):
         ingest_path(store, folder)
 
 
@@ -405,7 +405,9 @@ def test_smaller_folder_never_replaces_stored_run(
         }
         write_run(folder, replace(run, **changes[damage]))
     for _ in range(2):
-        with pytest.raises(TraceFormatError, match=f"the store, which was not changed.*{told}"):
+        with pytest.raises(
+            TraceFormatError, match=f"the store, so the store was not changed.*{told}"
+        ):
             ingest_path(store, folder)
         assert dump(store) == before
     with open_store(store, write=True) as opened:

@@ -93,20 +93,21 @@ LAYER_COLUMNS = (
 )
 # These names must differ from the names of roles, because both are labels of notes.
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
-COMPOSITE = "A fused kernel is compared with the sum of the kernels of math."
+COMPOSITE = "The time of a fused kernel is compared with the total time of math's kernels."
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
-    """Return the document of `diff`. Its tables mark the baseline with `-`, the candidate with `+`.
+    """Return the document of `diff`.
 
-    If `full` is set, no row and no part of a name is left out. If `changed_first` is set, configs without
-    differences are listed at the end, in one line each.
+    The tables mark rows of the baseline with `-` and rows of the candidate with `+`. If `full` is
+    set, show all rows and whole names. If `changed_first` is set, list configs without differences
+    at the end, one per line.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     hidden = bool(diff.layers) and not full
     blocks: list[Block] = [Heading(" → ".join(diff.names), "" if hidden else counts)]
     blocks += _phase_blocks(diff.phases)
-    # A share of the GPU's limit only adds something to a time if the GPUs differ.
+    # Show the share of the GPU's limit only if the GPUs differ.
     gpus = any(change.key == "gpu" for change in diff.environment)
     blocks += _layer_blocks(diff.layers, full, shares=gpus)
     if diff.environment:
@@ -127,7 +128,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full)
     if hidden and diff.rows:
-        text = f"--full also compares the kernels of the whole trace: {counts}."
+        text = f"use --full to also compare all kernels of the traces ({counts})"
         blocks.append(Note(text, level="hint"))
     if any(row.composite for row in diff.rows) and not hidden:
         blocks.append(Note(COMPOSITE))
@@ -191,8 +192,8 @@ def _phase_blocks(phases: Sequence[PhaseDiff]) -> Iterator[Block]:
 def _difference(reason: str) -> str:
     """Shorten a difference such as `config: b2-h8 → b2-h8-causal` to `config: b2-h8 → …-causal`.
 
-    Configs lose their strides unless these are all that differs, and modules all but their last
-    name. `-` replaces the mode of a call that is neither compiled nor in a graph.
+    Omit the strides of configs unless only the strides differ. Shorten modules to their last name.
+    Show `-` as the mode of a call that is neither compiled nor in a graph.
     """
     what, _, change = reason.partition(": ")
     before, arrow, after = change.partition(" → ")
@@ -247,7 +248,7 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
         shared.setdefault((tuple(names), level), []).append(reason)
     for (names_of, level), reasons in shared.items():
         label = "" if len(names_of) == len(lines) else join_few(names_of, LABELS_SHOWN)
-        # Short differences come first, so that several of them fit a line.
+        # Put short differences first, so that several differences fit on one line.
         joined = reasons if full else ["; ".join(sorted(reasons, key=len))]
         yield from (Note(reason, label, level) for reason in joined)
 
@@ -275,7 +276,7 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
 
 
 def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
-    """Yield a line per kernel of each side. The first line also shows the ratio and the verdict."""
+    """Yield a line per kernel of each side. Show the ratio and the verdict in the first line."""
     first: dict[str, Any] = {}
     for mark, kernels, time_ns in (
         (MARKS[0], row.baseline, row.baseline_ns),
@@ -296,7 +297,7 @@ Baseline = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="A run, RUN:BACKEND, or a backend in the latest run that has both.",
+        tool="A run, RUN:BACKEND, or a backend in the latest run that has both backends.",
         tool_examples=("latest~1", "latest:flash", "flash"),
     ),
 ]
@@ -304,11 +305,11 @@ Candidate = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="The run or backend to compare with the baseline, in the same forms.",
+        tool="The run or backend to compare with the baseline, in the same form as the baseline.",
         tool_examples=("latest", "math"),
     ),
 ]
-THRESHOLD_HELP = "The smallest relative change of a time that counts as a difference."
+THRESHOLD_HELP = "The smallest relative change in time that counts as a difference."
 Threshold = Annotated[float | None, threshold_option(THRESHOLD_HELP, THRESHOLD_HELP)]
 FailOn = Annotated[
     tuple[str, ...],
@@ -319,10 +320,11 @@ FailOn = Annotated[
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
-            "Exit 3 if a row has this verdict, such as slower, changed or removed. memory and "
-            "launches fail if the candidate uses more of them, and refused fails if it refuses "
-            "what the baseline runs. For programs, backend-changed fails if a layer runs on "
-            "another backend. Repeatable, or separated by commas."
+            "Exit with 3 if a row has this verdict, such as slower, changed or removed. memory and "
+            "launches fail if the candidate uses more memory or launches more kernels. refused "
+            "fails if the candidate refuses a config that the baseline runs. For programs, "
+            "backend-changed fails if a layer runs on another backend. Repeatable, or separated by "
+            "commas."
         ),
     ),
 ]
@@ -330,17 +332,17 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show whole names, all reasons, and for programs also the kernels outside attention.",
+        help="Show whole names and all reasons. For programs, also show kernels outside attention.",
     ),
 ]
 
 
 Comparison = tuple[Diff, tuple[Side, Side]]
-"""A diff, and the baseline and the candidate that it compares."""
+"""A diff, together with its baseline and its candidate."""
 
 
 def to_frame(comparison: Comparison) -> pd.DataFrame:
-    """Return the rows of a diff as a data frame, with its other parts in `attrs`."""
+    """Return the rows of a diff as a data frame. Store the other parts of the diff in `attrs`."""
     record = comparison[0].to_json()
     rows = frame(list(record["rows"]), list(FIELDS))
     rows.attrs |= {name: list(record.get(name, ())) for name in ("environment", "layers", "costs")}
@@ -362,11 +364,11 @@ def diff(
 ) -> Comparison:
     """Compare two backends of a run, or two runs.
 
-    BASELINE and CANDIDATE are each a trace file, a run folder, a stored run (latest, latest~1, an id or
-    the beginning of one), RUN:BACKEND, or a backend in the latest run that has all the backends named.
-    Kernels are paired by what they compute. `ratio` is the candidate's time divided by the baseline's.
-    A gate (--fail-on) fails if there is nothing to compare. Traces of two programs are also compared
-    layer by layer.
+    BASELINE and CANDIDATE can be a trace file, a run folder, a stored run (latest, latest~1, an id or
+    the beginning of an id), RUN:BACKEND, or a backend. A backend without RUN refers to the latest run
+    that has all named backends. Kernels are paired by what they compute. `ratio` is the candidate's time
+    divided by the baseline's time. A gate (--fail-on) also fails if there is nothing to compare. Traces
+    of two programs are also compared layer by layer.
 
     \b
     Examples:
@@ -375,16 +377,14 @@ def diff(
       profharness diff latest~1 latest --fail-on memory,launches,refused
       profharness diff latest~1 latest --fail-on backend-changed
 
-    In Python the result has the paired rows. `attrs["environment"]` has the changes of the environment,
-    `attrs["layers"]` the layers of two traced programs, and `attrs["costs"]` peak memory, launches and
-    refusals of both sides.
+    In Python the result contains the paired rows. `attrs["environment"]` contains the differences between
+    the environments, and `attrs["layers"]` contains the layers of two traced programs. `attrs["costs"]`
+    contains peak memory, launches and refusals of both sides.
     """
     with open_store(store_path(store)) as opened:
         sides = find_sides(opened, str(baseline), str(candidate), config_list(configs))
     if sides[0].label == sides[1].label:
-        hint(
-            f"warning: both sides are {sides[0].name or sides[0].label}, or files with its content"
-        )
+        hint(f"warning: both sides have the same content: {sides[0].name or sides[0].label}")
     threshold = stats.THRESHOLD if threshold is None else threshold
     return diff_cells(*sides, threshold=threshold), sides
 
@@ -403,10 +403,10 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
 
 @gate(diff)
 def check(comparison: Comparison, *, fail_on: FailOn = ()) -> str | None:
-    """Return what was compared. Raise GateError if a row, cost or layer has a verdict in `fail_on`.
+    """Return a summary of the comparison if the gate passes.
 
-    Also raise it if one of these verdicts cannot be judged, because a side lacks the necessary
-    data.
+    Raise GateError if a row, cost or layer has a verdict in `fail_on`, or if a side lacks the data
+    for one of these verdicts.
     """
     found, sides = comparison
     verdicts = frozenset(split_names(fail_on))
@@ -442,7 +442,7 @@ def check(comparison: Comparison, *, fail_on: FailOn = ()) -> str | None:
         )
         if count
     ]
-    return f"nothing is {' or '.join(sorted(verdicts))} in {' and '.join(counts)}"
+    return f"{name} matches nothing in {' and '.join(counts)}"
 
 
 DECLARATION = declaration_of(diff)

@@ -1,4 +1,4 @@
-"""Answer which side of a diff is faster, by how much, and what else changed."""
+"""Summarize which side of a diff is faster, by how much, and what else changed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from profharness.program.matching import LayerDiff
 from profharness.render.document import time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
-IDLE = 0.5  # a GPU that is busy for a smaller share of a step is idle for most of it
+IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
 WHOLE_CALL = ("call", "status", "kernels")
 """Roles of the rows that compare whole calls."""
 
 
 def diff_answer(diff: Diff) -> tuple[str, ...]:
-    """Return the answer of `diff`, as sentences on times, on other costs and on environments."""
+    """Return the answer of `diff`: sentences about times, other costs and environments."""
     texts = _layers(diff) if diff.layers else _cells(diff)
     if diff.phases:
         return (*_phases(diff), *texts, *_environment(diff))
@@ -28,7 +28,7 @@ def diff_answer(diff: Diff) -> tuple[str, ...]:
 
 
 def _names(diff: Diff) -> tuple[str, str]:
-    """Return short names of both sides. Backends of one run need no run."""
+    """Return short names of both sides. Omit the run if both sides are backends of one run."""
     before, after = diff.names
     run, _, backend = before.rpartition(":")
     other_run, _, other = after.rpartition(":")
@@ -57,7 +57,7 @@ def _layers(diff: Diff) -> Iterator[str]:
         speeds = {row.speed for row in timed}
         whole = f"({time_text(times[0])} → {time_text(times[1])} per step)"
         both_ways = any(row.basis != "forward" for row in timed)
-        what = "attention" if both_ways else "the forward of attention"
+        what = "attention" if both_ways else "the forward pass of attention"
         if (speeds == {"same"} and not again) or times[0] == times[1] > 0:
             lead = f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before} {whole}"
         elif not times[0] or not times[1] or speeds == {"unknown"}:
@@ -88,13 +88,13 @@ def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
             calls = counted(sum(round(side.calls or 1) for side in own), "call")
             ns = sum((side.forward_ns or 0) * (side.calls or 1) for side in own)
             yield (
-                f"Only {name} computes the forward of {calls} per step again in the backward "
-                f"(checkpointing), which takes {time_text(ns)}."
+                f"Only {name} computes the forward pass of {calls} per step again in the "
+                f"backward pass (checkpointing), which takes {time_text(ns)}."
             )
 
 
 def _other_work(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
-    """Yield a sentence if calls that are compared have different configs, apart from layouts."""
+    """Yield a sentence if compared calls have different configs. Ignore layouts."""
     found: dict[str, dict[str, None]] = {before: {}, after: {}}
     for row in rows:
         labels = [each.config for each in (row.baseline, row.candidate) if each and each.config]
@@ -122,14 +122,14 @@ def _compared(label: str) -> str:
 
 
 def _steps(diff: Diff) -> Iterator[str]:
-    """Yield how long the whole step takes on both sides, and whether the GPU is mostly idle in it."""
+    """Yield a sentence on the time of the step on both sides, and on whether the GPU is mostly idle."""
     shared = any(row.baseline and row.candidate for row in diff.layers)
     if not shared or len({step.whole_trace for step in diff.steps}) != 1:
         return
     before, after = (time_text(step.duration_ns) for step in diff.steps)
     what = "whole trace" if diff.steps[0].whole_trace else "step"
     idle = all(0 < step.busy_ns < IDLE * step.duration_ns for step in diff.steps)
-    why = ": the GPU is idle for most of it" if idle else ""
+    why = ", and the GPU is idle for most of that time" if idle else ""
     yield f"The {what} takes {before} → {after}{why}."
 
 
@@ -144,7 +144,7 @@ def _phases(diff: Diff) -> Iterator[str]:
         )
         yield (
             f"{left.phase.capitalize()} steps take {time_text(left.step_ns)} → "
-            f"{time_text(right.step_ns)}{alike}; attention in them "
+            f"{time_text(right.step_ns)}{alike}. Attention in these steps takes "
             f"{time_text(left.attention_ns)} → {time_text(right.attention_ns)}."
         )
     if not both:
@@ -156,9 +156,9 @@ def _phases(diff: Diff) -> Iterator[str]:
 
 
 def _step_ns(row: LayerDiff, place: int) -> float:
-    """Return the time of a layer's calls in a step, with the backward if both sides have it.
+    """Return the time of a layer's calls in a step.
 
-    A side without the layer takes no time.
+    Include the backward pass if both sides have one. A side without the layer takes no time.
     """
     side = (row.baseline, row.candidate)[place]
     if side is None:
@@ -178,15 +178,15 @@ def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
     for (before, after), calls in changes.items():
         texts.append(f"from {before} to {after} in {counted(calls, 'call')} per step")
     if texts:
-        yield f": attention went {join_and(texts)}"
+        yield f": attention changed {join_and(texts)}"
     elif all(row.baseline and row.baseline.ran for row in rows):
-        yield "; every layer runs on the same backend in both"
+        yield "; every layer runs on the same backend on both sides"
 
 
 def _cells(diff: Diff) -> Iterator[str]:
     before, after = _names(diff)
     rows = list(_of_whole_calls(diff))
-    # Between runs, each backend of a config is compared.
+    # A diff of two runs compares each backend of a config.
     noun = "config" if len({row.config for row in rows}) == len(rows) else "cell"
     if rows:
         yield _speeds(before, after, rows, noun)
@@ -212,7 +212,10 @@ def _most(costs: Sequence[Cost]) -> str:
 
 
 def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
-    """Yield one row per config and pair of backends, which compares the whole call if possible."""
+    """Yield one row per config and pair of backends.
+
+    Prefer the row that compares the whole call.
+    """
     keys = lambda row: (row.config, row.backend_baseline, row.backend_candidate)  # noqa: E731
     for _, group in groupby(diff.rows, keys):
         rows = list(group)
@@ -277,7 +280,11 @@ def _environment(diff: Diff) -> Iterator[str]:
     elif diff.environment_told:
         yield "The environments are the same."
     if not diff.environment_told:
-        lead = "They may differ in more" if diff.environment else "Cannot compare environments"
+        lead = (
+            "The environments may have other differences"
+            if diff.environment
+            else "The environments cannot be compared"
+        )
         both = len(diff.environment_unknown) > 1
         who = "the traces do not record their" if both else "{} does not record its"
         yield f"{lead}: {who.format(*diff.environment_unknown)} PyTorch version."

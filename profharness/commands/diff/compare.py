@@ -45,10 +45,12 @@ from profharness.traces.kernel_names import parse_kernel_name
 
 SCHEMA = "profharness.diff/1"
 BACKEND_CHANGED = "backend-changed"
-"""The value of --fail-on for a layer that another backend computes in the candidate."""
+"""The value of --fail-on for layers that run on another backend in the candidate."""
 COSTS = MEMORY, LAUNCHES, REFUSED = "memory", "launches", "refused"
-"""The values of --fail-on for a candidate that uses more memory or more launches than the baseline,
-or refuses a config that the baseline runs.
+"""The values of --fail-on for costs.
+
+They match a candidate that uses more memory or more launches than the baseline, or that refuses a
+config that the baseline runs.
 """
 Kernels = tuple[KernelRow, ...]
 Groups = dict[str, Kernels]
@@ -92,7 +94,7 @@ SHOWN = 6  # maximum number of configs that an error message lists per side
 NEEDS: tuple[Need, ...] = ("kernels", "times", "traced attention calls", "attention calls")
 OF_TIMES = ("same", "faster", "slower")
 OF_KERNELS = ("changed", "added", "removed", "unknown")
-# Maps a cost to the reason why it may be missing although both sides have the same cells.
+# Maps a cost to the reason why the cost may be missing although both sides have the same cells.
 MISSING_COSTS = {
     LAUNCHES: "no config has launches recorded by the same profiler on both sides",
     MEMORY: "no config has a peak memory on both sides (CPU cells have none)",
@@ -137,8 +139,8 @@ class DiffRow:
         column(
             "role",
             repeat=False,
-            meaning="what a kernel computes within its call: attention, softmax, dQ, …; `call`, "
-            "`status`, or `kernels` for their sum",
+            meaning="the part of the call that a kernel computes: attention, softmax, dQ, …; `call`, "
+            "`status`, or `kernels` for all kernels together",
         ),
     ]
     verdict: Annotated[
@@ -158,14 +160,14 @@ class DiffRow:
             "speed-up",
             "inverse",
             importance="answer",
-            meaning="the candidate's time divided by the baseline's; tables show the inverse, the speed-up",
+            meaning="candidate time divided by baseline time; tables show the inverse, the speed-up",
         ),
     ] = None
     baseline_ns: Annotated[float | None, column(meaning="time per call of the baseline")] = None
     candidate_ns: Annotated[float | None, column(meaning="time per call of the candidate")] = None
-    basis: Annotated[str | None, column(meaning="the measurement of the times")] = None
+    basis: Annotated[str | None, column(meaning="the measurement that the times come from")] = None
     composite: Annotated[
-        bool, column(meaning="whether a fused kernel is compared with the kernels of math")
+        bool, column(meaning="whether a fused kernel is compared with math's kernels")
     ] = False
     reasons: Annotated[tuple[str, ...], column(meaning="reasons for the verdict")] = ()
     changes: Annotated[tuple[Change, ...], column(meaning="the properties that differ")] = ()
@@ -191,16 +193,16 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The average step of a program, and the time in which the GPU is busy in it."""
+    """The average duration of a program's steps, and the time in which the GPU is busy."""
 
     duration_ns: float
     busy_ns: float
-    whole_trace: bool  # whether the trace has no steps, so that all of it counts as one
+    whole_trace: bool  # whether the trace has no steps, so that the whole trace counts as one step
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseDiff:
-    """A phase of a serving engine on both sides, of which one may not have it."""
+    """A phase of a serving engine on both sides. One side may not have the phase."""
 
     phase: str
     baseline: PhaseRow | None
@@ -209,16 +211,15 @@ class PhaseDiff:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The result of a comparison. Its rows follow the order of the configs in the baseline."""
+    """The result of a comparison. The rows follow the order of the configs in the baseline."""
 
     baseline: str
     candidate: str
     environment: tuple[EnvChange, ...]
     rows: tuple[DiffRow, ...]
     layers: tuple[LayerDiff, ...] = ()  # empty unless both sides are programs
-    # Whether both sides recorded their PyTorch version. If not, the environments may differ
-    # although no difference was found, because a trace records only a small part of its
-    # environment.
+    # Whether both sides recorded their PyTorch version. If not, the environments may have other
+    # differences, because a trace records only a small part of its environment.
     environment_told: bool = True
     costs: tuple[Cost, ...] = ()
     baseline_name: str = ""  # `baseline` with the name of the run instead of its id
@@ -246,15 +247,16 @@ class Diff:
         return [row for row in self.rows if row.verdict in on or (row.changed and "changed" in on)]
 
     def failing_costs(self, on: Set[str]) -> list[Cost]:
-        """Return the costs in `on` that are higher in the candidate, or refusals of the candidate
-        alone.
+        """Return the costs in `on` that are higher in the candidate.
+
+        A refusal is higher if only the candidate refuses the config.
         """
         return [row for row in self.costs if row.what in on and row.verdict in ("more", REFUSED)]
 
     def failing_layers(self, on: Set[str]) -> list[LayerDiff]:
         """Return the layers whose verdict or speed is in `on`.
 
-        BACKEND_CHANGED matches the layers that different backends computed.
+        BACKEND_CHANGED matches layers that ran on different backends.
         """
         return [
             row
@@ -267,8 +269,8 @@ class Diff:
     def to_json(self) -> dict[str, Any]:
         """Return the diff as plain dicts, lists and scalars in the schema `profharness.diff/1`.
 
-        Omit `layers`, `costs`, `steps` and `phases` if they are empty. Omit `environment_told` if it is true, and
-        then also `environment_unknown`.
+        Omit `layers`, `costs`, `steps` and `phases` if they are empty. If `environment_told` is
+        true, omit both `environment_told` and `environment_unknown`.
         """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
         for name in ("layers", "costs", "steps", "phases", "environment_unknown"):
@@ -297,9 +299,10 @@ def find_sides(
 ) -> tuple[Side, Side]:
     """Return the baseline and the candidate, each given as RUN, RUN:BACKEND or a backend.
 
-    A backend alone selects the latest run that has all named backends and configs. `latest` selects
-    the newest run that has kernels. If no run has kernels, it selects the newest run with times,
-    then the newest run with attention calls. Raise NotFoundError if there is no such run.
+    A backend without a run selects the latest run that has all named backends and configs.
+    `latest` selects the newest run with kernels. If no run has kernels, `latest` selects the newest
+    run with times, or else the newest run with attention calls. Raise NotFoundError if no run
+    matches.
     """
     parts = (text.rpartition(":") for text in (baseline, candidate))
     # The store has the canonical names of sets and orders of backends, such as `flash+math`.
@@ -330,7 +333,7 @@ def _find_sides(
             except NotFoundError as error:
                 known = ", ".join(stored) or "none"
                 raise UnknownNameError(
-                    f"{error}; it is not a stored backend either ({known})"
+                    f"{error}; {text!r} is not a stored backend either (stored: {known})"
                 ) from None
             sides.append(_side(store, found, None, configs))
     return sides[0], sides[1]
@@ -339,7 +342,7 @@ def _find_sides(
 def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need: Need) -> str:
     """Return the latest run that has all these configs on all these backends.
 
-    Raise NotFoundError if there is none. The message proposes runs that have one of the backends.
+    Raise NotFoundError if no run does. The message suggests runs that have one of the backends.
     """
     try:
         return store.find_run(Selection(None, configs, names), need)
@@ -360,7 +363,7 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
         raise NotFoundError(
-            f"run {store.run_name(run)} has no cell on {backend!r}{of}; it has {has}"
+            f"run {store.run_name(run)} has no cell on {backend!r}{of}; the run has {has}"
         )
     # The GPU of a trace is stored as a device, not in the environment.
     gpus = [("gpu", device.name) for device in store.devices(run)[:1] if device.name]
@@ -385,8 +388,9 @@ def nothing_compared(
 ) -> str | None:
     """Return the reason why a diff cannot judge some of these verdicts.
 
-    Return None if it can judge all of them, or if `verdicts` is empty and it can judge any verdict.
-    Times and kernels can be judged if some config or layer has them on both sides.
+    Return None if the diff can judge all of `verdicts`, or if `verdicts` is empty and the diff can
+    judge any verdict. Times and kernels can be judged if both sides have them for the same config
+    or layer.
     """
     judged = {cost.what for cost in diff.costs}
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
@@ -411,7 +415,7 @@ def nothing_compared(
 
 
 def _judged_by(layer: LayerDiff) -> set[str]:
-    """Return the verdicts that a layer can have, given the data that both sides have on the layer.
+    """Return the verdicts that are possible with the data that both sides have on a layer.
 
     For example, `faster` is possible only if both sides have times.
     """
@@ -429,8 +433,8 @@ def _contents(side: Side) -> str:
     labels = dict.fromkeys([cell.config for cell in cells] or [str(row.range) for row in rows])
     if not labels and side.program and not side.program.calls:
         return (
-            f"{side.name or side.label} has only counted calls and no recorded step, so it "
-            "has no kernels or times"
+            f"{side.name or side.label} has no kernels or times, because its calls were only counted "
+            "and no step was recorded"
         )
     if not labels:
         return f"{side.name or side.label} has no matching cells or kernels"
@@ -512,7 +516,7 @@ def _cells(side: Side) -> dict[tuple[str, str | None], _Cell]:
 
 
 def _costs(base: _Cell, cand: _Cell) -> Iterator[Cost]:
-    """Yield comparisons of refusal, peak memory and launches per call, if both sides have them."""
+    """Yield comparisons of refusals, peak memory and launches per call if both sides have them."""
     old, new = base.cell, cand.cell
     if old is None or new is None:
         return
@@ -609,7 +613,7 @@ def _role_rows(
         reasons: tuple[str, ...]
         if not old or not new:
             here, verdict = ("baseline", "removed") if old else ("candidate", "added")
-            reasons = (f"only the {here} launches it",)
+            reasons = (f"only the {here} launches this kernel",)
         elif doubts:
             verdict, reasons = "changed" if differing else "unknown", doubts
         else:
@@ -620,8 +624,8 @@ def _role_rows(
             verdict, reasons = "unknown", (unseen,)
         if role in composite:
             text = (
-                "a fused kernel is compared with the kernels of math, over each side's whole "
-                "direction"
+                "the time of a fused kernel is compared with the total time of math's kernels in the "
+                "same direction"
             )
             reasons = (text, *reasons)
         yield replace(
@@ -648,7 +652,7 @@ def _process_times(side: _Cell, kernels: Kernels, calls: int) -> list[float]:
     if not traced:
         return []
     medians = stats.process_medians(samples)
-    # Runs of older versions have no samples of the first process, so use the time in its trace.
+    # Runs of older versions have no samples of the first process. Use the time in its trace.
     return medians if stats.of_first_process(samples) else [traced, *medians]
 
 
@@ -661,7 +665,7 @@ def _why_unknown(side: _Cell, kernels: Kernels, name: str) -> str | None:
         return None
     if side.cell.status == "ok":
         return f"no profiler recorded the kernels of the {name}"
-    return f"the {name} has no kernels, because its cell ended as {side.cell.status}"
+    return f"the {name} has no kernels, because its cell has the status {side.cell.status}"
 
 
 def _calls(rows: Kernels) -> int:
@@ -694,7 +698,7 @@ def _status_or_call(
 ) -> DiffRow:
     """Compare the latency of two cells that ran, or else their statuses and refusal codes.
 
-    The latency is compared by the first measurement in CALL_MEASUREMENTS that both cells have.
+    Use the first measurement in CALL_MEASUREMENTS that both cells have.
     """
     cells = baseline, candidate
     if not baseline.status == candidate.status == "ok":
@@ -771,9 +775,9 @@ def _grouped(rows: Kernels) -> Groups:
 def _aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
     """Merge roles so that both sides can be compared. Return both sides and the composite roles.
 
-    If one side has a fused kernel and the other has the kernels of math, all kernels of a direction
-    (forward or backward) become one composite role. If the kernel names of one side do not separate
-    two matrix products, these products are merged on both sides.
+    If one side has a fused kernel and the other has math's kernels, merge all kernels of a
+    direction (forward or backward) into one composite role. If the kernel names of one side do not
+    distinguish two matrix products, merge these products on both sides.
     """
     composite: set[str] = set()
     for name, math, whole in COMPOSITES:
@@ -796,10 +800,10 @@ def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
 
 
 def _common_profilers(baseline: _Cell, candidate: _Cell) -> list[str | None]:
-    """Return the profiler whose kernel rows are compared, for each side.
+    """Return for each side the profiler whose kernel rows are compared.
 
-    It is the same profiler if both sides have one in common. Otherwise, each side uses the first
-    profiler in LAUNCH_PROFILERS that recorded it.
+    Use the same profiler if both sides have a profiler in common. Otherwise, use the first profiler
+    in LAUNCH_PROFILERS that recorded the side.
     """
     base, cand = ({row.profiler for row in side.kernels} for side in (baseline, candidate))
     return [
@@ -843,9 +847,9 @@ def _properties(row: KernelRow) -> tuple[Any, ...]:
 def _call_ns(rows: Kernels, calls: int, time: str = "duration_ns") -> float | None:
     """Return the total time of the kernels of one call.
 
-    It is the sum over the rows of the time of a launch, multiplied by the launches per call. `time`
-    names the field with the time of a launch. The default is the median. Return None if there are
-    no rows or a time is missing.
+    Multiply the time of a launch by the launches per call, and sum over the rows. `time` names the
+    field with the time of a launch, by default the median. Return None if there are no rows or a
+    time is missing.
     """
     times = [getattr(row, time) for row in rows]
     if not rows or None in times:
@@ -870,7 +874,7 @@ def _speed(
     times = _call_ns(baseline, calls[0]), _call_ns(candidate, calls[1])
     old, new = times
     if not old or not new:
-        return "unknown", "no duration on one side"
+        return "unknown", "one side has no duration"
     ratio = new / old
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
@@ -895,4 +899,4 @@ def _speed(
         return "unknown", f"{basis}: {change}, but {apart_by}"
     return (
         "slower" if ratio > 1 else "faster"
-    ), f"{basis}: {change}, outside the range of either side"
+    ), f"{basis}: {change}, outside the ranges of both sides"

@@ -108,7 +108,7 @@ class Latency:
             "us",
             importance="answer",
             scale="call",
-            meaning="median of the samples; p10 and p90 enclose 80 % of them",
+            meaning="median of the samples; 80 % of the samples are between p10 and p90",
         ),
     ]
     p10_ns: Annotated[float, column("p10 µs", "us", scale="call", meaning="10th percentile")]
@@ -134,13 +134,15 @@ TO_FASTEST = Column(
     "to fastest",
     "ratio",
     importance="answer",
-    meaning="the median divided by that of the fastest backend on the same config",
+    meaning="the median divided by the fastest backend's median for the same config",
 )
 LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
 TOP_KERNELS = pick(
     KernelRow, "kernel_short", "call_ns", "share", "launches_per_call", "config", "backend"
 )
-DEVICE = tuple(replace(each, meaning="") for each in pick(DeviceFact))  # obvious on the page
+DEVICE = tuple(
+    replace(each, meaning="") for each in pick(DeviceFact)
+)  # titles are self-explanatory
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
@@ -149,18 +151,18 @@ FIELDS = (
 
 
 TERMS = {
-    **{name: f"{MEANS[name]}; no profiler running" for name in CALL_MEASUREMENTS},
+    **{name: f"{MEANS[name]}, without a profiler" for name in CALL_MEASUREMENTS},
     "kernel": "a function that runs on the GPU, or an ATen op on a CPU. Kernel times come from the "
     "profiler and exclude the gaps between kernels",
     "launch": "one execution of a kernel",
     "cell": "one config on one backend",
     "refused": "the backend does not support this config; this is a result, not an error",
     "GPU time": "the time in which the GPU was busy",
-    "waves": "blocks of a launch over the blocks that the GPU runs at once; a partial wave leaves "
-    "SMs idle",
-    "roofline": "the rate that the bandwidth allows at a given intensity, up to the peak rate",
-    "intensity": "FLOPs per byte that must be moved",
-    MISSING: "a value that the profiler cannot record; it never means zero",
+    "waves": "the blocks of a launch divided by the blocks that the GPU runs at once; a partial wave "
+    "leaves SMs idle",
+    "roofline": "the highest rate that the bandwidth allows at a given intensity, up to the peak rate",
+    "intensity": "FLOPs per byte of memory traffic",
+    MISSING: "a value that the profiler cannot record, never zero",
 }
 GLOSSARY = {
     **TERMS,
@@ -179,19 +181,20 @@ GLOSSARY = {
         )
     },
 }
-"""Maps words in texts to their meanings. The glossary of a page has the TERMS that it uses, and the
-meanings of its columns. The module `traces.kernel_names` explains the parts of
-kernel names.
+"""Maps words in texts to their meanings.
+
+The glossary of a page explains the TERMS and the columns that occur on the page. The module
+`traces.kernel_names` explains the parts of kernel names.
 """
 
 
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
-    """Return the report on the runs that `refs` select. A run that is selected twice appears once.
+    """Return the report on the runs that `refs` select. Include each run only once.
 
-    If `bench` is set, the report contains the document of `bench` for each run. If it is None, the
-    report contains this document only for runs that `bench` recorded. The JSON form also contains
-    the diff of two runs, the layers of programs, and all kernels and cells. Raise NotFoundError if
-    a run does not exist.
+    If `bench` is set, include the document of `bench` for each run. If `bench` is None, include
+    this document only for runs that `bench` recorded. The JSON form also contains the diff of two
+    runs, the layers of programs, and all kernels and cells. Raise NotFoundError if a run does not
+    exist.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     names = {run: store.run_name(run) for run in runs}
@@ -211,7 +214,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     blocks += compared_steps({names[run]: each.times for run, each in parts.items()})
     blocks += diff_blocks(diff) if diff else []
     if len(maps) > 1:
-        # On one class of GPU, the diff of two runs has these figures.
+        # If both runs used one class of GPU, the diff already contains these figures.
         if diff is None or len({each.device for each in programs.classes}) > 1:
             blocks += layers_by_gpu_blocks(programs)
         extra["layer_classes"] = layers_by_gpu_record(programs)
@@ -248,13 +251,13 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         subtitle=_run_detail(store, runs[0]) if len(runs) == 1 else "",
         full_names=full_names(launched),
     )
-    # The columns have the units that people see.
+    # Explain the columns with the units that people see.
     shown = for_reading(made).blocks
     return replace(made, blocks=(*blocks, *glossary_blocks(shown, answer)))
 
 
 def _run_detail(store: Store, run: str) -> str:
-    """Return the GPU, the PyTorch release and the time of a run, as far as they are known."""
+    """Return the GPU, the PyTorch release and the time of a run. Omit unknown values."""
     environment = store.environment(run)
     (row,) = (row for row in store.runs() if row.run == run)
     parts = [
@@ -266,9 +269,9 @@ def _run_detail(store: Store, run: str) -> str:
 
 
 def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
-    """Return the results of `bench` for each run if the runs used several models of GPU.
+    """Return the results of `bench` for each run if the runs used several GPU models.
 
-    Otherwise, or if the runs have no cells in common, return an empty list.
+    Return an empty list if the runs used one GPU model or have no cells in common.
     """
     environments = map(store.environment, runs)
     if len({device_name(each) for each in environments}) < 2:
@@ -291,7 +294,7 @@ def _run_blocks(
     layers: LayerMap | None,
     parts: ProgramParts,
 ) -> tuple[list[Block], list[str]]:
-    """Return the blocks of a run, of which the details are folded, and sentences that sum it up."""
+    """Return the blocks of a run, with folded details, and sentences that summarize the run."""
     environment, wrong = store.environment(run), store.wrong(run)
     if bench is None:
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
@@ -325,7 +328,7 @@ def _run_blocks(
     tf32 = bool(environment.get("tf32"))
     drawn: list[Block] = []
     if evaluated:
-        # The titles of the charts name the calls as the sentence about the measurement does.
+        # The titles of the charts and the sentence about the measurement use the same name.
         measured = CALLS.get(evaluated.ranking, evaluated.ranking).partition(" (")[0]
         medians = [
             (row.config, row.backend, row.median_ns)
@@ -363,10 +366,10 @@ def _run_blocks(
     if compared := against(cells, [row for row in kernels if row.profiler == best], environment):
         inside = [row.inside for row in compared if row.inside is not None]
         text = (
-            f"{sum(inside)} of {len(inside)} measured times are within the model's 90 % interval."
+            f"{sum(inside)} of {len(inside)} measured times are within the predicted 90 % interval."
         )
         details += [
-            Heading("Compared with the atlas", "times of cells on such a machine"),
+            Heading("Compared with the atlas", "times of cells on a similar machine"),
             Note(text),
         ]
         details.append(Table.of(pick(AtlasComparison), compared))
@@ -379,7 +382,7 @@ def _run_blocks(
 
 
 def _layer_notes(layers: LayerMap) -> list[Note]:
-    """Return why the layers ran so, and what the trace does not tell."""
+    """Return the reasons for the backends of the layers, and warnings about missing data."""
     reasons = [
         Note(reason, short_module(row.module) or row.config or row.kind)
         for row in layers.rows
@@ -414,10 +417,9 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
 
 
 def diff_blocks(diff: Diff) -> list[Block]:
-    """Return the document of a diff, preceded by a chart of the calls that were timed on both
-    sides.
+    """Return a chart of the calls that were timed on both sides, and the document of the diff.
 
-    The result is empty if the diff has no rows.
+    Return an empty list if the diff has no rows.
     """
     if not diff.rows:
         return []
@@ -439,7 +441,7 @@ def diff_blocks(diff: Diff) -> list[Block]:
 def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
     """Yield one record per cell and measurement.
 
-    A cell without samples has one record, in which the fields of the measurement are None.
+    For a cell without samples, yield one record. The measurement fields of this record are None.
     """
     for cell in cells:
         own = {name: getattr(cell, name, None) for name in FIELDS}
@@ -448,7 +450,7 @@ def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
 
 
 def latencies(cell: CellRow) -> list[Latency]:
-    """Return a summary of the samples for each measurement in CALL_MEASUREMENTS that a cell has."""
+    """Return a summary of the samples for each measurement in CALL_MEASUREMENTS of a cell."""
     rows = []
     for name in CALL_MEASUREMENTS:
         if samples := cell.samples.get(name):
@@ -476,7 +478,11 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
 def _latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """Return a table of the latencies of cells under a heading, or no blocks."""
     tables = _latency_tables(cells, CALL_MEASUREMENTS)
-    return [Heading("All latencies", "without a profiler, raw samples"), *tables] if tables else []
+    return (
+        [Heading("All latencies", "measured without a profiler, from raw samples"), *tables]
+        if tables
+        else []
+    )
 
 
 def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> list[Block]:
@@ -490,7 +496,7 @@ def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> 
     rows: list[tuple[Any, ...]] = []
     for cell, row in timed:
         least = fastest[cell.config, row.measurement]
-        # `row` comes before `cell`, because the column `samples` shows the number of samples.
+        # Put `row` before `cell`, because the column `samples` shows the number of samples.
         rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
     return [Table.of(LATENCY_COLUMNS, rows)] if rows else []
 
@@ -498,7 +504,7 @@ def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """Return a chart and a table of the backend that `auto` selected for each config.
 
-    The result is empty if `auto` ran on fewer than two configs.
+    Return an empty list if `auto` ran on fewer than two configs.
     """
     rows = []
     for cell in cells:
@@ -529,7 +535,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
 
 
 def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> list[Block]:
-    """Return warnings about cells for which the sources name different backends.
+    """Return warnings about cells for which different sources name different backends.
 
     The sources are the dispatch rules, PyTorch's choice, the op and the kernels.
     """
@@ -561,8 +567,8 @@ def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
 def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[list[str], str]:
     """Return a summary of a run as sentences, and code that selects a faster backend than `auto`.
 
-    The code is for the config with the largest regret of `auto`. It is empty if `auto` is not
-    slower anywhere. Both are empty for a run without cells.
+    The code is for the config with the largest regret of `auto`. Return no code if `auto` is never
+    slower than another backend. Return neither sentences nor code for a run without cells.
     """
     if not cells:
         return [], ""
@@ -624,26 +630,27 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
     compared = _count(len(losses), "config")
     if not real:
         yield (
-            f"No other backend is significantly faster than auto, by {THRESHOLD:.0%} or more, on any "
-            f"of {compared}{doubt}. There is nothing to change."
+            f"No backend is significantly faster than auto ({THRESHOLD:.0%} or more) on any "
+            f"of {compared}{doubt}. No change is necessary."
         )
         return
     worst = real[0]
     yield (
-        f"auto was slower than the fastest other backend on {len(real)} of {compared}, at most by "
-        f"{worst.regret:.1%} ({worst.config}: {worst.chosen_ns / 1e3:,.2f} µs, {worst.best} takes "
-        f"{worst.best_ns / 1e3:,.2f}){doubt}."
+        f"auto was slower than the fastest other backend on {len(real)} of {compared}, by at most "
+        f"{worst.regret:.1%} ({worst.config}: auto takes {worst.chosen_ns / 1e3:,.2f} µs, "
+        f"{worst.best} takes {worst.best_ns / 1e3:,.2f} µs){doubt}."
     )
     yield (
-        f"Select {named(Counter(loss.best for loss in real))}; the code below does so for the config "
-        "on which auto is slowest."
+        f"Select {named(Counter(loss.best for loss in real))}. The code below selects the fastest "
+        "backend for the config with the largest loss."
     )
 
 
 def glossary_blocks(blocks: Sequence[Block], answer: Sequence[str] = ()) -> list[Block]:
     """Return a section that explains the TERMS and the columns that occur in the blocks.
 
-    The result is empty if the blocks contain neither. A title with several meanings has all of them.
+    Return an empty list if the blocks contain neither. List all meanings of a title that has
+    several.
     """
     texts = [*answer]
     columns: dict[str, dict[str, None]] = {}
@@ -667,14 +674,14 @@ def glossary_blocks(blocks: Sequence[Block], answer: Sequence[str] = ()) -> list
     words = words_of("\n".join(texts), TERMS)
     told = {word: meaning for word, meaning in words.items() if word not in unused}
     own = {title: _joined(meanings) for title, meanings in columns.items()}
-    # A title has the meanings of the tables on this page, not the general one.
+    # Use the meanings of a title in the tables on this page, and not its general meaning.
     told = own | {word: meaning for word, meaning in told.items() if word not in own}
     notes = [Note(meaning.replace("`", ""), word) for word, meaning in told.items()]
     return [Heading("What the words mean", folded=True), *notes] if notes else []
 
 
 def _joined(meanings: Collection[str]) -> str:
-    """Join the meanings of a title, except those that another one contains."""
+    """Join the meanings of a title. Omit meanings that are part of another meaning."""
     whole = [each for each in meanings if not any(each in m for m in meanings if m != each)]
     return "; ".join(whole)
 
@@ -692,7 +699,7 @@ WithBench = Annotated[
     bool | None,
     Option(
         ("--bench/--no-bench",),
-        help="Include intervals, rates and reasons to doubt the figures.  [default: for runs of `bench`]",
+        help="Include intervals, rates and warnings about the figures.  [default: for runs of `bench`]",
     ),
 ]
 NoCharts = Annotated[bool, Option(("--no-charts",), help="Leave out charts.")]
@@ -724,7 +731,7 @@ def report(
     bench: WithBench = None,
     store: StorePath = None,
 ) -> Report:
-    """Write a report on stored runs: cells, latency, kernels, problems, environment.
+    """Write a report on stored runs, with their cells, latency, kernels, problems and environment.
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run. For two runs, the
     report shows what changed from the first to the second. For several programs, or for

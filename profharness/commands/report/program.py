@@ -1,4 +1,4 @@
-"""The part of a report on a program: its step by kind of work, layers, kernels, advice, timeline."""
+"""Write the part of a report on a program: step, layers, kernels, advice and timeline."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from profharness.rows import CallRow, RangeRow, StepLaunch
 from profharness.store import Store
 from profharness.traces.ops import EVALUATION
 
-MOST_BARS = 48  # maximum number of layers with a bar each; more are merged into rows of `layers`
+MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
 MOST_KERNELS = 15
 MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
 MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
@@ -69,7 +69,7 @@ LISTED = (
 
 @dataclass(frozen=True, slots=True)
 class ProgramParts:
-    """The parts of a report on a program, in their order. `record` is for the JSON form."""
+    """The parts of a report on a program, in order of appearance. `record` is for the JSON form."""
 
     step: tuple[Block, ...] = ()
     layers: tuple[Block, ...] = ()
@@ -80,7 +80,10 @@ class ProgramParts:
 
 
 def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramParts:
-    """Return the parts on a run. They are empty for cells, and without kernels on a GPU."""
+    """Return the parts of the report on a run.
+
+    Return empty parts if the run has cells or has no kernels on a GPU.
+    """
     if store.cells(run):
         return ProgramParts()
     calls = store.calls(run)
@@ -110,7 +113,10 @@ def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramPar
 
 
 def compared_steps(programs: Mapping[str, ProgramTimes | None]) -> list[Block]:
-    """Return a chart with the step of each program by kind. It is empty for fewer than two."""
+    """Return a chart that compares the steps of programs by kind of work.
+
+    Return an empty list for fewer than two programs.
+    """
     timed = {name: times for name, times in programs.items() if times is not None}
     if len(timed) < 2:
         return []
@@ -171,9 +177,9 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
 def _layer_bars(
     times: ProgramTimes, calls: Sequence[CallRow], layers: LayerMap | None
 ) -> Iterator[Block]:
-    """Yield a chart with a bar for each layer in the order of the program, or of the layer map.
+    """Yield a chart with a bar for each layer, in the order of the program or of the layer map.
 
-    There is no chart for a single layer.
+    Yield nothing if there is only one layer.
     """
     steps = {(step.trace, step.step) for step in times.steps}
     spent: dict[str, dict[str, float]] = {}
@@ -287,7 +293,10 @@ def _spans(times: ProgramTimes, launches: Sequence[StepLaunch]) -> Iterator[Span
 
 
 def _call_lane(times: ProgramTimes, calls: Sequence[CallRow]) -> list[Lane]:
-    """Return a lane of the attention calls on the CPU, which is empty for replays of a graph."""
+    """Return a lane of the attention calls on the CPU.
+
+    Return an empty list for replays of a graph.
+    """
     step = times.middle
     spans = [
         Span(
@@ -306,7 +315,7 @@ def _call_lane(times: ProgramTimes, calls: Sequence[CallRow]) -> list[Lane]:
 
 
 def _range_lanes(ranges: Sequence[RangeRow], times: ProgramTimes) -> list[Lane]:
-    """Return lanes of the ranges that the program opened on the thread with the most of them."""
+    """Return lanes of the ranges on the thread that has the most ranges."""
     step = times.middle
     end = step.start_ns + step.duration_ns
     inside = [
@@ -339,7 +348,7 @@ def _range_lanes(ranges: Sequence[RangeRow], times: ProgramTimes) -> list[Lane]:
 
 
 def advice_blocks(layers: LayerMap) -> list[Block]:
-    """Return the advice on a program's layers, with what each change would save per step."""
+    """Return the advice on a program's layers, with the time that each change saves per step."""
     place = own_place(layers)
     notes = [
         Note(f"{sentence}. {_saving(row, text, layers, place)}".rstrip(), label)
@@ -351,15 +360,15 @@ def advice_blocks(layers: LayerMap) -> list[Block]:
 
 
 def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> str:
-    """Return what a change saves at most, as predicted or else as the time of these calls."""
+    """Return a sentence on the predicted savings of a change, or else on the time of the calls."""
     spent = row.kernel_ns
     if not spent or row.saves_ns is not None:  # advice of a bench has its own figures
         return ""
     saved = saved_ns(row, text, layers, place)
     if saved is not None:
-        share = f" ({share_text(saved / layers.gpu_ns)} of it)" if layers.gpu_ns else ""
+        share = f" ({share_text(saved / layers.gpu_ns)} of GPU time)" if layers.gpu_ns else ""
         predicted = saving_text(saved)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
     whole, of = (layers.gpu_ns, "GPU time") if layers.gpu_ns else (layers.step_ns, "step")
-    share = f", {share_text(spent / whole)} of the {of}" if whole else ""
-    return f"These calls take {time_text(spent)} per step{share}, which is the most that a change can save."
+    share = f" ({share_text(spent / whole)} of the {of})" if whole else ""
+    return f"These calls take {time_text(spent)} per step{share}. A change cannot save more than that time."

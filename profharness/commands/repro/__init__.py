@@ -87,8 +87,8 @@ ScriptDevice = Annotated[
         ("--device",),
         type=click.Choice(DEVICES),
         help=(
-            "The device of the script. auto means the run's device or, without RUN, a GPU if "
-            "there is one."
+            "The device of the script. auto means the run's device. Without RUN, auto means a GPU if "
+            "one is available."
         ),
     ),
 ]
@@ -116,14 +116,14 @@ def repro(
 ) -> str:
     """Write one cell as a Python script that needs only torch, for a PyTorch issue.
 
-    The script creates the same inputs (shapes, dtype, strides, mask, seed) and calls the backend as
-    profharness does. It prints PyTorch's choice, every warning, a checksum of each result and the
-    time of a call. If PyTorch refuses the call, the script prints PyTorch's message and exits 1. The
-    source of an implementation is included in the script.
+    The script creates the same inputs (shapes, dtype, strides, mask, seed) and calls the backend in the
+    same way as profharness. The script prints PyTorch's choice, every warning, a checksum of each result
+    and the time of a call. If PyTorch refuses the call, the script prints PyTorch's message and exits
+    with 1. The script includes the source of an implementation.
 
     Without RUN, CONFIG and --backend (default: auto) define the call; nothing is measured and no
-    store is read. With RUN, they select a cell of that run, and the script contains the cell's
-    seed, device and results.
+    store is read. With RUN, CONFIG and --backend select a cell of that run, and the script contains the
+    seed, the device and the results of the cell.
 
     \b
     Examples:
@@ -143,7 +143,7 @@ def repro(
             )
         if len(names) > 1:
             named = ",".join(names)
-            raise UsageError(f"a script contains one cell; give one --backend, not {named}")
+            raise UsageError(f"a script contains one cell; choose one of {named} with --backend")
         text = repro_script(chosen[0], names[0] if names else "auto", device, seed or 0)
     else:
         text = _stored_script(
@@ -209,7 +209,7 @@ def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterator[str]:
         yield f"Variables: {' '.join(texts)}"
     code = (environment.get("backend_code") or {}).get(cell.backend)
     if code and fingerprint(find_backend(cell.backend)) != code:
-        yield f"The code of {cell.backend} has changed since; it was {code}"
+        yield f"The code of {cell.backend} has changed since this run (fingerprint then: {code})"
 
 
 def repro_script(
@@ -288,14 +288,14 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
         return "torch and triton", refused + text + COMPILED
     raise UsageError(
         f"--backend {name}: repro supports PyTorch's own backends, flex and implementations "
-        "in files; it has no script for a call of this package"
+        "in files, but no backends of other packages"
     )
 
 
 def _source(source: str, config: Config) -> tuple[str, str]:
     """Return the script's requirements, and the source that loads an implementation.
 
-    The source contains the files of the implementation, or it imports a module of a package.
+    The source contains the files of the implementation, or imports a module of a package.
     """
     place, _, function = source.rpartition(":")
     properties = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -335,7 +335,7 @@ def _literal(text: str) -> str:
 
 @dataclass
 class TensorText:
-    """Stands in for a tensor and records the Python expression that creates the tensor."""
+    """A substitute for a tensor that records the Python expression that creates the tensor."""
 
     text: str
     lines: list[str] = field(default_factory=list)  # statements before the expression
@@ -373,7 +373,7 @@ def _index(index: object) -> str:
 def _inputs(config: Config) -> Iterator[str]:
     """Yield statements that create the inputs in the same order as the worker.
 
-    With this order, the script draws the same random numbers.
+    The script draws the same random numbers only in this order.
     """
 
     def filled(name: str) -> Callable[..., TensorText]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 SCRIPT = """# {title}
 {notes}
-# Prints PyTorch's choice, every warning, a checksum of each result, and the time of a call. Exits 1
-# where the call is refused or fails.
+# Prints PyTorch's choice, every warning, a checksum of each result, and the time of a call. Exits
+# with 1 if the call is refused or fails.
 import atexit
 import contextlib
 import ctypes
@@ -50,7 +50,7 @@ def checksum(tensor):
 
 def print_choice(**arguments):
     names = {{0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}}
-    with warnings.catch_warnings():  # the call gives them again
+    with warnings.catch_warnings():  # the call repeats these warnings
         warnings.simplefilter("ignore")
         try:
             number = torch._fused_sdp_choice(query, key, value, **arguments)
@@ -128,7 +128,7 @@ def context():
 {before}    return {kernel}
 """
 
-FIRST_CHOICE = """    if DEVICE == "cuda":  # a process's first choice replaces the order of priorities once
+FIRST_CHOICE = """    if DEVICE == "cuda":  # the first choice of a process replaces the order of priorities once
         probe = torch.empty(1, 1, 8, 64, device="cuda", dtype=torch.float16)
         torch._fused_sdp_choice(probe, probe, probe)
 """
@@ -137,7 +137,7 @@ DISABLED = """attention = F.scaled_dot_product_attention
 
 
 def context():
-    # cuDNN is none of the three, and stays on
+    # cuDNN has no switch here and stays enabled
     return torch.backends.cuda.sdp_kernel(
         enable_flash=False, enable_math=False, enable_mem_efficient=False
     )
@@ -181,7 +181,7 @@ def attention(q, k, v, *, is_causal, scale, enable_gqa, window=None):
 """
 
 FILE = '''def module_of(files, main):
-    """The implementation's files as they were, in a folder that goes with the process."""
+    """Write the implementation's files to a folder that is deleted at exit, and import `main`."""
     folder = Path(stack_of_folders.enter_context(tempfile.TemporaryDirectory()))
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -23,17 +23,18 @@ Host = Annotated[
     str,
     Option(
         ("--host",),
-        help="The address to listen on. Any address other than loopback lets others read the store.",
+        help="The address to listen on. With an address other than loopback, others can read the store.",
     ),
 ]
 
 
 @command("serve", frame=as_is)
 def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -> None:
-    """Show the store in a browser, read-only, with predefined queries and a report for each run.
+    """Show the store read-only in a browser, with predefined queries and a report for each run.
 
-    Needs the extra `web` (Datasette). By default the server accepts connections from this machine
-    only; see --host. Newly ingested runs appear immediately. Press Ctrl-C to stop the server.
+    This command requires the extra `web` (Datasette). By default, the server accepts connections
+    only from this machine; see --host. Newly ingested runs appear immediately. Press Ctrl-C to stop
+    the server.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""The first page of `serve`: what is stored, what is slow, and what changed."""
+"""Create the first page of `serve`, with the stored runs, slow programs and changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from profharness.stats import NOTABLE_LOSS
 from profharness.store import Store
 
 MAX_RUNS = 30
-MAX_ANSWERS = 8  # number of the newest programs, and of the newest captures, that are examined
+MAX_ANSWERS = 8  # maximum number of programs, and of captures, that are examined, newest first
 MAX_SLOW = 3
 REPORT = "/-/report/"
 RUN_COLUMNS = pick(
@@ -39,15 +39,16 @@ STYLE = """<style>
 </style>"""
 
 Known = dict[tuple[str, ...], Any]
-"""Maps what was computed for a page, and the contents that it was computed from, to the result."""
+"""Maps a question and the contents of the runs in the question to the computed answer."""
 
 
 def front_page(
     store: Store, known: Known, questions: Iterable[tuple[str, str, str]]
 ) -> tuple[str, Known]:
-    """Return the page as HTML, and the results on it, with which the next page is faster.
+    """Return the page as HTML, and the results on the page.
 
-    `questions` are the address, title and description of each predefined query.
+    Pass these results as `known` for the next page to avoid computing them again. `questions`
+    contains the address, title and description of each predefined query.
     """
     page = _Page(store, known)
     runs = store.runs()
@@ -63,7 +64,7 @@ def front_page(
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """The answer about a run, and the time or the loss by which runs are ranked."""
+    """The answer about a run, and the time or loss that determines the rank of the run."""
 
     amount: float = 0.0
     answer: tuple[str, ...] = ()
@@ -91,8 +92,8 @@ class _Page:
         return table + (more if len(runs) > MAX_RUNS else "")
 
     def slow(self, runs: Sequence[RunRow]) -> str:
-        """Return the programs with the longest attention, and the captures in which `auto` is
-        slowest compared with another backend.
+        """Return the programs with the longest attention time, and the captures with the largest
+        loss of `auto`.
         """
         programs = ((row, self._answered(self._layers, row.run)) for row in self._programs(runs))
         captures = (row for row in runs if row.cells)
@@ -101,13 +102,15 @@ class _Page:
         )
         parts = [
             ("Programs by attention time per step", _ranked(programs)),
-            ("Captures, by how much slower <code>auto</code> is", _ranked(losses)),
+            ("Captures by the loss of <code>auto</code>", _ranked(losses)),
         ]
         found = "".join(f"<p>{title}:</p>{_list(lines)}" for title, lines in parts if lines)
-        return found or "<p>No program has attention kernels, and auto is not slow anywhere.</p>"
+        return (
+            found or "<p>No program has attention kernels, and auto is not slow in any capture.</p>"
+        )
 
     def changed(self, runs: Sequence[RunRow]) -> str:
-        """Return what changed from the run before to the newest run, for programs and for configs."""
+        """Return the changes from the previous to the newest run, for programs and for captures."""
         names = {row.run: row.name for row in runs}
         lines = []
         for old, new in self._pairs(runs):
@@ -116,7 +119,7 @@ class _Page:
                 address = f"{REPORT}{escape(old)}/{escape(new)}"
                 title = f"{escape(names[old])} → {escape(names[new])}"
                 lines.append(f'<a href="{address}">{title}</a>: {escape(" ".join(sentences))}')
-        return _list(lines) or "<p>No two runs of the same program or configs are stored.</p>"
+        return _list(lines) or "<p>No two stored runs have the same program or configs.</p>"
 
     def _programs(self, runs: Sequence[RunRow]) -> Iterator[RunRow]:
         """Yield the newest runs that recorded attention calls of a program."""
@@ -129,7 +132,7 @@ class _Page:
         return _Slow()
 
     def _losses(self, run: str) -> _Slow:
-        """Return the answer of `bench` for a capture, with its largest real loss of `auto`."""
+        """Return the answer of `bench` for a capture, and the largest significant loss of `auto`."""
         found: _Slow = self._result(("losses", run), partial(self._find_losses, run))
         return found
 
@@ -139,7 +142,7 @@ class _Page:
         return _Slow(worst if worst > NOTABLE_LOSS else 0.0, bench_answer(result)[:1])
 
     def _layers(self, run: str) -> _Slow:
-        """Return the answer of `layers` for a run, with the time of attention per step."""
+        """Return the answer of `layers` for a run, and the attention time per step."""
         found: _Slow = self._result(("layers", run), partial(self._find_layers, run))
         return found
 
@@ -151,8 +154,8 @@ class _Page:
     def _pairs(self, runs: Sequence[RunRow]) -> Iterator[tuple[str, str]]:
         """Yield the older and the newer run of each comparison.
 
-        These are the two newest versions of one program, and the two newest captures with a common
-        config and backend.
+        Compare the two newest versions of one program, and the two newest captures that have a
+        config and backend in common.
         """
         programs = (row.run for row in self._programs(runs))
         for new, old in combinations(programs, 2):
@@ -168,9 +171,7 @@ class _Page:
                 break
 
     def _match(self, *runs: str) -> bool:
-        """Return whether two programs share most of their layers, and both or neither have a
-        backward.
-        """
+        """Return whether two programs share most layers, with a backward pass in both or neither."""
         programs = [find_program(self.store, run) for run in runs]
         layers = match_layers([each for each in programs if each])
         shared = [
@@ -185,7 +186,7 @@ class _Page:
         return diff_document(diff).answer
 
     def _result(self, question: tuple[str, ...], find: Callable[[], Any]) -> Any:
-        """Return a result from the previous page if the runs have not changed since."""
+        """Return the result from the previous page if the runs are unchanged, or else compute it."""
         _, *runs = question
         key = (*question, *(self.contents[run] for run in runs if run in self.contents))
         if key not in self.used:
@@ -206,7 +207,7 @@ def _report(name: str, run: str) -> str:
 
 
 def _ranked(found: Iterable[tuple[RunRow, _Slow]]) -> list[str]:
-    """Return a line for each of the slowest runs, the slowest first."""
+    """Return a line for each of the MAX_SLOW slowest runs, slowest first."""
     slow = sorted((each for each in found if each[1].amount), key=lambda each: -each[1].amount)
     return [
         f"{_report(row.name, row.run)}: {escape(' '.join(each.answer))}"

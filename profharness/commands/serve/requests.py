@@ -1,7 +1,7 @@
 """Check requests of browsers, and answer each accepted request in a separate process.
 
-A process can be killed at any time, and this frees its memory. Functions of SQLite and the library
-that draws charts cannot be interrupted in another way.
+A process can be killed at any time, and the operating system then frees its memory. There is no
+other way to interrupt functions of SQLite and of the library that draws charts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_WAITING = 64
 FRAME_BYTES = 1 << 16
-GRACE_S = 2.0  # extra time in which Datasette can answer that its own time limit was exceeded
+GRACE_S = 2.0  # extra time in which Datasette can report that its own time limit was exceeded
 POLL_S = 0.1
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d+)?", re.IGNORECASE)
 POLICY = (
@@ -40,14 +40,15 @@ POLICY = (
 )
 BUSY = "too many concurrent requests; try again later"
 ENDED = "the process for this request crashed or ran out of memory; request less data"
-FOREIGN = "a page on another site made this request; open the address yourself"
+FOREIGN = "a page on another site sent this request; enter the address in the browser yourself"
 
 
 @dataclass
 class Queue:
     """A queue for requests of one kind.
 
-    The newest request is answered first, because its client is the most likely to be still waiting.
+    The newest request is answered first, because the client of that request is the most likely to
+    be still waiting.
     """
 
     most: int
@@ -55,14 +56,14 @@ class Queue:
     limit_s: float
     """Maximum time until the first part of a response, and between two parts, in seconds."""
     fair_s: float
-    """Time after which a request is ended if another request is waiting, in seconds."""
+    """Time after which a request is stopped if another request is waiting, in seconds."""
     memory_bytes: int
     """Maximum memory of the process that answers a request."""
     running: int = 0
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
 
     async def enter(self) -> bool:
-        """Wait until the request may be answered. Call `leave` when the answer is complete.
+        """Wait until the request may be answered, and return True. Call `leave` after the answer.
 
         Return False if too many newer requests are waiting.
         """
@@ -75,7 +76,7 @@ class Queue:
         return await self.waiting[-1]
 
     def leave(self) -> None:
-        """Let the newest waiting request continue in place of the one that was answered."""
+        """Let the newest waiting request continue, because another request was answered."""
         if self.waiting:
             self.waiting.pop().set_result(True)
         else:
@@ -89,17 +90,17 @@ class Pages(Protocol):
         """Return the queue for requests of a path."""
 
     async def answer(self, scope: Scope, send: Send) -> None:
-        """Answer one request. This runs in a process that exits afterwards."""
+        """Answer one request. This method runs in a process that exits afterwards."""
 
     def learn(self, message: Message) -> None:
         """Process a message that `answer` sent and that does not belong to the HTTP response."""
 
 
 def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) -> App:
-    """Wrap the pages in an application that only accepts read requests to the given host names.
+    """Return an application that only accepts read requests to the given host names.
 
-    If `names` is None, any host name is accepted. The check prevents DNS rebinding: a foreign site
-    could let its name resolve to this machine and read the store through the browser. Pages below
+    If `names` is None, accept any host name. The check prevents DNS rebinding, in which a foreign
+    site lets its name resolve to this machine and reads the store through the browser. Pages below
     the path `free_of_policy` set their own content security policy.
     """
 
@@ -129,13 +130,13 @@ def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) ->
 
 
 def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
-    """Return the HTTP status and the text for a refused request, or status 0 if it is accepted."""
+    """Return the HTTP status and the text for a refused request, or status 0 for an accepted one."""
     headers = dict(scope["headers"])
     # Latin-1 can decode any bytes, so a malformed name is refused and raises no error.
     host = headers.get(b"host", b"")
     name = HOST.fullmatch(host.decode("latin-1"))
     if name is None or (names and name[1].strip("[]").lower() not in names):
-        return 421, "not a name of this machine"
+        return 421, "unknown host name; open the address that profharness serve printed"
     if scope["method"] not in ("GET", "HEAD"):
         return 405, "the store is served read-only"
     origin = headers.get(b"origin", b"//" + host).partition(b"//")[2]
@@ -161,7 +162,7 @@ def is_last(message: Message) -> bool:
 async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request in a forked process.
 
-    The process is killed if it takes too long, if the client disconnects, or if this task is
+    Kill the process if the answer takes too long, if the client disconnects, or if this task is
     cancelled.
     """
     mine, its = socket.socketpair()
@@ -189,9 +190,9 @@ async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, se
 async def _forward(
     reader: asyncio.StreamReader, pages: Pages, queue: Queue, receive: Receive, send: Send
 ) -> tuple[int, str] | None:
-    """Forward a response to its client.
+    """Forward a response to the client.
 
-    Return the status and the text of an error if the process did not start to answer.
+    Return the status and the text of an error if the process did not begin a response.
     """
     clock = asyncio.get_running_loop().time
     begun = moved = clock()

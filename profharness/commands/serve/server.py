@@ -64,7 +64,7 @@ REGRET = f"/{DATABASE}/regret"  # this query is as slow as a report, so it has t
 QUERIES: dict[str, tuple[str, str, str]] = {
     "stored_runs": (
         "Runs",
-        "The stored runs, newest first, with the rank of each in its job.",
+        "The stored runs, newest first, with the rank of each run in its job.",
         """SELECT run, kind, created, device, torch, rank, world_size,
             (SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells,
             (SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches
@@ -73,8 +73,8 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     "busy_devices": (
         "How busy each GPU was",
         (
-            "For each traced program: the span from the first launch to the last, and the parts "
-            "of it in which the GPU was busy, in which collectives ran, and in which only "
+            "For each traced program, the time from the first launch to the last, and the shares "
+            "of this time in which the GPU was busy, in which collectives ran, and in which only "
             "collectives ran."
         ),
         """SELECT run, rank, device_index, span_ms, busy, collectives, exposed FROM (
@@ -88,7 +88,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "slowest_kernels": (
         "Slowest kernels",
-        "Kernels by their time per call, in µs.",
+        "Kernels in order of their time per call, in µs.",
         """SELECT run, config, backend, profiler, kernel_short, launches_per_call,
             round(total_ns * launches_per_call / launches / 1000.0, 2) AS us_per_call,
             round(duration_ns / 1000.0, 2) AS us_per_launch
@@ -103,14 +103,14 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "refusals_by_reason": (
         "Refusals by reason",
-        "The reasons why backends refused a config, the most frequent first.",
+        "The reasons why backends refused configs, most frequent first.",
         """SELECT f.code, c.backend, count(DISTINCT c.id) AS cells, min(f.message) AS example
         FROM refusals f JOIN cells c ON c.id = f.cell_id
         GROUP BY f.code, c.backend ORDER BY cells DESC, f.code""",
     ),
     "metrics_of_a_kernel": (
         "Metrics of a kernel",
-        "Hardware counters of the kernels whose name contains the given text.",
+        "Hardware counters of the kernels whose names contain the given text.",
         """SELECT run, config, backend, kernel_short, metric, avg(value) AS mean, unit,
             count(*) AS launches
         FROM kernel_metrics WHERE kernel LIKE '%' || :kernel || '%'
@@ -131,9 +131,9 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     "regret": (
         "Where auto is slower",
         (
-            "The cost of the choice of `auto`, relative to the fastest correct backend for each "
-            "config, as in `bench` (0.5: 50 % longer). run: an id, or `all`; by default the "
-            "newest run that has times."
+            "The time that the choice of `auto` loses to the fastest correct backend for each "
+            "config, as in `bench` (0.5 means 50 % longer). `run` can be an id or `all`; the "
+            "default is the newest run with times."
         ),
         """SELECT json_extract(value, '$.run') AS run, json_extract(value, '$.config') AS config,
             json_extract(value, '$.measurement') AS measurement,
@@ -150,9 +150,9 @@ QUERIES: dict[str, tuple[str, str, str]] = {
 class BenchLosses:
     """The SQL function `bench_losses(run)`, which returns the losses of `auto` as a JSON array.
 
-    If `run` is empty, the newest run that has losses is used. If `run` is `all`, the newest MAX_RUNS
-    runs are used. The losses of a run are cached until the store changes, because it takes long to
-    compute the intervals of a benchmark.
+    An empty `run` selects the newest run that has losses, and `all` selects the newest MAX_RUNS
+    runs. The losses of a run are cached until the store changes, because computing the intervals of
+    a benchmark takes a long time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,7 +166,7 @@ class BenchLosses:
             if not run or run == "all":
                 names = [row.run for row in store.runs()[:MAX_RUNS]]
             else:
-                # An unknown run has no losses, because a query without matches is no error.
+                # An unknown run has no losses. A query without matches is not an error.
                 with contextlib.suppress(NotFoundError, UsageError):
                     names = [store.resolve(run)]
             for name in names:
@@ -176,7 +176,7 @@ class BenchLosses:
         return json.dumps(losses)
 
     def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
-        """Return the losses of a run. They are cached until the files of the store change."""
+        """Return the losses of a run. Cache the losses until the files of the store change."""
         state = store_state(self.path)
         if run not in self.computed or self.computed[run][0] != state:
             losses = []
@@ -204,7 +204,7 @@ def serve(path: Path, host: str, port: int) -> None:
     if host not in LOOPBACK:
         hint(
             f"warning: --host {host}: anyone who can reach this machine can read the whole store "
-            "without a password, including the paths of files; nobody can write to it"
+            "without a password, including the paths of files, but nobody can write to the store"
         )
     app = application(path, host)
     with _listen(host, port) as listener:
@@ -219,7 +219,7 @@ def serve(path: Path, host: str, port: int) -> None:
             log_level="critical",
             timeout_graceful_shutdown=0,
         )
-        server = _Server(config, f"serving {path} on {address} (Ctrl-C ends)")
+        server = _Server(config, f"serving {path} on {address} (press Ctrl-C to stop)")
         try:
             asyncio.run(server.serve(sockets=[listener]))
         except KeyboardInterrupt as stop:
@@ -228,7 +228,7 @@ def serve(path: Path, host: str, port: int) -> None:
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    """A server that prints a text when it is ready, and also shuts down cleanly on SIGHUP.
+    """A server that prints a message when ready, and that also shuts down cleanly on SIGHUP.
 
     The signal handler of `profharness.cli` would raise an exception inside a request, and uvicorn
     would only log it.
@@ -265,20 +265,20 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(64)
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"--host {host} --port {port}: cannot listen there: {error}; choose another --port, "
-                "or --port 0 for any free one"
+                f"cannot listen on --host {host} --port {port}: {error}; choose another --port, or "
+                "use --port 0 for any free port"
             ) from None
         yield listener
 
 
 def application(path: Path, host: str) -> App:
     """Return the web application for a store."""
-    # Reports contain a policy of their own.
+    # Reports contain their own policy.
     return guarded(Site(path), LOOPBACK if host in LOOPBACK else None, REPORT)
 
 
 class StoreFile(Database):  # type: ignore[misc]
-    """The store as a read-only database of Datasette. Its path may contain any character."""
+    """The store as a read-only database of Datasette. The path may contain any character."""
 
     def __init__(self, datasette: Any, path: Path, losses: BenchLosses) -> None:
         # The store is mutable, because runs may be added while it is served.
@@ -299,7 +299,7 @@ class StoreFile(Database):  # type: ignore[misc]
         return connection
 
     def close(self) -> None:
-        """Close the connection, so that the next query opens the file again if it was replaced."""
+        """Close the connection. The next query then opens the current file, even if replaced."""
         super().close()
         self._read_connection = None
 
@@ -307,7 +307,7 @@ class StoreFile(Database):  # type: ignore[misc]
         # Datasette would use PRAGMA database_list, which reveals the path
         return []
 
-    # Datasette does not know the path of the file, because it would show the path on its pages.
+    # Datasette would show the path of the file on its pages, so it does not know the path.
     # These properties replace the properties of Datasette that need the path.
     @property
     def size(self) -> int:
@@ -325,7 +325,7 @@ def _allowed(action: int, name: str | None, function: str | None, *_: object) ->
 
 
 class Site:
-    """The pages of Datasette and the reports. Implements the protocol `Pages`.
+    """The pages of Datasette and the reports. This class implements the protocol `Pages`.
 
     The constructor raises NotFoundError or StoreError if the store cannot be opened.
     """
@@ -344,7 +344,7 @@ class Site:
         }
         self.metadata = {
             "title": "profharness",
-            "description_html": "",  # of the first page; written for each request of it
+            "description_html": "",  # of the first page; written for each request of this page
             "databases": {DATABASE: {"queries": ready}},
         }
         with open_store(path):  # report an invalid store before serving
@@ -416,10 +416,10 @@ class Site:
         return page
 
     def _report(self, runs: list[str], seen: str | None) -> Any:
-        """Return the report on one run, or on two runs and what changed between them.
+        """Return the report on one run, or on two runs and the changes between them.
 
-        `seen` is the tag of the report that the browser has. If it is still valid, the browser is
-        told to use that one.
+        `seen` is the tag of the report that the browser has cached. If this tag is still valid,
+        return status 304.
         """
         state = repr((__version__, store_state(self.path), runs))
         headers = {"etag": f'"{sha256(state.encode()).hexdigest()}"', "cache-control": "no-cache"}
@@ -463,7 +463,7 @@ class Site:
         pm.register(plugin, name=plugin.__name__)
 
     async def _failed(self, error: Exception) -> Any:
-        """Return the response for an unexpected error. The cause is printed only on the terminal."""
+        """Return the response for an unexpected error. Print the cause only on the terminal."""
         if isinstance(error, MemoryError):
             return Response.text(
                 "this request needs too much memory; request less data", status=400
@@ -474,7 +474,7 @@ class Site:
             cause = f"{error!r} in {code.co_filename}:{code.co_name}"
         await self._send({"type": "error", "text": cause[:MAX_ERROR]})
         status = 404 if isinstance(error, NotFoundError) else 500
-        text = "cannot answer this request; the reason is in the terminal of profharness serve"
+        text = "cannot answer this request; see the terminal of profharness serve for the reason"
         return Response.text(text, status=status)
 
 
