@@ -93,7 +93,11 @@ class LayerRow:
     ]
     phase: Annotated[
         Text,
-        column("phase", meaning="`train`, `decode`, `prefill` (causal), `self` or `cross`"),
+        column(
+            "phase",
+            meaning="`train`, `recompute` (checkpointing), `decode` (one query), `prefill` (causal), "
+            "`self` (not causal) or `cross` (unlike lengths)",
+        ),
     ]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
     mode: Annotated[
@@ -431,16 +435,13 @@ def find_layers(
     calls = store.calls(run)
     observed = ObservedCalls(store.templates(run), calls)
     if not calls and not observed:
-        of_configs = ""
+        name, own = store.run_name(run), f"profharness kernels {store.run_reference(run)}"
         if store.cells(run):
-            of_configs = (
-                "it contains configs (show them with profharness kernels "
-                f"{store.run_reference(run)}); "
-            )
+            raise NotFoundError(f"run {name} contains configs, not a program; show them with: {own}")
         raise NotFoundError(
-            f"run {store.run_name(run)} contains no attention calls of a program; "
-            f"{of_configs}record a trace with torch.profiler.profile(record_shapes=True, "
-            "with_stack=True)"
+            f"run {name} contains no attention call; show its kernels with: {own}; if the program "
+            "runs attention, record its ops and modules with "
+            "torch.profiler.profile(record_shapes=True, with_stack=True)"
         )
     steps = store.steps(run) if calls else []
     outside = 0

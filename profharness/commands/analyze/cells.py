@@ -288,7 +288,8 @@ def analyze_program(
     if not analyses:
         named = [*(config.label for config in configs), *backends]
         criteria = f" of {', '.join(named)}" if named else ""
-        why = "; ".join(left_out) or "list its calls with `profharness layers`"
+        remedy = f"see its attention calls with: profharness layers {name}"
+        why = "; ".join([*left_out, remedy])
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     if described != recorded:
         left_out.append(

@@ -65,7 +65,8 @@ WORDS = """
 \b
 mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
        fast path (nn.TransformerEncoder's own op)
-phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
+phase  train (with a backward pass), recompute (a forward pass repeated by checkpointing),
+       decode (one query), prefill (causal), self (not causal), cross (unlike lengths)
 ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
 
 --savings adds the time that each row would save per step on the fastest correct backend. The saving
@@ -267,7 +268,8 @@ def layers(
                 f"{' and '.join(map(str, run))} are the same run, {names[0]}; name this run once"
             )
         classes = find_layers_by_gpu(opened, unique, torch=torch)
-    return LayersFound(path, tuple(each.layers for each in classes.classes), classes)
+    found = tuple(each.layers for each in classes.classes)
+    return LayersFound(path, found, classes if len(found) > 1 else None)
 
 
 @usage(layers)

@@ -21,7 +21,7 @@ from profharness.commands.layers.tables import (
 )
 from profharness.device_types import device_name
 from profharness.devices import short_gpu_name
-from profharness.errors import NotFoundError, UsageError, counted
+from profharness.errors import NotFoundError, UsageError, counted, join_and
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
 from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers, short_module
@@ -108,15 +108,28 @@ def find_layers_by_gpu(
 ) -> LayersByGpu:
     """Compare the attention layers of several runs with the layers of the first run.
 
-    Raise NotFoundError for a run without attention calls, and UsageError for a run that captured
-    configs.
+    A run without attention calls is left out, which a caveat of the first map says. Raise
+    NotFoundError if no run has attention calls, and UsageError for a run that captured configs.
     """
     if captures := [run for run in runs if store.cells(run)]:
         remedy = "leave this run out"
         if len(captures) == len(runs):
             remedy = f"compare such runs with: profharness report {' '.join(runs)}"
         raise UsageError(f"run {captures[0]} contains configs, but layers shows programs; {remedy}")
-    return compare_maps(store, [find_layers(store, run, torch=torch) for run in runs])
+    maps: list[LayerMap] = []
+    errors: dict[str, NotFoundError] = {}
+    for run in runs:
+        try:
+            maps.append(find_layers(store, run, torch=torch))
+        except NotFoundError as error:
+            errors[store.run_name(run)] = error
+    if not maps:
+        raise next(iter(errors.values()))
+    if errors:
+        verb = "contains" if len(errors) == 1 else "contain"
+        text = f"{join_and([*errors])} {verb} no attention call and cannot be compared"
+        maps[0] = replace(maps[0], caveats=(text, *maps[0].caveats))
+    return compare_maps(store, maps)
 
 
 def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
