@@ -146,7 +146,7 @@ def test_tools_describe_their_arguments_and_are_read_only(served: Served) -> Non
     assert set(tools) == {tool for tool, *_ in SAME.values()}
     for tool in tools.values():
         assert tool.annotations.read_only_hint and not tool.annotations.open_world_hint
-        assert "Use it" in tool.description
+        assert "Use " in tool.description
         schema = tool.input_schema
         assert schema["type"] == "object" and schema["additionalProperties"] is False
         assert all(value["description"] for value in schema["properties"].values())
@@ -256,5 +256,5 @@ def test_an_answer_that_is_too_large_names_a_remedy(
     from profharness.commands import _mcp
 
     monkeypatch.setattr(_mcp, "MAX_ANSWER_BYTES", 1000)
-    with pytest.raises(UsageError, match=r"the result has 0\.\d MB, .*; request fewer configs"):
+    with pytest.raises(UsageError, match=r"the result has 0\.\d MB .*; request fewer configs"):
         _mcp.answer("kernels", {}, served.store)
