@@ -139,7 +139,7 @@ def test_what_was_taken_in_last_is_shown_by_the_command_at_the_end(open_folder: 
     (open_folder / "good.json.gz").write_bytes(TRACE.read_bytes())
     shutil.copytree(RUN, open_folder / "run")
     done = ingest(open_folder, "run", "good.json.gz")
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("see ")]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("show ")]
     words = shlex.split(line.partition(" with: ")[2])
     assert words[:3] == ["profharness", "layers", "good.json.gz"]
     main = cli
