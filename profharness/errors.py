@@ -83,6 +83,11 @@ def join_and(names: Collection[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """Format a share as a percentage, such as `58 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def counted(count: float, one: str, several: str = "") -> str:
     """Return a number with its noun: `1 kernel`, `1,200 kernels`. `several` is the plural."""
     number = f"{count:,.2f}".rstrip("0").rstrip(".") if isinstance(count, float) else f"{count:,}"

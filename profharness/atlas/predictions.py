@@ -55,6 +55,7 @@ from profharness.errors import (
     ProfharnessError,
     UnknownNameError,
     UsageError,
+    percent,
     printable_path,
 )
 from profharness.rows import Refusal
@@ -618,7 +619,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     fastest = str(auto.best)
     if not auto.certain:
         return f"{lead}; {fastest} may be faster: {_time(best)}, but the intervals overlap."
-    lost = f"{auto.regret:.0%}".replace("%", " %")
+    lost = percent(auto.regret)
     loses = f"loses {lost}" if auto.regret < 1 else f"takes {1 + auto.regret:,.3g} times as long"
     return f"{lead}; {fastest} is the fastest: {_time(best)}. auto {loses}."
 

@@ -30,7 +30,7 @@ from profharness.columns import column
 from profharness.device_types import CUDA, on_gpu
 from profharness.devices import Peaks
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.errors import NotFoundError, UsageError, join_and
+from profharness.errors import NotFoundError, UsageError, join_and, percent
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.measurements import (
     CHOSEN,
@@ -209,7 +209,7 @@ class Loss:
             return f"no significant difference: {self.why_open}"
         if self.verdict == "faster":
             return "auto is faster"
-        return f"as fast, within {stats.THRESHOLD:.0%}"
+        return f"as fast, within {percent(stats.THRESHOLD)}"
 
 
 @dataclass(frozen=True)
@@ -419,7 +419,7 @@ def selecting(row: BenchRow) -> str:
 
 
 SHOWN_WINNERS = 3
-WITHIN = f"{stats.THRESHOLD:.0%}"
+WITHIN = percent(stats.THRESHOLD)
 _ONE = "one"  # both rows are measurements of one backend
 _WORDS: dict[str, str] = {
     "faster": "faster",

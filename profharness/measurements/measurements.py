@@ -20,7 +20,7 @@ from profharness.attention.config import OWN_CHOICE, Config, parse_config, pytor
 from profharness.columns import column
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.errors import NotFoundError, join_few
+from profharness.errors import NotFoundError, join_few, percent
 from profharness.measurements.agreement import with_predictions
 from profharness.rows import (
     COLD,
@@ -78,7 +78,9 @@ def _doubts(
     if half > UNKNOWN:
         texts.append(UNSTEADY)
     elif half > precision:
-        texts.append(f"the median is known only to ±{half:.1%} (requested: ±{precision:.1%})")
+        texts.append(
+            f"the median is known only to ±{percent(half, 1)} (requested: ±{percent(precision, 1)})"
+        )
     return tuple(texts)
 
 
@@ -88,7 +90,7 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
         excess = row.bytes_per_s / width
         reason = _why_bytes(row, peaks.l2_bytes, excess)
         yield (
-            f"{excess:.0%} of the memory bandwidth of {width / 1e9:,.4g} GB/s "
+            f"{percent(excess)} of the memory bandwidth of {width / 1e9:,.4g} GB/s "
             f"({peaks.source}): {reason}"
         )
     if rate and row.flops_per_s and row.flops_per_s > rate[1]:
@@ -97,7 +99,7 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
         if name == "fp32":
             reason = "tensor cores may have been used (TF32 or a split of fp32)"
         share = row.flops_per_s / peak
-        yield f"{share:.0%} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}"
+        yield f"{percent(share)} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}"
 
 
 def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
@@ -139,7 +141,7 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
         return ()
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
     if (share := cell.clocks.get(CPU_WAIT) or 0) > BUSY:
-        texts.append(f"machine busy: the worker waited for a CPU {share:.0%} of the time")
+        texts.append(f"machine busy: the worker waited for a CPU {percent(share)} of the time")
     return tuple(texts)
 
 
@@ -832,7 +834,7 @@ class DtypePair:
 
 
 WORDS: dict[str, str] = {
-    "same": f"as fast (within {stats.THRESHOLD:.0%})",
+    "same": f"as fast (within {percent(stats.THRESHOLD)})",
     "faster": "faster",
     "slower": "slower",
     "unknown": "not significantly different",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from profharness.columns import column
+from profharness.errors import percent
 from profharness.recording.profilers.ncu import (
     ACTIVE_THREADS,
     BANK_CONFLICTS,
@@ -154,7 +155,7 @@ class Counters:
     ]:
         """The most frequent state of resident warps that do not issue, with its share."""
         state = next((name for name in self.warp_states if name != "selected"), None)
-        return state and f"{state} {self.warp_states[state]:.0%}"
+        return state and f"{state} {percent(self.warp_states[state])}"
 
 
 def read_counters(metrics: Metrics) -> Counters:

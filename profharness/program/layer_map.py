@@ -437,7 +437,9 @@ def find_layers(
     if not calls and not observed:
         name, own = store.run_name(run), f"profharness kernels {store.run_reference(run)}"
         if store.cells(run):
-            raise NotFoundError(f"run {name} contains configs, not a program; show them with: {own}")
+            raise NotFoundError(
+                f"run {name} contains configs, not a program; show them with: {own}"
+            )
         raise NotFoundError(
             f"run {name} contains no attention call; show its kernels with: {own}; if the program "
             "runs attention, record its ops and modules with "

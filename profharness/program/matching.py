@@ -18,6 +18,7 @@ from profharness.devices import Peaks, roofline_ns
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.program.layer_map import (
     NUMBER,
+    LayerRow,
     actual_backend,
     calls_in_steps,
     library_of,
@@ -110,6 +111,11 @@ class LayerSide:
         ),
     ] = None
     library: str | None = None  # the AMD library whose kernels computed the backend
+
+
+def ran_text(call: LayerRow | LayerSide) -> str | None:
+    """Return the backend that ran, such as `flash`, or `flash (AOTriton)` if an AMD library computed it."""
+    return f"{call.ran} ({call.library})" if call.ran and call.library else call.ran
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from profharness.attention.config import (
     parse_config,
 )
 from profharness.attention.dispatch.advice import Advice
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, percent
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.evaluation import BenchResult
 from profharness.program.layer_map import LayerMap, LayerRow, Regret, suggestions
@@ -324,15 +324,19 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     step, busy = layers.gpu_step_ns, layers.gpu_ns
     saved = _saved_text(regret)
     texts = []
-    shares = [f"{regret.saves_ns / busy:.1%} of the time in which the GPU is busy"] if busy else []
-    shares += [f"{regret.saves_ns / step:.1%} of the traced step"] if step else []
+    shares = (
+        [f"{percent(regret.saves_ns / busy, 1)} of the time in which the GPU is busy"]
+        if busy
+        else []
+    )
+    shares += [f"{percent(regret.saves_ns / step, 1)} of the traced step"] if step else []
     parts = f", {' and '.join(shares)}" if shares else ""
     if regret.saves_ns <= 0:
         texts.append("No correct backend is significantly faster than what ran.")
     elif regret.launch_bound:
         waits = "The trace has no kernels, so it is unknown how busy the GPU is."
         if busy:
-            waits = f"The GPU is busy for only {layers.busy_ns / layers.step_ns:.0%} of the traced step."
+            waits = f"The GPU is busy for only {percent(layers.busy_ns / layers.step_ns)} of the traced step."
         texts.append(
             f"{waits} Faster kernels save time only while the GPU is busy: at most {saved} a "
             f"step{parts}."

@@ -343,7 +343,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "ms": lambda value: f"{value / 1e6:,.2f}",
     "ms3": functools.partial(_ms, digits=3),
     "ms4": functools.partial(_ms, digits=4),
-    "kib": lambda value: f"{value / 1024:.1f}",
+    "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
     "percent": lambda value: f"{100 * value:.1f}",
     "spread": lambda value: "busy" if value > 1 else f"{100 * value:.1f}",

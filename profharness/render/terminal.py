@@ -36,6 +36,7 @@ from profharness.render.fitting import (
 )
 
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
+DEEPEST = 6  # the deepest level of a heading
 SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
@@ -80,7 +81,7 @@ def render_table(
         console.print()
     previous: Block | None = None
     table_count = 0
-    for block in document.blocks:
+    for block in _without_empty_headings(document.blocks):
         # a table of the document contains the values of a chart or timeline
         if isinstance(block, Chart | Timeline):
             continue
@@ -119,6 +120,26 @@ def _layouts(
         else fit_columns(columns, own, width, full=full)
         for columns, own in joined.items()
     }
+
+
+def _without_empty_headings(blocks: Sequence[Block]) -> list[Block]:
+    """Return the blocks without the headings of charts, which a terminal does not show.
+
+    Keep a heading that also has other contents.
+    """
+    shown: list[Block] = []
+    filled = 0  # headings of this level and above have contents
+    below: Block | None = None
+    for block in reversed(blocks):
+        if isinstance(block, Heading):
+            if block.level > filled and isinstance(below, Chart | Timeline):
+                continue
+            filled = block.level - 1
+        elif not isinstance(block, Chart | Timeline):
+            filled = DEEPEST
+        shown.append(block)
+        below = block
+    return shown[::-1]
 
 
 def _print_heading(console: Console, heading: Heading, width: int | None) -> None:

@@ -15,7 +15,7 @@ from profharness.columns import Column, pick
 from profharness.commands.bench.answer import bench_answer, trust_note
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
-from profharness.errors import join_few
+from profharness.errors import join_few, percent
 from profharness.measurements.agreement import replaced_by, replacement_notes
 from profharness.measurements.evaluation import BenchResult, Loss
 from profharness.measurements.measurements import (
@@ -378,11 +378,11 @@ def _doubts(answer: BenchResult) -> Iterator[Note]:
     if wide and _mostly_wide(answer):
         text = (
             f"the intervals of {wide} of {len(figures)} figures are wider than "
-            f"±{answer.precision:.1%}; take more samples to narrow them"
+            f"±{percent(answer.precision, 1)}; take more samples to narrow them"
         )
         yield Note(text, "precision", "warning")
     elif wide:
-        text = f"the interval is wider than ±{answer.precision:.1%}; take more samples to narrow it"
+        text = f"the interval is wider than ±{percent(answer.precision, 1)}; take more samples to narrow it"
         yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")
     for number, (text, cells) in enumerate(_doubtful(answer).items(), start=1):
         where = " ".join(cells[0]) if len(cells) == 1 else f"{len(cells)} figures"

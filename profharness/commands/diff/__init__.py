@@ -45,7 +45,7 @@ from profharness.commands.diff.compare import (
 from profharness.errors import GateError, NotFoundError, counted, join_few
 from profharness.program.changes import VERDICTS, EnvChange
 from profharness.program.layer_map import PHASE, short_module
-from profharness.program.matching import LayerDiff, LayerSide
+from profharness.program.matching import LayerDiff, LayerSide, ran_text
 from profharness.program.phases import PhaseRow
 from profharness.render.document import (
     FORMATS,
@@ -172,7 +172,10 @@ def _both(row: LayerDiff, name: str) -> str | None:
     Return a single value if both values are equal, and None if both are unknown.
     """
     values = (getattr(side, name, None) for side in (row.baseline, row.candidate))
-    before, after = (None if each is None else SIDE_TEXTS[name](each) for each in values)
+    return _change(*(None if each is None else SIDE_TEXTS[name](each) for each in values))
+
+
+def _change(before: str | None, after: str | None) -> str | None:
     return before if before == after else f"{before or MISSING} → {after or MISSING}"
 
 
@@ -222,6 +225,8 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
         name = row.name if full else short_module(side.module if side else None) or row.name
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
         phase = side.phase if side and row.direction == "forward" else row.direction
+        sides = (row.baseline, row.candidate)
+        texts["ran"] = _change(*(ran_text(each) if each else None for each in sides))
         texts["phase"] = phase if recomputed else None
         if not shares:
             texts["roofline_share"] = None

@@ -56,11 +56,13 @@ def _layers(diff: Diff) -> Iterator[str]:
         times = [sum(_step_ns(row, side) for row in [*timed, *again]) for side in (0, 1)]
         speeds = {row.speed for row in timed}
         whole = f"({time_text(times[0])} → {time_text(times[1])} per step)"
+        # Another GPU explains the difference, so there is no verdict. The answer still names it.
+        other_gpu = any(change.key == "gpu" for change in diff.environment)
         both_ways = any(row.basis != "forward" for row in timed)
         what = "attention" if both_ways else "the forward pass of attention"
         if (speeds == {"same"} and not again) or times[0] == times[1] > 0:
             lead = f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before} {whole}"
-        elif not times[0] or not times[1] or speeds == {"unknown"}:
+        elif not times[0] or not times[1] or (speeds == {"unknown"} and not other_gpu):
             reason = next((row.reasons[-1] for row in timed if row.reasons), "")
             lead = f"No verdict on {what} {whole}: {reason}"
         else:

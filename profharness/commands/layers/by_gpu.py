@@ -17,7 +17,6 @@ from profharness.commands.layers.tables import (
     figure_columns,
     figures,
     layers_document,
-    ran_text,
 )
 from profharness.device_types import device_name
 from profharness.devices import short_gpu_name
@@ -25,7 +24,13 @@ from profharness.errors import NotFoundError, UsageError, counted, join_and
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
 from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers, short_module
-from profharness.program.matching import LayerSide, MatchedLayers, find_program, match_layers
+from profharness.program.matching import (
+    LayerSide,
+    MatchedLayers,
+    find_program,
+    match_layers,
+    ran_text,
+)
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.render.document import (
     Block,

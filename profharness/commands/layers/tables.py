@@ -20,7 +20,7 @@ from profharness.program.layer_map import (
     LayerRow,
     short_module,
 )
-from profharness.program.matching import LayerSide
+from profharness.program.matching import ran_text
 from profharness.program.phases import PhaseRow, step_title
 from profharness.render.document import (
     MISSING,
@@ -265,11 +265,6 @@ def _line(row: LayerRow, full: bool) -> dict[str, Any]:
     if row.mask == NO_MASK:
         line["mask"] = None
     return line
-
-
-def ran_text(call: LayerRow | LayerSide) -> str | None:
-    """Return the backend that ran, such as `flash`, or `flash (AOTriton)` if an AMD library computed it."""
-    return f"{call.ran} ({call.library})" if call.ran and call.library else call.ran
 
 
 def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:

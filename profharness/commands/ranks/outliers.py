@@ -27,7 +27,7 @@ from profharness.commands.ranks.comparison import (
     RankFinding,
     usual_ranks,
 )
-from profharness.errors import NotFoundError, UsageError, counted, join_few
+from profharness.errors import NotFoundError, UsageError, counted, join_few, percent
 from profharness.program.changes import environment_changes
 from profharness.render.document import share_text
 from profharness.rows import RankKernel, RankLaunches, RankRow
@@ -297,8 +297,8 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
                 continue
             if part > BROAD:
                 text = (
-                    f"its compute kernels take {ratio - 1:.1%} longer {than}; "
-                    f"slower kernels account for {part:.0%} of this time"
+                    f"its compute kernels take {percent(ratio - 1, 1)} longer {than}; "
+                    f"slower kernels account for {percent(part)} of this time"
                 )
                 yield RankFinding(SLOW_GPU, (rows[index].label,), text)
                 continue
@@ -306,7 +306,7 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
             kernel = table.kernels[int(table.kernel[keys[key]])].short
             text = (
                 f"{kernel} takes {float(each[place, key]):.2f} times as long as the median of the "
-                f"other ranks; all compute kernels together take {ratio - 1:.1%} longer"
+                f"other ranks; all compute kernels together take {percent(ratio - 1, 1)} longer"
             )
             yield RankFinding(SLOW_KERNELS, (rows[index].label,), text)
 

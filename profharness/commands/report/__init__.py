@@ -64,12 +64,12 @@ from profharness.commands.report.program import (
 from profharness.commands.verify import verify_document
 from profharness.device_types import device_name
 from profharness.devices import DeviceFact
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, UsageError, percent
 from profharness.files import atomic_file, check_output
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
 from profharness.measurements.measurements import BenchRow
-from profharness.program.changes import OF_A_FILE
+from profharness.program.changes import OF_A_FILE, EnvChange
 from profharness.program.layer_map import LayerMap, short_module
 from profharness.render.document import (
     MISSING,
@@ -212,10 +212,14 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     maps = {each.layers.run: each.layers for each in programs.classes}
     parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
     blocks += compared_steps({names[run]: each.times for run, each in parts.items()})
-    blocks += diff_blocks(diff) if diff else []
+    on_several = len({each.device for each in programs.classes}) > 1
+    if diff and not on_several:
+        blocks += diff_blocks(diff)
+    elif diff and diff.environment:
+        blocks += [Heading("What changed"), Table.of(pick(EnvChange), diff.environment)]
     if len(maps) > 1:
-        # If both runs used one class of GPU, the diff already contains these figures.
-        if diff is None or len({each.device for each in programs.classes}) > 1:
+        # On one class of GPU, the diff of two runs has these figures.
+        if diff is None or on_several:
             blocks += layers_by_gpu_blocks(programs)
         extra["layer_classes"] = layers_by_gpu_record(programs)
     if classes := _classes(store, runs):
@@ -630,14 +634,14 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
     compared = _count(len(losses), "config")
     if not real:
         yield (
-            f"No backend is significantly faster than auto ({THRESHOLD:.0%} or more) on any "
+            f"No backend is significantly faster than auto ({percent(THRESHOLD)} or more) on any "
             f"of {compared}{doubt}. No change is necessary."
         )
         return
     worst = real[0]
     yield (
         f"auto was slower than the fastest other backend on {len(real)} of {compared}, by at most "
-        f"{worst.regret:.1%} ({worst.config}: auto takes {worst.chosen_ns / 1e3:,.2f} µs, "
+        f"{percent(worst.regret, 1)} ({worst.config}: auto takes {worst.chosen_ns / 1e3:,.2f} µs, "
         f"{worst.best} takes {worst.best_ns / 1e3:,.2f} µs){doubt}."
     )
     yield (
