@@ -265,7 +265,7 @@ def analyze_program(
             "record a step with `profharness observe --profiler torch --warmup 0 -- PROGRAM`; "
             f"see the counted calls with: {shell_command('layers', reference, store=path)}"
         )
-    analyses, left_out = [], []
+    analyses, left_out, spent = [], [], {}
     for number, group in enumerate(groups, start=1):
         config = median_config([parse_config(call.config) for call in group if call.config])
         if configs and not (config and any(wanted.matches(config) for wanted in configs)):
@@ -285,6 +285,8 @@ def analyze_program(
         else:
             analysis = _analyze_calls(f"calls-{number}", calls, machine)
             analyses.append(replace(analysis, module=module))
+            spent[analysis.cell] = sum(kernel.total_ns for call in group for kernel in call.kernels)
+    analyses.sort(key=lambda analysis: -spent[analysis.cell])
     if not analyses:
         named = [*(config.label for config in configs), *backends]
         criteria = f" of {', '.join(named)}" if named else ""

@@ -297,8 +297,9 @@ def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     yield derived(
         "score_traffic",
         (
-            f"The score matrix takes at least {size(matrix)} and is written to memory twice and "
-            f"read back twice; fused attention would move {size(compulsory)}."
+            f"Eager attention writes and reads its score matrix (at least {size(matrix)}) twice. "
+            f"This moves {size(moved)} per call, in addition to the {size(compulsory)} that fused "
+            "attention would move."
         ),
         _severity((moved + compulsory) / compulsory, 2),
         in_bytes("score matrix", matrix, f"batch x heads x seq_q x seq_kv, {dtype}"),

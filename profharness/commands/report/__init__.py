@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
-from profharness.attention.config import parse_config
+from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config
 from profharness.columns import Column, column, pick
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
@@ -196,6 +196,11 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     runs, the layers of programs, and all kernels and cells. Raise NotFoundError if a run does not
     exist.
     """
+    if len(refs) == 2 and all(ref in (AUTO, *SDPA_BACKENDS) for ref in refs):
+        raise UsageError(
+            f"report takes runs, not backends; compare two backends with: profharness diff "
+            f"{' '.join(refs)}"
+        )
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     names = {run: store.run_name(run) for run in runs}
     blocks: list[Block] = []
