@@ -167,7 +167,7 @@ def test_every_script_compiles_and_chooses_its_device(backend: str, text: str) -
     [
         ((), "requires one config, but none was given"),
         (("--config", "1,2,{8,16},16"), "2 configs"),
-        (("--config", "1,2,8,16", "--backend", "math,auto"), "one --backend"),
+        (("--config", "1,2,8,16", "--backend", "math,auto"), "choose one of math,auto"),
         (("--config", "1,2,8,16", "--backend", "varlen"), "no script"),
         (("--config", "1,2,8,16", "--backend", "nothing"), "unknown backend 'nothing'"),
     ],

@@ -288,7 +288,7 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
         return "torch and triton", refused + text + COMPILED
     raise UsageError(
         f"--backend {name}: repro supports PyTorch's own backends, flex and implementations "
-        "in files, but no backends of other packages"
+        "in files, but has no script for backends of other packages"
     )
 
 
