@@ -36,12 +36,12 @@ from profharness.run import (
     DEVICES,
     LONGEST_S,
     PROCESSES,
-    SEEDS,
     SHORTEST_S,
     Fleet,
     Protocol,
     gpu_classes,
     gpu_names,
+    require_seed,
 )
 from profharness.stats import THRESHOLD
 
@@ -307,7 +307,8 @@ def config_option(repeat: str = " Repeatable.") -> Option:
         metavar="CONFIG",
         multiple=True,
         complete=complete_configs,
-        help=f"batch,heads,seq_len,head_dim and options, such as 2,8,512,64,bf16,causal.{repeat}",
+        help="batch,heads,seq_len,head_dim and options, such as 2,8,512,64,bf16,causal. Without a "
+        f"dtype, a config runs in fp16 on a GPU and in fp32 on a CPU.{repeat}",
         file_flag="--configs",
         file_help="Read configs from a file, one per line. # starts a comment.",
         read_file=read_config_file,
@@ -429,7 +430,9 @@ Device = Annotated[
         help="The device to run on. auto means a GPU if there is one.",
     ),
 ]
-Seed = Annotated[int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of the inputs.")]
+Seed = Annotated[
+    int, Option(("--seed",), type=click.INT, check=require_seed, help="Seed of the inputs.")
+]
 OutFolder = Annotated[
     PathLike,
     Option(

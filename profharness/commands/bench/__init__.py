@@ -57,12 +57,12 @@ from profharness.render.document import Document
 from profharness.render.renderers import RENDERERS
 from profharness.rows import GPU_MEASUREMENTS
 from profharness.run import (
-    SEEDS,
     BenchOptions,
     BenchPlan,
     Protocol,
     parse_precision,
     parse_seconds,
+    require_seed,
 )
 from profharness.store import frame
 
@@ -170,7 +170,10 @@ Verified = Annotated[
     ),
 ]
 BenchSeed = Annotated[
-    int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed for the inputs and the order.")
+    int,
+    Option(
+        ("--seed",), type=click.INT, check=require_seed, help="Seed for the inputs and the order."
+    ),
 ]
 Timeout = Annotated[float, timeout_option("Time limit for one step of a cell, in seconds.")]
 Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]

@@ -74,7 +74,7 @@ from profharness.errors import (
 )
 from profharness.files import atomic_file, check_output, shell_command
 from profharness.rows import NAIVE_COMPILED, CellRow
-from profharness.run import DEVICES, SEEDS, Protocol
+from profharness.run import DEVICES, Protocol, require_seed
 from profharness.store import Selection, open_store
 
 SHOWN = 6  # maximum number of candidates that an error lists
@@ -96,7 +96,8 @@ Seed = Annotated[
     int | None,
     Option(
         ("--seed",),
-        type=click.IntRange(*SEEDS),
+        type=click.INT,
+        check=require_seed,
         help="Seed of the inputs.  [default: the run's seed, else 0]",
     ),
 ]
