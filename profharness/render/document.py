@@ -442,10 +442,17 @@ def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tu
     )
 
 
+def _decimals(ns: float, figures: int) -> int:
+    """Return how many decimals a time in ms needs for this number of figures, from 2 to 4."""
+    return min(max(figures - 1 - math.floor(math.log10(ns / 1e6)), 2), 4) if ns > 0 else 4
+
+
 def _in_ms(column: Column, values: Iterable[float]) -> Column:
-    # Show at least three figures of the smallest value, but at most four decimals.
-    least = min((value for value in values if value > 0), default=0)
-    kind = "ms" if least >= 1e6 else "ms3" if least >= 1e5 else "ms4"
+    # Show two figures of the smallest value, and three of the smallest that is not negligible.
+    known = [value for value in values if value > 0]
+    least = min(known, default=0.0)
+    notable = min((value for value in known if value >= max(known) / 100), default=0.0)
+    kind = {2: "ms", 3: "ms3", 4: "ms4"}[max(_decimals(least, 2), _decimals(notable, 3))]
     return replace(column, title=column.title.replace("µs", "ms"), format=kind)
 
 
