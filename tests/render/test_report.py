@@ -438,7 +438,7 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
     place = next(n for n, b in enumerate(shown) if getattr(b, "text", "") == "What the words mean")
     told = {note.label: note.text for note in shown[place + 1 :] if isinstance(note, Note)}
     assert told["ran"] == "the backend that computed the calls"
-    assert told["ms/step"] == "time per step" and told["µs/step"] == "time of these launches"
+    assert told["ms/step"] == "time per step" and told["µs/step"] == "time of the launches per step"
     assert told["launches"] == "launches in the range, such as a step"
     shares = [title for title in meanings if title.startswith("% of")]
     assert set(shares) == {"% of step", "% of busy", "% of kernels", "% of range", "% of smem"}
