@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def test_the_answer_of_an_analysis(store: Path, words: list[str], answer: str) -
     done = CliRunner().invoke(cli, given)
     assert done.exit_code == 0, done.output
     assert " ".join(done.stdout.split()).startswith(answer)
+
+
+def test_layers_are_ordered_by_their_time(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    ingest_path(path, TRACES / "models" / "unet.json.gz")
+    rows = {}
+    for command in ("analyze", "layers"):
+        words = [command, "--store", str(path), "--format", "json"]
+        rows[command] = json.loads(CliRunner().invoke(cli, words).stdout)["rows"]
+    spent = {row["config"]: row["forward_ns"] for row in rows["layers"]}
+    times = [spent[row["config"]] for row in rows["analyze"]]
+    assert len(times) == 6 and times == sorted(times, reverse=True)
 
 
 def test_nothing_to_analyze_is_said() -> None:

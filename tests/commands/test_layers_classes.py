@@ -209,10 +209,10 @@ def test_diff_of_two_gpus_has_ratios_but_no_verdict_on_times(store: dict[str, st
     assert (gpu["key"], gpu["baseline"], gpu["candidate"]) == ("gpu", H100, H200)
     assert {row["verdict"] for row in told["rows"]} == {"unknown"}
     assert all(row["ratio"] for row in told["rows"])
-    assert (
-        "The environments may have other differences"
-        in CliRunner().invoke(cli, ["diff", *runs]).stdout
-    )
+    text = CliRunner().invoke(cli, ["diff", *runs]).stdout
+    assert "The environments may have other differences" in text
+    # Bug: the answer was `No verdict`, although `layers` gave this ratio.
+    assert text.startswith("whisper.json.gz is 24 % faster than slower.json")
 
 
 FILES = ("slower.json", "whisper.json.gz", "slowest.json")
@@ -744,6 +744,33 @@ def test_vendors_are_compared_by_library_and_roofline(tmp_path: Path) -> None:
     assert (
         "% of roofline" in diff.stdout and "name both runs in `profharness layers`" in diff.stdout
     )
+    # Bug: `diff` named the backend without its library, and gave no ratio of two GPUs.
+    assert "flash (AOTriton)" in diff.stdout
+    assert "No verdict" not in diff.stdout
+
+
+def test_a_run_without_attention_does_not_end_a_comparison(tmp_path: Path) -> None:
+    """Bug: one such trace made `layers A B C` fail, and the error named no other command."""
+    store = {"store": str(tmp_path / "s.db")}
+    model = TRACES / "models" / "whisper.json.gz"
+    other = on(H100, "whisper", 1.25, tmp_path / "slower.json")
+    trace = json.loads(gzip.decompress(model.read_bytes()))
+    kernels = {"kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver"}
+    trace["traceEvents"] = [each for each in trace["traceEvents"] if each.get("cat") in kernels]
+    for event in trace["traceEvents"]:
+        if event["cat"] == "kernel":
+            event["name"] = "void gemmSN_TN_kernel(int)"
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(trace))
+    alone = ask(store, str(bare))
+    assert alone.exit_code != 0
+    assert "profharness kernels bare.json" in alone.output + str(alone.exception)
+    text = ask(store, str(bare), str(model), str(other)).stdout
+    assert "Runs compared" in text
+    assert "bare.json contains no attention call and cannot be compared" in text
+    one = ask(store, str(bare), str(model))
+    assert one.exit_code == 0 and one.stdout.startswith("Attention takes 17 % of the GPU time")
+    assert "bare.json contains no attention call" in one.stdout
 
 
 def test_a_layer_that_differs_in_the_other_direction_is_named(tmp_path: Path) -> None:

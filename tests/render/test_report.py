@@ -34,6 +34,7 @@ from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
 from profharness.render.document import Chart, Code, Document, Heading, Note, Table, for_reading
 from profharness.render.renderers import RENDERERS
+from profharness.render.terminal import render_table
 from profharness.rows import Refusal
 from profharness.run import Cell, Check, Problem, Protocol, Run, read_run, write_run
 from profharness.store import ingest_path, open_store
@@ -504,3 +505,19 @@ def test_the_latencies_of_a_capture_need_no_unfolding(tmp_path: Path) -> None:
     table = next(each for each in blocks[start:] if isinstance(each, Table))
     assert [column.key for column in table.columns][-1] == "to_fastest"
     assert len(table.rows) == 20
+
+
+def test_a_terminal_has_no_headings_of_charts(tmp_path: Path) -> None:
+    """Bug: `The steps compared` and `Latency` stood above nothing."""
+    models = Path(__file__).parents[2] / "traces" / "models"
+    for name in ("llama_eager", "llama_prefill"):
+        ingest_path(tmp_path / "s.db", models / f"{name}.json.gz")
+    document = report(tmp_path / "s.db", "latest~1", "latest")
+    assert "The steps compared" in headings(document)
+    text = render_table(document)
+    assert "The steps compared" not in text and "What changed" in text
+
+
+def test_a_report_of_backends_names_diff(captured: Path) -> None:
+    with pytest.raises(UsageError, match="profharness diff flash math"):
+        report(captured, "flash", "math")
