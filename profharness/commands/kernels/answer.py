@@ -149,7 +149,18 @@ def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
             for calls in configs.values()
             if (timed := [call for call in calls.values() if call.ns])
         )
-        if fastest:
+        names = {call.backend for calls in configs.values() for call in calls.values()}
+        if len(names) == 1:  # nothing to compare
+            times = sorted(
+                call.ns for calls in configs.values() for call in calls.values() if call.ns
+            )
+            if times:
+                takes = "are predicted to take" if predicted else "take"
+                yield (
+                    f"The kernels of {names.pop()} {takes} {time_text(times[0])} to "
+                    f"{time_text(times[-1])} a call in {counted(len(configs), 'config')}."
+                )
+        elif fastest:
             are = "are predicted to take" if predicted else "take"
             yield f"The kernels of {split_text(fastest)} {are} the least time."
         return
