@@ -37,7 +37,7 @@ FILTER_FROM = 16  # minimum number of rows in a table with a filter
 DEEPEST = 3  # deepest heading level in the table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
-_BREAK = re.compile(r"(?<=[.,])(?=\w)")
+_BREAK = re.compile(r"(?<=[.,_<])(?=\w)")
 _SPAN = re.compile(r"(\{[0-9]+-[0-9]+\})")
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
@@ -95,6 +95,7 @@ def render_html(document: Document) -> str:
     return _asset("page.html").format(
         policy=policy,
         title=_text(document.title),
+        heading=_wrapping(document.title),
         subtitle=f'<p class="subtitle">{_text(document.subtitle)}</p>' if document.subtitle else "",
         style=_asset("page.css"),
         answer=_answer(document.answer),

@@ -109,6 +109,16 @@ def test_a_long_path_wraps_between_its_parts() -> None:
     assert ">12,345</td>" in html
 
 
+def test_a_name_breaks_between_its_words() -> None:
+    """Bug: on a phone, a line could end within a word of a kernel's name and of the title."""
+    kernel = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
+    table = Table((Column("kernel", "kernel"),), ((kernel,),))
+    text = RENDERERS["html"](Document("t/1", "my_trace.json: report", (table,), (), ()))
+    assert f'<td class="t">{kernel.replace("_", "_<wbr>")}</td>' in text
+    assert "<h1>my_<wbr>trace.<wbr>json: report</h1>" in text
+    assert "<title>my_trace.json: report</title>" in text
+
+
 def test_markup_in_names_is_escaped_everywhere() -> None:
     html = render_html(document(NASTY))
     assert "<script>alert" not in html
