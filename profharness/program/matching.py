@@ -110,6 +110,10 @@ class LayerSide:
             meaning="least forward time by the GPU's peaks, divided by the actual forward time",
         ),
     ] = None
+    # The sum of the kernel times of all calls, per step. It is not the median time of a call times
+    # the number of calls if calls differ.
+    forward_step_ns: float | None = None
+    backward_step_ns: float | None = None
     library: str | None = None  # the AMD library whose kernels computed the backend
 
 
@@ -462,6 +466,8 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         sdpa_op=middle.sdpa_op,
         forward_ns=forward_ns,
         backward_ns=median(backward) if backward else None,
+        forward_step_ns=sum(times[0] for times in spent) / steps if spent else None,
+        backward_step_ns=sum(backward) / steps if backward else None,
         program_calls=program.observed.counts([calls])[0],
         points=points,
         kernels=_forward_kernels(middle),

@@ -317,6 +317,24 @@ def share_text(share: float) -> str:
     return f"{percent:.{digits}f}".removesuffix(".0") + " %"
 
 
+def comparison_text(ratio: float) -> str:
+    """Format the ratio of two times, such as `24.5 % slower` for 1.245 or `4 times faster` for 0.25."""
+    factor = max(ratio, 1 / ratio)
+    amount = range_text(factor, factor, digits=3)
+    return f"{amount} {'slower' if ratio > 1 else 'faster'}"
+
+
+def range_text(low: float, high: float, digits: int = 2) -> str:
+    """Return factors as text: `20 to 90 %` above 1, or `1.2 to 3.0 times`."""
+    percents = [f"{100 * (factor - 1):.{digits}g}" for factor in (low, high)]
+    # A greater percentage would have an exponent.
+    if high < 2 and float(percents[1]) < 100:
+        (low_text, high_text), unit = percents, " %"
+    else:
+        low_text, high_text, unit = f"{low:,.1f}", f"{high:,.1f}", " times"
+    return f"{low_text}{unit}" if low_text == high_text else f"{low_text} to {high_text}{unit}"
+
+
 def _price(value: float) -> str:
     if value >= 0.1:
         return f"{value:,.2f}"
@@ -345,7 +363,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "ms4": functools.partial(_ms, digits=4),
     "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
-    "percent": lambda value: f"{100 * value:.1f}",
+    "percent": lambda value: "<0.1" if 0 < value < 0.0005 else f"{100 * value:.1f}",
     "spread": lambda value: "busy" if value > 1 else f"{100 * value:.1f}",
     "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
     "flag": lambda value: "yes" if value else "no",

@@ -169,6 +169,7 @@ def _assemble(
     own = find_captures(tables, at, threads)
     at.calls, ops = replayed(
         *(tables, at.calls, at.steps, threads, base),
+        kernels=list(tables.kernels),
         own=own,
         recorded=recorded,
         annotations=annotations,

@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -65,6 +66,7 @@ _BLANK = AttentionCall(
     tensors=(None,) * 4,
     graph=True,
 )
+NO_THREAD = (0, 0)  # the process and the thread of a kernel without an API call
 _BARE = replace(_BLANK, kind="custom", op="kernel launch", reason=NO_OP, graph=False)
 
 
@@ -143,8 +145,9 @@ def replayed(
     threads: Sequence[tuple[int, int]],
     base: int,
     *,
-    own: Sequence[GraphCapture],
-    recorded: Mapping[str, Sequence[GraphCapture]],
+    kernels: Sequence[tuple[str, str]],
+    own: Sequence[GraphCapture] = (),
+    recorded: Mapping[str, Sequence[GraphCapture]] = MappingProxyType({}),
     annotations: Mapping[int, str] | None = None,
 ) -> tuple[AttentionCalls, ReplayedOps]:
     """Return the given calls together with the calls that CUDA graphs replay, and the replayed ops.
@@ -155,11 +158,12 @@ def replayed(
     capture is known, each uninterrupted sequence of attention kernels is a call, whose module is
     the annotation of its first node. `annotations` maps node ids to such names.
 
-    `Attribution` describes `threads` and `base`. The times of `calls` and `steps` include `base`.
+    `kernels` contains the (kind, name) of each kernel id. `Attribution` describes `threads` and
+    `base`. The times of `calls` and `steps` include `base`.
     """
     result = _ReplayedCalls(calls)
     marks = tables.calls_of(GRAPH_LAUNCH)
-    replays = _replays(tables, marks) if len(marks.start) else []
+    replays = _replays(tables, marks, kernels) if len(marks.start) else []
     tree = SpanTree(tables.modules)
     around = tree.around((replay.thread, replay.start) for replay in replays)
     others = [capture for captures in recorded.values() for capture in captures]
@@ -185,7 +189,7 @@ def replayed(
         elif annotations:
             result.label(replay, list(map(annotations.get, replay.nodes.tolist())))
         named.update(replay.nodes.tolist())
-        result.add(replay, _groups(tables, replay, capture), blank, capture, annotations)
+        result.add(replay, _groups(kernels, replay, capture), blank, capture, annotations)
     texts = [
         (
             f"{count:,} of {fitted.total():,} graph replays do not match the capture in "
@@ -198,8 +202,8 @@ def replayed(
             f"{len(lacking):,} of {len(annotations):,} annotations describe nodes that no "
             "replay in this trace contains"
         )
-    for rows, thread, start, around_it in _bare_kernels(tables, calls, tree):
-        pid, tid = threads[thread]
+    for rows, thread, start, around_it in _bare_kernels(tables, calls, tree, kernels):
+        pid, tid = threads[thread] if thread >= 0 else NO_THREAD
         moment = start + base
         step = step_at(steps, moment)
         call = replace(_BARE, modules=around_it, step=step, pid=pid, tid=tid, start_ns=moment)
@@ -209,16 +213,20 @@ def replayed(
 
 
 def _bare_kernels(
-    tables: Tables, calls: AttentionCalls, tree: SpanTree
+    tables: Tables,
+    calls: AttentionCalls,
+    tree: SpanTree,
+    kernels: Sequence[tuple[str, str]],
 ) -> Iterator[tuple[Ints, int, int, tuple[str, ...]]]:
     """Yield the GPU rows, the thread, the launch and the modules of calls that have no op.
 
     A call consists of consecutive attention kernels, launched in one call of a module, in which no
-    kernel occurs twice.
+    kernel occurs twice. If the file records no API calls, the start of a kernel on the GPU takes the
+    place of its launch, and the thread is -1.
     """
     wanted = [
         number
-        for (kind, name), number in tables.kernels.items()
+        for number, (kind, name) in enumerate(kernels)
         if kind == "kernel" and _is_forward_attention(name)
     ]
     if not wanted:
@@ -230,6 +238,9 @@ def _bare_kernels(
     known[known] = keys[at[known]] == rows.correlation[known]
     mine = np.flatnonzero(known)
     thread, launch = thread[at[mine]], launch[at[mine]]
+    if not tables.launches:
+        mine = np.arange(len(places))
+        thread, launch = nothing(len(mine)), rows.start
     free = calls.lookup(thread, launch) < 0
     mine, thread, launch = mine[free], thread[free], launch[free]
     order = np.lexsort((launch, thread))
@@ -239,8 +250,8 @@ def _bare_kernels(
     before: tuple[object, ...] | None = None
     for place, (moment, around) in enumerate(zip(moments, tree.around(moments), strict=True)):
         where = (moment[0], tuple((span.name, span.start) for span in around))
-        kernels = {int(rows.kernel[mine[each]]) for each in group}
-        if group and (where != before or int(rows.kernel[mine[place]]) in kernels):
+        inside = {kernels[rows.kernel[mine[each]]] for each in group}
+        if group and (where != before or kernels[rows.kernel[mine[place]]] in inside):
             yield _bare(group, places, mine, moments, tree)
             group = []
         group.append(place)
@@ -413,11 +424,13 @@ def _rows_where(tables: Tables, holds: Callable[[GpuRows], Flags]) -> tuple[Ints
     return np.concatenate(places), GpuRows(*np.concatenate(parts, axis=1))
 
 
-def _replays(tables: Tables, launches: LaunchRows) -> list[_Replay]:
+def _replays(
+    tables: Tables, launches: LaunchRows, known: Sequence[tuple[str, str]]
+) -> list[_Replay]:
     """Return the replays that ran at least one kernel, in the order of their launches."""
     places, rows = _rows_of(tables, launches.correlation)
-    kinds = np.array([KINDS.index(kind) for kind, _ in tables.kernels], np.int64)
-    texts = [name for _, name in tables.kernels]
+    kinds = np.array([KINDS.index(kind) for kind, _ in known], np.int64)
+    texts = [name for _, name in known]
     order = np.lexsort((rows.start, rows.stream, rows.correlation))
     sorted_keys = rows.correlation[order]
     starts = np.flatnonzero(np.diff(sorted_keys, prepend=-2))
@@ -574,27 +587,26 @@ def _misfit(replay: _Replay, captures: Sequence[GraphCapture]) -> str:
 
 
 def _groups(
-    tables: Tables, replay: _Replay, capture: GraphCapture | None
+    kernels: Sequence[tuple[str, str]], replay: _Replay, capture: GraphCapture | None
 ) -> Iterator[tuple[bool, list[int]]]:
     """Yield (is backward, indices in the replay) for each group of attention kernels.
 
     Kernels of captured attention calls are left out. A group consists of consecutive kernels of one
     direction. No kernel occurs twice in a group.
     """
-    kernels = list(tables.kernels)
     parsed = {at: parse_kernel_name(kernels[at][1]) for at in distinct(replay.kernels)}
     attention = {at: name for at, name in parsed.items() if name.family in ATTENTION_FAMILIES}
-    group: dict[int, int] = {}  # maps a kernel id to an index in the replay
+    group: dict[tuple[str, str], int] = {}  # maps a kernel to an index in the replay
     backward = False
     captured = [False] * len(replay.kernels) if capture is None else capture.spans >= 0
     for place, kernel in enumerate(replay.kernels.tolist()):
         name = None if captured[place] else attention.get(kernel)
         bwd = name is not None and (name.family.endswith("_bwd") or name.direction == "bwd")
-        if group and (name is None or bwd != backward or kernel in group):
+        if group and (name is None or bwd != backward or kernels[kernel] in group):
             yield backward, list(group.values())
             group = {}
         if name is not None:
-            group[kernel] = place
+            group[kernels[kernel]] = place
             backward = bwd
     if group:
         yield backward, list(group.values())

@@ -174,13 +174,13 @@ def _parse(path: Path, shown: Path) -> Trace:
             environment=versions,
             close=stack.close,
         )
-        of = f"of {trace.num_launches} launches"
+        of = f"of {trace.num_launches:,} launches"
         counted = {
             (
-                f"{counts['lost']} {of} have no API call in the file, so their ranges are unknown"
+                f"{counts['lost']:,} {of} have no API call in the file, so their ranges are unknown"
             ): "lost",
-            f"{counts['nameless']} {of} have no name in {schema.STRINGS}": "nameless",
-            f"{counts['copies']} launches are exact copies of others and are skipped": "copies",
+            f"{counts['nameless']:,} {of} have no name in {schema.STRINGS}": "nameless",
+            f"{counts['copies']:,} launches are exact copies of others and are skipped": "copies",
         }
         warnings += [text for text, name in counted.items() if counts[name]]
         if at.stacks.paths.deep:
@@ -288,7 +288,7 @@ class Reader:
 
     def notes(self) -> list[str]:
         """Return warnings about the rows that were read, and the warnings that nsys recorded."""
-        notes = [text.replace("{n}", str(count)) for text, count in self._doubts.items()]
+        notes = [text.replace("{n}", f"{count:,}") for text, count in self._doubts.items()]
         if self._tables.gpu:
             notes += schema.absent_tables(self._export)
         else:

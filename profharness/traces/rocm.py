@@ -39,6 +39,7 @@ from profharness.traces.columns import (
     whole,
 )
 from profharness.traces.demangle import canonical_names
+from profharness.traces.graphs import replayed
 from profharness.traces.ncu_csv import check_shape
 from profharness.traces.nsys import MAX_RANGE_NAME, OpRanges
 
@@ -279,7 +280,13 @@ class Recording:
             unclear,
         )
         kernels, configs, variants, intricate = _describe(self._variants, describe)
-        at = Attribution(self.tables, flows, list(self.tables.threads), 0)
+        threads = list(self.tables.threads)
+        at = Attribution(self.tables, flows, threads, 0)
+        names = list(kernels)
+        at.calls, _ = replayed(
+            *(self.tables, at.calls, at.steps, threads, 0),
+            kernels=[names[kernel] for kernel in variants[0].tolist()],
+        )
         counts = Counter[str]()
         nameless = kernels.get(("kernel", NO_NAME), NONE)
 

@@ -58,6 +58,23 @@ def test_a_kernel_trace_has_blocks_and_resources(tmp_path: Path, columns: str) -
     assert (later["start_ns"], later["duration_ns"]) == (1010, 60)
 
 
+def test_attention_kernels_without_api_calls_are_calls(tmp_path: Path) -> None:
+    """Bug: `kernels` found attention in such a file, and `layers` did not."""
+    names = ("flash_attn_ext_f16", "mul_mat_q", "flash_attn_ext_f16")
+    rows = [
+        {"Kernel_Name": name, "Start_Timestamp": 1000 + 100 * at, "End_Timestamp": 1050 + 100 * at}
+        for at, name in enumerate(names)
+    ]
+    path = write_csv(tmp_path / "1_kernel_trace.csv", KERNEL_TRACE, *rows)
+    with opened(path) as trace:
+        assert [(call.kind, call.start_ns) for call in trace.calls] == [
+            ("custom", 1000),
+            ("custom", 1200),
+        ]
+        (batch,) = trace.batches()
+        assert (batch.call_span >= 0).tolist() == [True, False, True]
+
+
 def test_names_of_columns_differ_in_case(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", CONVERTED, {})
     head, rest = path.read_text().split("\n", 1)

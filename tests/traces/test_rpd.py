@@ -51,6 +51,20 @@ def test_the_ops_of_a_graph_have_a_call_but_no_sizes(tmp_path: Path) -> None:
     assert {row["config"] for row in rows} == {LaunchConfig(None, None)}
 
 
+def test_attention_in_a_graph_has_calls(tmp_path: Path) -> None:
+    """Bug: only Kineto traces had calls of replayed kernels, so `layers` missed the decoding."""
+    paged, reduce = "paged_attention_ll4mi_QKV_kernel", "paged_attention_ll4mi_reduce_kernel"
+    maker = Rpd()
+    call = maker.api("hipGraphLaunch", 900, 950)
+    for number, name in enumerate((paged, reduce, "other_kernel", paged, reduce)):
+        maker.op(call, name, "Task", 1000 + 100 * number)
+    with closing(open_trace(maker.write(tmp_path / "t.rpd"))) as trace:
+        assert [(call.kind, call.graph) for call in trace.calls] == [("replay", True)] * 2
+        (batch,) = trace.batches()
+        spans = [trace.call_spans[at].call if at >= 0 else None for at in batch.call_span.tolist()]
+    assert spans == [0, 0, None, 1, 1]
+
+
 def test_a_copy_has_the_bytes_of_its_call(tmp_path: Path) -> None:
     maker = Rpd()
     call = maker.api("hipMemcpyAsync", 900, 950)

@@ -40,9 +40,9 @@ def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
 
 
 def _chosen(ran: Sequence[CellAnalysis]) -> CellAnalysis:
-    """Return the slowest calls of a program, or the fastest backend of a config."""
+    """Return the calls of a program that take most time in all, or the fastest backend of a config."""
     if ran[0].module is not None:
-        return max(ran, key=lambda each: _time(each) or 0)
+        return ran[0]  # analyze_program returns the longest calls first
     named = [each for each in ran if not pytorch_chooses(each.backend)] or list(ran)
     own = [each for each in named if each.config == named[0].config]
     # Times of different measurements cannot be compared.

@@ -10,8 +10,10 @@ from itertools import groupby
 from profharness.attention.config import parse_config
 from profharness.commands.diff.compare import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
 from profharness.errors import counted, join_and
+from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff
-from profharness.render.document import time_text
+from profharness.render.document import comparison_text, range_text, time_text
+from profharness.stats import THRESHOLD, beyond
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
@@ -37,12 +39,6 @@ def _names(diff: Diff) -> tuple[str, str]:
     return ("the baseline", "the candidate") if before == after else (before, after)
 
 
-def _comparison(ratio: float) -> str:
-    factor = max(ratio, 1 / ratio)
-    amount = _range(factor, factor, digits=3)
-    return f"{amount} {'slower' if ratio > 1 else 'faster'}"
-
-
 def _layers(diff: Diff) -> Iterator[str]:
     before, after = _names(diff)
     both = [row for row in diff.layers if row.baseline and row.candidate]
@@ -66,7 +62,10 @@ def _layers(diff: Diff) -> Iterator[str]:
             reason = next((row.reasons[-1] for row in timed if row.reasons), "")
             lead = f"No verdict on {what} {whole}: {reason}"
         else:
-            lead = f"{after} is {_comparison(times[1] / times[0])} than {before} in {what} {whole}"
+            lead = (
+                f"{after} is {comparison_text(times[1] / times[0])} than {before} in {what} {whole}"
+            )
+            lead += _opposite(timed, times[1] / times[0])
     else:
         lead = f"The times of {before} and {after} cannot be compared"
     yield f"{lead}{''.join(_backend_changes(both))}."
@@ -82,13 +81,25 @@ def _layers(diff: Diff) -> Iterator[str]:
         yield f"Unmatched layers: {join_and(parts)}."
 
 
+def _opposite(rows: Sequence[LayerDiff], ratio: float) -> str:
+    """Return a clause about the layer that differs most in the other direction than all of them."""
+    others = [row for row in rows if row.ratio and (row.ratio > 1) != (ratio > 1)]
+    others = [row for row in others if beyond(row.ratio or 1, THRESHOLD)]
+    if not others:
+        return ""
+    most = max(others, key=lambda row: abs(_step_ns(row, 1) - _step_ns(row, 0)))
+    side = most.baseline or most.candidate
+    name = short_module(side.module if side else None) or most.name
+    return f", but {comparison_text(most.ratio or 1)} in {name}"
+
+
 def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
     """Yield a sentence about the forward passes that only one side computes again."""
     for place, name in enumerate((before, after)):
         own = [side for row in rows if (side := (row.baseline, row.candidate)[place])]
         if own:
             calls = counted(sum(round(side.calls or 1) for side in own), "call")
-            ns = sum((side.forward_ns or 0) * (side.calls or 1) for side in own)
+            ns = sum(side.forward_step_ns or 0 for side in own)
             yield (
                 f"Only {name} computes the forward pass of {calls} per step again in the "
                 f"backward pass (checkpointing), which takes {time_text(ns)}."
@@ -165,8 +176,8 @@ def _step_ns(row: LayerDiff, place: int) -> float:
     side = (row.baseline, row.candidate)[place]
     if side is None:
         return 0
-    backward = side.backward_ns or 0 if row.basis != "forward" else 0
-    return ((side.forward_ns or 0) + backward) * (side.calls or 1)
+    backward = side.backward_step_ns or 0 if row.basis != "forward" else 0
+    return (side.forward_step_ns or 0) + backward
 
 
 def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
@@ -210,7 +221,7 @@ def _most(costs: Sequence[Cost]) -> str:
     if not ratios:
         return ""
     most = max(ratios)
-    return f" (up to {_range(most, most)}{' more' if most < 2 else ''})"
+    return f" (up to {range_text(most, most)}{' more' if most < 2 else ''})"
 
 
 def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
@@ -232,9 +243,9 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         if not found:
             continue
         factors = sorted(max(row.ratio or 1, 1 / (row.ratio or 1)) for row in found)
-        amount = _range(factors[0], factors[-1])
+        amount = range_text(factors[0], factors[-1])
         if len(rows) == 1:
-            return f"{after} is {_comparison(found[0].ratio or 1)} than {before}."
+            return f"{after} is {comparison_text(found[0].ratio or 1)} than {before}."
         count = (
             f"{len(found):,} of {len(rows):,}"
             if len(found) < len(rows)
@@ -256,17 +267,6 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
     if len(parts) == 1 and set(others) == {"same"}:
         return f"{after[0].upper()}{after[1:]} takes as long as {before} in {counted(len(rows), noun)}."
     return text
-
-
-def _range(low: float, high: float, digits: int = 2) -> str:
-    """Return factors as text: `20 to 90 %` above 1, or `1.2 to 3.0 times`."""
-    percents = [f"{100 * (factor - 1):.{digits}g}" for factor in (low, high)]
-    # A greater percentage would have an exponent.
-    if high < 2 and float(percents[1]) < 100:
-        (low_text, high_text), unit = percents, " %"
-    else:
-        low_text, high_text, unit = f"{low:,.1f}", f"{high:,.1f}", " times"
-    return f"{low_text}{unit}" if low_text == high_text else f"{low_text} to {high_text}{unit}"
 
 
 def _environment(diff: Diff) -> Iterator[str]:

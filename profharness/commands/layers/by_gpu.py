@@ -38,6 +38,7 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    comparison_text,
     filled_columns,
     record,
     time_text,
@@ -478,15 +479,13 @@ def _opposite(rows: Sequence[MatchedLayers], at: int, ratio: float) -> str:
     before, after = row.call_ns[0], row.call_ns[at]
     if not before or not after or not stats.beyond(after / before, stats.THRESHOLD):
         return ""
-    factor = max(before / after, after / before)
-    verb = "slower" if after > before else "faster"
-    return f"; it is {factor:.3g} times {verb} in {_name(row, full=False) or row.first.config}"
+    text = comparison_text(after / before)
+    return f"; it is {text} in {_name(row, full=False) or row.first.config}"
 
 
 def _faster(name: str, ratio: float) -> str:
     if stats.beyond(ratio, stats.THRESHOLD):
-        factor = f"{max(ratio, 1 / ratio):.3g} times"
-        return f"{name} is {factor} {'faster' if ratio > 1 else 'slower'}"
+        return f"{name} is {comparison_text(1 / ratio)}"
     return "no difference"
 
 

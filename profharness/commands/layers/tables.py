@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from profharness.columns import Column, pick
-from profharness.commands.layers.answer import layers_answer, told_change, what_to_change
+from profharness.commands.layers.answer import layers_answer, matters, told_change, what_to_change
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_few
 from profharness.program.layer_map import (
@@ -103,7 +103,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
         blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
-    blocks += _notes(layers.rows, full, change.text if change else None)
+    blocks += _notes(layers.rows, full, change.text if change else None, advise=matters(layers))
     if change and change.why_unknown and change.saves_ns is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
@@ -299,16 +299,18 @@ def _summary(layers: LayerMap) -> str:
     return f"{name}, {time_text(layers.step_ns)}{each}{busy}"
 
 
-def _notes(rows: Sequence[LayerRow], full: bool, told: str | None) -> Iterator[Note]:
+def _notes(
+    rows: Sequence[LayerRow], full: bool, told: str | None, *, advise: bool
+) -> Iterator[Note]:
     """Yield notes with advice, then notes with reasons. Merge equal notes of several rows.
 
-    `told` is the advice that the answer contains.
+    `told` is the advice that the answer contains. If `advise` is False, no note has advice.
     """
     advised = [
         replace(row, advice=tuple(text for text in row.advice if text != told)) for row in rows
     ]
     for label, text, level in (
-        *_merged(advised, full, what_to_change),
+        *(_merged(advised, full, what_to_change) if advise else ()),
         *_merged(rows, full, lambda row: () if row.kind == "replay" else row.reasons),
     ):
         yield Note(text, label, level)
