@@ -93,7 +93,8 @@ def conflicts(one: Atlas, other: Atlas) -> str:
     ratio = median(ratios) if len(ratios) >= LEAST_FOR_MEDIAN else 1.0
     if abs(ratio - 1) > MAX_MEDIAN_GAP:
         texts.append(
-            f"over the {shared:,} cells of both atlases, the median ratio of the times is {ratio:.2f}"
+            f"over the {shared:,} cells of both atlases, "
+            f"the median ratio of the times is {ratio:.2f}"
         )
     return "; ".join(texts)
 

@@ -179,7 +179,8 @@ class Loss:
             "% slower",
             "percent",
             importance="answer",
-            meaning="how much longer `auto` took than the fastest other backend with correct output",
+            meaning="how much longer `auto` took than the fastest other backend with correct "
+            "output",
         ),
     ]
     # True if the samples show that `auto` is slower than `best`. False if both are known to have

@@ -142,7 +142,8 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
     if (share := cell.clocks.get(CPU_WAIT) or 0) > BUSY:
         texts.append(
-            f"the worker waited for a CPU for {percent(share)} of the time, because the machine was busy"
+            f"the worker waited for a CPU for {percent(share)} of the time, "
+            "because the machine was busy"
         )
     return tuple(texts)
 
@@ -283,7 +284,8 @@ class BenchRow:
     between_turns_ns: Annotated[
         float | None,
         column(
-            meaning="half-width of the 95 % interval, computed only from the differences between turns"
+            meaning="half-width of the 95 % interval, computed only from the differences between "
+            "turns"
         ),
     ] = None
     between_processes_ns: Annotated[
