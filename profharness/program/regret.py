@@ -170,7 +170,8 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
         raise NotFoundError(
             f"run {benched.run} was timed on {gpu or 'a CPU'}, but run {layers.name} comes from "
             f"{layers.gpu or 'a CPU'}; time the configs on {layers.gpu or 'a CPU'} with "
-            "`profharness layers --savings`, or compare benchmarks of several GPUs with --bench RUN,RUN"
+            "`profharness layers --savings`, or compare benchmarks of several GPUs with "
+            "--bench RUN,RUN"
         )
     times = BenchTimes(benched)
     rows = [_with_best(row, layers, benched, times) for row in layers.rows]

@@ -75,7 +75,7 @@ def test_times_with_host_time_are_doubtful_if_the_cpu_is_busy(
 ) -> None:
     times = {"eager": steady(80_000), "graph": steady(80_000)}
     rows = answer(tmp_path, [cell(STUDY, "auto", times, clocks={CPU_WAIT: share})]).rows
-    text = "the worker waited for a CPU for 43% of the time, because the machine was busy"
+    text = "the worker waited for a CPU for 43 % of the time, because the machine was busy"
     assert {row.measurement: row.doubts for row in rows} == {
         "eager": (text,) if busy else (),
         "graph": (),

@@ -655,7 +655,7 @@ def test_gates_on_masks_and_requests_need_an_observed_program(folder: Path) -> N
     for name in ("noop-mask", "requested-not-run"):
         with pytest.raises(UsageError, match=f"cannot check --fail-on {name} in run"):
             require_recorded(half, parse_gates([name], []))
-        with pytest.raises(GateError, match=f"{name}: unknown"):
+        with pytest.raises(GateError, match=f"{name}: the result is unknown"):
             check_gates(half, parse_gates([name], []))
     rows = tuple(replace(row, mask="nothing", asked="flash") for row in half.rows)
     gates = parse_gates(["noop-mask,requested-not-run"], [])
