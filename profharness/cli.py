@@ -49,7 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("profharness.commands.verify", "Check backends against an fp64 reference."),
     "report": (
         "profharness.commands.report",
-        "Write a report on runs: HTML with charts, Markdown, …",
+        "Write a report on runs as HTML with charts, Markdown or another format.",
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
     "mcp": ("profharness.commands.mcp", "Serve read-only MCP tools to other programs."),
@@ -61,7 +61,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("profharness.commands.runs", "List stored runs."),
     "backends": (
         "profharness.commands.backends",
-        "List the backends that run here, and why others do not.",
+        "Show which backends run here, and why the others do not.",
     ),
     "doctor": ("profharness.commands.doctor", "Check what is installed and whether it works."),
     "new-kernel": (
@@ -115,7 +115,7 @@ class _LazyGroup(click.Group):
 
         near = difflib.get_close_matches(args[0], COMMANDS)
         if near and not args[0].startswith("-"):
-            ctx.fail(f"no command {args[0]!r}; did you mean {' or '.join(near)}?")
+            ctx.fail(f"there is no command {args[0]!r}; did you mean {' or '.join(near)}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -172,7 +172,7 @@ def _run() -> int:
         else:
             _say(f"error: {_wrong_usage(error)}")
         if _TORN_CONFIG.search(error.message):
-            _say("hint: quote configs that contain braces: '2,8,{512,1024},64'")
+            _say("hint: put quotes around configs that contain braces, as in '2,8,{512,1024},64'")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")

@@ -105,8 +105,8 @@ _AMPERE = "NVIDIA Ampere GA102 GPU architecture whitepaper"
 _HOPPER = "NVIDIA H100 Tensor Core GPU architecture whitepaper and data sheet"
 _H200 = "NVIDIA H200 data sheet; L2 size from the CUDA driver"
 _A100 = "NVIDIA A100 data sheet"
-_BLACKWELL = "NVIDIA HGX B200 data sheet, one eighth of the board"
-_RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost"
+_BLACKWELL = "NVIDIA HGX B200 data sheet, with the figures of the board divided by eight"
+_RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates for 48 SMs at a boost clock of 2.175 GHz"
 
 # The first matching row is used. Therefore, a variant such as `H100 NVL` comes before `H100`. If a
 # data sheet contains only rates for sparse matrices, the table contains half of these rates.
@@ -136,10 +136,10 @@ TABLE = (
     Gpu("", (9, 0), 132, r"\bH200 NVL", 4800, 835.5, 417.5, 60, 60, _H200),
     Gpu("H200", (9, 0), 132, r"\bH200\b", 4800, 989.5, 494.7, 67, 60, _H200),
     Gpu("GH200", (9, 0), 132, r"\bGH200 480GB", 4000, 989.5, 494.7, 67, 50,
-        "NVIDIA GH200 data sheet, 96 GB HBM3"),
+        "NVIDIA GH200 data sheet, for the GPU with 96 GB of HBM3"),
     Gpu("B200", (10, 0), 148, r"\bB200\b", 7700, 2250, 1125, 75, None, _BLACKWELL),
     Gpu("GB200", (10, 0), 148, r"\bGB200\b", 8000, 2500, 1250, 80, None,
-        "NVIDIA GB200 NVL72 data sheet, per GPU"),
+        "NVIDIA GB200 NVL72 data sheet, with the figures per GPU"),
     Gpu("B300", (10, 3)),
     Gpu("GB300", (10, 3)),
     Gpu("RTX 5090", (12, 0), 170, r"\bRTX 5090", 1792, 209.5, 104.8, 104.8, 96,
@@ -175,7 +175,7 @@ def _rates(half: float, fp32: float, fp64: float, **others: float) -> dict[str, 
     return {"fp16": half, "bf16": half, "fp32": fp32, "fp64": fp64, **others}
 
 
-_ONE_DIE = "data sheet, one of two dies, each a separate device"
+_ONE_DIE = "data sheet, with half of the figures, because each of the two dies is a device"
 _CDNA3 = _rates(1307.4, 163.4, 163.4, tf32=653.7, fp8=2614.9)
 
 # The first matching row is used. The L2 sizes come from "AMD GPU specifications" in the
@@ -688,8 +688,8 @@ _HOST_FACTS = {
     "operating system kernel": ("os_kernel",),
 }
 _TRACE = "trace"
-_GUIDE = "CUDA C++ Programming Guide, by compute capability"
-_LLVM = "LLVM and ROCm documentation, by architecture"
+_GUIDE = "CUDA C++ Programming Guide, for the GPU's compute capability"
+_LLVM = "LLVM and ROCm documentation, for the GPU's architecture"
 _Fact = tuple[str, float | str | None, str, str]
 
 
@@ -726,7 +726,7 @@ def device_facts(
     matrix rates and ridge points of each element of `peaks`, and the processor and the operating
     system in the environment `host`.
     """
-    clocks = "NVML, median while cells were timed"
+    clocks = "median of the NVML readings while cells were timed"
     facts: list[_Fact] = []
     if device is not None and is_amd(device):
         facts += _amd_facts(device)
@@ -739,8 +739,8 @@ def device_facts(
         facts += [
             ("compute capability", capability, "", _TRACE),
             ("SMs", device.num_sms, "", _TRACE),
-            ("CUDA cores (fp32)", cuda_cores, "", f"SMs x {_GUIDE}"),
-            ("tensor cores", tensor_cores, "", f"SMs x {_GUIDE}"),
+            ("CUDA cores (fp32)", cuda_cores, "", f"SMs times the value in the {_GUIDE}"),
+            ("tensor cores", tensor_cores, "", f"SMs times the value in the {_GUIDE}"),
             ("memory", memory and memory / GIB, "GiB", _TRACE),
             ("L1 and shared memory per SM", unified and unified / KIB, "KiB", _GUIDE),
         ]

@@ -35,16 +35,17 @@ class Extra:
 EXTRAS = {
     "kernels": Extra(
         {"cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core", "triton": "triton"},
-        "backends in CUDA and Triton",
+        "backends written in CUDA or Triton",
     ),
     "mcp": Extra({"mcp": "mcp"}, "`profharness mcp`"),
     "ncu": Extra({"ncu_report": "ncu-report"}, "Nsight Compute reports"),
     "report": Extra(
-        {"altair": "altair", "vl_convert": "vl-convert-python"}, "charts in HTML and Markdown"
+        {"altair": "altair", "vl_convert": "vl-convert-python"},
+        "charts in HTML and Markdown reports",
     ),
     "cluster": Extra(
         {"distributed": "distributed", "cryptography": "cryptography"},
-        "lanes on several hosts through Dask",
+        "lanes on several hosts, connected by Dask",
     ),
     "web": Extra({"datasette": "datasette"}, "`profharness serve`"),
 }

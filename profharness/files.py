@@ -134,7 +134,7 @@ def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
     with io.BufferedReader(open_input(path, within=within), 1 << 20) as file:
         while line := file.readline(LINE_BYTES + 1):
             if len(line) > LINE_BYTES:
-                raise OSError(errno.EFBIG, f"a line of more than {LINE_BYTES:,} bytes", str(path))
+                raise OSError(errno.EFBIG, f"a line has more than {LINE_BYTES:,} bytes", str(path))
             yield line
 
 

@@ -115,7 +115,8 @@ class RunRow:
         column(
             "kind",
             importance="normal",
-            meaning="the command that made the run, such as `capture`, or `trace`",
+            meaning="the command that made the run, such as `capture`; `trace` if the run was read "
+            "from another file",
         ),
     ]
     path: Annotated[str, column(meaning="run folder or trace file")]
@@ -137,7 +138,7 @@ class RunRow:
             "profilers",
             "names",
             importance="detail",
-            meaning="the profilers that recorded kernels and times of the run",
+            meaning="the profilers that recorded the kernels and times of the run",
         ),
     ]
     cells: Annotated[int, column("cells", "count", importance="detail", meaning="number of cells")]
@@ -170,7 +171,7 @@ class RunRow:
             "run",
             importance="key",
             shrink=True,
-            meaning="the file that a trace was read from, otherwise the id",
+            meaning="the file from which a trace was read; for other runs, the id of the run",
         ),
     ]
     ended: Annotated[str | None, column(meaning="end of the run in UTC, if known")] = None
@@ -209,7 +210,7 @@ class CellRow:
         str | None,
         column(
             meaning="op that ran according to the trace, such as "
-            "`aten::_scaled_dot_product_flash_attention`; identifies the backend without kernel names"
+            "`aten::_scaled_dot_product_flash_attention`; the op identifies the backend"
         ),
     ]
     iterations: Annotated[int, column(meaning="profiled calls")]
@@ -218,7 +219,7 @@ class CellRow:
     ]
     warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt the cell's figures")]
     samples: Annotated[
-        dict[str, tuple[int, ...]], column(meaning="raw samples in ns by measurement")
+        dict[str, tuple[int, ...]], column(meaning="raw samples in ns, grouped by measurement")
     ] = field(default_factory=dict)
     peak_memory_bytes: Annotated[
         int | None,
@@ -237,8 +238,8 @@ class CellRow:
         column(
             "rules say",
             importance="detail",
-            meaning="prediction of the dispatch rules: a backend or `none` for `auto`, `eligible` or "
-            "`refused` for a forced backend; empty if the rules do not cover the machine",
+            meaning="prediction of the dispatch rules: for `auto`, a backend or `none`; for a "
+            "forced backend, `eligible` or `refused`; empty if the rules do not cover the machine",
         ),
     ] = None
     tuning: Annotated[
@@ -282,7 +283,11 @@ class KernelRow:
     ]
     kernel: Annotated[
         str,
-        column("kernel", importance="key", meaning="canonical name, with all template parameters"),
+        column(
+            "kernel",
+            importance="key",
+            meaning="canonical name of the kernel, with all template parameters",
+        ),
     ]
     kernel_short: Annotated[
         str, column("kernel", importance="key", shrink=True, meaning="short name of the kernel")
@@ -338,7 +343,7 @@ class KernelRow:
             "total µs",
             "us",
             importance="answer",
-            meaning="sum over all launches of all profiled calls",
+            meaning="total time of all launches in all profiled calls",
         ),
     ]
     min_ns: Annotated[int | None, column(meaning="shortest launch")]
@@ -346,18 +351,24 @@ class KernelRow:
     share: Annotated[
         float | None,
         column(
-            "% of call", "percent", importance="answer", meaning="share of the call's kernel time"
+            "% of call",
+            "percent",
+            importance="answer",
+            meaning="the kernel's share of the call's kernel time",
         ),
     ]
     """Share of the sum of `total_ns` in the cell, or in the range if the row has no cell."""
     first_ns: Annotated[
-        int, column(meaning="earliest start, relative to the start of the cell's first call")
+        int,
+        column(
+            meaning="earliest start of the kernel, relative to the start of the cell's first call"
+        ),
     ]
     """The kernels of a call are sorted by this time."""
     op_path: Annotated[
         str | None, column(json_key="op", meaning="the ops around the launches, outermost first")
     ]
-    sdpa_op: Annotated[str | None, column(meaning="the attention op among these ops, if any")]
+    sdpa_op: Annotated[str | None, column(meaning="the attention op around the launches, if any")]
     occupancy: Annotated[
         float | None,
         column(
@@ -370,13 +381,16 @@ class KernelRow:
     """A number from 0 to 1, or None if the device or the resources are unknown."""
     occupancy_limiter: Annotated[
         str | None,
-        column(meaning="limit of the occupancy: `registers`, `shared_memory`, `block` or `warps`"),
+        column(
+            meaning="what limits the occupancy: `registers`, `shared_memory`, `block` or `warps`"
+        ),
     ]
     device: Annotated[int, column("gpu", "count", meaning="index of the GPU in its process")]
     metrics: Annotated[
         dict[str, tuple[float, str]],
         column(
-            meaning="hardware counters by ncu's names, with the median over the launches and the unit"
+            meaning="names of hardware counters in ncu, each with the median over the launches and "
+            "the unit"
         ),
     ] = field(default_factory=dict, hash=False)
     shared_share: Annotated[
@@ -406,7 +420,8 @@ class KernelRow:
     def dram_bytes_per_s(
         self,
     ) -> Annotated[
-        float | None, column(meaning="bytes to and from DRAM per second of ncu's kernel time")
+        float | None,
+        column(meaning="bytes read from and written to DRAM, per second of the kernel time in ncu"),
     ]:
         """Memory throughput of the kernel, or None if the DRAM counters were not collected."""
         moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]

@@ -348,7 +348,9 @@ def read_record(folder: Path) -> Run:
         run = read_part(path, Run, what, RECORD_BYTES)
     except FileNotFoundError:
         expected = "a run folder written by `profharness capture`"
-        raise TraceFormatError(folder, "no run.json in this folder", expected=expected) from None
+        raise TraceFormatError(
+            folder, "this folder contains no run.json", expected=expected
+        ) from None
     if run.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
     return run
@@ -590,7 +592,7 @@ def parse_precision(text: str) -> float:
     value = number / 100 if unit else number
     if not 0 < value < 1:
         raise UsageError(
-            f"invalid precision {text!r}: use a value such as 1% or 0.01, above 0 and below 100%"
+            f"invalid precision {text!r}: use a value above 0 and below 100%, such as 1% or 0.01"
         )
     return value
 

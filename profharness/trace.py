@@ -30,7 +30,7 @@ WARMUP_RANGE = "profharness:warmup"
 NONE = -1
 # Why the config of an attention call in a CUDA graph, or of bare kernels, is unknown
 NO_SHAPES = "recorded in a CUDA graph; its shapes are not in the trace"
-NO_OP = "its kernels were launched without an op, so the trace does not show its shapes"
+NO_OP = "the kernels of the call were launched without an op, so the trace does not show its shapes"
 
 
 def cell_range(cell: str) -> str:

@@ -332,7 +332,7 @@ def test_a_capture_reports_progress_and_an_interrupted_one_is_resumed(
         CONFIG, "math", profilers="events", device="cpu", samples=1, progress=True, **common
     )
     assert "[1/1] b1-h1-s16-d16-fp32 math: ok" in capsys.readouterr().err
-    with pytest.raises(NotFoundError, match="no run folder 'nosuch'"):
+    with pytest.raises(NotFoundError, match="cannot find the run folder 'nosuch'"):
         profharness.resume("nosuch", **common)
     assert list(done["status"]) == ["ok"]
 

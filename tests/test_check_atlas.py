@@ -73,4 +73,4 @@ def test_a_file_without_cells_is_refused(
     assert "no cell that ran or was refused" in capsys.readouterr().err
     path.write_text("not JSON\n")
     assert check_atlas.main([str(path)]) == 2
-    assert "not a line of an atlas" in capsys.readouterr().err
+    assert "the line is not a JSON object" in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
         file.truncate(1 << 33)
     with pytest.raises(OSError, match="larger than"):
         read_input(path)
-    with pytest.raises(OSError, match="a line of more than"):
+    with pytest.raises(OSError, match="a line has more than"):
         next(read_lines(path))
 
 

@@ -227,7 +227,7 @@ class AtlasCell:
                 return name, f"{mine} ↔ {its}"
         kernels = [[launch[:5] for launch in cell.launches] for cell in (self, other)]
         if all(kernels) and kernels[0] != kernels[1]:
-            return "kernels", "different kernels or launch configurations"
+            return "kernels", "the kernels or their launch configurations differ"
         if self.kernel_us and other.kernel_us:
             low, high = sorted((self.kernel_us, other.kernel_us))
             if high / low - 1 > MAX_TIME_GAP:

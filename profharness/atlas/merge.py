@@ -92,7 +92,10 @@ def conflicts(one: Atlas, other: Atlas) -> str:
         ]
     ratio = median(ratios) if len(ratios) >= LEAST_FOR_MEDIAN else 1.0
     if abs(ratio - 1) > MAX_MEDIAN_GAP:
-        texts.append(f"the median time ratio is {ratio:.2f}x over {shared:,} shared cells")
+        texts.append(
+            f"over the {shared:,} cells of both atlases, "
+            f"the median ratio of the times is {ratio:.2f}"
+        )
     return "; ".join(texts)
 
 

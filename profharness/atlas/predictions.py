@@ -222,8 +222,8 @@ def find_place(
     gpu = gpu or _default_gpu(entries)
     if gpu.lower() == CPU:
         raise UsageError(
-            "there are no atlases of CPUs; `profharness explain --gpu cpu` shows the backend "
-            "that a CPU runs"
+            "there are no atlases for CPUs; `profharness explain --gpu cpu` shows which backend "
+            "PyTorch chooses on a CPU"
         )
     fitting = [entry for entry in entries if same_gpu(gpu, entry.atlas.machine.gpu)]
     releases = {parse_release(entry.atlas.machine.torch) for entry in fitting}
@@ -266,7 +266,7 @@ def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
     newest = (
         f"the newest release with an atlas for {gpu}"
         if releases
-        else "the newest release with known rules"
+        else "the newest release whose dispatch rules are known"
     )
     return release, (
         f"using PyTorch {release_text(release)}, {newest} (installed: {release_text(installed)})"
@@ -404,7 +404,8 @@ class Predicted:
             "us",
             importance="detail",
             scale="call",
-            meaning="lower end of the time's 90 % interval; the roofline bound for a `floor`",
+            meaning="lower end of the 90 % interval of the time; if the source is `floor`, the "
+            "roofline bound",
         ),
     ]
     high_ns: Annotated[
@@ -414,7 +415,7 @@ class Predicted:
             "us",
             importance="detail",
             scale="call",
-            meaning="upper end of the time's 90 % interval",
+            meaning="upper end of the 90 % interval of the time",
         ),
     ]
     error: Annotated[float | None, column(meaning="relative error of the model")]
@@ -443,10 +444,11 @@ class Predicted:
         column("% slower", "percent", importance="answer", meaning="kernel_ns / best_ns - 1"),
     ] = None
     certain: Annotated[
-        bool | None, column(meaning="whether the intervals of both times are disjoint")
+        bool | None,
+        column(meaning="whether the intervals of `kernel_ns` and `best_ns` do not overlap"),
     ] = None
     """The interval of a measured time t in this comparison is t * (1 ± REPEATS)."""
-    outside: Annotated[str | None, column(meaning="why no time is known")] = None
+    outside: Annotated[str | None, column(meaning="why the time is unknown")] = None
     kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None
 
 

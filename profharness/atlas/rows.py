@@ -148,7 +148,7 @@ class AtlasComparison:
         ),
     ]
     kernel_ns: Annotated[
-        int, column("atlas µs", "us", scale="call", meaning="time of these kernels in the atlas")
+        int, column("atlas µs", "us", scale="call", meaning="kernel time of the call in the atlas")
     ]
     low_ns: Annotated[
         int | None,
@@ -181,12 +181,18 @@ class AtlasComparison:
     ]
     inside: Annotated[
         bool | None,
-        column(meaning="whether ran_ns is in the interval of the model; null without a model"),
+        column(
+            meaning="whether `ran_ns` is in the interval of the model; null if there is no model"
+        ),
     ]
     source: Annotated[str, column("source", importance="detail", meaning="`measured` or `model`")]
     same_kernels: Annotated[
         bool | None,
-        column("same kernels", "flag", meaning="whether the atlas has the same kernels"),
+        column(
+            "same kernels",
+            "flag",
+            meaning="whether the kernels that ran are the same as in the atlas",
+        ),
     ]
     best: Annotated[str | None, column("atlas best", meaning="the fastest backend in the atlas")]
     regret: Annotated[
@@ -194,7 +200,7 @@ class AtlasComparison:
         column(
             "% slower",
             "percent",
-            meaning="how much longer these kernels take than the kernels of `best`",
+            meaning="how much longer the backend takes in the atlas than `best`",
         ),
     ]
 

@@ -139,7 +139,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict):
         if not line.endswith(b"\n"):
             return None
-        raise UsageError("not a line of an atlas")
+        raise UsageError("the line is not a JSON object")
     if row.get("atlas", SHARD_VERSION) != SHARD_VERSION:
         raise UsageError(f"not a shard of an atlas of version {SHARD_VERSION}")
     try:
@@ -187,7 +187,7 @@ def _lines(file: IO[bytes], size: int) -> Iterator[bytes]:
         if not line:
             raise tarfile.ReadError("the archive is truncated")
         if len(line) == LINE_BYTES:
-            raise tarfile.ReadError(f"a line of more than {LINE_BYTES:,} bytes")
+            raise tarfile.ReadError(f"a line has more than {LINE_BYTES:,} bytes")
         size -= len(line)
         yield line
 

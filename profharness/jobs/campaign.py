@@ -408,8 +408,8 @@ class CampaignScheduler:
                         raise Interrupted(self._unfinished()) from stop
                     feeding = False
                     self._notify(
-                        f"stopping after {counted(len(self._busy()), 'running group')}; press Ctrl-C again "
-                        "to stop now"
+                        f"finishing {counted(len(self._busy()), 'running group')} before stopping; "
+                        "press Ctrl-C again to stop immediately"
                     )
         finally:
             self._end_all()

@@ -256,7 +256,8 @@ def find_run_folder(text: str, out: Path) -> Path:
     if len(folders) != 1:
         many = f"{len(folders)} folders match" if folders else "no folder matches"
         raise NotFoundError(
-            f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id"
+            f"cannot find the run folder {text!r} in {out}, because {many}; give the path of the "
+            "folder or a longer id"
         )
     return folders[0]
 
@@ -450,8 +451,8 @@ def time_layers(
         if here != layers.gpu:
             raise CaptureError(
                 f"run {layers.name} was recorded on {layers.gpu}, but this machine has {here or 'no GPU'}; "
-                "run the command on the other machine, or benchmark the configs of `layers --savings "
-                "--configs` there and pass the benchmark with --bench RUN"
+                f"run the command on a machine with {layers.gpu}, or benchmark there the configs "
+                "that `layers --savings --configs` prints, and pass the benchmark with --bench RUN"
             )
         options = replace(options, configs=regret_configs(layers), device=device)
         backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))

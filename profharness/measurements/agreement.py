@@ -190,13 +190,13 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
     clauses: list[tuple[str, Iterable[str], str]] = []
     if pytorch_chooses(cell.backend):
         if cell.predicted is not None:
-            text = "that PyTorch raises an error" if cell.predicted == "none" else cell.predicted
+            text = "an error" if cell.predicted == "none" else cell.predicted
             clauses.append(("rules", [cell.predicted], f"the rules predict {text}"))
     elif cell.backend in SDPA_BACKENDS:
         if cell.predicted == "refused":
             clauses.append(("rules", ["none"], f"the rules refuse {cell.backend}"))
         elif cell.predicted is not None or cell.status == "ok":
-            what = "and the rules allow it" if cell.predicted else "as the only backend"
+            what = "and the rules allow this backend" if cell.predicted else "as the only backend"
             clauses.append(("rules", [cell.backend], f"{cell.backend} was requested {what}"))
     if cell.choice in ("none", "error"):
         clauses.append(("choice", ["none"], "PyTorch reports that no backend supports the call"))
@@ -255,9 +255,9 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     others = dict.fromkeys(parse_kernel_name(name).backend for name in names)
     return [
         (
-            f"mismatch: the op that ran is {cell.sdpa_op} (flash), but the kernels are "
-            f"{_OTHER_FLASH[name]}'s, not PyTorch's own; activate_flash_attention_impl has this "
-            "effect"
+            f"mismatch: the op that ran is {cell.sdpa_op} (flash), but its kernels come from "
+            f"{_OTHER_FLASH[name]} and not from PyTorch; the program may have called "
+            "activate_flash_attention_impl"
         )
         for name in others
         if name in _OTHER_FLASH

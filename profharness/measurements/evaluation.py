@@ -156,7 +156,7 @@ class Loss:
     config: Annotated[str, column("config", meaning="label of the attention problem")]
     choice: Annotated[
         str | None,
-        column("auto took", importance="answer", meaning="the backend that ran on `auto`"),
+        column("auto took", importance="answer", meaning="the backend that ran for `auto`"),
     ]
     chosen_ns: Annotated[
         float,
@@ -164,7 +164,11 @@ class Loss:
     ]
     best: Annotated[
         str,
-        column("fastest other", importance="answer", meaning="the fastest correct other backend"),
+        column(
+            "fastest other",
+            importance="answer",
+            meaning="the fastest other backend with correct output",
+        ),
     ]
     best_ns: Annotated[
         float, column("µs", "us", importance="answer", scale="call", meaning="median of `best`")
@@ -175,7 +179,8 @@ class Loss:
             "% slower",
             "percent",
             importance="answer",
-            meaning="how much longer `auto` took than the fastest correct other backend",
+            meaning="how much longer `auto` took than the fastest other backend with correct "
+            "output",
         ),
     ]
     # True if the samples show that `auto` is slower than `best`. False if both are known to have
@@ -197,7 +202,7 @@ class Loss:
         return self.verdict == "unknown" and not self.same_backend
 
     @property
-    def remark(self) -> Annotated[str, column(meaning="why `auto` may not be slower")]:
+    def remark(self) -> Annotated[str, column(meaning="why `auto` does not count as slower")]:
         """The reason why `auto` does not count as slower, or an empty string if `auto` counts as
         slower.
         """
@@ -434,7 +439,11 @@ def _why_open(left: BenchRow, right: BenchRow) -> str:
     if min(left.samples, right.samples) < stats.MIN_SAMPLES:
         return "too few samples"
     several = min(left.processes or 0, right.processes or 0) > 1
-    return "the samples or their processes overlap" if several else "the samples overlap"
+    return (
+        "the samples or the medians of their processes overlap"
+        if several
+        else "the samples overlap"
+    )
 
 
 def _conclude(

@@ -43,8 +43,8 @@ BUSY = 0.1
 # The median is meaningless if the half-width of its interval exceeds this multiple of the median.
 UNKNOWN = 1.0
 UNSTEADY = (
-    "machine too busy for this figure: the half-width of its 95 % interval exceeds the median; "
-    "measure again when nothing else runs"
+    "the half-width of the 95 % interval exceeds the median, because the machine was too busy; "
+    "measure again when nothing else is running"
 )
 FEW_SAMPLES = 5
 SHOWN_NAMES = 8
@@ -97,7 +97,7 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
         name, peak = rate
         reason = "check that the output is correct and that the peak belongs to this device"
         if name == "fp32":
-            reason = "tensor cores may have been used (TF32 or a split of fp32)"
+            reason = "tensor cores may have been used (TF32, or fp32 split into smaller numbers)"
         share = row.flops_per_s / peak
         yield f"{percent(share)} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}"
 
@@ -141,7 +141,10 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
         return ()
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
     if (share := cell.clocks.get(CPU_WAIT) or 0) > BUSY:
-        texts.append(f"machine busy: the worker waited for a CPU {percent(share)} of the time")
+        texts.append(
+            f"the worker waited for a CPU for {percent(share)} of the time, "
+            "because the machine was busy"
+        )
     return tuple(texts)
 
 
@@ -230,7 +233,7 @@ class BenchRow:
             "ratio",
             importance="answer",
             optional=True,
-            meaning="the baseline's time divided by this time",
+            meaning="the baseline's median divided by `median_ns`",
         ),
     ] = None
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
@@ -259,7 +262,7 @@ class BenchRow:
             "Mquery/s",
             "millions",
             importance="detail",
-            meaning="query rows of all heads per second",
+            meaning="number of query rows of all heads per second",
         ),
     ] = None
     sequences_per_s: Annotated[
@@ -269,7 +272,7 @@ class BenchRow:
             "figures",
             importance="detail",
             optional=True,
-            meaning="sequences of the batch per second",
+            meaning="number of sequences of the batch per second",
         ),
     ] = None
     peak_memory_bytes: Annotated[
@@ -280,12 +283,16 @@ class BenchRow:
     ] = None
     between_turns_ns: Annotated[
         float | None,
-        column(meaning="half-width of the interval based only on the differences between turns"),
+        column(
+            meaning="half-width of the 95 % interval, computed only from the differences between "
+            "turns"
+        ),
     ] = None
     between_processes_ns: Annotated[
         float | None,
         column(
-            meaning="half-width of the interval based only on the differences between processes"
+            meaning="half-width of the 95 % interval, computed only from the differences between "
+            "processes"
         ),
     ] = None
 

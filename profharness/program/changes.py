@@ -28,7 +28,11 @@ class EnvChange:
     ]
     explains: Annotated[
         str | None,
-        column("what it can explain", wrap=True, meaning="possible effects of such a change"),
+        column(
+            "what it can explain",
+            wrap=True,
+            meaning="how the changed property can affect kernels or times",
+        ),
     ]
 
 
@@ -37,51 +41,74 @@ class EnvChange:
 _EXPLAINS = {
     "device_type": "a CPU and a GPU run different kernels, so their times cannot be compared",
     "gpu|capability|num_sms": (
-        "the GPU determines the allowed backends, whether cuDNN comes first, tile sizes and "
-        "the number of splits"
+        "the GPU determines which backends are allowed, whether cuDNN comes first, and which tile "
+        "sizes and how many splits the kernels use"
     ),
     "engine|engine_version": (
         "engine releases differ in the order of their backends and in their kernels; see "
         "`explain --engine`"
     ),
-    "attention_backend": "the engine runs different attention kernels",
+    "attention_backend": "each attention backend of an engine runs different kernels",
     "torch|torch_git": (
         "the PyTorch release determines the order of the backends, their constraints and the "
         "built-in kernels"
     ),
     "torch_cuda": (
-        "changes the cuBLAS kernels of math; from torch 2.13 on, also determines on which "
-        "GPUs cuDNN comes first"
+        "the CUDA release determines the cuBLAS kernels that math runs and, from torch 2.13 on, "
+        "the GPUs on which cuDNN comes first"
     ),
     "cudnn": (
         "cuDNN selects kernels at run time, and its limits of head_dim depend on the version; from "
         "torch 2.10 on, versions newer than 9.15.0 come first on compute capability 9 and 10"
     ),
-    r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": "1 removes cuDNN from the front of the order (torch 2.10 and newer)",
-    r"(env\.)?TORCH_CUDNN_SDPA_ENABLED": "1 lets PyTorch choose cuDNN (torch 2.3 and 2.4)",
-    r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": "0 prevents cuDNN from coming first in the order (torch 2.9)",
-    r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "1 lets cuDNN process nested tensors",
-    r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "changes which cuDNN plan is used for a shape",
-    r"(env\.)?TORCH_CUDNN_SDPA_\w+": "controls the use of cuDNN attention",
-    "priority_order": "the first allowed backend of this order runs",
+    r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": (
+        "the value 1 removes cuDNN from the front of the backend order (torch 2.10 and newer)"
+    ),
+    r"(env\.)?TORCH_CUDNN_SDPA_ENABLED": (
+        "the value 1 lets PyTorch choose cuDNN (torch 2.3 and 2.4)"
+    ),
+    r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": (
+        "the value 0 prevents cuDNN from coming first in the backend order (torch 2.9)"
+    ),
+    r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "the value 1 lets cuDNN process nested tensors",
+    r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": (
+        "the variable changes which cuDNN plan is used for a shape"
+    ),
+    r"(env\.)?TORCH_CUDNN_SDPA_\w+": "the variable controls the use of cuDNN attention",
+    "priority_order": "PyTorch runs the first allowed backend in the priority order",
     r"sdp_\w+": "a backend that is switched off is never chosen",
     "flash_attention_impl": "a different FlashAttention generation has different kernels and limits",
-    "deterministic": "deterministic algorithms exclude cuDNN and change the grid of flash's backward",
-    "fp16_reduction_math": (
-        "lets math compute in half precision instead of fp32, without casts and with other GEMMs"
+    "deterministic": (
+        "deterministic algorithms exclude cuDNN and change the grid of the flash backward kernel"
     ),
-    r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": "lets fp32 GEMMs of math run on tensor"
-    " cores",
-    "triton": "recompiles flex and Triton kernels",
-    "flashinfer|flash-attn(-3)?|sgl-kernel|aiter|hip": "contains attention kernels that engines use",
-    "driver": "may change clocks, launch cost and just-in-time compiled code",
-    r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)": "changes cuBLAS's choice of GEMM for"
-    " math",
-    r"(env\.)?CUDA_LAUNCH_BLOCKING": "makes every launch wait for its kernel, which lengthens calls",
-    r"(env\.)?CUDA_\w+": "changes how work is launched",
-    r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF": "changes the cost of allocations inside a call",
+    "fp16_reduction_math": (
+        "the setting lets math compute in half precision instead of fp32, without casts and with "
+        "other GEMMs"
+    ),
+    r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": (
+        "the setting lets the fp32 GEMMs of math run on tensor cores"
+    ),
+    "triton": "a different Triton release compiles flex and Triton kernels differently",
+    "flashinfer|flash-attn(-3)?|sgl-kernel|aiter|hip": (
+        "the package contains attention kernels that engines use"
+    ),
+    "driver": (
+        "a different driver may change the clocks, the launch cost and just-in-time compiled code"
+    ),
+    r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)": (
+        "the variable changes which GEMM cuBLAS chooses for math"
+    ),
+    r"(env\.)?CUDA_LAUNCH_BLOCKING": (
+        "the variable makes every launch wait for its kernel, so calls take longer"
+    ),
+    r"(env\.)?CUDA_\w+": "the variable changes how work is launched",
+    r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF": (
+        "the variable changes the cost of allocations inside a call"
+    ),
     "cpu": "a different processor launches kernels and runs CPU kernels at a different speed",
-    r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS": "changes the time of CPU kernels",
+    r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS": (
+        "the number of threads changes the time of CPU kernels"
+    ),
     r"sm_mhz|clocks\.\w+|power_limit\w*": "the same kernel takes more or less time at a different clock rate",
 }
 EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())

@@ -93,11 +93,14 @@ class Counters:
     l1_hit_rate: Annotated[
         Value,
         column(
-            "L1 hit%", "percent", importance="detail", meaning="share of sectors that hit the L1"
+            "L1 hit%",
+            "percent",
+            importance="detail",
+            meaning="share of sectors that hit in the L1 cache",
         ),
     ] = None
     l2_hit_rate: Annotated[
-        Value, column("L2 hit%", "percent", meaning="share of sectors that hit the L2")
+        Value, column("L2 hit%", "percent", meaning="share of sectors that hit in the L2 cache")
     ] = None
     load_sectors: Annotated[
         Value,
@@ -120,7 +123,7 @@ class Counters:
             "conflict%",
             "percent",
             importance="detail",
-            meaning="share of shared-memory passes that bank conflicts cause",
+            meaning="share of shared-memory passes caused by bank conflicts",
         ),
     ] = None
     issue_active: Annotated[

@@ -95,9 +95,9 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
     blind = all(row.ran is None for row in layers.rows)
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
-            faults = [f"unknown: {why}"]
+            faults = [f"the result is unknown, because {why}"]
         elif blind and name in OF_WHAT_RAN:
-            faults = ["unknown, because no call shows which backend ran"]
+            faults = ["the result is unknown, because no call shows which backend ran"]
         else:
             changed = _changes(layers.rows) if name == "backend-changed" else ()
             found = [(row, _fault(name, row)) for row in layers.rows]

@@ -51,7 +51,7 @@ Text = str | None
 Number = float | None
 MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
 UNFUSED = "flex_attention without torch.compile computes and stores all scores"
-FUSE = "compile it, as in torch.compile(flex_attention), to get one fused kernel"
+FUSE = "compile flex_attention, as in torch.compile(flex_attention), to get one fused kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class LayerRow:
             "% of busy",
             "percent",
             importance="answer",
-            meaning="share of the GPU's busy time",
+            meaning="the kernels' share of the GPU's busy time",
         ),
     ]
     step_share: Annotated[
@@ -160,7 +160,7 @@ class LayerRow:
             "percent",
             importance="detail",
             spare=1,
-            meaning="share of the step's duration",
+            meaning="the kernels' share of the step's duration",
         ),
     ]
     reasons: Annotated[
@@ -186,13 +186,17 @@ class LayerRow:
     ] = ()
     best: Annotated[
         Text,
-        column("best", importance="answer", meaning="the fastest correct backend, with `--bench`"),
+        column(
+            "best",
+            importance="answer",
+            meaning="the fastest backend with correct output (only with `--bench`)",
+        ),
     ] = None
     ran_ns: Annotated[
-        Number, column(meaning="time of one call on the backend that ran, with `--bench`")
+        Number, column(meaning="time of one call on the backend that ran (only with `--bench`)")
     ] = None
     best_ns: Annotated[
-        Number, column(meaning="time of one call on the best backend, with `--bench`")
+        Number, column(meaning="time of one call on the best backend (only with `--bench`)")
     ] = None
     saves_ns: Annotated[
         Number,
@@ -200,11 +204,15 @@ class LayerRow:
             "saves µs/step",
             "us",
             importance="answer",
-            meaning="time that the best backend saves per step, forward and backward",
+            meaning="time that the best backend saves per step, in the forward and backward pass",
         ),
     ] = None
-    saves_forward_ns: Annotated[Number, column(meaning="forward time saved per step")] = None
-    saves_backward_ns: Annotated[Number, column(meaning="backward time saved per step")] = None
+    saves_forward_ns: Annotated[
+        Number, column(meaning="time that the best backend saves per step in the forward pass")
+    ] = None
+    saves_backward_ns: Annotated[
+        Number, column(meaning="time that the best backend saves per step in the backward pass")
+    ] = None
     choice: Annotated[Text, column(meaning="PyTorch's choice, recorded by `observe`")] = None
     site: Annotated[
         Text,
@@ -233,7 +241,7 @@ class LayerRow:
     ] = ()
     library: Annotated[
         Text,
-        column(meaning="on AMD GPUs: the library whose kernels computed the backend"),
+        column(meaning="the library that contains the kernels (only on AMD GPUs)"),
     ] = None
 
     @property
@@ -279,7 +287,7 @@ class LayerForecast:
         column(
             "predicted choice",
             importance="answer",
-            meaning="PyTorch's choice on the predicted GPU among the allowed backends, by rule",
+            meaning="the allowed backend that the dispatch rules choose on the predicted GPU",
         ),
     ] = None
     predicted_source: Annotated[
@@ -291,7 +299,8 @@ class LayerForecast:
         ),
     ] = None
     predicted_kernels: Annotated[
-        tuple[str, ...], column("kernels", "names", meaning="kernels of the median-length call")
+        tuple[str, ...],
+        column("kernels", "names", meaning="kernels of the call with the median length"),
     ] = ()
     predicted_ns: Annotated[
         Number, column("µs/call", "us", scale="prediction", meaning="mean time of one call")
@@ -303,7 +312,7 @@ class LayerForecast:
             "us",
             importance="detail",
             scale="prediction",
-            meaning="lower end of the 90 % interval of one call",
+            meaning="lower end of the 90 % interval of the mean time of one call",
         ),
     ] = None
     predicted_high_ns: Annotated[
@@ -313,7 +322,7 @@ class LayerForecast:
             "us",
             importance="detail",
             scale="prediction",
-            meaning="upper end of the 90 % interval of one call",
+            meaning="upper end of the 90 % interval of the mean time of one call",
         ),
     ] = None
     predicted_total_ns: Annotated[
@@ -327,7 +336,8 @@ class LayerForecast:
         ),
     ] = None
     predicted_share: Annotated[
-        Number, column("% of attention", "percent", meaning="share of all predicted attention time")
+        Number,
+        column("% of attention", "percent", meaning="share of the total predicted attention time"),
     ] = None
     predicted_best: Annotated[
         Text,
@@ -352,7 +362,10 @@ class LayerForecast:
     ] = None
     predicted_certain: Annotated[
         bool | None,
-        column(meaning="whether the intervals of both backends are more than 3 % apart"),
+        column(
+            meaning="whether the intervals of the chosen and the best backend do not overlap, and "
+            "their times differ by more than 3 %"
+        ),
     ] = None
     predicted_reason: Annotated[Text, column(meaning="why a value is missing")] = None
     predicted_gpu: Annotated[Text, column(meaning="the predicted GPU")] = None
@@ -441,8 +454,8 @@ def find_layers(
                 f"run {name} contains configs, not a program; show them with: {own}"
             )
         raise NotFoundError(
-            f"run {name} contains no attention call; show its kernels with: {own}; if the program "
-            "runs attention, record its ops and modules with "
+            f"run {name} contains no attention call; use `{own}` to show its kernels, or, if the "
+            "program runs attention, record its ops and modules with "
             "torch.profiler.profile(record_shapes=True, with_stack=True)"
         )
     steps = store.steps(run) if calls else []
@@ -799,7 +812,7 @@ def _reasons_and_advice(
             advice.append(f"{change} if the mask is the same in all calls{then}")
         if ran == kind.asked == "math":
             advice.append(
-                "allow other backends, because sdpa_kernel or torch.backends.cuda excludes them"
+                "allow the other backends, which sdpa_kernel or torch.backends.cuda excludes"
             )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
@@ -836,7 +849,8 @@ def _caveats(
         texts.append(f"{outside} attention calls ran outside the steps and are not counted.")
     if names := join_numbered([kind.name for kind in observed.hidden() if kind.name]):
         texts.append(
-            f"Compiled code calls attention in {names}; the trace does not show which module made a call."
+            f"Compiled code calls attention in {names}; the trace does not show which module made "
+            "each call."
         )
     live = [row for row in rows if row.kind != "replay"]
     if any(row.kind == "replay" and NO_SHAPES in row.reasons for row in rows):
@@ -851,8 +865,8 @@ def _caveats(
         )
     if platform is None and any(row.ran == "math" for row in rows):
         texts.append(
-            "The reason why math ran depends on the PyTorch release, which the trace does not record; "
-            "name the release, for example torch 2.11."
+            "Why math ran depends on the PyTorch release, which the trace does not record; to see "
+            "the reason, name the release, such as torch 2.11."
         )
     return texts
 

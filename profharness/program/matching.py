@@ -107,7 +107,8 @@ class LayerSide:
             "percent",
             importance="detail",
             right=True,
-            meaning="least forward time by the GPU's peaks, divided by the actual forward time",
+            meaning="shortest forward time that the GPU's peak rates allow, divided by the actual "
+            "forward time",
         ),
     ] = None
     # The sum of the kernel times of all calls, per step. It is not the median time of a call times
@@ -267,13 +268,13 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
             sides = _side(baseline, left), _side(candidate, right)
             rows.append(_diff(direction, sides, (left, right), doubts, threshold))
         elif left:
-            why = ("the candidate has no matching layer of this size",)
+            why = ("the candidate has no matching layer with the same size",)
             row = LayerDiff(
                 direction, baseline=_side(baseline, left), verdict="removed", reasons=why
             )
             rows.append(row)
         else:
-            why = ("the baseline has no matching layer of this size",)
+            why = ("the baseline has no matching layer with the same size",)
             row = LayerDiff(
                 direction, candidate=_side(candidate, right), verdict="added", reasons=why
             )
@@ -530,7 +531,7 @@ def _diff(
         speed, why = "unknown", "; ".join(doubts)
     uncounted = [name for name, side in zip(SIDES, sides, strict=True) if side.calls is None]
     if ratio is None and uncounted:
-        why = f"no step of the {' and the '.join(uncounted)} was recorded, so the time is unknown"
+        why = f"no step of the {' or the '.join(uncounted)} was recorded, so the time is unknown"
     reasons = [*_differences(base, cand), why]
     if any(with_backward) and not all(with_backward) and not uncounted:
         one = "baseline" if with_backward[0] else "candidate"
@@ -581,7 +582,11 @@ def _speed(
     change = f"{basis}: {(ratio - 1) * 100:+.1f} %"
     least = min(len(base), len(cand))
     if least < MIN_LAUNCHES:
-        return ratio, "unknown", f"too few calls ({change}; {MIN_LAUNCHES} are needed)"
+        return (
+            ratio,
+            "unknown",
+            f"too few calls ({change}; each side needs at least {MIN_LAUNCHES})",
+        )
     if stats.beyond(ratio, threshold) and abs(times[1] - times[0]) <= RESOLUTION_NS:
         return ratio, "same", f"{change}, within the clock's resolution"
     if least >= stats.MIN_SAMPLES:
@@ -603,4 +608,4 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
         names = [kernel.kernel for call in program.calls for kernel in call.kernels]
         if names:
             on_cpu.add(all(name.startswith("aten::") for name in names))
-    return ["the device types differ (CPU ops and GPU kernels)"] if len(on_cpu) > 1 else []
+    return ["one side has CPU ops and the other has GPU kernels"] if len(on_cpu) > 1 else []

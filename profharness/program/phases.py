@@ -80,7 +80,7 @@ class PhaseRow:
     ]
     attention_share: Annotated[
         Number,
-        column("% of busy", "percent", meaning="share of the GPU's busy time"),
+        column("% of busy", "percent", meaning="attention's share of the GPU's busy time"),
     ]
     flops: Annotated[
         Number,
@@ -89,7 +89,8 @@ class PhaseRow:
     bytes: Annotated[
         Number,
         column(
-            meaning="mean attention bytes per step, if Q, K and V are read and the output is written once"
+            meaning="mean attention bytes per step if Q, K and V are each read once and the output "
+            "is written once"
         ),
     ]
     flops_per_s: Annotated[
@@ -105,7 +106,8 @@ class PhaseRow:
         column(
             "% of roofline",
             "percent",
-            meaning="share of the limit set by the data sheet's matrix rate and bandwidth",
+            meaning="shortest attention time that the matrix rate and the bandwidth in the data "
+            "sheet allow, divided by the attention kernel time",
         ),
     ]
     tokens_per_s: Annotated[
@@ -120,8 +122,8 @@ class PhaseRow:
     points: Annotated[
         tuple[tuple[str, float], ...],
         column(
-            meaning="pairs of a config and a number of calls in the step of median work; each config "
-            "has the mean lengths of the step"
+            meaning="the configs of the step with the median FLOPs, each with its number of calls; "
+            "a config has the mean lengths of the step"
         ),
     ] = ()
     fastest: Annotated[

@@ -169,8 +169,9 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     if gpu != layers.gpu:
         raise NotFoundError(
             f"run {benched.run} was timed on {gpu or 'a CPU'}, but run {layers.name} comes from "
-            f"{layers.gpu or 'a CPU'}; time the configs there (`profharness layers --savings`), or "
-            "compare benchmarks of several GPUs with --bench RUN,RUN"
+            f"{layers.gpu or 'a CPU'}; time the configs on {layers.gpu or 'a CPU'} with "
+            "`profharness layers --savings`, or compare benchmarks of several GPUs with "
+            "--bench RUN,RUN"
         )
     times = BenchTimes(benched)
     rows = [_with_best(row, layers, benched, times) for row in layers.rows]
@@ -332,7 +333,9 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     shares += [f"{percent(regret.saves_ns / step, 1)} of the traced step"] if step else []
     parts = f", {' and '.join(shares)}" if shares else ""
     if regret.saves_ns <= 0:
-        texts.append("No correct backend is significantly faster than what ran.")
+        texts.append(
+            "No backend with correct output is significantly faster than the backend that ran."
+        )
     elif regret.launch_bound:
         waits = "The trace has no kernels, so it is unknown how busy the GPU is."
         if busy:
@@ -362,8 +365,12 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
         if row.saves_ns is None:
             why = "no config replays the calls"
             if row.replayable:
-                why = f"run {benched.run} has no correct {row.ran} times for the calls"
-            texts.append(f"No times for {row.calls:g} calls per step of {name}: {why}.")
+                why = (
+                    f"run {benched.run} has no times of {row.ran} with correct output for the calls"
+                )
+            texts.append(
+                f"There are no times for {row.calls:g} calls per step of {name}, because {why}."
+            )
             continue
         fastest = times.fastest(row.points)
         if fastest and times.verdict(row.points, str(row.ran), than=fastest) == "unknown":

@@ -44,11 +44,14 @@ class KernelTime:
         column(
             "layer or op",
             shrink=True,
-            meaning="the modules with the attention call of the kernel, or the op that launched it",
+            meaning="the modules whose attention calls launched the kernel, or the op that "
+            "launched it",
         ),
     ]
     launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
-    total_ns: Annotated[float, column("µs/step", "us", meaning="time of the launches per step")]
+    total_ns: Annotated[
+        float, column("µs/step", "us", meaning="total time of the kernel's launches per step")
+    ]
     share: Annotated[
         float,
         column(

@@ -15,11 +15,11 @@ from profharness.errors import one_line
 from profharness.logs import duration
 
 KINDS: dict[str, str] = {
-    "lines": "y over x on two logarithmic axes, one line and mark per series",
-    "dots": "one row per label (y), one mark per series at x on a logarithmic axis",
-    "stack": "one bar per label (y), split into the series by x; `label` is the text beside it",
-    "map": "a grid of x and y, coloured and lettered by the series",
-    "roofline": "FLOP/s (y) over FLOP per byte (x), logarithmic, below the roofs",
+    "lines": "y over x on two logarithmic axes, with one line and one kind of mark per series",
+    "dots": "one row per label (y), with one mark per series at x on a logarithmic axis",
+    "stack": "one bar per label (y), split into series by x; `label` is the text beside the bar",
+    "map": "a grid of x and y, whose fields are coloured and lettered by series",
+    "roofline": "FLOP/s (y) over FLOP per byte (x) on logarithmic axes, with a line for each roof",
     "dumbbell": "one row per label (y) with two joined marks (series) at x on a logarithmic axis",
 }
 """Maps each kind of chart to its description. `charts.DRAWERS` has a function for each kind."""
@@ -122,7 +122,7 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"a row of {len(row)} values in {len(self.columns)} columns")
+                raise ValueError(f"a row has {len(row)} values for {len(self.columns)} columns")
 
     @classmethod
     def of(cls, columns: Sequence[Column], items: Iterable[Any]) -> Table:

@@ -105,10 +105,14 @@ def _findings(path: Path, scrubber: Scrubber) -> Iterator[Finding]:
 def _check(path: Path, scrubber: Scrubber) -> None:
     name = path.name.lower().removesuffix(GZIP_SUFFIX)
     if name.endswith(RAW_SUFFIXES):
-        scrubber.record("raw report", "contains the environment of its process", "the file")
+        scrubber.record(
+            "raw report", "the report contains the environment of its process", "the file"
+        )
         return
     if is_store(path):
-        scrubber.record("store", "contains the paths and environments of its runs", "the file")
+        scrubber.record(
+            "store", "the store contains the paths and environments of its runs", "the file"
+        )
         return
     with _opened(path) as file:
         head = file.read(len(MAGIC))
@@ -128,7 +132,7 @@ def _check(path: Path, scrubber: Scrubber) -> None:
             with Path("/dev/null").open("wb") as nowhere:
                 _scrub_trace(path, nowhere, attempt)
         except TraceFormatError:
-            attempt.record("damage", "a trace that cannot be read completely", "the file")
+            attempt.record("damage", "the trace cannot be read completely", "the file")
             is_readable = head == MAGIC
         scrubber.changes.update(attempt.changes)
     if not is_readable:
@@ -332,7 +336,9 @@ def _find_trace(folder: Path, name: str, work: Path) -> tuple[Path, str]:
             expected="a path inside the run folder",
         )
     if not source.is_file():
-        raise TraceFormatError(source, "listed in run.json but missing", expected="a raw trace")
+        raise TraceFormatError(
+            source, "the file is listed in run.json but missing", expected="a raw trace"
+        )
     stem, suffix = split_name(name)
     if suffix not in EXPORTS:
         return source, name

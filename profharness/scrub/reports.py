@@ -26,7 +26,7 @@ EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)
 NVTX = (PUSH_POP, START_END)
 TEXTS = ("Kernel Name", "device__attribute_display_name", *NVTX)
-EXPECTED = "an ncu CSV (--csv --page raw)"
+EXPECTED = "a CSV file from ncu (--csv --page raw)"
 _NVTX_REST = re.compile(r"(?:[\s\"<>:;,0-9]|none|default domain|ASCII|Unicode|Registered)*")
 _TRIPLE = re.compile(r"\([0-9]{1,10}, [0-9]{1,10}, [0-9]{1,10}\)")
 
@@ -149,8 +149,7 @@ def exported(report: Path, made: Path) -> Path:
         if doubt is None:
             raise
         raise StaleExportError(
-            f"{report}: the existing export {beside.name} {doubt}, and a new export cannot be "
-            f"made: {error}"
+            f"{report}: {doubt}, and a new export cannot be made: {error}"
         ) from None
     return made
 
@@ -158,7 +157,7 @@ def exported(report: Path, made: Path) -> Path:
 def _doubt(export: Path, report: Path) -> str | None:
     """Return why an export cannot be used instead of a report, or None if it can be used."""
     if export.stat().st_mtime_ns < report.stat().st_mtime_ns:
-        return "is older than the report"
+        return f"the existing export {export.name} is older than the report"
     try:
         if export.suffix == ".csv":
             read_table(read_text(export), export)
@@ -166,5 +165,6 @@ def _doubt(export: Path, report: Path) -> str | None:
             with opened(export, export):
                 pass
     except TraceFormatError:
-        return f"is not a complete {('ncu' if export.suffix == '.csv' else 'nsys')} export"
+        tool = "ncu" if export.suffix == ".csv" else "nsys"
+        return f"the existing file {export.name} is not a complete {tool} export"
     return None

@@ -120,7 +120,9 @@ def scrub_rocm_database(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     with database(path, path, FORM) as source, new_database(path, out, scrubber) as target:
         copied = _Copy(source, target, scrubber)
         if not copied.tables:
-            raise TraceFormatError(path, "no tables from an AMD profiler", expected=FORM.expected)
+            raise TraceFormatError(
+                path, "the file contains no tables from an AMD profiler", expected=FORM.expected
+            )
         copied.copy()
 
 
@@ -346,7 +348,7 @@ def scrub_rocm_json(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
         plain, "", {0: 0} | {value: at for at, value in enumerate(ids, 1)}, scrubber
     )
     if cleaned != whole:
-        scrubber.record("members", "members that are not read, or process ids", "file")
+        scrubber.record("members", "members that profharness does not read, or process ids", "file")
     out.write(msgspec.json.encode(cleaned))
 
 

@@ -20,7 +20,7 @@ from profharness.errors import TraceFormatError
 from profharness.store.sources import ARCHIVES, Source, read_source
 from profharness.traces import SUFFIXES, errors_that_name, open_file, without_room
 
-EXPECTED = "an archive (.tar, .tar.gz, .tgz) of traces"
+EXPECTED = "an archive of traces (.tar, .tar.gz or .tgz)"
 MAX_MEMBERS = 100_000
 
 

@@ -88,9 +88,11 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
     wanted = _wanted(store, refs, stored)
     members = _by_rank([record for record in stored if record["run"] in wanted])
     if len(members) < 2:
-        which = f"run {store.run_name(min(wanted))} is" if wanted else "the store has"
-        what = "the only rank of its job in the store" if wanted else "no job with several ranks"
-        raise NotFoundError(f"{store.path}: {which} {what}; {NEED}")
+        what = "the store contains no job with several ranks"
+        if wanted:
+            name = store.run_name(min(wanted))
+            what = f"run {name} is the only rank of its job in the store"
+        raise NotFoundError(f"{store.path}: {what}; {NEED}")
     stored_environments = store.connection.execute("SELECT id, data FROM environments")
     environments = {number: json.loads(data) for number, data in stored_environments}
     times: dict[int, list[DeviceTime]] = {}

@@ -98,7 +98,7 @@ def find_sources(path: Path) -> list[Path]:
         unreadable = error.filename or path
         raise TraceFormatError(unreadable, f"cannot be read: {error.strerror}") from None
     if not sources:
-        raise TraceFormatError(path, "nothing to ingest in this folder", expected=EXPECTED)
+        raise TraceFormatError(path, "this folder contains nothing to ingest", expected=EXPECTED)
     return sources
 
 
@@ -174,8 +174,11 @@ def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
     are found automatically. Raise TraceFormatError if the source is invalid or cannot be read.
     """
     if is_archive(path):
-        message = "an archive, which may contain several traces"
-        expected = "a trace; first ingest the archive with: profharness ingest ARCHIVE"
+        message = (
+            "the file is an archive, which may contain several traces; first store them with "
+            "`profharness ingest ARCHIVE`"
+        )
+        expected = "a run folder or a trace"
         raise TraceFormatError(path, message, expected=expected)
     if path.is_file():
         # hash the uncompressed content, because a compressed copy is the same trace
@@ -237,7 +240,9 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
     content_hash, problem = "", None
     try:
         if not path.is_file():
-            raise TraceFormatError(path, "listed in run.json but missing", expected="a raw trace")
+            raise TraceFormatError(
+                path, "the file is listed in run.json but missing", expected="a raw trace"
+            )
         content_hash = hash_file(path)
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}"

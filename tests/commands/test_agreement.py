@@ -90,7 +90,7 @@ def test_a_chosen_backend_that_raises_is_a_disagreement(tmp_path: Path) -> None:
     ("fields", "row", "parts"),
     [
         ({}, kernel(), None),
-        ({}, kernel(kernel=FA3), [FLASH_OP, "but the kernels are FlashAttention-3's"]),
+        ({}, kernel(kernel=FA3), [FLASH_OP, "but its kernels come from FlashAttention-3"]),
         (
             {"backend": "auto", "predicted": "flash"},
             kernel(family="efficient", kernel="fmha_cutlassF_f16"),

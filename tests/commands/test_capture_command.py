@@ -31,7 +31,7 @@ def capture(folder: Path, *arguments: str) -> Result:
             ("--resume", "x", "--backend", "math"),
             "cannot be combined with --config, --configs, --backend or --python",
         ),
-        (("--resume", "x"), "no run folder 'x'"),
+        (("--resume", "x"), "cannot find the run folder 'x'"),
         (("--config", "1,1,16,16", "--metrics", "m"), "require --profiler ncu"),
         (
             ("--config", "1,1,16,16", "--section", "S", "--profiler", "nsys"),

@@ -429,7 +429,7 @@ def test_unquoted_braces_are_told(tmp_path: Path) -> None:
     done = subprocess.run([*argv, *torn], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert "unexpected extra argument (1,4,256,64)" in done.stderr
-    assert "quote configs that contain braces" in done.stderr
+    assert "put quotes around configs that contain braces" in done.stderr
     other = [*argv, "--config", "1,4,128,64", "more"]
     done = subprocess.run(other, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2 and "quote" not in done.stderr

@@ -495,7 +495,11 @@ def test_regret_advises_no_equal_wrong_or_undecided_backend(folder: Path) -> Non
     times = times_of(layers)
     whole = next(iter(times))[0]
     for name, ns, text in (
-        ("bbbb", 99 * US, "No correct backend is significantly faster"),  # within the threshold
+        (
+            "bbbb",
+            99 * US,
+            "No backend with correct output is significantly faster",
+        ),  # within the threshold
         (
             "cccc",
             [40 * US] * 3,
@@ -639,7 +643,8 @@ def test_a_gate_fails_if_no_backend_is_known(folder: Path) -> None:
     unseen = replace(half, rows=tuple(replace(row, ran=None) for row in half.rows))
     for gate in ("math-fallback", "backend-changed"):
         with pytest.raises(
-            GateError, match=f"{gate}: unknown, because no call shows which backend ran"
+            GateError,
+            match=f"{gate}: the result is unknown, because no call shows which backend ran",
         ):
             check_gates(unseen, parse_gates([gate], []))
     check_gates(unseen, parse_gates(["eager-attention"], []))  # a call of SDPA is none
@@ -650,7 +655,7 @@ def test_gates_on_masks_and_requests_need_an_observed_program(folder: Path) -> N
     for name in ("noop-mask", "requested-not-run"):
         with pytest.raises(UsageError, match=f"cannot check --fail-on {name} in run"):
             require_recorded(half, parse_gates([name], []))
-        with pytest.raises(GateError, match=f"{name}: unknown"):
+        with pytest.raises(GateError, match=f"{name}: the result is unknown"):
             check_gates(half, parse_gates([name], []))
     rows = tuple(replace(row, mask="nothing", asked="flash") for row in half.rows)
     gates = parse_gates(["noop-mask,requested-not-run"], [])

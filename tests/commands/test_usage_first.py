@@ -72,7 +72,7 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("layres",), "error: no command 'layres'; did you mean layers?"),
+        (("layres",), "error: there is no command 'layres'; did you mean layers?"),
         (
             ("layers", "--gup", "H200"),
             "error: no such option '--gup'; did you mean '--gpu'?; see: profharness layers --help",

@@ -182,7 +182,7 @@ def test_interrupt_lets_groups_end_and_campaign_resumes(tmp_path: Path) -> None:
     os.killpg(client.pid, signal.SIGINT)
     assert client.wait() == 130
     assert trial.orphans() == {}
-    assert "stopping after " in trial.log()
+    assert "before stopping; " in trial.log()
     assert "--resume" in trial.log()
     folder = trial.run_folder()
     assert folder is not None

@@ -178,7 +178,7 @@ def test_markdown_escapes_markup() -> None:
 
 
 def test_table_refuses_ragged_rows() -> None:
-    with pytest.raises(ValueError, match="2 values in 1 columns"):
+    with pytest.raises(ValueError, match="a row has 2 values for 1 columns"):
         Table((Column("a", "a"),), ((1, 2),))
 
 
