@@ -105,7 +105,7 @@ def show(entries: list[Entry]) -> Document:
             record[name] = {atlas.tables[name][code]: count for code, count in codes.items()}
         records.append({name: record[name] for name in FIELDS})
     table = Table.of(COLUMNS, records)
-    note = Note("none; add one with `profharness atlas add FILE`")
+    note = Note("there are no atlases; add one with `profharness atlas add FILE`")
     return Document(SCHEMA, "Atlases", (table if records else note,), FIELDS, tuple(records))
 
 

@@ -303,7 +303,10 @@ def show(captured: CapturedRuns) -> None:
 
 def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
     """Print and return the everyday configs, before anything runs."""
-    hint("no config was given, so the default set is run; choose your own with --config 2,8,512,64")
+    hint(
+        "no config was given, so a default set of configs is run; to choose your own, use "
+        "--config 2,8,512,64"
+    )
     for use, config in everyday.items():
         hint(f"  {use:15}  {config}")
     return list(everyday.values())
