@@ -93,7 +93,7 @@ def check_suffix(output: Path) -> None:
 FORMAT_OPTION = Option(
     ("--format",),
     type=click.Choice(FORMATS),
-    help="Format of the result. [default: by the suffix of -o, else table]",
+    help="Format of the result. [default: the format that matches the suffix of -o, else table]",
     click={"is_eager": True},  # parsed before -o, because `check_file` reads it
 )
 OUTPUT_OPTION = Option(

@@ -170,7 +170,7 @@ def _require_run(text: str, store: Path) -> None:
         except NotFoundError as error:
             raise UnknownNameError(f"{missing}; {error}") from None
     if os.sep in text:  # not only the name of a run
-        hint(f"note: {missing}; using the stored run of this name")
+        hint(f"note: {missing}; the stored run with this name is used instead")
 
 
 def _sources(text: str) -> list[Path]:

@@ -307,10 +307,10 @@ def config_option(repeat: str = " Repeatable.") -> Option:
         metavar="CONFIG",
         multiple=True,
         complete=complete_configs,
-        help="batch,heads,seq_len,head_dim and options, such as 2,8,512,64,bf16,causal. Without a "
-        f"dtype, a config runs in fp16 on a GPU and in fp32 on a CPU.{repeat}",
+        help="A config: batch,heads,seq_len,head_dim and options, such as 2,8,512,64,bf16,causal. "
+        f"Without a dtype, a config runs in fp16 on a GPU and in fp32 on a CPU.{repeat}",
         file_flag="--configs",
-        file_help="Read configs from a file, one per line. # starts a comment.",
+        file_help="Read configs from a file with one config per line. Text after # is a comment.",
         read_file=read_config_file,
         tool="An attention config, or several, one per line.",
         tool_examples=("2,8,512,64,bf16", "2,8,{64:8192:*2},128,bf16,causal"),
@@ -343,11 +343,12 @@ BACKENDS_OPTION = Option(
     multiple=True,
     metavar="NAME",
     complete=complete_backends,
-    help="A backend, such as auto, flash, efficient, cudnn or math; a set (flash+math); an order "
-    "(cudnn-then-flash, or 'cudnn>flash' in quotes); or file.py:function. `all` means PyTorch's "
-    "own backends on this device, and `kernels` means the backends in kernels/. Repeatable, or "
-    "separated by commas.",
-    tool="Use only these backends, separated by commas; files and modules are not accepted. Default: all.",
+    help="A backend (such as auto, flash, efficient, cudnn or math), a set (flash+math), an order "
+    "(cudnn-then-flash, or 'cudnn>flash' in quotes) or your own function (file.py:function). "
+    "`all` means PyTorch's own backends on this device, and `kernels` means the backends in "
+    "kernels/. Separate several values by commas, or repeat the option.",
+    tool="Use only these backends, separated by commas; files and modules are not accepted. "
+    "Default: all.",
     tool_value=tool_backends,
     tool_examples=("auto,flash,math",),
 )
@@ -410,7 +411,7 @@ Driver = Annotated[
     Option(
         ("--driver",),
         metavar="VERSION",
-        help="Use the atlas of this driver version.  [default: the best match]",
+        help="Use the atlas that was measured with this driver version.  [default: the best match]",
     ),
 ]
 AtlasFolder = Annotated[
@@ -419,7 +420,8 @@ AtlasFolder = Annotated[
         ("--atlas",),
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
-        help="The folder of your own atlases.  [default: $XDG_DATA_HOME/profharness/atlases]",
+        help="The folder that contains your own atlases.  [default: "
+        "$XDG_DATA_HOME/profharness/atlases]",
     ),
 ]
 Device = Annotated[
@@ -468,15 +470,16 @@ GpuClasses = Annotated[
     ),
 ]
 Insecure = Annotated[
-    bool, Option(("--insecure",), help="Allow a scheduler on another host without TLS.")
+    bool,
+    Option(("--insecure",), help="Allow a connection without TLS to a scheduler on another host."),
 ]
 Processes = Annotated[
     int,
     Option(
         ("--processes",),
         type=click.IntRange(*PROCESSES),
-        help="Time every cell in this many fresh worker processes. Intervals and verdicts then include the "
-        "differences between processes.",
+        help="Time every cell in this many fresh worker processes. With several processes, "
+        "intervals and verdicts include the differences between processes.",
     ),
 ]
 ShowProgress = bool | None

@@ -45,7 +45,7 @@ CapturesStore = Annotated[
         ("--store",),
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="STORE",
-        help="Add a store's captures, as one atlas per machine.",
+        help="Add the captures in this store, as one atlas per machine.",
     ),
 ]
 OnlyRun = Annotated[
@@ -54,7 +54,7 @@ OnlyRun = Annotated[
         ("--run",),
         metavar="RUN",
         complete=complete_runs,
-        help="Add only this run of the store.  [default: all]",
+        help="Add only this run from the store.  [default: all]",
     ),
 ]
 AtlasName = Annotated[str, Option(metavar="NAME")]
@@ -78,7 +78,7 @@ FIELDS = (
 
 @command("list", frame=as_is)
 def list_atlases(*, atlas: AtlasFolder = None) -> list[Entry]:
-    """List the package's atlases and the user's own.
+    """List the atlases of the package and your own atlases.
 
     \b
     Examples:
@@ -105,7 +105,7 @@ def show(entries: list[Entry]) -> Document:
             record[name] = {atlas.tables[name][code]: count for code, count in codes.items()}
         records.append({name: record[name] for name in FIELDS})
     table = Table.of(COLUMNS, records)
-    note = Note("none; add one with `profharness atlas add FILE`")
+    note = Note("there are no atlases; add one with `profharness atlas add FILE`")
     return Document(SCHEMA, "Atlases", (table if records else note,), FIELDS, tuple(records))
 
 
@@ -116,12 +116,12 @@ def add_atlases(
     run: OnlyRun = None,
     atlas: AtlasFolder = None,
 ) -> None:
-    """Add packed atlases, shards of scripts/make_atlas.py, or a store to the user's own atlases.
+    """Add packed atlases, shards from scripts/make_atlas.py, or a store to your own atlases.
 
-    New cells of a machine (GPU, torch, CUDA, cuDNN, driver) are added to the user's own atlas of
-    that machine.
-    Predictions use that atlas together with the package's. If the two disagree on a cell, nothing is
-    added and the conflicts are printed.
+    Each machine (a combination of GPU, torch, CUDA, cuDNN and driver) has its own atlas. New cells
+    are added to your own atlas of the machine on which they were measured. Predictions for a
+    machine use your own atlas together with the one in the package. If a new cell disagrees with a
+    known one, nothing is added and the conflicts are printed.
 
     \b
     Examples:
@@ -145,7 +145,7 @@ def add_atlases(
 
 @command("merge", frame=as_is)
 def merge_atlases(*files: AtlasFiles, output: OutputFile = None, force: Force = False) -> None:
-    """Merge atlases of one machine into one file.
+    """Merge several atlases of the same machine into one file.
 
     Atlases with conflicting cells are not merged; the conflicts are printed.
 
@@ -170,10 +170,11 @@ def export_atlas(
     output: OutputFile = None,
     force: Force = False,
 ) -> None:
-    """Write an atlas to a file: packed (.npz), or as JSON lines (.jsonl).
+    """Write an atlas to a file, either packed (.npz) or as JSON lines (.jsonl).
 
-    NAME is a name from `atlas list`, a GPU, or a file. The file combines the package's atlas and
-    your own atlas of that machine. `atlas add` reads both formats.
+    NAME is a name from `atlas list`, a GPU, or a file. If the package and your own folder both have
+    an atlas of the machine, the file combines the two atlases. `atlas add` can read packed files
+    and JSON lines.
 
     \b
     Examples:
@@ -207,8 +208,8 @@ DECLARATION = CommandGroup(
     """List, add, merge and export atlases for `predict`.
 
     An atlas contains the results of thousands of configs on PyTorch's backends on one GPU:
-    choice, kernels with launch configuration, times and memory. It is specific to a GPU, a
-    PyTorch release, and versions of CUDA, cuDNN and the driver.
+    PyTorch's choice, the kernels with their launch configurations, the times and the memory. An
+    atlas is specific to a GPU, a PyTorch release, and versions of CUDA, cuDNN and the driver.
 
     \b
     Examples:

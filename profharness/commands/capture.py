@@ -59,7 +59,8 @@ Profilers = Annotated[
         complete=complete_names(lambda: PROFILERS),
         multiple=True,
         metavar="NAME",
-        help="torch (default), events (timing only), nsys, ncu. Repeatable, or separated by commas.",
+        help="The profiler to use: torch (default), events (timing only), nsys or ncu. "
+        "Separate several values by commas, or repeat the option.",
     ),
 ]
 Pythons = Annotated[
@@ -68,8 +69,8 @@ Pythons = Annotated[
         ("--python",),
         multiple=True,
         metavar="PYTHON",
-        help="Measure the torch of this Python interpreter, which does not need profharness. Repeatable; each "
-        "interpreter gets its own run.",
+        help="Measure the torch that this Python interpreter imports; profharness need not be "
+        "installed there. If the option is repeated, each interpreter gets its own run.",
     ),
 ]
 Iterations = Annotated[
@@ -106,8 +107,8 @@ Metrics = Annotated[
         multiple=True,
         metavar="NAME",
         help=(
-            "Metrics for ncu to collect besides the default ones: the presets tensor, memory, "
-            "cache and stalls, or ncu's own names. Repeatable, or separated by commas."
+            "An additional metric for ncu to collect: a preset (tensor, memory, cache or stalls) "
+            "or the name of an ncu metric. Separate several values by commas, or repeat the option."
         ),
     ),
 ]
@@ -118,8 +119,8 @@ Sections = Annotated[
         multiple=True,
         metavar="NAME",
         help=(
-            "A section for ncu to collect, as listed by `ncu --list-sections`. Each section needs "
-            "more passes. Repeatable."
+            "A section for ncu to collect, as listed by `ncu --list-sections`. Each section "
+            "requires additional passes of ncu. Repeatable."
         ),
     ),
 ]
@@ -180,18 +181,18 @@ def capture(
 ) -> CapturedRuns:
     """Run attention configs on backends under a profiler.
 
-    Without a config, run a default set of everyday configs. The set is printed first, and is
-    smaller on a CPU.
+    Without a config, run a default set of everyday configs (a smaller set on a CPU), and print
+    these configs first.
 
     Every config runs on every backend in a worker process. The raw traces are kept in a run folder,
     and the run is added to the store. Refusals, failures and worker crashes are recorded as
     results.
 
-    The torch and events profilers share one pass over the cells, which also takes the timing
-    samples. nsys and ncu wrap the worker, and each makes one pass over the cells that ran. ncu
-    replays one call per cell,
-    kernel by kernel and with cold caches. The time limit of a cell is ten times --timeout under ncu,
-    and twice --timeout under nsys.
+    The profilers torch and events share one pass over all cells, in which the timing samples are
+    also taken. The profilers nsys and ncu each run the worker again, for one more pass over the
+    cells that have succeeded. Under ncu, one call per cell is replayed kernel by kernel, with cold
+    caches. The time limit of a cell is ten times --timeout under ncu, and twice --timeout under
+    nsys.
 
     \b
     Configs: batch,heads,seq_len,head_dim then, in any order,
@@ -302,7 +303,10 @@ def show(captured: CapturedRuns) -> None:
 
 def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
     """Print and return the everyday configs, before anything runs."""
-    hint("no config was given, so the default set is run; choose your own with --config 2,8,512,64")
+    hint(
+        "no config was given, so a default set of configs is run; to choose your own, use "
+        "--config 2,8,512,64"
+    )
     for use, config in everyday.items():
         hint(f"  {use:15}  {config}")
     return list(everyday.values())

@@ -117,8 +117,8 @@ def run_doctor(
 ) -> tuple[list[Check], Lanes]:
     """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
 
-    The command prints each problem with a remedy and changes nothing. It exits with 1 if something
-    that every capture needs is missing.
+    The command prints each problem with a remedy and changes nothing. The exit code is 1 if
+    something that every capture needs is missing.
 
     \b
     Examples:

@@ -103,8 +103,8 @@ Profiler = Annotated[
         complete=complete_names(lambda: (*LAUNCH_PROFILERS, EVERY_PROFILER)),
         metavar="NAME",
         check=require_profilers,
-        help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  "
-        "[default: the first one in the run]",
+        help="Write only the launches that this profiler (torch, nsys or ncu) recorded, or those "
+        "of all profilers (all).  [default: the first one in the run]",
     ),
 ]
 
@@ -122,11 +122,12 @@ def export(
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
-    Open the file in Perfetto, chrome://tracing or HolisticTraceAnalysis. The file has one track per cell
-    with the kernels of the cell. Each launch lists its resources, theoretical occupancy, op stack and
-    ncu counters. Thread tracks contain ranges, launch calls, and ops that launched kernels. The store
-    does not contain op times, so each op is drawn from its first launch to its last. The file is
-    compressed if FILE ends in .gz. Without -o, the trace is written to stdout as plain JSON.
+    The trace can be opened in Perfetto, chrome://tracing or HolisticTraceAnalysis. The trace has
+    one track per cell, which contains the kernels of the cell. Each launch in the trace lists its
+    resources, theoretical occupancy, op stack and ncu counters. Thread tracks contain ranges,
+    launch calls, and ops that launched kernels. The store does not contain op times, so each op is
+    drawn from its first launch to its last. The file is compressed if FILE ends in .gz. Without -o,
+    the trace is written to stdout as plain JSON.
 
     Each profiler of a run has its own clock. With `--profiler all`, each profiler has its own processes
     in the file, and the times of each profiler start at 0.

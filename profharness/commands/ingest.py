@@ -79,23 +79,24 @@ def ingest(
 ) -> list[IngestResult]:
     """Add traces and run folders to the store.
 
-    A source is a run folder or a trace of any program. A trace is a file of the PyTorch profiler
-    (Kineto JSON, .json or .json.gz), of Nsight Systems (.nsys-rep, or exported .sqlite) or of Nsight
-    Compute (.ncu-rep, or exported .csv). For any other folder, all sources in the folder and its
-    subfolders are ingested.
+    A source is a run folder or a trace of any program. A trace is a file written by the PyTorch
+    profiler (Kineto JSON, .json or .json.gz), by Nsight Systems (.nsys-rep, or exported .sqlite) or
+    by Nsight Compute (.ncu-rep, or exported .csv). If a folder is not a run folder, all sources in
+    the folder and its subfolders are ingested.
 
-    A serving engine records several files: a trace of its steps, traces of its CUDA graph
-    capture (named graph_capture…, or in a folder capture_traces), and a log. These files become one
-    run if they are in the same folder. Use --with to name files in other folders.
+    A serving engine records several files: a trace of its steps, traces of its CUDA graph capture
+    (named graph_capture…, or in a folder capture_traces), and a log. If the files of an engine are
+    in the same folder, they become one run. If some of the files are in other folders, name them
+    with --with.
 
-    Ingesting a stored source again changes nothing. If a source cannot be read, the other sources are
-    ingested, and the exit code is 1. If only one trace of a run folder cannot be read, the rest of the
-    folder is ingested with a warning. Warnings are stored with the run, and appear in `runs` and
-    `kernels`.
+    Ingesting a stored source again changes nothing. If a source cannot be read, the other sources
+    are ingested, and the exit code is 1. If only one trace of a run folder cannot be read, the rest
+    of the folder is ingested with a warning. Warnings are stored with the run, and appear in the
+    output of `runs` and `kernels`.
 
-    With --scheduler local, several sources are read in parallel. The result is the same as without
-    this option. A source is stored completely or not at all. After Ctrl-C or a crash, run the same
-    command again to ingest the missing sources.
+    With --scheduler local, several sources are read in parallel, and the stored runs are the same
+    as without this option. A source is stored completely or not at all. After Ctrl-C or a crash,
+    run the same command again to ingest the missing sources.
 
     \b
     Examples:

@@ -10,10 +10,11 @@ from profharness.commands._types import Store, store_path
 def mcp(*, store: Store = None) -> None:
     """Serve the store to clients of the Model Context Protocol, with read-only tools on stdio.
 
-    This command requires the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff
-    and explain-kernel. A tool takes the arguments of the command with the same name, and returns the
-    JSON output of the command. The tools write and capture nothing, and no argument is a path.
-    The tool explain uses only the dispatch rules. The server exits at the end of its input.
+    This command requires the extra `mcp`. The server offers the tools runs, kernels, layers,
+    predict, explain, diff and explain-kernel. Each tool takes the arguments of the command with the
+    same name, and returns the JSON output of the command. The tools never write or capture
+    anything, and none of their arguments is a path. The explain tool applies only the dispatch
+    rules and does not query PyTorch. The server exits at the end of its input.
 
     \b
     Example:

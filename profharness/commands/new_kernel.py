@@ -29,7 +29,8 @@ KernelFolder = Annotated[
     Option(
         ("--out",),
         type=click.Path(file_okay=False, path_type=Path),
-        help="The folder for NAME.py. The test is written to the folder `tests` beside it.",
+        help="The folder for NAME.py. The test is written to a folder named `tests` next to the "
+        "folder of NAME.py.",
     ),
 ]
 
@@ -38,7 +39,7 @@ KernelFolder = Annotated[
 def new_kernel(
     name: Name, *, triton: Triton = False, cuda: Cuda = False, out: KernelFolder = "kernels"
 ) -> None:
-    """Create a template for your own attention implementation, and a test.
+    """Create a template for your own attention implementation, and a test for it.
 
     The command writes NAME.py with a working implementation, by default in plain torch. The test
     test_NAME.py compares the implementation with plain attention in fp64. Existing files are not

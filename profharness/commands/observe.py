@@ -62,7 +62,7 @@ Profiler = Annotated[
         ("--profiler",),
         help=(
             "The profiler that records a few steps: torch (PyTorch's profiler) or nsys (Nsight "
-            "Systems). With none, calls are only counted."
+            "Systems). With `none`, calls are counted, but no steps are recorded."
         ),
     ),
 ]
@@ -90,12 +90,13 @@ Rank = Annotated[
         ("--rank",),
         metavar="N|all",
         check=check_rank,
-        help="With torchrun, the rank that the profiler records, or all. Calls are counted in every rank.",
+        help="The rank that the profiler records under torchrun, or `all` for every rank. Calls "
+        "are counted in every rank.",
     ),
 ]
 GpuNames = Annotated[
     str | None,
-    gpu_option("At the end, predict each layer on these GPUs from their atlases, such as H200."),
+    gpu_option("At the end, predict each layer on these GPUs (such as H200) from their atlases."),
 ]
 
 
@@ -134,25 +135,28 @@ def observe_program(
 ) -> ObservedProgram:
     """Run a program unchanged and record its attention calls.
 
-    Calls of scaled_dot_product_attention and flex_attention are counted by kind. A kind consists of the
-    module's dotted path, file and line, tensors, the effect of the mask, the allowed backends, and the
-    backend that ran. All Python processes started by the program are observed. After three steps without
-    new kinds, a profiler records a few steps. A step ends with an optimizer's step, or begins when the
-    model's first attention is called again. Streams, signals and the exit code are passed through
-    unchanged.
+    Calls to scaled_dot_product_attention and flex_attention are counted by kind. Two calls are of
+    the same kind if they have the same module path, file and line, tensors, mask effect and allowed
+    backends, and if the same backend ran. All Python processes started by the program are observed.
+    After three steps without a new kind of call, a profiler records a few steps. A new step begins
+    after each step of an optimizer; if there is no optimizer, it begins when the first attention
+    module of the model is called again. The program's standard streams, signals and exit code are
+    passed through unchanged.
 
-    --fail-on and --expect are checked against all observed calls after the program ends. A gate fails if
-    the necessary data was not recorded. A program that fails keeps its own exit code.
+    --fail-on and --expect are checked against all observed calls after the program ends. A gate
+    (--fail-on or --expect) also fails if the necessary data was not recorded. A program that fails
+    keeps its own exit code.
 
-    --gpu predicts the layers on another GPU at the end, and prints them on stderr like `layers --gpu`.
-    The program may run on a CPU, or with tensors on the device `meta`, which contain no data. The
-    recorded calls and dtypes are those that the program uses on this machine.
+    With --gpu, the layers are predicted on another GPU at the end, and printed on stderr as by
+    `layers --gpu`. The program may run on a CPU, or with tensors on the device `meta`, which
+    contain no data. The recorded calls and dtypes are those that the program uses on this machine.
 
     A program without attention does not create a run. The exit code of the program is kept, but 0
     becomes 1 if no process of the program could be observed.
 
-    Python with -I, -E or -S is not observed. Attention that does not call the function from Python, such
-    as the fast path of nn.TransformerEncoder, is not counted, but appears in the recorded steps.
+    Python processes started with -I, -E or -S are not observed. If attention runs without a call to
+    scaled_dot_product_attention or flex_attention from Python, as in the fast path of
+    nn.TransformerEncoder, it is not counted, but appears in the recorded steps.
 
     \b
     Examples:

@@ -415,13 +415,16 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
 GpuName = Annotated[
     str | None,
     gpu_option(
-        "The GPU: H200, any that `explain --gpu` knows, or several (H200,A100) to compare.  [default: the "
-        "local GPU if it has an atlas, else the only one with an atlas]",
+        "The name of a GPU, such as H200 (any GPU known to `explain --gpu`), or several names to "
+        "compare, such as H200,A100.  [default: the local GPU if it has an atlas, else the only "
+        "one with an atlas]",
         tool="A GPU by name, or several. Default: the only one with an atlas.",
         tool_examples=("H200", "H200,A100"),
     ),
 ]
-Release = Annotated[str | None, release_option("predict", "The PyTorch release, 2.11 or 2.11.0.")]
+Release = Annotated[
+    str | None, release_option("predict", "The PyTorch release, such as 2.11 or 2.11.0.")
+]
 Full = Annotated[bool, Option(("--full",), help="Also show each config separately.")]
 
 
@@ -453,13 +456,16 @@ def predict(
     driver: Driver = None,
     atlas: AtlasFolder = None,
 ) -> list[Asked]:
-    """Predict PyTorch's choice, kernels, time and the best backend for configs on a GPU you do not have.
+    """Predict PyTorch's choice, its kernels and time, and the best backend for configs on a GPU you
+    do not have.
 
-    Predictions come from an atlas: thousands of cells measured on such a GPU, and a model fitted to
-    them. `source` is `measured` if the atlas has the cell; `model` if the model predicts it, with a
-    90 % interval; or `floor` if the GPU or the release has no atlas, or the config lies outside its
-    samples. A floor contains only the dispatch rules' choice and the roofline bound. With
-    several configs, maps show the choice, time and loss. Neither torch nor a store is needed.
+    Predictions for a GPU come from its atlas, which contains thousands of measured cells and a
+    model fitted to them. The source of a prediction is `measured` if the atlas contains the cell,
+    and `model` if the fitted model predicts the time, with a 90 % interval. The source is `floor`
+    if the GPU or the release has no atlas, or if the config lies outside the samples of the atlas.
+    A prediction with the source `floor` contains only the choice by the dispatch rules and the
+    roofline bound. With several configs, the output shows maps of the backend chosen, its time and
+    the time lost to the best backend. Neither torch nor a store is needed.
 
     \b
     Examples:

@@ -97,11 +97,11 @@ def _to_frame(found: RunsFound) -> pd.DataFrame:
 def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     """List stored and unfinished runs, newest first.
 
-    A run from a trace file has the name of the file. Interrupted runs in {runs_folder} are listed
-    after the stored runs, with the commands that resume them.
+    A run that was ingested from a trace file has the name of the file. Interrupted runs in
+    {runs_folder} are listed after the stored runs, with the commands that resume them.
 
     `took` is the time that profharness spent on a run, or the time that a trace covers. With
-    --price-per-hour, `cost` is the price of this time on all GPUs that the run used.
+    --price-per-hour, `cost` is the price of that time on all GPUs that the run used.
 
     --delete removes a run from the store, but keeps the run folder and the traces. To restore a
     deleted run, ingest the run folder or the trace again.

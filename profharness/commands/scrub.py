@@ -35,7 +35,7 @@ CopyPath = Annotated[
         ("-o", "--output"),
         type=click.Path(path_type=Path),
         metavar="OUT",
-        help="The path of the copy.  [default: <name>-scrubbed beside the source]",
+        help="The path to which the copy is written.  [default: <name>-scrubbed beside the source]",
     ),
 ]
 Replace = Annotated[bool, Option(("--force",), help="Replace an earlier copy.")]
@@ -43,7 +43,8 @@ OnlyCheck = Annotated[
     bool,
     Option(
         ("--check",),
-        help="Only report texts that would be replaced. Exit with 3 if there are any.",
+        help="Report the texts that would be replaced, without making a copy, and exit with 3 if "
+        "there are any.",
     ),
 ]
 
@@ -65,11 +66,12 @@ def scrub_run(
 
     The source is a stored run (an id, a unique prefix, latest or latest~1), a run folder or a trace file.
 
-    The copy keeps only text that is known to be harmless: kernels, operators, modules, shapes, times,
-    versions and known messages. All other text is replaced by `removed_1`, `removed_2` and so on. Equal
-    texts get the same number. A raw report of nsys or ncu is replaced by its export. An existing export
-    is used if it is newer than the report; otherwise, a new export is created. Other files are omitted.
-    The source is never changed. The command audits the copy, and deletes the copy if the audit fails.
+    The copy keeps only text that is known to be harmless: kernels, operators, modules, shapes,
+    times, versions and known messages. Any text that is not known to be harmless is replaced by
+    `removed_1`, `removed_2` and so on, with the same number for equal texts. A raw nsys or ncu
+    report is replaced by its export. An existing export is used if it is newer than the report;
+    otherwise, a new export is created. Other files are omitted. The source is never changed. The
+    command audits the copy, and deletes the copy if the audit fails.
 
     \b
     Example:

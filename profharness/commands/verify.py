@@ -162,8 +162,8 @@ Cases = Annotated[
         complete=complete_names(lambda: (STANDARD, NO_CASES, *CASES)),
         multiple=True,
         metavar="NAME",
-        help="standard (default); none for only the config itself; or names of cases. Repeatable, or "
-        "separated by commas.",
+        help="The cases to verify: standard (default), none (only the config itself) or names of "
+        "cases. Separate several values by commas, or repeat the option.",
     ),
 ]
 Timeout = Annotated[float, timeout_option("Time limit of one case on one backend, in seconds.")]
@@ -193,13 +193,14 @@ def verify(
 ) -> list[VerificationRow]:
     """Check backends and implementations against an fp64 reference.
 
-    The allowed error of a result is twice the error of plain attention in the same dtype on the same
-    inputs. Each result is computed twice: on memory filled with NaN, and on memory with other
-    contents. --cases standard adds odd lengths, other head counts, layouts and extreme values to each
-    config. The store records wrong results, and bench does not rank them.
+    The allowed error of a result is twice the error of plain attention in the same dtype on the
+    same inputs. Each result is computed twice, once in memory filled with NaN and once in memory
+    filled with other values. --cases standard also tests each config with odd lengths, other head
+    counts, other layouts and extreme values. The store records wrong results, and bench does not
+    rank them.
 
-    The default of --backend is all,kernels: PyTorch's backends and the implementations in kernels/.
-    The exit code is 3 if any result is wrong. Refused calls are skipped.
+    The default of --backend is all,kernels, which means PyTorch's backends and the implementations
+    in kernels/. The exit code is 3 if any result is wrong. Refused calls are skipped.
 
     \b
     Example:

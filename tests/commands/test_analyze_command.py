@@ -339,7 +339,7 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
     assert math["L2"]["ratio"] > math["DRAM"]["ratio"] > 1
     document = analyze_document([*cells.values()], full=True)
     notes = [block for block in document.blocks if isinstance(block, Note)]
-    (products,) = [note for note in notes if "without the L1" in note.text and "128x8" in note.text]
+    (products,) = [note for note in notes if "bypass the L1" in note.text and "128x8" in note.text]
     assert products.label == "naive" and "nvjet_sm90" in products.text
     charts = {block.title: block for block in document.blocks if isinstance(block, Chart)}
     rows = charts["Roofline on measured traffic"].rows

@@ -147,13 +147,14 @@ def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
     store = tmp_path / "profharness.db"
     ingest_path(store, tmp_path / folder)
     assert answer("bench", "--store", store, "--run", "latest") == [
-        "auto takes more than 10 % longer than the fastest backend on all 3 configs; the worst is "
-        "b1-h1-s16-d8192-fp32: 34.1 times as long (356 µs on efficient against 10.4 µs on tiled). Call tiled "
-        "itself instead.",
-        "Medians of 90 to 150 cold calls (caches flushed before each) on NVIDIA H200 with PyTorch 2.11.0.",
+        "On all 3 configs, auto takes more than 10 % longer than the fastest backend. The worst case is "
+        "b1-h1-s16-d8192-fp32, where auto takes 34.1 times as long (356 µs on efficient against 10.4 µs on "
+        "tiled). Call tiled itself instead.",
+        "Medians of 90 to 150 cold calls (with the caches flushed before each call) on NVIDIA H200 with "
+        "PyTorch 2.11.0.",
     ]  # fmt: skip
     shown = invoke("bench", "--store", store, "--run", "latest").stdout
-    assert "cold is one call with flushed caches, as between the layers" in " ".join(shown.split())
+    assert "Use the cold time, with flushed caches, for a single call" in " ".join(shown.split())
     few = ("--backend", "auto,math,efficient", "--config", "1,1,16,8192,fp32")
     assert answer("bench", "--store", store, "--run", "latest", *few)[0] == (
         "auto takes 9.18 times as long: 356 µs on efficient against 38.8 µs on math. Use "

@@ -88,8 +88,8 @@ def test_a_path_that_no_longer_exists_says_so(folder: Path) -> None:
     path.unlink()
     done = invoke(folder, "layers", str(path))
     assert done.exit_code == 0 and "run trace.json.gz" in done.stdout
-    assert (
-        done.stderr == f"note: {path}: no such file or folder; using the stored run of this name\n"
+    assert done.stderr == (
+        f"note: {path}: no such file or folder; the stored run with this name is used instead\n"
     )
     assert invoke(folder, "layers", "trace.json.gz").stderr == ""
 

@@ -39,10 +39,10 @@ Peaks = Annotated[
     Option(
         ("--peaks",),
         help=(
-            "The source of the device's peak rates. measure: measure the rates on this machine, "
-            "and store them; data-sheet: use the built-in table. [default: the stored rates; "
-            "without stored rates, measure if the cells ran on this machine's GPU model, "
-            "otherwise use the table]"
+            "Measure the device's peak rates on this machine and store them (measure), or take "
+            "the rates from the built-in table (data-sheet). [default: the stored rates; if no "
+            "rates are stored, measure if the cells ran on this machine's GPU model, otherwise "
+            "data-sheet]"
         ),
     ),
 ]
@@ -66,21 +66,23 @@ def analyze(
 ) -> list[CellAnalysis]:
     """Find the bottleneck of each backend, with evidence.
 
-    RUN is a trace file, a run folder or a stored run. The default is the latest run. Without
+    RUN is a trace file, a run folder or a stored run. Without RUN, analyze the latest run. Without
     CONFIG, analyze every config of the run. With CONFIG and no RUN, use the latest run that has the
-    configs; if there is none, capture them first. Counters of ncu are used if a run has them.
+    configs; if no run has them, capture the configs first. If the run has ncu counters, they are
+    used.
 
     For a program's trace, analyze each group of equal attention calls whose config is known. The
     time of a call is the time of its kernels, including the backward pass if the trace contains
     one.
 
     Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
-    configuration). TFLOP/s and GB/s are exact FLOPs and compulsory bytes divided by the time of the
-    measurement in the column `of`. A finding that several cells share is printed once. If there are
-    many cells, only the most frequent findings are printed. --full explains every cell, with the
-    figures and sources of its findings, its phases and counters. --full also adds the best backend
-    for training, prefill, decoding and low memory, a table of each sweep (configs that differ in
-    one number), and the device.
+    configuration). TFLOP/s and GB/s are the exact FLOPs and the compulsory bytes, divided by the
+    time of the measurement that the column `of` names. A finding that several cells share is
+    printed once. If there are many cells, only the most frequent findings are printed. --full
+    explains every cell: it shows the figures and sources of the findings, the phases and the
+    counters. --full also names the best backend for training, prefill, decoding and low memory,
+    describes the device, and adds a table for each sweep (a set of configs that differ in one
+    number).
 
     \b
     Examples:

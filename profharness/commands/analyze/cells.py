@@ -295,8 +295,8 @@ def analyze_program(
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     if described != recorded:
         left_out.append(
-            "the configs use the mean lengths of an engine's steps; `layers` shows their exact FLOPs "
-            "and bytes"
+            "the configs use the mean lengths of an engine's steps; `layers` shows the exact FLOPs "
+            "and bytes of the steps"
         )
     for text in left_out:
         if is_command_line():

@@ -168,7 +168,10 @@ class KernelFigures:
     waves: Annotated[
         float | None,
         column(
-            "waves", "count", meaning="blocks divided by the number that fits on the device at once"
+            "waves",
+            "count",
+            meaning="blocks of the grid, divided by the number of blocks that fit on the device at "
+            "once",
         ),
     ]
     occupancy: Annotated[
@@ -191,7 +194,11 @@ class KernelFigures:
     ] = None
     shared_share: Annotated[
         float | None,
-        column("% of smem", "percent", meaning="shared memory of one block, as a share of an SM's"),
+        column(
+            "% of smem",
+            "percent",
+            meaning="shared memory of one block, as a share of the shared memory of an SM",
+        ),
     ] = None
     counters: Counters = field(default_factory=Counters)
 
@@ -218,7 +225,12 @@ class Figures:
     ]
     duration_ns: Annotated[
         float | None,
-        column("median µs", "us", importance="answer", meaning="median of the measurement `basis`"),
+        column(
+            "median µs",
+            "us",
+            importance="answer",
+            meaning="median of the measurement that `basis` names",
+        ),
     ]
     kernels_ns: float | None
     event_ns: float | None  # median `event` sample, or cold_ns if the run has no `event` samples
@@ -249,7 +261,12 @@ class Figures:
     ]
     dram_bytes: Annotated[
         float | None,
-        column("DRAM MB", "mega", importance="detail", meaning="per call, counted by ncu"),
+        column(
+            "DRAM MB",
+            "mega",
+            importance="detail",
+            meaning="DRAM traffic per call, as counted by ncu",
+        ),
     ]
     dram_bytes_per_s: float | None  # dram_bytes divided by ncu_ns
     against: str | None

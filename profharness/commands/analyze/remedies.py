@@ -78,8 +78,8 @@ def _at_peak(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
         return None
     if memory >= NEAR_PEAK and memory >= rate:
         text = (
-            f"Bottleneck: memory bandwidth. The compulsory bytes alone need {percent(memory)} of "
-            "the peak."
+            "Bottleneck: memory bandwidth. Moving the compulsory bytes takes "
+            f"{percent(memory)} of the peak bandwidth."
         )
         return _named("memory", text, achieved)
     if rate >= NEAR_PEAK:
@@ -159,8 +159,8 @@ REMEDIES: Mapping[tuple[str, ...], Text] = {
         "persistent kernel."
     ),
     ("split_overhead",): (
-        "Use a kernel that does not split, or fewer splits. With longer queries or a larger "
-        "batch, no split is needed."
+        "Use a kernel that does not split the keys, or use fewer splits. With longer queries or "
+        "a larger batch, no split is needed."
     ),
     ("copies",): lambda config, _: (
         (

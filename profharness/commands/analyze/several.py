@@ -117,14 +117,21 @@ class ScenarioChoice:
     scenario: Annotated[str, column("for", repeat=False, meaning="use of attention")]
     run: str
     config: Annotated[Config, column("config", importance="key", meaning="attention problem")]
-    measurement: Annotated[str, column("of", meaning="the measurement that all backends have")]
+    measurement: Annotated[
+        str, column("of", meaning="the measurement on which all backends are compared")
+    ]
     best: Annotated[
         tuple[str, ...],
-        column("best", "names", importance="answer", meaning="the fastest backends, with ties"),
+        column(
+            "best",
+            "names",
+            importance="answer",
+            meaning="the best backend, and all backends that tie with it",
+        ),
     ]
     value: float  # the value of the best backend, in ns or bytes
     runner_up: Annotated[
-        str | None, column("next", meaning="the fastest backend that does not tie")
+        str | None, column("next", meaning="the best backend that does not tie with `best`")
     ]
     factor: Annotated[
         float | None,

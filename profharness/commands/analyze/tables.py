@@ -232,7 +232,10 @@ def _peak_notes(
         yield Note(f"Peaks of {peaks.device}, {peaks.source}: {text}{origin}")
     if not known:
         yield Note("The peaks of this device are unknown, so no shares of the peaks are shown.")
-        yield Note("Measure the peaks on that device with --peaks measure.", level="hint")
+        yield Note(
+            "To measure the peaks, run analyze with --peaks measure on the device of the run.",
+            level="hint",
+        )
 
 
 def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
@@ -317,9 +320,9 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
         yield Note(
             (
                 f"head_dim is {', '.join(map(str, scores))}, and batch x heads x queries x keys is "
-                f"{counts}: these configs also differ in how much work can run at once, so head_dim "
-                "alone does not explain a change in TFLOP/s. A set such as "
-                "'B,H,S,{512,1024}' keeps all other sizes equal"
+                f"{counts}: these configs also differ in how much work can run in parallel, so "
+                "head_dim alone does not explain a change in TFLOP/s. A set such as "
+                "'B,H,S,{512,1024}' changes only head_dim"
             ),
             backend,
             "warning",
@@ -390,7 +393,10 @@ def _past_l1(own: Sequence[CellAnalysis]) -> Iterator[Note]:
         alone = bool(products) and len(products) == len(kernels)
         what = f"the operands of {' and '.join(products)}" if alone else "K and V"
         names.setdefault(what, []).append(each.backend)
-    how = "without the L1 (TMA copies from the L2 to shared memory), so no L1 traffic is counted"
+    how = (
+        "by TMA copies from the L2 to shared memory, which bypass the L1, so no L1 traffic is "
+        "counted"
+    )
     for what, backends in names.items():
         yield Note(f"loads {what} {how}", ", ".join(backends))
 
@@ -428,8 +434,8 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
             "FLOPs per byte counted",
             (
                 "Each cell's achieved FLOP/s under ncu (cold caches) against its FLOPs per byte. "
-                "The bytes are compulsory, or counted by ncu in DRAM, L2 and L1. The roofline is "
-                "for DRAM, so points of L2 and L1 may lie above the line."
+                "The bytes are either compulsory bytes or bytes that ncu counted in DRAM, L2 or L1. "
+                "The roofline is for DRAM, so the points for L2 and L1 may lie above it."
             ),
         ),
     ):

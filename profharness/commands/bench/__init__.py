@@ -104,8 +104,8 @@ Dtypes = Annotated[
         multiple=True,
         metavar="NAME",
         help=(
-            "The dtype of configs without one: fp16, bf16 or fp32. Repeatable, or separated by "
-            "commas."
+            "The dtype (fp16, bf16 or fp32) of configs that do not specify one. Separate several "
+            "values by commas, or repeat the option."
         ),
     ),
 ]
@@ -116,8 +116,9 @@ Measurements = Annotated[
         complete=complete_names(lambda: GPU_MEASUREMENTS),
         multiple=True,
         metavar="NAME",
-        help=f"{', '.join(GPU_MEASUREMENTS)} (default: all); backends are ranked by the first. A CPU "
-        "only has wall-clock time.",
+        help=f"The measurement to take: {', '.join(GPU_MEASUREMENTS[:-1])} or "
+        f"{GPU_MEASUREMENTS[-1]} (default: all). Backends are ranked by the first measurement. On "
+        "a CPU, only wall-clock time is measured.",
     ),
 ]
 Warmup = Annotated[
@@ -137,8 +138,8 @@ Precision = Annotated[
     Option(
         ("--precision",),
         metavar="FRACTION",
-        help="Sample until half the width of the median's 95 % interval is at most this fraction of the median.  "
-        "[default: 1%; with RUN, that of the run]",
+        help="Sample until half the width of the median's 95 % interval is at most this fraction "
+        "of the median.  [default: 1%; with RUN, the precision of the run]",
     ),
 ]
 MaxTime = Annotated[
@@ -155,8 +156,8 @@ Baseline = Annotated[
         ("--baseline",),
         complete=complete_backends,
         metavar="BACKEND",
-        help="Compute speed-ups relative to this backend on each config, or to this config.  "
-        "[default: naive, else math]",
+        help="Compute speed-ups relative to this backend on the same config, or relative to this "
+        "config.  [default: naive, else math]",
     ),
 ]
 Convention = Annotated[
@@ -172,11 +173,16 @@ Verified = Annotated[
 BenchSeed = Annotated[
     int,
     Option(
-        ("--seed",), type=click.INT, check=require_seed, help="Seed for the inputs and the order."
+        ("--seed",),
+        type=click.INT,
+        check=require_seed,
+        help="Random seed for the inputs and for the order of the measurements.",
     ),
 ]
 Timeout = Annotated[float, timeout_option("Time limit for one step of a cell, in seconds.")]
-Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]
+Explained = Annotated[
+    bool, Option(("--explain",), help="Show every reason why a backend refused a config.")
+]
 Raw = Annotated[bool, Option(("--raw",), help="Include the samples in JSON and CSV.")]
 Overwrite = Annotated[bool, replace(FORCE_OPTION, help="Overwrite the output files if they exist.")]
 Target = Annotated[
@@ -185,8 +191,8 @@ Target = Annotated[
         ("-o", "--output"),
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write the result to this file. `-` means stdout, the default. A folder (out/) gets all formats and "
-        "the environment.",
+        help="Write the result to this file. `-` means stdout, the default. If FILE is a folder "
+        "(out/), write all formats and a description of the environment to it.",
         click={"callback": check_target},
     ),
 ]
@@ -225,17 +231,19 @@ def bench(
     store: Store = None,
     progress: ShowProgress = None,
 ) -> list[BenchResult]:
-    """Time backends on configs, side by side.
+    """Time several backends on the same configs, side by side.
 
-    All backends of a config are prepared first. The backends are then sampled in turns, in a random
-    order in each round, so that clocks and temperature affect all backends alike. Measurements:
-    cold is one call on the GPU with L2 flushed and inputs rotated, without host time; graph is a
-    CUDA graph replay; kernel is the kernel time of a profiled call; eager is back-to-back calls, as
-    in a program. A cell that is refused, fails, crashes or hangs gets a row with the reason.
+    All backends of a config are prepared before the first one is timed. The backends then take
+    turns, in a random order in each round, so that clocks and temperature affect all backends
+    alike. A cell that is refused, fails, crashes or hangs gets a row with the reason.
 
-    Without --backend, or with `all`, time the default backends of the device. With RUN (a run
-    folder or a stored run), measure nothing. Show all results of the run, or only the results of
-    the given configs and backends.
+    The measurement `cold` times one call on the GPU, with the L2 flushed, the inputs rotated and
+    the host time excluded. The measurement `graph` times the replay of a CUDA graph, `kernel` times
+    the kernels of a profiled call, and `eager` times calls in a row, as in a program.
+
+    Without --backend, or with --backend all, time the default backends of the device. With RUN (a
+    run folder or a stored run), nothing is measured; the output shows the results stored in the
+    run, or only those of the given configs and backends.
 
     \b
     Examples:

@@ -17,21 +17,21 @@ from profharness.rows import COLD, EAGER, EVENT, GRAPH, KERNEL, WALL
 from profharness.stats import NOTABLE_LOSS
 
 CALLS = {
-    COLD: "cold calls (caches flushed before each)",
-    GRAPH: "CUDA-graph replays (caches warm, no launch cost)",
-    KERNEL: "profiled calls (kernel time only, caches warm)",
-    EAGER: "eager calls (launch cost included)",
+    COLD: "cold calls (with the caches flushed before each call)",
+    GRAPH: "CUDA-graph replays (with warm caches and no launch cost)",
+    KERNEL: "profiled calls (kernel time only, with warm caches)",
+    EAGER: "eager calls (including the launch cost)",
     EVENT: "cold calls (timed by an older version)",
     WALL: "calls (wall clock)",
 }
 """Maps each measurement to a description of its samples for use in a sentence."""
 TRUST = {
-    EAGER: "eager is the time in a program without CUDA graphs, including the launch cost",
-    GRAPH: "graph is a CUDA-graph replay, with warm caches and no launch cost",
-    COLD: "cold is one call with flushed caches, as between the layers of a model",
-    KERNEL: "kernel is the kernel time only, with warm caches; use it to compare kernels",
+    EAGER: "Use the eager time, which includes the launch cost, for programs without CUDA graphs.",
+    GRAPH: "Use the graph time, with warm caches and no launch cost, for CUDA-graph replays.",
+    COLD: "Use the cold time, with flushed caches, for a single call between the layers of a model.",
+    KERNEL: "Use the kernel time, with warm caches and no launch cost, to compare kernels.",
 }
-"""Maps each measurement to what it measures and what it is good for."""
+"""Maps each measurement to a sentence on what to use it for."""
 
 
 def bench_answer(answer: BenchResult) -> tuple[str, ...]:
@@ -71,8 +71,9 @@ def _of_auto(losses: Sequence[Loss]) -> str:
     lead = f"auto {may}{'take' if may else 'takes'} {_longer(worst.regret)}: {times}"
     if total > 1:
         lead = (
-            f"auto {may}{'take' if may else 'takes'} more than {much} longer than the fastest backend "
-            f"on {where}; the worst is {worst.config}: {_longer(worst.regret)} ({times})"
+            f"On {where}, auto {may}{'take' if may else 'takes'} more than {much} longer than the "
+            f"fastest backend. The worst case is {worst.config}, where auto {may}"
+            f"{'take' if may else 'takes'} {_longer(worst.regret)} ({times})"
         )
     if not real:
         return f"{lead}. The difference is not significant: {worst.why_open}."
@@ -182,4 +183,4 @@ def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
 
 def trust_note(measurements: Sequence[str]) -> str:
     """Return a legend that says what each of these measurements is good for."""
-    return "; ".join(text for name, text in TRUST.items() if name in measurements)
+    return " ".join(text for name, text in TRUST.items() if name in measurements)

@@ -65,7 +65,7 @@ def _axis_blocks(answer: BenchResult) -> Iterator[Block]:
     """Yield sentences about each sweep over an axis, and about each pair of dtypes."""
     if not answer.sweeps and not answer.dtypes:
         return
-    yield Heading("Along each axis", "configs that differ only in it")
+    yield Heading("Along each axis", "configs that differ in only one property")
     for axis in AXES:
         own = [sweep for sweep in answer.sweeps if sweep.axis == axis.key]
         for sweep in own[:SHOWN_SWEEPS]:
@@ -127,12 +127,12 @@ CELL_FIELDS = (
 )
 RAW, TURNS = "samples_ns", "turns"
 MEANS = {
-    COLD: "one call on the GPU, L2 flushed, host time excluded",
-    GRAPH: "CUDA-graph replay, L2 warm",
-    KERNEL: "kernels of a profiled call, L2 warm",
-    EAGER: "calls in a row, as in a program, L2 warm",
-    HOST: "CPU time of an eager call; if it is close to eager, the GPU waits for the CPU",
-    EVENT: "cold call of an older run: L2 flushed, part of the launch path included",
+    COLD: "one call on the GPU with the L2 flushed, excluding host time",
+    GRAPH: "CUDA-graph replay with a warm L2",
+    KERNEL: "kernels of a profiled call with a warm L2",
+    EAGER: "calls in a row with a warm L2, as in a program",
+    HOST: "CPU time of an eager call; if it is close to the eager time, the GPU waits for the CPU",
+    EVENT: "cold call of an older run, with the L2 flushed and part of the launch path included",
     WALL: "wall-clock time of the CPU",
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
@@ -261,10 +261,12 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
 def _legend(answer: BenchResult) -> Iterator[Note]:
     """Yield notes on the columns, and on what each measurement is good for."""
     means = MEANS.get(answer.ranking, answer.ranking)
-    yield Note(f"median of {answer.ranking} ({means}); ±% is half its 95 % interval", "median")
+    yield Note(
+        f"median of {answer.ranking} ({means}); ±% is half the width of its 95 % interval", "median"
+    )
     measured = {str(row.measurement) for row in answer.rows}
     if text := trust_note([*measured]):
-        yield Note(text, "which to trust")
+        yield Note(text, "measurements")
     if any(row.backend == ALL_DISABLED for row in answer.rows):
         text = "sdpa_kernel with flash, efficient and math disabled, which leaves only cudnn"
         yield Note(text, ALL_DISABLED)
@@ -434,7 +436,7 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     losses = [loss for loss in answer.sound_losses() if not loss.same_backend]
     if not losses:
         return
-    yield Heading("Where auto is slower", "compared with the fastest correct other backend")
+    yield Heading("Where auto is slower", "compared with the fastest other backend that is correct")
     yield Table.of(LOSS_COLUMNS, losses)
     labels_of: dict[str, list[str]] = {}
     for loss in losses:
@@ -541,7 +543,7 @@ def rate_blocks(
         rates = [rate for dtype in dtypes if (rate := flop_peak(peaks, dtype, tf32=tf32))]
         roofs = [(f"{name}, {peaks.source}", peaks, rate) for name, rate in rates]
         caption = (
-            "Bytes are compulsory, and FLOPs are counted as exact. The roofs are the "
+            "The bytes are compulsory, and the FLOPs are exact. The roofs are the "
             f"{peaks.source} peaks of {peaks.device}. Points can lie above the slope if the data "
             "is in the L2."
         )

@@ -325,11 +325,11 @@ FailOn = Annotated[
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
-            "Exit with 3 if a row has this verdict, such as slower, changed or removed. memory and "
-            "launches fail if the candidate uses more memory or launches more kernels. refused "
-            "fails if the candidate refuses a config that the baseline runs. For programs, "
-            "backend-changed fails if a layer runs on another backend. Repeatable, or separated by "
-            "commas."
+            "Exit with 3 if a row has this verdict, such as slower, changed or removed. With "
+            "`memory` or `launches`, exit with 3 if the candidate uses more memory or launches "
+            "more kernels. With `refused`, exit with 3 if the candidate refuses a config that the "
+            "baseline runs. With `backend-changed`, exit with 3 if a layer of a program runs on "
+            "another backend. Separate several values by commas, or repeat the option."
         ),
     ),
 ]
@@ -337,7 +337,8 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show whole names and all reasons. For programs, also show kernels outside attention.",
+        help="Show full kernel names and the reasons for all verdicts. For programs, also show "
+        "kernels outside attention.",
     ),
 ]
 
@@ -369,11 +370,11 @@ def diff(
 ) -> Comparison:
     """Compare two backends of a run, or two runs.
 
-    BASELINE and CANDIDATE can be a trace file, a run folder, a stored run (latest, latest~1, an id or
-    the beginning of an id), RUN:BACKEND, or a backend. A backend without RUN refers to the latest run
-    that has all named backends. Kernels are paired by what they compute. `ratio` is the candidate's time
-    divided by the baseline's time. A gate (--fail-on) also fails if there is nothing to compare. Traces
-    of two programs are also compared layer by layer.
+    BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
+    an id or the beginning of an id), RUN:BACKEND, or a backend. A backend without RUN refers to the
+    latest run that has all named backends. Kernels are paired by what they compute. `ratio` is the
+    candidate's time divided by the baseline's time. A gate (--fail-on) also fails if there is
+    nothing to compare. Traces of two programs are also compared layer by layer.
 
     \b
     Examples:

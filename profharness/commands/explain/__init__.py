@@ -393,8 +393,9 @@ Backend = Annotated[
         multiple=True,
         metavar="NAME",
         complete=complete_backends,
-        help="Limit the advice to these backends, or explain the choice of a set (flash+math) or an order "
-        "(cudnn-then-flash, or 'cudnn>flash' in quotes) instead of auto. Repeatable, or separated by commas.",
+        help="Limit the advice to these backends, or explain the choice of a set (flash+math) or "
+        "an order (cudnn-then-flash, or 'cudnn>flash' in quotes) instead of the choice of auto. "
+        "Separate several values by commas, or repeat the option.",
         tool=(
             "A set or an order that the call may use instead of auto, or single backends to limit "
             "the advice to. Files and modules are not accepted."
@@ -409,17 +410,19 @@ Releases = Annotated[
         ("--torch",),
         complete=complete_releases,
         metavar="RELEASES",
-        help="Use the rules of this release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.  "
-        f"{DEFAULT_RELEASE}",
-        tool="A release of PyTorch, several, or a range. Default: the installed one, or the newest with an atlas.",
+        help="Use the dispatch rules of this PyTorch release (2.8 or 2.9.1), of several "
+        f"(2.8,2.10) or of a range (2.5..2.15).  {DEFAULT_RELEASE}",
+        tool="A release of PyTorch, several, or a range. Default: the installed one, or the "
+        "newest with an atlas.",
         tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
     ),
 ]
 GpuName = Annotated[
     str | None,
     gpu_option(
-        'Use the rules for this GPU: "RTX A6000", H100, sm90, MI300X, gfx942, or cpu. Several (H200,A100) '
-        "give a table.  [default: the local GPU]",
+        'Use the dispatch rules for this GPU, such as "RTX A6000", H100, sm90, MI300X or gfx942, '
+        "or for the CPU (cpu). With several GPUs (H200,A100), the output is a table.  "
+        "[default: the local GPU]",
         tool="A GPU by name, a capability, or cpu; or several.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu", "H200,MI300X"),
     ),
@@ -438,7 +441,7 @@ Cuda = Annotated[
     Option(
         ("--cuda",),
         metavar="VERSION",
-        help="The CUDA version of PyTorch.  [default: that of the PyPI wheel]",
+        help="The CUDA version that PyTorch was built with.  [default: that of the PyPI wheel]",
         tool="PyTorch's CUDA. Default: the PyPI wheel's.",
     ),
 ]
@@ -447,8 +450,8 @@ CudnnCompiled = Annotated[
     Option(
         ("--cudnn-compiled",),
         metavar="VERSION",
-        help="The cuDNN version that PyTorch was compiled with. PyTorch 2.9 orders the backends by it.  "
-        "[default: the known one]",
+        help="The cuDNN version that PyTorch was compiled with. In PyTorch 2.9, the order of the "
+        "backends depends on this version.  [default: the known one]",
     ),
 ]
 Aotriton = Annotated[
@@ -456,7 +459,7 @@ Aotriton = Annotated[
     Option(
         ("--aotriton",),
         metavar="VERSION",
-        help="The AOTriton version; only for AMD GPUs.  [default: that of PyTorch's ROCm wheel]",
+        help="The AOTriton version, for AMD GPUs only.  [default: that of PyTorch's ROCm wheel]",
     ),
 ]
 RocmFa = Annotated[
@@ -464,15 +467,15 @@ RocmFa = Annotated[
     Option(
         ("--rocm-fa",),
         type=click.Choice(rocm.LIBRARIES),
-        help="The library that torch.backends.cuda.preferred_rocm_fa_library prefers; only for "
-        "AMD GPUs.  [default: aotriton]",
+        help="The value of torch.backends.cuda.preferred_rocm_fa_library, for AMD GPUs only.  "
+        "[default: aotriton]",
     ),
 ]
 Experimental = Annotated[
     bool,
     Option(
         ("--aotriton-experimental",),
-        help=f"Assume that {rocm.EXPERIMENTAL_VARIABLE}=1 is set; only for AMD GPUs.",
+        help=f"For AMD GPUs, assume that {rocm.EXPERIMENTAL_VARIABLE}=1 is set.",
     ),
 ]
 Engine = Annotated[
@@ -480,8 +483,8 @@ Engine = Annotated[
     Option(
         ("--engine",),
         type=click.Choice(list(ENGINES)),
-        help="Explain the choice of a serving engine: the candidates, the reasons for refusals, "
-        "and the options to set.",
+        help="Explain the choice of a serving engine: show the candidates, the reasons for "
+        "refusals, and the options to set.",
         tool="A serving engine, whose choice is explained instead of PyTorch's.",
         tool_examples=("vllm",),
     ),
@@ -492,8 +495,8 @@ EngineVersion = Annotated[
         ("--engine-version",),
         complete=complete_engine_releases,
         metavar="RELEASES",
-        help="Releases of the engine: 0.25, 0.25.1, 0.19,0.25 or a range 0.19..0.32.  "
-        "[default: the newest known]",
+        help="Use the rules of this engine release (0.25 or 0.25.1), of several (0.19,0.25) or of "
+        "a range (0.19..0.32).  [default: the newest known]",
         tool="A release of the engine, several, or a range. Default: the newest known.",
         tool_name="engine_version",
         tool_examples=("0.25", "0.19..0.32"),
@@ -514,7 +517,10 @@ Full = Annotated[
     bool, Option(("--full",), help="Explain each config separately, with full messages.")
 ]
 Measure = Annotated[
-    bool, Option(("--measure",), help="Capture the advised changes, and report the gain.")
+    bool,
+    Option(
+        ("--measure",), help="Capture each config with the advised changes, and report the gain."
+    ),
 ]
 AskedDevice = Annotated[
     str,
@@ -651,22 +657,25 @@ def explain(
     timeout_s: Timeout = Protocol.timeout_s,
     store: Store = None,
 ) -> Question:
-    """Explain which backend PyTorch chooses, why not the others, and what to change.
+    """Explain which backend PyTorch chooses, why it rejects the others, and what to change.
 
     By default, the local PyTorch is queried; no kernel is launched. With --torch or --gpu, the
-    dispatch rules of that release are applied instead, which requires neither torch nor a GPU. If
-    the rules do not cover a case, the answer is `unknown`. The exit code is 1 if PyTorch was
-    queried and gave no answer.
+    dispatch rules of a PyTorch release are applied instead, and neither torch nor a GPU is needed.
+    If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
+    PyTorch was queried and gave no answer.
 
-    Several configs give a map. Several releases or GPUs give a table that marks where the choice
-    changes. If there is an atlas of the GPU and release, a single config is shown with its kernel time
-    and the best backend.
-    --backend limits the advice and the columns of that table. A set (flash+math) or an order
-    (cudnn-then-flash) replaces auto.
+    With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
+    the output is a table that marks where the choice changes. If there is an atlas for the GPU and
+    the release, the output for a single config includes its kernel time and the best backend.
 
-    With --engine, explain the choice of a release of vLLM or SGLang by its rules: the candidates in
-    order, the first reason against each, and the options that select another one. A config then
-    describes one layer on one GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
+    --backend limits the advice and the columns of the table to the named backends. If --backend
+    names a set (flash+math) or an order (cudnn-then-flash), the choice of that setting is explained
+    instead of the choice of auto.
+
+    With --engine, explain which attention backend a release of vLLM or SGLang chooses. The output
+    lists the candidates in the order of the engine's rules, the first reason against each
+    candidate, and the options that select another one. With --engine, a config describes one layer
+    on one GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
 
     \b
     Examples:

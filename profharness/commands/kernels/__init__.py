@@ -85,8 +85,8 @@ Profilers = Annotated[
         ("--profiler",),
         multiple=True,
         check=require_profilers,
-        help="Show only the launches that this profiler recorded; all compares the profilers. Repeatable.  "
-        "[default: the first of torch, nsys and ncu that the run has]",
+        help="Show only the launches that this profiler recorded, or compare all profilers (all). "
+        "Repeatable.  [default: the first of torch, nsys and ncu that the run has]",
         tool=f"{', '.join(LAUNCH_PROFILERS)}, or all to compare them.",
         click={"type": click.Choice([*LAUNCH_PROFILERS, EVERY_PROFILER])},
     ),
@@ -94,8 +94,8 @@ Profilers = Annotated[
 GpuName = Annotated[
     str | None,
     gpu_option(
-        "Predict the kernels from the atlas of this GPU, such as H200. Nothing runs, and no "
-        "store is read.",
+        "Predict the kernels from the atlas of this GPU, such as H200. With --gpu, no kernel runs "
+        "and no store is read.",
         only_of="kernels",
         tool="Predict from the atlas of this GPU.",
         tool_examples=("H200",),
@@ -120,8 +120,8 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show full kernel names, every range of a program's trace, and ops that take almost no time; "
-        "with --profiler all, every counter of ncu.",
+        help="Show full kernel names, every range of a program's trace, and ops that take almost "
+        "no time. With --profiler all, also show every ncu counter.",
     ),
 ]
 Expected = Annotated[
@@ -132,8 +132,8 @@ Expected = Annotated[
         multiple=True,
         metavar="NAME",
         check=lambda names: check_expected_names(split_names(names)),
-        help="Exit with code 3 unless every cell ran this backend or kernel family. If repeated, "
-        "any of the names is accepted.",
+        help="Exit with 3 unless this backend or kernel family ran in every cell. If the option "
+        "is repeated, any of the names is accepted.",
     ),
 ]
 
@@ -195,18 +195,20 @@ def kernels(
 ) -> KernelsFound:
     """Show which kernels each backend launched.
 
-    RUN is a trace file, a run folder or a stored run. The default is the latest run; `all` means
-    every stored run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use the
-    latest run that has the configs; if there is none, capture them first.
+    RUN is a trace file, a run folder, a stored run, or `all` for every stored run. Without RUN,
+    show the latest run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use
+    the latest run that has the configs; if no run has them, capture the configs first.
 
-    Columns: smem KiB is the shared memory of a block, and "% of smem" is its share of an SM's
-    shared memory. launches is the number of launches per call. median µs is the median time of one
-    launch. mean µs/call is the time of all launches in a call (total µs in a program's trace). "%
-    of call" is the share of the cell's time on the device ("% of range" in a program's trace). "%
-    occupancy" is the theoretical occupancy. `-` means that the profiler does not record the value.
+    The column "smem KiB" is the shared memory of a block, and "% of smem" is this amount as a share
+    of an SM's shared memory. The column "launches" is the number of launches per call, "median µs"
+    is the median time of one launch, and "mean µs/call" is the time of all launches in a call. The
+    column "% of call" is the share of the cell's time on the device, and "% occupancy" is the
+    theoretical occupancy. The table of a program's trace has "total µs" and "% of range" instead of
+    "mean µs/call" and "% of call". `-` means that the profiler does not record the value.
 
-    --profiler all compares the profilers: each kernel's time under torch, nsys and ncu, its counters,
-    and every disagreement. With `all`, each profiler's newest run that has the config is used.
+    --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,
+    the counters of the kernel, and every disagreement between the profilers. For each profiler, the
+    newest run that has the config is used.
 
     \b
     Examples:

@@ -102,8 +102,8 @@ Release = Annotated[
     str | None,
     release_option(
         "layers",
-        "PyTorch release of the program, such as 2.11, if the trace does not record the release. With "
-        "--gpu, the release to predict for.",
+        "The program's PyTorch release, such as 2.11, if the trace does not record it. With "
+        "--gpu, predict for this PyTorch release.",
     ),
 ]
 GpuNames = Annotated[
@@ -119,8 +119,8 @@ OnlyConfigs = Annotated[
     bool,
     Option(
         ("--configs",),
-        help="Print the configs that replay the calls, for `capture --configs`. With --savings, print the "
-        "configs to time, for `bench --configs`.",
+        help="Print configs that replay the attention calls, as input for `capture --configs`. "
+        "With --savings, print the configs to time, as input for `bench --configs`.",
     ),
 ]
 Full = Annotated[
@@ -143,16 +143,16 @@ Benches = Annotated[
         multiple=True,
         complete=complete_runs,
         find=find_listed,
-        help="Take the times for --savings from this stored bench run. To compare GPU models, name one run "
-        "for each. Repeatable, or separated by commas.",
+        help="Take the times for --savings from this stored bench run. To compare GPU models, "
+        "name one run for each. Separate several values by commas, or repeat the option.",
     ),
 ]
 TimedBackends = Annotated[
     Names,
     replace(
         BACKENDS_OPTION,
-        help="With --savings, time only these backends, named as in `bench`. Repeatable, or separated by "
-        "commas.",
+        help="With --savings, time only these backends, named as in `bench`. Separate several "
+        "values by commas, or repeat the option.",
         tool="",
     ),
 ]
@@ -172,9 +172,10 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit 3 on math-fallback, eager-attention, backend-changed or unseen (the backend is unknown). "
-        "For an observed program, noop-mask and requested-not-run are also possible. Repeatable, or "
-        "separated by commas.",
+        help="Exit with 3 on one of these findings: math-fallback, eager-attention, "
+        "backend-changed or unseen (the backend is unknown). For an observed program, the "
+        "findings noop-mask and requested-not-run are also accepted. Separate several values by "
+        "commas, or repeat the option.",
     ),
 ]
 Expected = Annotated[
@@ -185,9 +186,9 @@ Expected = Annotated[
         multiple=True,
         metavar="BACKEND@GLOB",
         check=lambda texts: parse_gates((), texts),
-        help="Exit 3 unless this backend ran in all modules that match the glob, as in "
-        "flash@'model.layers.*'. At least one module must match. flash,cudnn@'*' accepts either backend. "
-        "Repeatable.",
+        help="Exit with 3 unless this backend ran in all modules that match the glob, as in "
+        "flash@'model.layers.*'. At least one module must match. flash,cudnn@'*' accepts either "
+        "backend. Repeatable.",
     ),
 ]
 
@@ -231,12 +232,13 @@ def layers(
 ) -> LayersFound:
     """Show the attention of a program, layer by layer: what ran, why, and what it cost.
 
-    RUN is a trace file or a stored run. The default is the latest program. The trace may come from
-    any program that PyTorch's profiler recorded. Record with record_shapes=True to get shapes, and
-    with with_stack=True to get modules. Each row groups identical calls of identical layers. Times
-    are kernel times per step. A step is a ProfilerStep. In traces without ProfilerStep, a step is the
-    range that the program repeats around its attention, the step of a serving engine, or a call of
-    the outermost module.
+    RUN is a trace file or a stored run. Without RUN, show the latest stored program. A trace may
+    come from any program that was recorded with PyTorch's profiler. To see shapes, record the trace
+    with record_shapes=True. To see modules, record the trace with with_stack=True. Each row of the
+    table stands for identical calls of identical layers. Times are kernel times per step. If the
+    trace contains ProfilerStep ranges, each of these ranges is a step. In a trace without
+    ProfilerStep ranges, a step is the range that the program repeats around its attention, one
+    iteration of a serving engine, or one call of the outermost module.
 
     \b
     Examples:

@@ -62,8 +62,8 @@ FailOn = Annotated[
         multiple=True,
         metavar="FINDING",
         check=one_of((*CODES, ANY), "--fail-on"),
-        help="Exit 3 on this finding, such as slow-gpu or other-attention. `any` means every finding. "
-        "Repeatable, or separated by commas.",
+        help="Exit with 3 if any rank has this finding, such as slow-gpu or other-attention. "
+        "`any` means every finding. Separate several values by commas, or repeat the option.",
     ),
 ]
 Full = Annotated[
@@ -85,13 +85,13 @@ def _to_frame(answer: RankComparison) -> pd.DataFrame:
 def ranks(
     *runs: Runs, threshold: Threshold = stats.THRESHOLD, store: Store = None
 ) -> RankComparison:
-    """Compare the ranks of a job to find slow GPUs and ranks that ran something else.
+    """Compare the ranks of a job to find slow GPUs, and ranks that ran different work.
 
     Each kernel is compared with the same kernel on the other ranks, in the same range and with the
     same grid. Collectives are excluded, because all ranks spend time in them while they wait for a
-    slow GPU. RUN is a folder of traces, a trace file or a stored run. A single run selects its whole
-    job, which consists of the traces in the same folder with the same number of ranks. Without RUN,
-    the newest job is compared.
+    slow GPU. RUN is a folder of traces, a trace file or a stored run. If RUN is a single run, its
+    whole job is compared, which consists of the traces in the same folder with the same number of
+    ranks. Without RUN, the newest job is compared.
 
     \b
     {codes}

@@ -714,7 +714,7 @@ WithBench = Annotated[
 NoCharts = Annotated[bool, Option(("--no-charts",), help="Leave out charts.")]
 Images = Annotated[
     Literal["svg", "png"],
-    Option(("--images",), help="Format of the charts beside a Markdown file."),
+    Option(("--images",), help="The format of the charts that accompany a Markdown report."),
 ]
 
 
@@ -742,11 +742,11 @@ def report(
 ) -> Report:
     """Write a report on stored runs, with their cells, latency, kernels, problems and environment.
 
-    RUN is a trace file, a run folder or a stored run; the default is the latest run. For two runs, the
-    report shows what changed from the first to the second. For several programs, or for
-    benchmarks on several classes of GPU, it contains a table with one column per class. An HTML
-    report is a single file that does not need a network connection. The charts of a Markdown
-    report are separate files: out-1.svg and so on.
+    RUN is a trace file, a run folder or a stored run; the default is the latest run. For two runs,
+    the report shows what changed from the first to the second. For several programs, or for
+    benchmarks on several classes of GPU, the report contains a table with one column per class. An
+    HTML report is a single file that does not need a network connection. The charts of a Markdown
+    report are separate files, named out-1.svg, out-2.svg and so on.
 
     \b
     Example:

@@ -87,8 +87,8 @@ ScriptDevice = Annotated[
         ("--device",),
         type=click.Choice(DEVICES),
         help=(
-            "The device of the script. auto means the run's device. Without RUN, auto means a GPU if "
-            "one is available."
+            "The device on which the script runs. auto means the device of the run. Without RUN, "
+            "auto means a GPU if one is available."
         ),
     ),
 ]
@@ -117,14 +117,15 @@ def repro(
 ) -> str:
     """Write one cell as a Python script that needs only torch, for a PyTorch issue.
 
-    The script creates the same inputs (shapes, dtype, strides, mask, seed) and calls the backend in the
-    same way as profharness. The script prints PyTorch's choice, every warning, a checksum of each result
-    and the time of a call. If PyTorch refuses the call, the script prints PyTorch's message and exits
-    with 1. The script includes the source of an implementation.
+    The script creates the same inputs as profharness (shapes, dtype, strides, mask, seed) and calls
+    the backend in the same way. The script prints PyTorch's choice, every warning, a checksum of
+    each result and the time of a call. If PyTorch refuses the call, the script prints PyTorch's
+    message and exits with 1. If the backend is a function in a file, the script includes the source
+    of the file.
 
-    Without RUN, CONFIG and --backend (default: auto) define the call; nothing is measured and no
-    store is read. With RUN, CONFIG and --backend select a cell of that run, and the script contains the
-    seed, the device and the results of the cell.
+    Without RUN, the call is defined by CONFIG and --backend (default: auto); nothing is measured
+    and no store is read. With RUN, CONFIG and --backend select a cell of that run, and the script
+    contains the seed, the device and the results of the cell.
 
     \b
     Examples:

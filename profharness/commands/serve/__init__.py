@@ -23,7 +23,8 @@ Host = Annotated[
     str,
     Option(
         ("--host",),
-        help="The address to listen on. With an address other than loopback, others can read the store.",
+        help="The address to listen on. With a non-loopback address, other machines can read the "
+        "store.",
     ),
 ]
 
