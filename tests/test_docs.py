@@ -229,8 +229,8 @@ def listing(page: str, before: str) -> list[str]:
 
 def test_contracts_page_lists_the_keys_of_rows() -> None:
     page = "docs/contracts.md"
-    assert listing(page, "Keys of a kernels row:") == list(FIELDS)
-    assert listing(page, "Keys of a diff row:") == list(DiffRow.__slots__)
+    assert listing(page, "Each row of `kernels` has the keys") == list(FIELDS)
+    assert listing(page, "Each row of `diff` has the keys") == list(DiffRow.__slots__)
     assert listing(page, "`family` is one of") == list(kernel_names.FAMILIES)
 
 
