@@ -314,8 +314,8 @@ class Figures:
         cudnn = int(facts["cudnn"])
         day = f"{run[:4]}-{run[4:6]}-{run[6:8]}"
         return (
-            f"Measured on one {facts['gpu']} ({facts['num_sms']} SMs, driver {facts['driver']}) with "
-            f"torch {facts['torch']} and cuDNN "
+            f"We measured on one {facts['gpu']} ({facts['num_sms']} SMs, driver {facts['driver']}) "
+            f"with torch {facts['torch']} and cuDNN "
             f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100} on {day}"
         )
 
