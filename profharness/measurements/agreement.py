@@ -26,6 +26,7 @@ from profharness.rows import (
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
 OF_PACKAGES = "fmha"  # the backend name for kernels of packages other than PyTorch
+ANOTHER_PACKAGE = "another package"  # how sentences and tables name OF_PACKAGES
 # Maps the families of kernels that compute attention to their backends.
 FAMILY_BACKENDS = {
     **dict.fromkeys(("flash", "flash_splitkv", "flash_combine", "flash_bwd"), "flash"),

@@ -217,7 +217,7 @@ class BenchRow:
     efficiency: Annotated[
         float | None,
         column(
-            "% of peak",
+            "% of roofline",
             "load",
             optional=True,
             meaning="the rate divided by the peak rate that limits it",

@@ -226,7 +226,11 @@ class LayerRow:
     program_calls: Annotated[
         int | None,
         column(
-            "calls in all", "count", meaning="calls in the whole program, recorded by `observe`"
+            "calls in all",
+            "count",
+            importance="detail",
+            spare=1,
+            meaning="calls in the whole program, recorded by `observe`",
         ),
     ] = None
     dims: Annotated[

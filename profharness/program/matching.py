@@ -15,6 +15,7 @@ from profharness.attention.config import Config, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.columns import column
 from profharness.devices import Peaks, roofline_ns
+from profharness.measurements.agreement import AMD_LIBRARIES, ANOTHER_PACKAGE, OF_PACKAGES
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.program.layer_map import (
     NUMBER,
@@ -119,8 +120,15 @@ class LayerSide:
 
 
 def ran_text(call: LayerRow | LayerSide) -> str | None:
-    """Return the backend that ran, such as `flash`, or `flash (AOTriton)` if an AMD library computed it."""
-    return f"{call.ran} ({call.library})" if call.ran and call.library else call.ran
+    """Return the backend that ran, as tables show it.
+
+    If an AMD library computed one of PyTorch's backends, both are named: `flash (AOTriton)`.
+    """
+    if not call.ran:
+        return None
+    names = [ANOTHER_PACKAGE if name == OF_PACKAGES else name for name in call.ran.split(" and ")]
+    library = call.library if AMD_LIBRARIES.keys().isdisjoint(names) else None
+    return f"{' and '.join(names)}{f' ({library})' if library else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -453,10 +453,10 @@ def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tu
     for scale, own in zip(scales, times, strict=True):
         values.setdefault(scale, []).extend(own)
     return tuple(
-        _in_ms(column, values[scale])
+        _in_ms(column, own)
         if column.format == "us" and max(values[scale], default=0) >= 1e6
         else column
-        for column, scale in zip(columns, scales, strict=True)
+        for column, scale, own in zip(columns, scales, times, strict=True)
     )
 
 

@@ -557,7 +557,7 @@ def test_columns_with_the_same_scale_have_the_same_unit() -> None:
     columns = tuple(replace(each, scale="call") for each in TIMES[1:])
     table = Table(columns, ((7_440, 7_000, 2_000_000),))
     text = render_table(Document("t/1", "t", (table,), (), ()))
-    assert text.split() == ["forward", "ms", "low", "total", "ms", "0.0074", "0.0070", "2.0000"]
+    assert text.split() == ["forward", "ms", "low", "total", "ms", "0.0074", "0.0070", "2.00"]
 
 
 def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:

@@ -221,7 +221,13 @@ class Figures:
     """The figures of a cell. `flops_share` and `bandwidth_share` are fractions of the peaks."""
 
     basis: Annotated[
-        str | None, column("of", meaning="the measurement that the rates are based on")
+        str | None,
+        column(
+            "of",
+            importance="detail",
+            spare=3,
+            meaning="the measurement that the rates are based on",
+        ),
     ]
     duration_ns: Annotated[
         float | None,

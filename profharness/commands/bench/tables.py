@@ -274,9 +274,7 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
         yield Note(MEANS[HOST], HOST)
     ceiling = "this device's peaks are unknown, so the efficiency is unknown too"
     if peaks := answer.peaks:
-        ceiling = (
-            f"% of peak is relative to whichever {peaks.source} peak of {peaks.device} limits first"
-        )
+        ceiling = f"% of roofline is relative to whichever {peaks.source} peak of {peaks.device} limits first"
         against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
         ceiling += f" ({'; '.join(against)})" if against else ""
     yield Note(

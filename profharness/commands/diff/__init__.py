@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 FIELDS = field_names(DiffRow)
 SIDE = Column("side", "side", importance="key")
 MARKS = ("-", "+")  # of the baseline and the candidate
+FEW_CONFIGS = 3  # if more configs are compared, the kernels of those without a difference need --full
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
@@ -134,7 +135,11 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         blocks.append(Note(COMPOSITE))
     if changed_first and same and not hidden:
         blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
-        blocks += [Note(f"{config} {_backends(*names)}") for config, *names in same]
+        alike: dict[str, list[str]] = {}
+        for config, *names in same:
+            alike.setdefault(config, []).append(_backends(*names))
+        blocks += [Note(", ".join(names), config) for config, names in alike.items()]
+        blocks.append(Note("use --full to compare their kernels", level="hint"))
     plain = diff.to_json()
     return Document(
         answer=diff_answer(diff),
@@ -404,7 +409,8 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
     found, sides = comparison
     if not found.rows and not found.layers and not fail_on:
         raise NotFoundError(nothing_compared(found, sides) or "nothing to compare")
-    return diff_document(found, full=full)
+    many = len({row.config for row in found.rows}) > FEW_CONFIGS
+    return diff_document(found, full=full, changed_first=many and not full)
 
 
 @gate(diff)

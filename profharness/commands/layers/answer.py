@@ -9,7 +9,7 @@ from profharness.attention.config import SDPA_BACKENDS
 from profharness.commands.layers.savings import Change, main_change, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
-from profharness.measurements.agreement import OF_PACKAGES
+from profharness.measurements.agreement import ANOTHER_PACKAGE, OF_PACKAGES
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow
 from profharness.program.phases import PhaseRow
@@ -21,7 +21,7 @@ LIMITING = 0.1  # minimum share of attention in a step that attention limits
 IDLE = 0.1  # minimum idle share that the answer reports
 NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
-PACKAGE = "another package's kernels"
+PACKAGE = f"{ANOTHER_PACKAGE}'s kernels"
 USE_SDPA = "use scaled_dot_product_attention"
 
 
