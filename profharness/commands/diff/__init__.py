@@ -133,7 +133,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     if any(row.composite for row in diff.rows) and not hidden:
         blocks.append(Note(COMPOSITE))
     if changed_first and same and not hidden:
-        blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
+        blocks.append(Heading("Configs without a difference", f"{len(same)} of {len(groups)}"))
         blocks += [Note(f"{config} {_backends(*names)}") for config, *names in same]
     plain = diff.to_json()
     return Document(
@@ -247,7 +247,7 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
     yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
     yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
     if shares:
-        yield Note("to compare GPUs, name both runs in `profharness layers`", level="hint")
+        yield Note("to compare GPUs, pass both runs to `profharness layers`", level="hint")
     shared: dict[tuple[tuple[str, ...], str], list[str]] = {}  # reasons by layers and level
     for (reason, level), names in notes.items():
         shared.setdefault((tuple(names), level), []).append(reason)
@@ -302,7 +302,8 @@ Baseline = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="A run, RUN:BACKEND, or a backend in the latest run that has both backends.",
+        tool="A run, one backend of a run (RUN:BACKEND), or a backend without RUN, which refers to "
+        "the latest run that has all named backends.",
         tool_examples=("latest~1", "latest:flash", "flash"),
     ),
 ]
@@ -310,7 +311,7 @@ Candidate = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="The run or backend to compare with the baseline, in the same form as the baseline.",
+        tool="The run or backend to compare with the baseline, given in the same form.",
         tool_examples=("latest", "math"),
     ),
 ]
@@ -357,7 +358,8 @@ def to_frame(comparison: Comparison) -> pd.DataFrame:
 @command(
     "diff",
     frame=to_frame,
-    tool="Use it to find what changed, or which backend is faster on the measured configs.",
+    tool="Use this tool to find what changed between two runs, or which of two backends is faster "
+    "on the measured configs.",
 )
 def diff(
     baseline: Baseline,
