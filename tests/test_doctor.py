@@ -189,7 +189,8 @@ def test_ldd() -> None:
     assert missing_libraries(Path("/bin/sleep")) == []
     assert missing_libraries(Path("/no/such/file")) is None
     assert (
-        packages_remedy(["libssh.so.4"]) == "install libssh-4 (package names of Debian and Ubuntu)"
+        packages_remedy(["libssh.so.4"])
+        == "install libssh-4 (the package names on Debian and Ubuntu)"
     )
 
 

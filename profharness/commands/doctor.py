@@ -161,7 +161,7 @@ def doctor_answer(checks: Sequence[Check]) -> tuple[str, ...]:
     of: dict[str, list[str]] = {}
     for check in checks:
         of.setdefault(check.state, []).append(check.name)
-    sentences = ["Everything that captures need works."]
+    sentences = ["All components that a capture requires are working."]
     if missing := of.get("missing"):
         sentences = [f"Captures need {join_and(missing)}. See the remedies below."]
     if partial := of.get("warning"):
@@ -194,10 +194,11 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         scanner = Check(
             "trace scanner",
             "absent",
-            "not compiled, or compiled from older source, so reading large traces takes longer",
+            "the scanner is not compiled, or was compiled from older source, so reading large "
+            "traces takes longer",
             (
-                "install a C compiler, then reinstall profharness: pip install --force-reinstall "
-                "--no-deps"
+                "install a C compiler, then reinstall profharness with the pip options "
+                "--force-reinstall and --no-deps"
             ),
         )
     if not isinstance(environment, str) and environment.get("torch_hip"):
@@ -227,15 +228,16 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
 
 COMPARED = {
     "profharness": (
-        "install the same version on all hosts; lanes with another version are not used"
+        "install the same version of profharness on all hosts; a lane with another version is not "
+        "used"
     ),
     "torch": (
-        "install the same version on all hosts; lanes with another version than the first lane are "
-        "not used"
+        "install the same version of torch on all hosts; a lane whose version differs from the "
+        "first lane's is not used"
     ),
     "driver": (
-        "install the same version on all hosts; lanes with another version than the first lane are "
-        "not used"
+        "install the same driver version on all hosts; a lane whose driver differs from the first "
+        "lane's is not used"
     ),
     "python": "",  # a lane may have any Python that profharness supports
 }
@@ -249,7 +251,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
     with the versions on this host.
     """
     if not lanes:
-        remedy = "start one worker per GPU; docs/scale.md has the command"
+        remedy = "start one worker per GPU, with the command in docs/scale.md"
         return [Check("lanes", "missing", "no worker is connected", remedy)]
     checks = []
     for lane in lanes:
@@ -258,7 +260,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
         state, remedy = "ok", ""
         if lane["problems"]:
             detail = "; ".join(filter(None, [detail, *lane["problems"]]))
-            state, remedy = "warning", "fix this problem; until then, the lane is not used"
+            state, remedy = "warning", "the lane is not used until its problem is fixed"
         checks.append(Check(str(lane["lane"]), state, detail, remedy))
     here = {"profharness": version, "python": platform.python_version()}
     for key, remedy in COMPARED.items():
@@ -290,8 +292,8 @@ def _names_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
 def _check_torch(environment: dict[str, Any] | str) -> Check:
     if isinstance(environment, str):
         remedy = (
-            "install a torch build for this machine: "
-            "https://pytorch.org/get-started/locally (>= 2.5)"
+            "install a build of torch 2.5 or later for this machine: "
+            "https://pytorch.org/get-started/locally"
         )
         return Check("torch", "missing", environment, remedy)
     version = str(environment["torch"])
@@ -317,7 +319,7 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
     gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
     cudnn = Check("cuDNN", "ok", f"{environment.get('cudnn')} (as loaded)")
     if not environment.get("cudnn"):
-        remedy = "the cudnn backend requires it; reinstall torch with its CUDA packages"
+        remedy = "the cudnn backend requires cuDNN; reinstall torch with its CUDA packages"
         cudnn = Check("cuDNN", "warning", "not loaded", remedy)
     return [
         Check("CUDA", "ok", f"{environment['torch_cuda']} (as torch was built)"),
@@ -344,20 +346,25 @@ def check_rocm(
     if aotriton := environment.get("aotriton"):
         checks.append(Check("AOTriton", "ok", f"{aotriton} (in torch)"))
     else:
-        remedy = "flash and efficient need it; install the ROCm build of torch from pytorch.org"
+        remedy = (
+            "flash and efficient require AOTriton; install the ROCm build of torch from pytorch.org"
+        )
         checks.append(Check("AOTriton", "warning", "not found in torch", remedy))
     if tracers := environment.get("roctracer"):
         state, remedy = "ok", ""
         if any(map(LOSES_KERNELS.search, tracers)):
             state = "warning"
             remedy = (
-                "with ROCm 7.2.0 and 7.2.1, traces of HIP graphs lack kernels, even if a newer ROCm is "
-                "installed, because torch contains its own copy; install a torch built for another "
-                "ROCm, or preload the system's libroctracer64.so"
+                "traces of HIP graphs lack kernels, because torch contains ROCm 7.2.0 or 7.2.1 "
+                "libraries, even if a newer ROCm is installed; install a torch built for another "
+                "ROCm version, or preload the system's libroctracer64.so"
             )
         checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
     if vllm and arch in AITER_ARCHITECTURES and "VLLM_ROCM_USE_AITER" not in variables:
-        remedy = "set VLLM_ROCM_USE_AITER=1 to let vLLM use AITER's kernels, then compare both"
+        remedy = (
+            "set VLLM_ROCM_USE_AITER=1 to let vLLM use AITER's kernels, then compare the times "
+            "with and without AITER"
+        )
         checks.append(
             Check("vLLM", "warning", "VLLM_ROCM_USE_AITER is not set, so AITER is off", remedy)
         )
@@ -449,7 +456,8 @@ def check_tool(name: str) -> tuple[Tool | None, Check]:
     where = "on PATH" if tool.on_path else f"not on PATH: {tool.path}"
     if tool.version is None:
         missing = missing_libraries(tool.path)
-        remedy = packages_remedy(missing) if missing else f"run `{tool.path} --version` to see why"
+        reason = f"run `{tool.path} --version` to see the reason for the failure"
+        remedy = packages_remedy(missing) if missing else reason
         return tool, Check(name, "warning", f"does not print a version, {where}", remedy)
     return tool, Check(name, "ok", f"{tool.version}, {where}")
 
@@ -483,7 +491,7 @@ def check_importer(nsys: Tool) -> Check:
         remedy = (
             f"link the folder that contains {IMPORTER} (on Debian: "
             f"/usr/lib/nsight-systems/host-linux-x64) to {folder}, because nsys cannot write a report "
-            "without the importer"
+            f"without {IMPORTER}"
         )
         return Check(name, "warning", f"{IMPORTER} is not where nsys expects it", remedy)
     missing = missing_libraries(importer)
@@ -507,7 +515,9 @@ def packages_remedy(libraries: list[str]) -> str:
     packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
     others = [name for name in libraries if name not in LIBRARY_PACKAGES]
     parts = (
-        [f"install {' '.join(packages)} (package names of Debian and Ubuntu)"] if packages else []
+        [f"install {' '.join(packages)} (the package names on Debian and Ubuntu)"]
+        if packages
+        else []
     )
     parts += [f"install the packages that contain {', '.join(others)}"] if others else []
     return "; ".join(parts)
@@ -628,8 +638,8 @@ def check_sandbox(version: str | None) -> list[Check]:
     if not version or not re.search(GVISOR, version, re.IGNORECASE):
         return []
     remedy = (
-        "nsys and ncu require a virtual machine or bare metal; `--profiler torch` works "
-        "without them"
+        "nsys and ncu require a virtual machine or bare metal; `--profiler torch` also works in "
+        "a container like this one"
     )
     return [Check("sandbox", "warning", "this is a gVisor container", remedy)]
 

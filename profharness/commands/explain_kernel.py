@@ -64,7 +64,8 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
 @command(
     "explain-kernel",
     frame=_to_frame,
-    tool="Use this tool for a name from any profiler, full or short. Only the name is read.",
+    tool="Use this tool to describe a kernel name from any profiler, full or short. Only the name "
+    "is read.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
     """Describe a kernel's name: its library, the meaning of each part, and what the name does
@@ -110,7 +111,7 @@ def show(descriptions: list[Description]) -> Document:
             and kernel.family in ATTENTION_FAMILIES
             and kernel.stages is None
         ):
-            text = "stages, warp roles: unknown from the name and from published sources"
+            text = "neither the name nor published sources show the stages and the warp roles"
             blocks.append(Note(text, "open"))
         if description.untold:
             text = (

@@ -144,10 +144,11 @@ def export(
         # Each profiler has its own clock, so write only one profiler unless `all` is given.
         if profiler is None:
             if profilers[1:]:
-                others = "|".join(sorted(profilers[1:]))
+                names = [*sorted(profilers[1:]), EVERY_PROFILER]
+                others = " or ".join(f"--profiler {name}" for name in names)
                 hint(
-                    f"wrote only the launches of {profilers[0]}; to include others, use "
-                    f"--profiler {others}|all"
+                    f"wrote only the launches that {profilers[0]} recorded; to write others, use "
+                    f"{others}"
                 )
             profilers = profilers[:1]
         if path is None:
@@ -444,7 +445,10 @@ class _Ops:
     def _closed(self, thread: tuple[int, int], stack: list[_OpenOp]) -> Iterator[_Timed]:
         for op in stack:
             duration = op.end_ns - op.start_ns
-            args = {"extent": "from its first launch to its last", "launches": op.launches}
+            args = {
+                "extent": "from the first launch of the op to its last launch",
+                "launches": op.launches,
+            }
             yield op.start_ns, -duration, op.tie, _event("cpu_op", op.name, *thread, duration, args)
 
 

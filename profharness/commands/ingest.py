@@ -121,7 +121,7 @@ def ingest(
         else ingested(path, paths, scheduler)
     )
     if strict and any(result.warnings for result in results):
-        raise ProfharnessError("strict: some sources caused warnings")
+        raise ProfharnessError("some sources caused warnings, which strict=True forbids")
     return results
 
 

@@ -51,7 +51,7 @@ def new_kernel(
       profharness new-kernel mine --triton
     """
     if triton and cuda:
-        raise UsageError("choose one of --triton and --cuda")
+        raise UsageError("choose either --triton or --cuda, not both")
     kind = "triton" if triton else "cuda" if cuda else "torch"
     if not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
         raise UsageError(
@@ -68,7 +68,9 @@ def new_kernel(
     # check both files before writing, so that an error leaves neither of them
     for path in (kernel, test):
         if path.exists():
-            raise UsageError(f"{path} already exists; choose another name or another --out")
+            raise UsageError(
+                f"{path} already exists; choose another name, or another folder with --out"
+            )
     texts = {kernel: kernel_text(name, kind)}
     texts[test] = check_text(name, kind, f"../{folder.resolve().name}/{name}.py")
     for path, text in texts.items():
@@ -79,7 +81,7 @@ def new_kernel(
                 file.write(text)
         except OSError as error:
             raise CaptureError(
-                f"cannot write {path}: {error.strerror}; choose another --out"
+                f"cannot write {path}: {error.strerror}; choose another folder with --out"
             ) from None
     backend = name if folder == Path("kernels") else kernel.as_posix()
     echo(f"wrote {kernel} and {test}; next:")

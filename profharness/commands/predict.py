@@ -42,6 +42,7 @@ from profharness.commands._types import (
 from profharness.commands.explain.answer import platform_text
 from profharness.commands.explain.maps import Map, are_sparse, draw_maps, value_text
 from profharness.commands.explain.tables import map_blocks, map_record, map_table
+from profharness.errors import counted
 from profharness.render.document import (
     Block,
     Chart,
@@ -100,8 +101,8 @@ REGRETS = (
 UNKNOWN = "unknown"
 MARK = "*"  # marks a time that the atlas measured
 WINDOW = (
-    "SDPA gets the window as a bool mask, so these are times of masked calls. "
-    "flex_attention skips the hidden blocks, but the atlas has no times for it."
+    "SDPA receives the window as a bool mask, so the times are those of calls with a mask. "
+    "flex_attention skips the hidden blocks, but the atlas has no times for flex_attention."
 )
 
 
@@ -132,7 +133,7 @@ def places_document(
         blocks += [block for page in pages for block in page.blocks]
     return replace(
         pages[0],
-        title="What these GPUs would do",
+        title="Predictions for several GPUs",
         blocks=tuple(blocks),
         records=tuple(record for page in pages for record in page.records),
         extra={"places": [{"about": page.about, **page.extra} for page in pages]},
@@ -216,7 +217,7 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
         fastest = f"the fastest backend is predicted to be {split_text(best, total)}"
         sentences = [f"On {gpu} {fastest}; {takes}."]
     else:
-        sentences = [f"On {gpu} {takes}, by its dispatch rules."]
+        sentences = [f"On {gpu} {takes}, according to PyTorch's dispatch rules."]
     known = [row for row in autos if row.regret is not None]
     lossy = _lossy(autos)
     much = share_text(NOTABLE_LOSS)
@@ -224,22 +225,23 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
     if lossy:
         worst = lossy[0]
         regret = worst.regret or 0
-        longer = f"{1 + regret:,.3g} times the time of"
+        longer = f"{1 + regret:,.3g} times as long as"
         if regret < 1:
             longer = f"{share_text(regret)} longer than"
-        may = f", and may on {unsure:,} more" if unsure else ""
+        may = f" (and perhaps on {unsure:,} more)" if unsure else ""
         sentences.append(
-            f"auto takes more than {much} longer than the fastest on {len(lossy):,} of "
-            f"{len(known):,}{may}; the worst is {worst.config}: {longer} {worst.best!s}."
+            f"On {len(lossy):,} of {counted(len(known), 'config')}{may}, auto takes more than "
+            f"{much} longer than the fastest backend. The worst case is {worst.config}, where auto "
+            f"takes {longer} {worst.best!s}."
         )
     elif unsure:
         sentences.append(
-            f"auto may take more than {much} longer than the fastest on {unsure:,} of "
-            f"{len(known):,}, but the intervals overlap."
+            f"On {unsure:,} of {counted(len(known), 'config')}, auto may take more than {much} "
+            "longer than the fastest backend, but the prediction intervals overlap."
         )
     elif known:
-        everywhere = "" if len(known) == len(autos) else f" where times are known ({len(known):,})"
-        sentences.append(f"auto is within {much} of the fastest everywhere{everywhere}.")
+        which = "" if len(known) == len(autos) else f" whose times are known ({len(known):,})"
+        sentences.append(f"auto is within {much} of the fastest backend on every config{which}.")
     else:
         sentences.append("No time is known.")
     return tuple(sentences)
@@ -296,7 +298,7 @@ def _config_blocks(
             if not row.reasons and row.status == "unknown":
                 reasons = "the rules do not cover this release"
             elif not row.reasons and row.source == MEASURED:
-                reasons = "PyTorch refused it when the atlas was measured"
+                reasons = "PyTorch refused the config when the atlas was measured"
             yield status_note(row.status, reasons, row.backend)
     for text in dict.fromkeys(row.outside for row in shown):
         if text:
@@ -418,7 +420,8 @@ GpuName = Annotated[
         "The name of a GPU, such as H200 (any GPU known to `explain --gpu`), or several names to "
         "compare, such as H200,A100.  [default: the local GPU if it has an atlas, else the only "
         "one with an atlas]",
-        tool="A GPU by name, or several. Default: the only one with an atlas.",
+        tool="The name of a GPU, or the names of several. The default is the only GPU that has an "
+        "atlas.",
         tool_examples=("H200", "H200,A100"),
     ),
 ]
@@ -444,8 +447,8 @@ def _texts(found: Sequence[Asked]) -> tuple[list[str], list[str]]:
 @command(
     "predict",
     frame=_to_frame,
-    tool="Use this tool to predict the time of a config or its fastest backend on a GPU; explain "
-    "gives reasons.",
+    tool="Use this tool to predict the time of a config, or its fastest backend, on a GPU. For the "
+    "reasons, use the tool explain.",
 )
 def predict(
     configs: ConfigArguments,
@@ -483,7 +486,7 @@ def predict(
     gpus = gpu_names(gpu) if gpu else (None,)
     found = [predicted(asked, names, each, torch, atlas, driver) for each in gpus]
     if gpu is None:
-        hint(f"answering for {found[0].place.text}; choose another GPU with --gpu")
+        hint(f"the prediction is for {found[0].place.text}; choose another GPU with --gpu")
     else:
         require_distinct(gpu_names(gpu), [each.place.gpu for each in found])
     for doubt in dict.fromkeys(_texts(found)[1]):

@@ -212,14 +212,13 @@ def test_predict_answers_for_one_and_for_several_configs() -> None:
     assert answer(*several) == [
         "On an H200 the fastest backend is predicted to be cudnn on 2 of 4 configs and flash on 2; auto "
         "chooses cudnn on all 4 configs.",
-        "auto takes more than 10 % longer than the fastest on 2 of 4; the worst is "
-        "b1-h8-sq9-skv16384-d64-fp16: 6.41 times the "
-        "time of flash.",
+        "On 2 of 4 configs, auto takes more than 10 % longer than the fastest backend. The worst "
+        "case is b1-h8-sq9-skv16384-d64-fp16, where auto takes 6.41 times as long as flash.",
     ]  # fmt: skip
     (_, loss) = answer("predict", "--config", "1,4,{512,1024},64,fp32", *of)
     assert loss == (
-        "auto takes more than 10 % longer than the fastest on 1 of 2, and may on 1 more; the worst is "
-        "b1-h4-s512-d64-fp32: 58 % "
+        "On 1 of 2 configs (and perhaps on 1 more), auto takes more than 10 % longer than the "
+        "fastest backend. The worst case is b1-h4-s512-d64-fp32, where auto takes 58 % "
         "longer than math."
     )
     shown = invoke(*several).stdout
@@ -234,12 +233,13 @@ def test_predict_does_not_rule_out_losses_that_are_not_certain() -> None:
     exact = predict_all(place, configs)
     doubtful = (replace(exact[0][0], regret=0.2, certain=False), *exact[0][1:])
     assert predict_answer([doubtful, exact[1]], place)[1] == (
-        "auto may take more than 10 % longer than the fastest on 1 of 2, but the intervals overlap."
+        "On 1 of 2 configs, auto may take more than 10 % longer than the fastest backend, but the "
+        "prediction intervals overlap."
     )
     certain = (replace(exact[1][0], regret=0.2, certain=True), *exact[1][1:])
     assert predict_answer([doubtful, certain], place)[1] == (
-        "auto takes more than 10 % longer than the fastest on 1 of 2, and may on 1 more; the worst is "
-        "b2-h8-s1024-d64-bf16: 20 % "
+        "On 1 of 2 configs (and perhaps on 1 more), auto takes more than 10 % longer than the "
+        "fastest backend. The worst case is b2-h8-s1024-d64-bf16, where auto takes 20 % "
         "longer than cudnn."
     )
 

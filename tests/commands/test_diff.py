@@ -190,7 +190,7 @@ def test_a_value_that_a_profiler_cannot_know_is_no_change() -> None:
     [
         ({"gpu": "NVIDIA A100"}, 1980, "GPUs differ"),
         ({"device_type": "cpu"}, 1980, "kinds of device differ"),
-        ({}, 1500, "SM clocks differ by more than 5 %"),
+        ({}, 1500, "the SM clocks differ by more than 5 %"),
     ],
 )
 def test_times_that_must_not_be_compared(env: dict[str, Any], clock: int, text: str) -> None:

@@ -19,7 +19,7 @@ from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
-UNTOLD = "The environments cannot be compared: the traces do not record their PyTorch version."
+UNTOLD = "The environments cannot be compared: the traces do not record their PyTorch versions."
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,9 @@ def diff(store: Path, *words: str) -> Any:
             ("llama_prefill", "llama_eager"),
             "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward pass "
             "of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
-            "per step. A trace of eager attention does not show its mask or its number of key heads, so "
-            "the configs differ (kv8 and causal only in llama_prefill.json.gz). The step takes "
-            "9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "
+            "per step. The configs differ (kv8 and causal only in llama_prefill.json.gz), because "
+            "a trace of eager attention shows neither the mask nor the number of key heads. The "
+            "step takes 9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "
             f"{UNTOLD}",
         ),
         (
@@ -65,9 +65,9 @@ def diff(store: Path, *words: str) -> Any:
         (
             ("llama_train", "llama_checkpoint"),
             "llama_checkpoint.json.gz is 23.1 % slower than llama_train.json.gz in attention (440 µs "
-            "→ 541 µs per step); every layer runs on the same backend in both. Only "
-            "llama_checkpoint.json.gz computes the forward of 3 calls per step again in the backward "
-            "(checkpointing), which takes 102 µs. The step takes",
+            "→ 541 µs per step); every layer runs on the same backend on both sides. Only "
+            "llama_checkpoint.json.gz uses checkpointing: the backward pass computes the forward "
+            "pass of 3 calls per step again, in 102 µs. The step takes",
         ),
         (
             ("flash", "math"),

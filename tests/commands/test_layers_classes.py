@@ -190,7 +190,7 @@ def test_predictions_and_measured_times_share_a_table(store: dict[str, str]) -> 
     # Without an atlas of the B200, the columns of its times are empty.
     for title in ("H200 measured", " H200 predicted", "B200 predicted", "H200 speed-up"):
         assert title in text.splitlines()[1]
-    assert "Predicted for several PyTorch releases" in text
+    assert "The predictions are for different PyTorch releases" in text
     told = answer(store, "whisper", "--gpu", "H200,B200")
     assert [each["gpu"] for each in told["classes"]] == [
         row["predicted_gpu"] for row in told["rows"][::3]
@@ -747,7 +747,7 @@ def test_vendors_are_compared_by_library_and_roofline(tmp_path: Path) -> None:
         cli, ["diff", "h100.json", "mi300x.json", "--store", store["store"]], env=WIDE
     )
     assert (
-        "% of roofline" in diff.stdout and "name both runs in `profharness layers`" in diff.stdout
+        "% of roofline" in diff.stdout and "pass both runs to `profharness layers`" in diff.stdout
     )
     # Bug: `diff` named the backend without its library, and gave no ratio of two GPUs.
     assert "flash (AOTriton)" in diff.stdout

@@ -105,7 +105,7 @@ def test_two_ranks_are_compared_with_each_other_and_not_with_most_ranks(tmp_path
     assert text.startswith("Both ranks agree within ")
     assert (
         "Unlike rank 0, rank 1 ran other attention kernels, launched other kernels and left the "
-        "GPU idle for longer. Ranks 2 ranks, GPUs idle for 66 % of their spans (median)"
+        "GPU idle for longer. Ranks 2 ranks; the GPUs are idle for 66 % of their spans (median)"
     ) in text
     assert "but rank 0 ran no attention kernel (in" in text
     assert "most ranks" not in text and "1 times" not in text and "1 time, not 5" in text

@@ -352,7 +352,7 @@ def test_only_loopback_is_listened_on_and_a_warning_else(store: Path) -> None:
     with serving("--store", store) as (_, address):
         assert address.startswith("127.0.0.1:")
     done = ended("--host", "192.0.2.1", "--store", store)
-    assert "warning: --host 192.0.2.1" in done.stderr
+    assert "warning: with --host 192.0.2.1," in done.stderr
     assert done.returncode == 2  # no machine has this address
 
 

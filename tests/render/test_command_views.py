@@ -207,7 +207,7 @@ def test_a_program_is_shown_by_its_longest_ranges() -> None:
         "range model",
         "range ProfilerStep#3",
     ]
-    assert headings[2].detail.startswith("the longest of 4 such ranges, the 5 longest of 6")
+    assert headings[2].detail.startswith("the longest of 4 similar ranges, the 5 longest of 6")
     tables = [block for block in document.blocks if isinstance(block, Table)]
     assert [len(table.rows) for table in tables] == [6, 5, 5]
     text = render_table(document)

@@ -68,7 +68,9 @@ if TYPE_CHECKING:
 FIELDS = field_names(DiffRow)
 SIDE = Column("side", "side", importance="key")
 MARKS = ("-", "+")  # of the baseline and the candidate
-FEW_CONFIGS = 3  # if more configs are compared, the kernels of those without a difference need --full
+FEW_CONFIGS = (
+    3  # if more configs are compared, the kernels of those without a difference need --full
+)
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
@@ -134,7 +136,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     if any(row.composite for row in diff.rows) and not hidden:
         blocks.append(Note(COMPOSITE))
     if changed_first and same and not hidden:
-        blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
+        blocks.append(Heading("Configs without a difference", f"{len(same)} of {len(groups)}"))
         alike: dict[str, list[str]] = {}
         for config, *names in same:
             alike.setdefault(config, []).append(_backends(*names))
@@ -252,7 +254,7 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
     yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
     yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
     if shares:
-        yield Note("to compare GPUs, name both runs in `profharness layers`", level="hint")
+        yield Note("to compare GPUs, pass both runs to `profharness layers`", level="hint")
     shared: dict[tuple[tuple[str, ...], str], list[str]] = {}  # reasons by layers and level
     for (reason, level), names in notes.items():
         shared.setdefault((tuple(names), level), []).append(reason)
@@ -307,7 +309,8 @@ Baseline = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="A run, RUN:BACKEND, or a backend in the latest run that has both backends.",
+        tool="A run, one backend of a run (RUN:BACKEND), or a backend without RUN, which refers to "
+        "the latest run that has all named backends.",
         tool_examples=("latest~1", "latest:flash", "flash"),
     ),
 ]
@@ -315,7 +318,7 @@ Candidate = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="The run or backend to compare with the baseline, in the same form as the baseline.",
+        tool="The run or backend to compare with the baseline, given in the same form.",
         tool_examples=("latest", "math"),
     ),
 ]
@@ -363,7 +366,8 @@ def to_frame(comparison: Comparison) -> pd.DataFrame:
 @command(
     "diff",
     frame=to_frame,
-    tool="Use it to find what changed, or which backend is faster on the measured configs.",
+    tool="Use this tool to find what changed between two runs, or which of two backends is faster "
+    "on the measured configs.",
 )
 def diff(
     baseline: Baseline,

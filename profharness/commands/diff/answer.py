@@ -101,8 +101,8 @@ def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
             calls = counted(sum(round(side.calls or 1) for side in own), "call")
             ns = sum(side.forward_step_ns or 0 for side in own)
             yield (
-                f"Only {name} computes the forward pass of {calls} per step again in the "
-                f"backward pass (checkpointing), which takes {time_text(ns)}."
+                f"Only {name} uses checkpointing: the backward pass computes the forward pass of "
+                f"{calls} per step again, in {time_text(ns)}."
             )
 
 
@@ -122,8 +122,8 @@ def _other_work(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
     differ = "; ".join(texts)
     if any(each and each.ran == "eager" for row in rows for each in (row.baseline, row.candidate)):
         yield (
-            "A trace of eager attention does not show its mask or its number of key heads, so the "
-            f"configs differ ({differ})."
+            f"The configs differ ({differ}), because a trace of eager attention shows neither the "
+            "mask nor the number of key heads."
         )
     else:
         yield f"The compared calls have different configs ({differ})."
@@ -189,9 +189,11 @@ def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
             )
     texts = []
     for (before, after), calls in changes.items():
-        texts.append(f"from {before} to {after} in {counted(calls, 'call')} per step")
+        texts.append(
+            f"attention changed from {before} to {after} in {counted(calls, 'call')} per step"
+        )
     if texts:
-        yield f": attention changed {join_and(texts)}"
+        yield f": {join_and(texts)}"
     elif all(row.baseline and row.baseline.ran for row in rows):
         yield "; every layer runs on the same backend on both sides"
 
@@ -288,5 +290,9 @@ def _environment(diff: Diff) -> Iterator[str]:
             else "The environments cannot be compared"
         )
         both = len(diff.environment_unknown) > 1
-        who = "the traces do not record their" if both else "{} does not record its"
-        yield f"{lead}: {who.format(*diff.environment_unknown)} PyTorch version."
+        why = (
+            "the traces do not record their PyTorch versions"
+            if both
+            else "{} does not record its PyTorch version"
+        )
+        yield f"{lead}: {why.format(*diff.environment_unknown)}."

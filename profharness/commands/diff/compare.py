@@ -139,8 +139,8 @@ class DiffRow:
         column(
             "role",
             repeat=False,
-            meaning="the part of the call that a kernel computes: attention, softmax, dQ, …; `call`, "
-            "`status`, or `kernels` for all kernels together",
+            meaning="the part of the call that the kernels compute, such as attention, softmax or "
+            "dQ; `call` or `status` for the whole call, and `kernels` for all its kernels together",
         ),
     ]
     verdict: Annotated[
@@ -152,7 +152,7 @@ class DiffRow:
         ),
     ] = "unknown"
     changed: Annotated[
-        bool, column(meaning="whether kernels, launch properties or status differ")
+        bool, column(meaning="whether the kernels, their launch properties or the status differ")
     ] = False
     ratio: Annotated[
         float | None,
@@ -163,8 +163,8 @@ class DiffRow:
             meaning="candidate time divided by baseline time; tables show the inverse, the speed-up",
         ),
     ] = None
-    baseline_ns: Annotated[float | None, column(meaning="time per call of the baseline")] = None
-    candidate_ns: Annotated[float | None, column(meaning="time per call of the candidate")] = None
+    baseline_ns: Annotated[float | None, column(meaning="the baseline's time per call")] = None
+    candidate_ns: Annotated[float | None, column(meaning="the candidate's time per call")] = None
     basis: Annotated[str | None, column(meaning="the measurement that the times come from")] = None
     composite: Annotated[
         bool, column(meaning="whether a fused kernel is compared with math's kernels")
@@ -685,7 +685,9 @@ def _incomparable(sides: tuple[Side, Side], cells: tuple[_Cell, _Cell]) -> tuple
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
     clocks = [each.cell.clocks.get("sm_mhz", 0) if each.cell else 0 for each in cells]
     if all(clocks) and max(clocks) / min(clocks) > MAX_CLOCK_RATIO:
-        reasons.append(f"SM clocks differ by more than 5 % ({clocks[0]:g} and {clocks[1]:g} MHz)")
+        reasons.append(
+            f"the SM clocks differ by more than 5 % ({clocks[0]:g} and {clocks[1]:g} MHz)"
+        )
     return tuple(reasons)
 
 
@@ -874,7 +876,7 @@ def _speed(
     times = _call_ns(baseline, calls[0]), _call_ns(candidate, calls[1])
     old, new = times
     if not old or not new:
-        return "unknown", "one side has no duration"
+        return "unknown", "the kernels of one side have no recorded time"
     ratio = new / old
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
@@ -882,7 +884,8 @@ def _speed(
     if min(launches) < MIN_LAUNCHES:
         return (
             "unknown",
-            f"too few launches ({basis}, {change}; at least {MIN_LAUNCHES} are needed)",
+            f"there are too few launches to compare ({basis}, {change}; at least {MIN_LAUNCHES} "
+            "are needed)",
         )
     if not stats.beyond(ratio, threshold):
         return "same", f"{basis}: {change}, within the {threshold * 100:g} % threshold"
@@ -895,7 +898,7 @@ def _speed(
     if any(low <= other <= high for (low, high), other in zip(ranges, (new, old), strict=True)):
         return "unknown", f"{basis}: {change}, but the ranges of single launches overlap"
     if allowance is not None and max(ratio, 1 / ratio) <= allowance:
-        apart_by = f"equal processes differ by up to {(allowance - 1) * 100:.1f} %"
+        apart_by = f"processes that run the same code differ by up to {(allowance - 1) * 100:.1f} %"
         return "unknown", f"{basis}: {change}, but {apart_by}"
     return (
         "slower" if ratio > 1 else "faster"

@@ -397,8 +397,8 @@ Backend = Annotated[
         "an order (cudnn-then-flash, or 'cudnn>flash' in quotes) instead of the choice of auto. "
         "Separate several values by commas, or repeat the option.",
         tool=(
-            "A set or an order that the call may use instead of auto, or single backends to limit "
-            "the advice to. Files and modules are not accepted."
+            "A set or an order of backends that the call may use instead of auto, or single "
+            "backends to which the advice is limited. Files and modules are not accepted."
         ),
         tool_value=tool_backends,
         tool_examples=("flash+math", "cudnn-then-flash", "flash"),
@@ -412,8 +412,8 @@ Releases = Annotated[
         metavar="RELEASES",
         help="Use the dispatch rules of this PyTorch release (2.8 or 2.9.1), of several "
         f"(2.8,2.10) or of a range (2.5..2.15).  {DEFAULT_RELEASE}",
-        tool="A release of PyTorch, several, or a range. Default: the installed one, or the "
-        "newest with an atlas.",
+        tool="One or more PyTorch releases, or a range of releases. The default is the installed "
+        "release, or the newest release that has an atlas.",
         tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
     ),
 ]
@@ -423,7 +423,7 @@ GpuName = Annotated[
         'Use the dispatch rules for this GPU, such as "RTX A6000", H100, sm90, MI300X or gfx942, '
         "or for the CPU (cpu). With several GPUs (H200,A100), the output is a table.  "
         "[default: the local GPU]",
-        tool="A GPU by name, a capability, or cpu; or several.",
+        tool="One or more GPUs, each given by its name or compute capability, or cpu.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu", "H200,MI300X"),
     ),
 ]
@@ -433,7 +433,7 @@ Cudnn = Annotated[
         ("--cudnn",),
         metavar="VERSION",
         help="The cuDNN version.  [default: that of the PyPI wheel]",
-        tool="cuDNN's version. Default: the PyPI wheel's.",
+        tool="The cuDNN version. The default is the version that the PyPI wheel uses.",
     ),
 ]
 Cuda = Annotated[
@@ -442,7 +442,7 @@ Cuda = Annotated[
         ("--cuda",),
         metavar="VERSION",
         help="The CUDA version that PyTorch was built with.  [default: that of the PyPI wheel]",
-        tool="PyTorch's CUDA. Default: the PyPI wheel's.",
+        tool="The CUDA version of PyTorch. The default is the version of the PyPI wheel.",
     ),
 ]
 CudnnCompiled = Annotated[
@@ -485,7 +485,8 @@ Engine = Annotated[
         type=click.Choice(list(ENGINES)),
         help="Explain the choice of a serving engine: show the candidates, the reasons for "
         "refusals, and the options to set.",
-        tool="A serving engine, whose choice is explained instead of PyTorch's.",
+        tool="The serving engine whose choice is explained. By default, PyTorch's choice is "
+        "explained.",
         tool_examples=("vllm",),
     ),
 ]
@@ -497,7 +498,8 @@ EngineVersion = Annotated[
         metavar="RELEASES",
         help="Use the rules of this engine release (0.25 or 0.25.1), of several (0.19,0.25) or of "
         "a range (0.19..0.32).  [default: the newest known]",
-        tool="A release of the engine, several, or a range. Default: the newest known.",
+        tool="One or more releases of the serving engine, or a range of releases. The default is "
+        "the newest known release.",
         tool_name="engine_version",
         tool_examples=("0.25", "0.19..0.32"),
     ),
@@ -509,7 +511,7 @@ Bisect = Annotated[
         metavar="PROPERTY",
         check=numeric_name,
         help="Find the values of this property, such as head_dim, at which the choice changes.",
-        tool="Find the values of this property at which the choice changes.",
+        tool="Find the values of this property at which the choice of backend changes.",
         tool_examples=("head_dim", "seq_len"),
     ),
 ]
@@ -633,9 +635,10 @@ def _engine_frame(engine: EngineChoice, configs: Sequence[Config]) -> pd.DataFra
     "explain",
     frame=_to_frame,
     tool=(
-        "Use this tool for any config, stored or not. The tool applies the dispatch rules of the "
-        "release and needs no GPU. Several configs give a map of choices, several releases show "
-        "where the choice changes, and bisect finds the value at which it changes."
+        "Use this tool for any config, stored or not. The tool applies PyTorch's dispatch rules "
+        "and needs no GPU. With several configs, the result is a map of choices. With several "
+        "releases, the result shows where the choice changes. With bisect, the tool finds the "
+        "values at which the choice changes."
     ),
     tool_required=("gpu",),
 )
@@ -702,7 +705,7 @@ def explain(
     if engine is not None:
         name = gpu or gpu_name()
         if name is None:
-            raise UsageError(no_gpu_text("name one with --gpu, such as --gpu H100"))
+            raise UsageError(no_gpu_text("name a GPU with --gpu, such as --gpu H100"))
         require_one("explain --engine", "GPU")(name)
         there = rocm.find_amd_gpu(name) or find_gpu(name)
         choice = EngineChoice(engine, engine_releases(engine, engine_version), there)
@@ -894,7 +897,9 @@ def _bisected(question: Question, name: str) -> Document:
     platforms = question.platforms
     if len(platforms) > 1:
         what = "release" if len({each.machine.torch for each in platforms}) > 1 else "GPU"
-        raise UsageError(f"explain --bisect predicts for one {what}; name one")
+        raise UsageError(
+            f"explain --bisect works with only one {what} at a time; name a single {what}"
+        )
     asked = "" if question.asked == AUTO else f", {question.asked}"
     where = f"{platforms[0].text}, by rule{asked}" if platforms else "live"
 

@@ -51,7 +51,11 @@ def explain_answer(answer: Explanation) -> tuple[str, ...]:
     config = parse_config(answer.config)
     if reason := outside_sdpa(config):
         able = [name for name, each in BACKENDS.items() if each.load and not each.supports(config)]
-        others = f"{join_and(able)} can compute it" if able else "no built-in backend computes it"
+        others = (
+            f"{join_and(able)} can compute this config"
+            if able
+            else "no built-in backend can compute this config"
+        )
         return (f"PyTorch's {reason}; {others}.",)
     torch, device = platform_text(answer.environment)
     subject = torch if answer.asked == AUTO else f"With {answer.asked}, {torch}"
@@ -147,7 +151,7 @@ def compares_gpus(matrices: Sequence[Sequence[MatrixRow]]) -> bool:
 def matrix_answer(matrices: Sequence[Sequence[MatrixRow]]) -> tuple[str, ...]:
     """Return sentences on the releases at which the predicted choice changes, or on the GPUs."""
     if all(chosen(row.explanation) == "unknown" for matrix in matrices for row in matrix):
-        return ("What these releases run is unknown, because the rules do not cover them.",)
+        return ("The choices are unknown, because the dispatch rules do not cover these releases.",)
     by_gpu = compares_gpus(matrices)
     configs = {matrix[0].explanation.config for matrix in matrices}
     if len(configs) == 1:
@@ -216,11 +220,11 @@ def bisect_answer(bisections: Sequence[Bisection]) -> tuple[str, ...]:
 
 
 def _of_bisection(found: Bisection) -> str:
-    ends = f"{found.name} {found.stretches[0].first:,} to {found.stretches[-1].last:,}"
+    ends = f"{found.name} from {found.stretches[0].first:,} to {found.stretches[-1].last:,}"
     if not found.flips:
-        return f"The choice is {found.stretches[0].choice} from {ends}."
+        return f"The choice is {found.stretches[0].choice} for {ends}."
     if len(found.flips) > SHOWN_FLIPS:
-        return f"The choice changes {len(found.flips):,} times from {ends}."
+        return f"The choice changes {len(found.flips):,} times for {ends}."
     texts = [
         f"at {found.name} {after.first:,} from {before.choice} to {after.choice}"
         for before, after in pairwise(found.stretches)

@@ -33,8 +33,8 @@ SETTINGS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
     "sglang": (),
 }
 OTHERS_UNKNOWN = (
-    "the rules of SGLang only cover its default; whether another backend works on this GPU is unknown "
-    "until SGLang starts with it"
+    "SGLang's rules cover only its default backend; whether another backend works on this GPU is "
+    "unknown until SGLang starts with that backend"
 )
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8"}
 
@@ -49,7 +49,12 @@ class CandidateRow:
     gpu: Annotated[str, column(meaning="the GPU")]
     place: Annotated[
         int,
-        column("#", "count", importance="key", meaning="the order in which the engine tries it"),
+        column(
+            "#",
+            "count",
+            importance="key",
+            meaning="the backend's position in the order in which the engine tries backends",
+        ),
     ]
     backend: Annotated[str, column("backend", importance="key", meaning="the engine's backend")]
     verdict: Annotated[
@@ -65,7 +70,7 @@ class CandidateRow:
         str, column("first reason against it", wrap=True, meaning="in the engine's words")
     ]
     setting: Annotated[
-        str, column("what to set to run it", wrap=True, meaning="options of the engine")
+        str, column("options that select this backend", wrap=True, meaning="options of the engine")
     ]
     since: Annotated[
         str,

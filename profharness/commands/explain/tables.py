@@ -140,7 +140,9 @@ def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
         parts.append(f"{lead} still picks {advice.choice}")
     if advice.gain is not None:
         factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
-        parts.append(f"Measured {factor:.2f}x {word} (the call only, without preparing its inputs)")
+        parts.append(
+            f"The measured call is {factor:.2f}x {word}, without the time to prepare its inputs"
+        )
     # flex_attention runs its own kernels, not those of the backend.
     lead = "instead of" if advice.steps == ("flex",) else "for"
     yield Note(f"{'. '.join(parts)}.", f"{lead} {backend}")
@@ -316,7 +318,7 @@ def map_blocks(drawn: Map, where: str, *, predicted: bool) -> Iterator[Block]:
     if len(drawn.edges) > MAX_EDGES:
         yield Note(f"{len(drawn.edges) - MAX_EDGES} more; the JSON has them all", "edge")
     if not drawn.edges and used != ["unknown"]:
-        yield Note("none: the choice is the same everywhere", "edge")
+        yield Note("the map has no edges, because the choice is the same everywhere", "edge")
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:

@@ -97,7 +97,7 @@ GpuName = Annotated[
         "Predict the kernels from the atlas of this GPU, such as H200. With --gpu, no kernel runs "
         "and no store is read.",
         only_of="kernels",
-        tool="Predict from the atlas of this GPU.",
+        tool="Predict the kernels from the atlas of this GPU.",
         tool_examples=("H200",),
     ),
 ]
@@ -174,10 +174,10 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
     frame=_to_frame,
     epilog=NAMES,
     tool=(
-        "Use this tool to see the kernels that ran on a stored config. The key `cells` lists "
-        "refusals with their reasons. Nothing is captured, so a config that no run has is an "
-        "error; call explain for such a config. With gpu, the kernels are predicted from an atlas "
-        "of that GPU, as in predict, and no store is read."
+        "Use this tool to see which kernels ran for a stored config. The key `cells` lists "
+        "refusals with their reasons. Nothing is captured, so the tool returns an error if no run "
+        "contains the config; in this case, use the tool explain. With gpu, the tool reads no "
+        "store, and predicts the kernels from an atlas of that GPU, as the tool predict does."
     ),
 )
 def kernels(

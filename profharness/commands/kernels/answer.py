@@ -191,10 +191,10 @@ def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
     if losses:
         loss, config, auto, best = max(losses, key=lambda each: each[0])
         yield (
-            f"By kernel time, auto takes more than {much} longer than the fastest backend on "
-            f"{len(losses)} of {counted(compared, 'config')}; the worst is {config}: "
-            f"{time_text(auto.ns or 0)}, against {time_text(best.ns or 0)} on "
-            f"{best.ran}."
+            f"On {len(losses)} of {counted(compared, 'config')}, the kernels of auto take more "
+            f"than {much} longer than those of the fastest backend. The worst case is {config}, "
+            f"where auto takes {time_text(auto.ns or 0)} and {best.ran} takes "
+            f"{time_text(best.ns or 0)}."
         )
     elif compared:
         yield f"By kernel time, auto is within {much} of the fastest backend on every compared config."
@@ -211,7 +211,8 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     names = len({row.kernel for row in rows})
     what = counted(count, "launch", "launches") if of == "kernel" else counted(count, "call")
     lead = (
-        f"The trace has {what} of {counted(names, 'different ' + of)}, {time_text(total)} in all."
+        f"The trace has {what} of {counted(names, 'different ' + of)}, "
+        f"which take {time_text(total)} in all."
     )
     if of == "op":
         return (lead,)

@@ -96,7 +96,7 @@ class Step:
             "us",
             importance="answer",
             scale="launch",
-            meaning="time of its launches per call",
+            meaning="time of the step's launches per call",
         ),
     ]
     share: Annotated[
@@ -106,17 +106,17 @@ class Step:
             "percent",
             importance="answer",
             meaning=(
-                "share of the eager call or, without one, of an older run's event sample, the "
-                "CPU's wall-clock time or the kernel time"
+                "share of the call's eager time; if there is none, share of the first time that "
+                "exists: event (older runs only), graph, wall or the kernel time"
             ),
         ),
     ]
     """None for the cold refill, because an eager call contains no refill."""
     tile: Annotated[
-        str | None, column("tile", importance="detail", meaning="tile of its longest kernel")
+        str | None, column("tile", importance="detail", meaning="tile of the step's longest kernel")
     ]
     kernels: Annotated[
-        tuple[str, ...], column("kernels", "names", shrink=True, meaning="its kernels")
+        tuple[str, ...], column("kernels", "names", shrink=True, meaning="kernels of the step")
     ]
     profiler: Annotated[str | None, column(meaning="the profiler that recorded the launches")]
     grid: Triple | None = None
@@ -153,18 +153,31 @@ class CallFigures:
     event_ns: Annotated[
         float | None,
         column(
-            "event µs", "us", importance="normal", scale="call", meaning="cold call of an older run"
+            "event µs",
+            "us",
+            importance="normal",
+            scale="call",
+            meaning="time of a cold call in older runs",
         ),
     ]
     wall_ns: Annotated[
         float | None,
         column(
-            "wall µs", "us", importance="normal", scale="call", meaning="wall-clock time of the CPU"
+            "wall µs",
+            "us",
+            importance="normal",
+            scale="call",
+            meaning="wall-clock time of a call on the CPU",
         ),
     ]
     speedup: Annotated[
         float | None,
-        column("speed-up", "ratio", importance="answer", meaning="relative to the slowest backend"),
+        column(
+            "speed-up",
+            "ratio",
+            importance="answer",
+            meaning="speed-up relative to the slowest backend",
+        ),
     ]
     peak_memory_bytes: Annotated[
         int | None, column("peak MiB", "mib", meaning="peak memory without the inputs")
@@ -175,13 +188,15 @@ class CallFigures:
             "peak / output",
             "count",
             importance="detail",
-            meaning="the peak divided by the output's size",
+            meaning="peak memory divided by the size of the output",
         ),
     ]
     score_matrices: Annotated[
         float | None,
         column(
-            "score matrices", "count", meaning="the peak divided by the size of the score matrix"
+            "score matrices",
+            "count",
+            meaning="peak memory divided by the size of the score matrix",
         ),
     ]
     """None if there is no score matrix, or if copies of the inputs are larger than the matrix."""
@@ -190,7 +205,7 @@ class CallFigures:
         column(
             "grows with",
             importance="detail",
-            meaning="growth of the memory with the sequence length",
+            meaning="how the peak memory grows with the sequence length",
         ),
     ]
     """The growth is derived from the shapes.
@@ -431,12 +446,18 @@ def _explanations(
             "memory",
         )
     if any(WALL in cell.samples for cell in cells):
-        yield Note("speed-up compares wall-clock times with the slowest backend", "times")
+        yield Note(
+            "speed-up compares the wall-clock time of each backend with that of the slowest",
+            "times",
+        )
         return
     parts = [f"{GAPS} are the graph time minus the kernel time"]
     if any(EAGER in cell.samples for cell in cells):
         parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
-    text = f"speed-up compares kernel times with the slowest backend; {', '.join(parts)}"
+    text = (
+        "speed-up compares the kernel time of each backend with that of the slowest; "
+        f"{', '.join(parts)}"
+    )
     yield Note(text, "times")
 
 
@@ -479,5 +500,5 @@ def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
         Heading("Steps of math"),
         Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs a call"),
         Table.of(MATH_COLUMNS, lines),
-        Note("Kernel time only; gaps between launches are excluded."),
+        Note("The times are kernel times, without the gaps between launches."),
     ]

@@ -187,7 +187,7 @@ def kernels_document(
         if any(row.source in SOURCE_WORDS for row in own):
             detail = f"{run}, from its atlas"
         if foreign := bool(own) and all(row.cell is None for row in own):
-            alike = f"the longest of {ranges[scope]} such ranges" if ranges[scope] > 1 else ""
+            alike = f"the longest of {ranges[scope]} similar ranges" if ranges[scope] > 1 else ""
             few = "" if full else _few(own, most)
             detail = ", ".join(filter(None, (detail, alike, few)))
         blocks.append(Heading(title, detail))
@@ -232,7 +232,7 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
         return (
             "The time of an op excludes the ops that it calls. For the time of a call, use bench."
         )
-    caches = "cold caches, because ncu runs each kernel on its own"
+    caches = "cold caches because ncu runs each kernel on its own"
     if any(row.profiler != NCU for row in rows):
         caches = "a warm L2"
     return (
@@ -578,9 +578,9 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
     ]
     if ratios:
         text = (
-            "Use the times of torch or nsys and the counters of ncu: ncu runs each kernel on its "
-            f"own with cold caches, which takes {min(ratios):.2f} to {max(ratios):.2f} times as "
-            "long."
+            "Use the times from torch or nsys, and use ncu only for its counters. ncu runs each "
+            f"kernel on its own with cold caches, so a kernel takes {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times as long."
         )
         notes.append(Note(text))
     return notes

@@ -111,7 +111,7 @@ GpuNames = Annotated[
     gpu_option(
         "Predict each layer on other GPUs, such as H200 or H100,H200, from their atlases. No kernel "
         "runs.",
-        tool="Predict for these GPUs from their atlases.",
+        tool="Predict each layer on these GPUs from their atlases.",
         tool_examples=("H200",),
     ),
 ]
@@ -218,8 +218,8 @@ def _to_frame(found: LayersFound) -> pd.DataFrame:
     "layers",
     frame=_to_frame,
     epilog=WORDS,
-    tool="Use this tool for a model or a training step, and kernels for single configs. With gpu, the "
-    "keys predicted_* contain predictions for the same calls on another GPU.",
+    tool="Use this tool for a model or a training step. For single configs, use the tool kernels. "
+    "With gpu, the keys predicted_* contain predictions for the same calls on another GPU.",
 )
 def layers(
     *run: Runs,

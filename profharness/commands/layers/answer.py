@@ -115,7 +115,8 @@ def _cost(layers: LayerMap, subject: str = "Attention") -> str:
     timed = [row for row in layers.rows if row.forward_ns is not None]
     if not timed:
         return (
-            "The times of the attention calls are unknown, because the trace has no kernels of them"
+            "The times of the attention calls are unknown, because the trace does not contain "
+            "their kernels"
         )
     backward = sum(row.backward_ns or 0 for row in timed)
     forward = sum(row.forward_ns or 0 for row in timed)
@@ -212,7 +213,7 @@ def _saving(layers: LayerMap) -> tuple[str, ...]:
 def _phase_saving(phase: PhaseRow) -> str:
     """Return a sentence about the time that the fastest backend would save in a phase."""
     if not phase.saves_ns:
-        return f"In {phase.phase} steps, {phase.fastest} is not faster than what ran."
+        return f"In {phase.phase} steps, {phase.fastest} is not faster than the backend that ran."
     idle = (phase.busy_share or 0) < 1 - IDLE
     told = f"{phase.fastest} would save {'at most ' if idle else ''}{time_text(phase.saves_ns)} per step"
     if phase.tokens_per_s and phase.fastest_tokens_per_s:

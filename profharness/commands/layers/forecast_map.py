@@ -29,7 +29,7 @@ WHY_NOT = {
     "record_shapes=True",
     "flex": "flex_attention uses no backend of scaled_dot_product_attention",
     "custom": "another package computes the attention",
-    "fast_path": "the fast path of nn.TransformerEncoder has its own op",
+    "fast_path": "the fast path of nn.TransformerEncoder calls an op of its own",
     "replay": "the shapes of the replayed calls are unknown",
 }
 CHOICES = {
@@ -130,7 +130,7 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
     if row.kind not in OF_SDPA:
         return WHY_NOT.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
     if by_step and row.calls is None:
-        return "no recorded step shows these calls"
+        return "no recorded step contains these calls"
     if row.points or row.program_points:
         return None
     return "; ".join(row.reasons[:1]) or NO_CONFIG
@@ -237,12 +237,13 @@ def _doubts(
         )
     if [config for config, _ in asked] != sampled:
         yield (
-            "Backends are predicted from the strides of the calls, but times assume contiguous tensors."
+            "The backends are predicted from the strides of the calls, but the times assume "
+            "contiguous tensors."
         )
     if layers.gpu is None and all(config.dtype == "fp32" for config in sampled):
         yield (
-            "All calls are fp32, as on the CPU. If the program uses fp16 or bf16 on a GPU, observe it "
-            "with that dtype."
+            "All calls use fp32, as is usual on a CPU. If the program uses fp16 or bf16 on a GPU, "
+            "observe it with that dtype."
         )
 
 

@@ -108,7 +108,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
-        blocks += [Heading("Kernels", "in order of their first launch", 3)]
+        blocks += [Heading("Kernels", "in order of the first launch", 3)]
         named = zip(lines, layers.rows, strict=True)
         blocks.append(Table.of(KERNELS, (line | {"kernels": row.kernels} for line, row in named)))
     if full and layers.gaps:
@@ -166,7 +166,7 @@ def _forecast_blocks(
         yield Note("No other backend is predicted to be faster.")
     yield from map(Note, forecast.conclusions)
     if full:
-        yield Heading("Predicted kernels", "of a call of median size", 3)
+        yield Heading("Predicted kernels", "for a call of median size", 3)
         yield Table.of((KERNELS[0], *pick(LayerForecast, "predicted_kernels")), rows)
 
 
@@ -193,7 +193,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
     if len({forecast.torch for forecast in layers.forecasts}) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
-        yield Note(f"Predicted for several PyTorch releases: {there}.")
+        yield Note(f"The predictions are for different PyTorch releases: {there}.")
         yield Note("Choose a release with --torch.", level="hint")
     for forecast in others:
         pairs = [

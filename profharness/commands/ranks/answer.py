@@ -73,7 +73,7 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
         single = all(len(texts) == 1 for texts in did.values())
         yield f"Unlike {usual_ranks(order)}, {join_and(clauses) if single else '; '.join(clauses)}."
     elif len(even) > 1 and not slow and all(each.code != MISSING for each in answer.findings):
-        yield "All ranks ran the same kernels and software."
+        yield "All ranks ran the same kernels and used the same software."
 
 
 def _agreement(rows: tuple[RankFigures, ...] | list[RankFigures], other: str = "") -> str:

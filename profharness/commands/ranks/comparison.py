@@ -17,8 +17,10 @@ CODES = {
     SLOW_GPU: "the rank's kernels take longer than the same kernels on the other ranks",
     SLOW_KERNELS: "some kernels of the rank take longer, but most kernels do not",
     OTHER_ATTENTION: "the rank runs different families of attention kernels than most ranks",
-    OTHER_KERNELS: "the rank launches different kernels, or a different number, than most ranks",
-    OTHER_SOFTWARE: "the rank's environment has a different value than most ranks",
+    OTHER_KERNELS: (
+        "the rank launches different kernels than most ranks do, or a different number of kernels"
+    ),
+    OTHER_SOFTWARE: "a value in the rank's environment differs from the value on most ranks",
     OTHER_GPU: "the rank runs on a different GPU model than most ranks",
     WAITS: "the rank's GPU is idle for longer than the GPUs of the other ranks",
     LATE: "the rank spends the least time in collectives, because the other ranks wait for it",
@@ -77,7 +79,9 @@ class RankFigures:
     span_ns: Annotated[
         int | None,
         column(
-            "span ms", "ms", meaning="from the start of the first launch to the end of the last one"
+            "span ms",
+            "ms",
+            meaning="time from the start of the first launch to the end of the last launch",
         ),
     ]
     """The sum over the devices of the rank."""
@@ -103,7 +107,7 @@ class RankFigures:
     def idle_share(
         self,
     ) -> Annotated[
-        Share, column("% idle", "percent", meaning="share of the span without a kernel")
+        Share, column("% idle", "percent", meaning="share of the span in which no kernel runs")
     ]:
         """Share of the span in which no kernel runs."""
         return self._share(self.idle_ns)
@@ -112,7 +116,8 @@ class RankFigures:
     def collective_share(
         self,
     ) -> Annotated[
-        Share, column("% collectives", "percent", meaning="share of the span in collectives")
+        Share,
+        column("% collectives", "percent", meaning="share of the span in which collectives run"),
     ]:
         """Share of the span in which collectives run."""
         return self._share(self.collective_ns)
@@ -121,7 +126,8 @@ class RankFigures:
     def exposed_share(
         self,
     ) -> Annotated[
-        Share, column("% exposed", "percent", meaning="share of the span in collectives alone")
+        Share,
+        column("% exposed", "percent", meaning="share of the span in which only collectives run"),
     ]:
         """Share of the span in which only collectives run."""
         return self._share(self.exposed_ns)

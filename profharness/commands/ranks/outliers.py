@@ -203,9 +203,9 @@ def _require_one_job(ranks: Sequence[RankRow], table: Launched) -> None:
     _, times = np.unique(np.concatenate([np.unique(each) for each in ran]), return_counts=True)
     if all(rank.rank is None for rank in ranks) and 2 * (times > 1).sum() < len(times):
         raise UsageError(
-            "these traces are probably not ranks of one job: no trace contains its rank, and only "
-            f"{(times > 1).sum()} of {counted(len(times), 'kernel')} ran in more than one trace; "
-            "compare two programs with: profharness diff A B"
+            "these traces are probably not ranks of one job, because no trace contains its rank, "
+            f"and only {(times > 1).sum()} of {counted(len(times), 'kernel')} ran in more than one "
+            "trace; to compare two programs, use `profharness diff A B`"
         )
 
 
@@ -259,7 +259,7 @@ def _usual(rows: Sequence[RankFigures]) -> str:
 
 
 def _others(rows: Sequence[RankFigures]) -> str:
-    return "the GPUs of the other ranks" if len(rows) > 2 else "the GPU of the other rank"
+    return "the GPUs of the other ranks are" if len(rows) > 2 else "the GPU of the other rank is"
 
 
 def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterator[RankFinding]:
@@ -268,7 +268,6 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
     The ratio is the time of a rank's kernels divided by the median time of the same kernels on the
     other ranks. A GPU is only compared with GPUs of the same model.
     """
-    than = "than the median of the same kernels on the other ranks"
     for members in _indices(row.device for row in rows).values():
         count, total = table.count[members], table.total[members]
         keys = np.flatnonzero(table.computes & ((count > 0).sum(axis=0) > 1))
@@ -297,8 +296,9 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
                 continue
             if part > BROAD:
                 text = (
-                    f"its compute kernels take {percent(ratio - 1, 1)} longer {than}; "
-                    f"slower kernels account for {percent(part)} of this time"
+                    f"its compute kernels take {percent(ratio - 1, 1)} longer than the "
+                    "median of the same kernels on the other ranks; the slower kernels account for "
+                    f"{percent(part)} of the rank's compute time"
                 )
                 yield RankFinding(SLOW_GPU, (rows[index].label,), text)
                 continue
@@ -444,7 +444,7 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     for index, above in _above(shares):
         own = shares[index]
         text = (
-            f"its GPU is idle for {share_text(own)} of the span, but {_others(rows)} for "
+            f"its GPU is idle for {share_text(own)} of the span, but {_others(rows)} idle for "
             f"{share_text(own - above)}"
         )
         yield RankFinding(WAITS, (rows[index].label,), text)

@@ -158,8 +158,8 @@ TERMS = {
     "cell": "one config on one backend",
     "refused": "the backend does not support this config; this is a result, not an error",
     "GPU time": "the time in which the GPU was busy",
-    "waves": "the blocks of a launch divided by the blocks that the GPU runs at once; a partial wave "
-    "leaves SMs idle",
+    "waves": "the number of blocks in a launch divided by the number of blocks that the GPU runs "
+    "at once; a partial wave leaves SMs idle",
     "roofline": "the highest rate that the bandwidth allows at a given intensity, up to the peak rate",
     "intensity": "FLOPs per byte of memory traffic",
     MISSING: "a value that the profiler cannot record, never zero",
@@ -488,7 +488,12 @@ def _latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """Return a table of the latencies of cells under a heading, or no blocks."""
     tables = _latency_tables(cells, CALL_MEASUREMENTS)
     return (
-        [Heading("All latencies", "measured without a profiler, from raw samples"), *tables]
+        [
+            Heading(
+                "All latencies", "computed from raw samples that were measured without a profiler"
+            ),
+            *tables,
+        ]
         if tables
         else []
     )
@@ -553,7 +558,7 @@ def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) ->
         for cell in cells
         for text in disagreements(cell, [row for row in rows if row.cell == cell.cell])
     ]
-    none = Note("none: all sources agree on the backend")
+    none = Note("all sources agree on the backend of each cell")
     return [Heading("Disagreements"), *(notes or [none])] if cells else []
 
 
@@ -639,19 +644,19 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
     compared = _count(len(losses), "config")
     if not real:
         yield (
-            f"No backend is significantly faster than auto ({percent(THRESHOLD)} or more) on any "
-            f"of {compared}{doubt}. No change is necessary."
+            f"No backend is significantly faster than auto (by {percent(THRESHOLD)} or more) on "
+            f"any of {compared}{doubt}. No change is necessary."
         )
         return
     worst = real[0]
     yield (
-        f"auto was slower than the fastest other backend on {len(real)} of {compared}, by at most "
-        f"{percent(worst.regret, 1)} ({worst.config}: auto takes {worst.chosen_ns / 1e3:,.2f} µs, "
-        f"{worst.best} takes {worst.best_ns / 1e3:,.2f} µs){doubt}."
+        f"On {len(real)} of {compared}, auto was slower than the fastest other backend{doubt}. The "
+        f"largest difference is {percent(worst.regret, 1)} on {worst.config}, where auto takes "
+        f"{worst.chosen_ns / 1e3:,.2f} µs and {worst.best} takes {worst.best_ns / 1e3:,.2f} µs."
     )
     yield (
         f"Select {named(Counter(loss.best for loss in real))}. The code below selects the fastest "
-        "backend for the config with the largest loss."
+        "backend for the config with the largest difference."
     )
 
 

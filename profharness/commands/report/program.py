@@ -164,7 +164,7 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
         for (kind, backend), ns in _ordered(times)
     )
     yield Heading("The step", f"{time_text(times.step_ns)}, {name}")
-    caption = "Shares of the whole step, including the time in which the GPU is idle."
+    caption = "The shares refer to the whole step, including the time in which the GPU is idle."
     yield Chart("stack", "", rows, "ms", "step", "kind", "ms", label="label", caption=caption)
     yield Heading("The step as a table", level=3, folded=True)
     parts = [

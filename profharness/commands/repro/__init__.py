@@ -211,7 +211,10 @@ def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterator[str]:
         yield f"Variables: {' '.join(texts)}"
     code = (environment.get("backend_code") or {}).get(cell.backend)
     if code and fingerprint(find_backend(cell.backend)) != code:
-        yield f"The code of {cell.backend} has changed since this run (fingerprint then: {code})"
+        yield (
+            f"The code of {cell.backend} has changed since this run, when its fingerprint was "
+            f"{code}"
+        )
 
 
 def repro_script(

@@ -131,9 +131,9 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     "regret": (
         "Where auto is slower",
         (
-            "The time that the choice of `auto` loses to the fastest correct backend for each "
-            "config, as in `bench` (0.5 means 50 % longer). `run` can be an id or `all`; the "
-            "default is the newest run with times."
+            "For each config, how much longer `auto` takes than the fastest correct backend, as in "
+            "`bench` (0.5 means 50 % longer). `run` can be an id or `all`; the default is the "
+            "newest run with times."
         ),
         """SELECT json_extract(value, '$.run') AS run, json_extract(value, '$.config') AS config,
             json_extract(value, '$.measurement') AS measurement,
@@ -203,8 +203,8 @@ def serve(path: Path, host: str, port: int) -> None:
     """
     if host not in LOOPBACK:
         hint(
-            f"warning: --host {host}: anyone who can reach this machine can read the whole store "
-            "without a password, including the paths of files, but nobody can write to the store"
+            f"warning: with --host {host}, anyone who can reach this machine can read the whole "
+            "store without a password, including file paths; nobody can write to the store"
         )
     app = application(path, host)
     with _listen(host, port) as listener:
