@@ -42,7 +42,7 @@ class VerificationRow:
             "error",
             "short",
             importance="answer",
-            meaning="largest absolute difference from fp64; null if not finite",
+            meaning="largest absolute difference from the fp64 reference; null if it is not finite",
         ),
     ]
     allowance: Annotated[float | None, column("allowance", "short", meaning="the allowed error")]

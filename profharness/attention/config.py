@@ -206,7 +206,7 @@ def grammar_lines() -> list[str]:
             for option in keyed
             if option.allowed and option.allowed != MASK_SHAPES
         ),
-        "mask_shape=b1qk (from bhqk, with 1 for each dimension to broadcast; also hqk, qk)",
+        "mask_shape=b1qk (bhqk, hqk or qk, with 1 in place of each dimension to broadcast)",
         f"{strides} in elements, such as 393216x64x1536x1",
         "  ".join(
             f"{option.name}={option.example}"
@@ -661,7 +661,10 @@ def _unknown(token: str) -> str:
         return f"cannot read {token!r}; write {key} without a value"
     elements = _elements(token.removeprefix("dtype="))
     if not set(FLAGS).isdisjoint(elements):
-        return f"cannot read {token!r}; flags cannot be in a set; give a separate config for each"
+        return (
+            f"cannot read {token!r}: a set cannot contain flags; give a separate config for each "
+            "flag"
+        )
     meant = [DTYPE_ALIASES.get(word.lower(), word.lower()) for word in elements]
     if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"

@@ -183,8 +183,8 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
 
 def finished_message(folder: Path, run: Run) -> str:
     return (
-        f"run {run.run} is finished: all of its cells ({len(run.cells)}) have a result; run "
-        f"`profharness ingest {shlex.quote(str(folder))}` to store it"
+        f"run {run.run} is finished, because all of its cells ({len(run.cells)}) have a result; "
+        f"to store the results, run `profharness ingest {shlex.quote(str(folder))}`"
     )
 
 

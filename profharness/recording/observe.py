@@ -42,8 +42,8 @@ NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
 # observer/window.py writes this text to the journal as the reason for an unrecorded step
 ELSEWHERE = "attention ran in other threads, but the profiler records only the main thread"
 RECORD_THREAD = (
-    "to time these calls, record their threads with torch.profiler (record_shapes=True), then "
-    "run profharness ingest"
+    "to time attention in other threads, record these threads with torch.profiler "
+    "(record_shapes=True), then run profharness ingest"
 )
 CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
 
@@ -137,9 +137,9 @@ def why_silent(folder: Path) -> str | None:
         return "none of the program's processes imported torch"
     return (
         "torch was imported, but scaled_dot_product_attention was never called from Python; "
-        "attention in plain matrix products, in other packages or in the fast path of "
-        "nn.TransformerEncoder appears only in a trace (record one with torch.profiler and "
-        "record_shapes=True, then run profharness ingest)"
+        "to find attention in plain matrix products, in other packages or in the fast path of "
+        "nn.TransformerEncoder, record a trace with torch.profiler (record_shapes=True), then run "
+        "profharness ingest"
     )
 
 

@@ -171,7 +171,7 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
             stderr_tail = " / ".join(done.stderr.strip().splitlines()[-2:])[:500]
             raise CaptureError(
                 f"measuring the peak rates of {device} failed (exit code {done.returncode}): "
-                f"{stderr_tail}; `profharness doctor` shows what is missing; use --peaks "
+                f"{stderr_tail}; run `profharness doctor` to see what is missing, or use --peaks "
                 "data-sheet to avoid the measurement"
             )
         measured = read_json(path, Measured)

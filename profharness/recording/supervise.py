@@ -133,7 +133,9 @@ class _JournalReader:
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 if len(self._rest) > LINE_BYTES:
                     raise OSError(
-                        errno.EFBIG, "the journal contains a line without an end", str(self._path)
+                        errno.EFBIG,
+                        f"the journal contains a line of more than {LINE_BYTES:,} bytes",
+                        str(self._path),
                     )
                 for line in lines:
                     # ignore a line that is incomplete because the worker crashed
@@ -258,7 +260,9 @@ class _WorkerProcess:
         """Write the result of the cell during which the worker died."""
         cell = self.pending.pop(str(self.cell))
         # use a longer text, because not every implementation is compiled in this stage
-        stage = {"compile": "loading, compiling or the first call"}.get(self.stage, self.stage)
+        stage = {"compile": "the loading, compilation or first call of the backend"}.get(
+            self.stage, self.stage
+        )
         if self.returncode is None:
             status = "timeout"
             message = f"the worker did not finish {stage} in time and was stopped (see --timeout)"

@@ -208,11 +208,11 @@ class GzipReader:
             data = self._decompress(size)
         self._done += len(data)
         if self._done > self._limit:
-            message = f"unpacks to more than {self._limit:,} bytes, {MAX_RATIO} times its size"
-            raise self._error(
-                message,
-                expected="a smaller file; to read it anyway, unpack it and pass the unpacked file",
+            message = (
+                f"the file unpacks to more than {self._limit:,} bytes, which is {MAX_RATIO} times "
+                "its size; to read it anyway, unpack it and pass the unpacked file"
             )
+            raise self._error(message, expected="a smaller file")
         return data
 
     def close(self) -> None:
@@ -227,8 +227,10 @@ class GzipReader:
         try:
             return self._member.decompress(data, size)
         except _Damage as error:
-            place = f"before byte {self._raw.tell():,} of the compressed file"
-            raise self._error(f"the gzip stream is damaged {place}: {error}") from None
+            raise self._error(
+                f"the gzip stream is damaged before byte {self._raw.tell():,} of the compressed "
+                f"file: {error}"
+            ) from None
 
     def _start_member(self) -> bool:
         """Start to read the next gzip member, or return False if only zeros follow."""

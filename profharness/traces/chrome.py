@@ -220,8 +220,10 @@ def _assemble(
     if not trace.num_launches:
         message = "traceEvents is empty"
         if tables.events or tables.skipped:
-            message = "; ".join([f"its {tables.events:,} events record no work", *skipped])
-        raise TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
+            message = "; ".join(
+                [f"the {tables.events:,} events in the file record no work", *skipped]
+            )
+        raise TraceFormatError(path, message, expected="at least one kernel, copy or ATen op")
     seen = np.sort(np.concatenate(hashes))
     repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
     if at.stacks.repeated > trace.num_launches * REPEATED_OPS:
@@ -229,13 +231,16 @@ def _assemble(
     counts["repeated"] = repeated
     texts = {
         "unmatched": (
-            "have no API call with the same correlation id, so their thread, range and op "
-            "are unknown"
+            "{n:,} launches have no API call with the same correlation id, so their thread, range "
+            "and op are unknown"
         ),
-        "ambiguous": "have several API calls with the same correlation id; the first one is used",
-        "repeated": "occur twice in the file and are counted twice",
+        "ambiguous": (
+            "{n:,} launches have several API calls with the same correlation id; the first one is "
+            "used"
+        ),
+        "repeated": "{n:,} launches occur twice in the file and are counted twice",
     }
-    found = [f"{counts[key]:,} launches {text}" for key, text in texts.items() if counts[key]]
+    found = [text.format(n=counts[key]) for key, text in texts.items() if counts[key]]
     if at.stacks.paths.deep:
         found.append(f"op stacks deeper than {MAX_DEPTH} are stored without their middle part")
     warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)
@@ -338,7 +343,7 @@ def _devices(header: dict[str, Any], unnamed: str) -> tuple[tuple[Device, ...], 
     doubts = [text for _, texts in made for text in texts]
     if len(made) < len(given):
         doubts.append(
-            f"deviceProperties: {len(given) - len(made)} of {len(given)} entries are not devices"
+            f"{len(given) - len(made)} of {len(given)} entries in deviceProperties are not devices"
         )
     return tuple(device for device, _ in made if device), doubts
 
@@ -581,7 +586,9 @@ class Window:
         while self.fill(max(BLOCK, len(self.buffer))):
             if len(self.buffer) > MAX_PIECE:
                 message = f"more than {MAX_PIECE >> 20} MiB follow the events"
-                raise self.error(message, offset=begin, expected="the end of the file")
+                raise self.error(
+                    message, offset=begin, expected="the end of the file after the events"
+                )
         return self.buffer
 
     def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
@@ -701,7 +708,9 @@ def _foreign(window: Window) -> TraceFormatError:
         return window.error(f"not JSON: {error}", expected='"traceEvents": [')
     if isinstance(value, dict) and "traceEvents" in value:
         return window.error("traceEvents is not an array", expected='"traceEvents": [')
-    return window.error("JSON, but not a Kineto trace", offset=0, expected='the key "traceEvents"')
+    return window.error(
+        "valid JSON, but not a Kineto trace", offset=0, expected='the key "traceEvents"'
+    )
 
 
 def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool) -> Layout:

@@ -89,7 +89,7 @@ def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Tra
     launches, units = report.launches, report.units
     durations = [_duration(launch, units) for launch in launches]
     if sum(durations) >= MAX_NS:
-        message = f"its kernel times add up to {sum(durations) / 1e9:.0f} s"
+        message = f"the kernel times add up to {sum(durations) / 1e9:.0f} s"
         raise TraceFormatError(path, message, expected="plausible times")
     configs, kernels = Ids(), Ids()
     names = [launch.name or NO_NAME for launch in launches]
@@ -256,7 +256,7 @@ def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
     launches, units = report.launches, report.units
     of = f"of {len(launches)} kernels have"
     if not launches:
-        yield "the report contains no kernels; a filter of ncu may have excluded all of them"
+        yield "the report contains no kernels; an ncu filter may have excluded them all"
     untimed = [
         DURATION in launch.values
         for launch, ns in zip(launches, durations, strict=True)

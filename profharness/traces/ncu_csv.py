@@ -154,7 +154,10 @@ class LaunchCompactor:
         """
         self._left -= places
         if self._left < 0:
-            message = f"it contains more values than a report of this size can have (limit: {self._most:,})"
+            message = (
+                f"the report contains more than {self._most:,} values, too many for a report of "
+                "its size"
+            )
             raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
 
     def compact(self, launch: NcuLaunch) -> NcuLaunch:
@@ -545,7 +548,7 @@ def _doubt_ids(ids: list[int], profiled: int) -> Iterator[str]:
     """Yield warnings about gaps, repetitions and missing kernels in the IDs of the kernels."""
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
-        yield f"the kernel ids have gaps: {gaps} are missing"
+        yield f"the kernel ids have gaps: {gaps} ids are missing"
     if again := len(ids) - len(distinct):
         yield (
             f"{again} kernels have the id of an earlier kernel; the file may contain several tables"

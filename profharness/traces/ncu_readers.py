@@ -120,8 +120,9 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
         path,
         f"this report was written by {made}, but {' and '.join(tried)} cannot read it",
         expected=(
-            "a complete report that is not newer than its reader; copy it again, pip install -U "
-            "ncu-report, or use a newer ncu"
+            "a complete report from a version of ncu that the installed readers can read; if the "
+            "file is truncated, copy it again; otherwise, update ncu-report (pip install -U "
+            "ncu-report) or use a newer ncu"
         ),
     )
 

@@ -37,7 +37,8 @@ MEMORY_KINDS = {
 }  # fmt: skip
 EXPECTED = "an SQLite file exported by nsys"
 AGAIN = (
-    "export it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
+    "export the file again from the report: nsys export --type sqlite --output OUT.sqlite "
+    "REPORT.nsys-rep"
 )
 FORM = Form(
     EXPECTED, AGAIN, "the file is empty; nsys leaves an empty file behind if its export fails"
@@ -240,7 +241,7 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
             message = f"an SQLite file without tables; {AGAIN}"
             if export.tables:
                 message = (
-                    "an SQLite file, but not from nsys or an AMD profiler: it has no table of "
+                    "the SQLite file is not from nsys or an AMD profiler: it has no table of "
                     "launches or ranges"
                 )
             raise TraceFormatError(shown, message, expected=EXPECTED)

@@ -82,8 +82,8 @@ ORPHANS = (
     "not assigned to a layer"
 )
 CONTRADICTED = (
-    "the arrows of {n} attention calls lead to other backward ops, so their backward pass is "
-    "unknown"
+    "the arrows of {n} attention calls lead to backward ops of other ops, so the backward pass of "
+    "these calls is unknown"
 )
 OVERLAPS = "{n} module calls begin inside another call and end after it, so the layers may be wrong"
 

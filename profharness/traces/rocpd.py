@@ -37,7 +37,7 @@ from profharness.traces.sqlite_file import Form, columns_or_null, database, tabl
 
 FORM = Form(
     "a rocpd database from rocprofv3 or rocprof-sys",
-    "record it again: rocprofv3 --kernel-trace --hip-trace --marker-trace -- PROGRAM",
+    "record the trace again: rocprofv3 --kernel-trace --hip-trace --marker-trace -- PROGRAM",
 )
 DISPATCH, COPY, EVENT, REGION = "kernel_dispatch", "memory_copy", "event", "region"
 SCHEMA = 3  # the version of the schema that this module reads
@@ -111,7 +111,7 @@ def _recordings(connection: sqlite3.Connection, path: Path) -> list[dict[str, tu
             found.setdefault(match["recording"] or "", {})[match["name"]] = name, columns
     made = [tables for tables in found.values() if DISPATCH in tables]
     if not made:
-        message = "an SQLite file, but not from rocprofv3: it has no table rocpd_kernel_dispatch"
+        message = "the SQLite file is not from rocprofv3: it has no table rocpd_kernel_dispatch"
         raise TraceFormatError(path, message, expected=FORM.expected)
     if len(made) > MAX_RECORDINGS:
         message = f"contains {len(made)} recordings"
@@ -119,12 +119,8 @@ def _recordings(connection: sqlite3.Connection, path: Path) -> list[dict[str, tu
     for tables in made:
         table, columns = tables[DISPATCH]
         if missing := [name for name in NEEDED if name not in columns]:
-            message = f"{table[:80]} has no column {', '.join(missing)}"
-            raise TraceFormatError(
-                path,
-                message,
-                expected=f"rocpd schema {SCHEMA}; use a newer profharness",
-            )
+            message = f"{table[:80]} has no column {', '.join(missing)}; use a newer profharness"
+            raise TraceFormatError(path, message, expected=f"rocpd schema {SCHEMA}")
     return made
 
 

@@ -33,7 +33,7 @@ from profharness.traces.rocm import (
 from profharness.traces.sqlite_file import Form, columns_of, database, quoted
 
 EXPECTED = "a kernel_trace, memory_copy_trace or counter_collection CSV from rocprofv3"
-V1_FORM = Form("a rocprof database", "record it again: rocprof --timestamp on PROGRAM")
+V1_FORM = Form("a rocprof database", "record the trace again: rocprof --timestamp on PROGRAM")
 # The names of each column, in lower case and without punctuation.
 COLUMNS = {
     "name": "kernelname name",

@@ -20,7 +20,7 @@ from profharness.traces.columns import THREAD_GRIDS, blocks_of, whole
 from profharness.traces.rocm import Dispatch, Recording, copy_name, plain_name, triple
 from profharness.traces.sqlite_file import Form, columns_or_null, database, table_columns
 
-FORM = Form("an rpd database", "record it again: runTracer.sh -o OUT.rpd PROGRAM")
+FORM = Form("an rpd database", "record the trace again: runTracer.sh -o OUT.rpd PROGRAM")
 OP, API = "rocpd_op", "rocpd_api"
 MARKER = "UserMarker"
 COLUMNS = {

@@ -123,11 +123,12 @@ def test_a_template_runs_as_a_backend_and_long_compiles_are_named(tmp_path: Path
     assert told["made.py"][0] == "ok"
     assert told["slow.py"][0] == "timeout"
     assert (
-        "the worker did not finish loading, compiling or the first call in time"
+        "the worker did not finish the loading, compilation or first call of the backend in time"
         in told["slow.py"][1]
     )
     assert told["dies.py"][0] == "crashed"
-    assert "the worker died during loading, compiling or the first call" in told["dies.py"][1]
+    stage = "the loading, compilation or first call of the backend"
+    assert f"the worker died during {stage}" in told["dies.py"][1]
 
 
 def test_two_kinds_at_once_are_refused(tmp_path: Path) -> None:

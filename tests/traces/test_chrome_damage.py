@@ -251,10 +251,8 @@ def test_a_file_without_events_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_file_without_launches_or_ops_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     error = refused(path, document([CALL, BROKEN["negative"], BROKEN["huge-id"]]))
-    assert (
-        "its 3 events record no work; 2 events could not be read and were skipped, 1 of them "
-        in (str(error))
-    )
+    wanted = "the 3 events in the file record no work; 2 events could not be read and were skipped"
+    assert f"{wanted}, 1 of them " in str(error)
     with pytest.raises(TraceFormatError):
         ingest_path(tmp_path / "s.db", path)
     assert not (tmp_path / "s.db").exists()
@@ -380,7 +378,7 @@ def test_bad_values_in_the_header_are_left_out(tmp_path: Path) -> None:
     assert "baseTimeNanoseconds" in trace.warnings[0]
     assert trace.warnings[1:3] == (
         "device None: name has the impossible value 3, which is ignored",
-        "deviceProperties: 1 of 3 entries are not devices",
+        "1 of 3 entries in deviceProperties are not devices",
     )
     trace.close()
 

@@ -64,7 +64,7 @@ def test_every_template_parameter_is_described() -> None:
         assert meanings["elem_type"] == "type of the tensors: bf16"
         assert meanings["causal"] == "a query does not attend to later keys"
         assert meanings["even_mn"] is not None
-        assert meanings["even_mn"].startswith("lengths are checked")
+        assert meanings["even_mn"].startswith("sequence lengths are checked")
         assert meanings["append"] == "no keys to append"
         assert found.untold == ()
 
@@ -169,13 +169,13 @@ def test_the_command_prints_json_and_words() -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "roles"),
     [
-        ("flash_fwd_splitkv_kernel<64,64x256,w4>", "one buffer each for K and V", "no roles"),
-        ("flash_bwd_dq_dk_dv<64,128x128,w8>", "two buffers for Q", "no roles"),
+        ("flash_fwd_splitkv_kernel<64,64x256,w4>", "K and V have one buffer each", "no roles"),
+        ("flash_bwd_dq_dk_dv<64,128x128,w8>", "Q has two buffers", "no roles"),
         ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "at most 4 buffers", "no roles"),
         ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", None, "no roles"),
-        ("FlashAttnFwdSm90<128,128x176>", None, "warp group 0 loads"),
+        ("FlashAttnFwdSm90<128,128x176>", None, "warp group 0 is the producer"),
         ("FlashAttnBwdSm90<128,80x128>", None, "warp 1 writes dQ"),
-        ("FlashAttentionForwardSm100", None, "8-11: correction"),
+        ("FlashAttentionForwardSm100", None, "warps 8-11 correct the output"),
         ("cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64", None, None),
         ("flash_fwd_splitkv_combine<64,m8,split2>", None, None),
         ("fmha_cutlassB_f16_aligned_64x64_k64_sm80", None, None),

@@ -355,19 +355,19 @@ def test_a_row_with_a_damaged_start_is_counted(tmp_path: Path, sign: str, at: in
     count, texts = warnings(tmp_path, WHOLE[:start] + sign + WHOLE[start + 1 :])
     if sign == "5" and at == 1:
         assert (count, len(texts)) == (6, 2)
-        assert texts[0] == "the kernel ids have gaps: 1 are missing"
+        assert texts[0] == "the kernel ids have gaps: 1 ids are missing"
         assert "have the id of an earlier kernel" in texts[1]
         return
     assert count == 5
     assert texts == (
         "1 lines look like damaged rows and are skipped (line 5 after the header)",
-        "the kernel ids have gaps: 1 are missing",
+        "the kernel ids have gaps: 1 ids are missing",
     )
 
 
 def test_missing_and_repeated_rows_are_counted(tmp_path: Path) -> None:
     gone = WHOLE.replace(row(2, 3.5), "").replace(row(3, 4.5), "")
-    assert warnings(tmp_path, gone) == (4, ("the kernel ids have gaps: 2 are missing",))
+    assert warnings(tmp_path, gone) == (4, ("the kernel ids have gaps: 2 ids are missing",))
     count, texts = warnings(tmp_path, WHOLE + WHOLE.replace(HEADER, ""))
     assert count == 6
     assert texts == (
@@ -409,7 +409,7 @@ def test_an_invalid_time_is_left_out(tmp_path: Path, duration: str) -> None:
 
 
 def test_times_whose_sum_overflows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceFormatError, match=r"x\.csv: its kernel times add up to"):
+    with pytest.raises(TraceFormatError, match=r"x\.csv: the kernel times add up to"):
         read(tmp_path, HEADER + "".join(row(n, 2e15) for n in range(4)))
 
 

@@ -174,7 +174,7 @@ def test_names_of_tensile_have_types_and_tiles(
     ("name", "token", "meaning"),
     [
         (CK_BACKWARD, "DQDKDV", "gradients of queries, keys and values"),
-        (CK_COMBINE, "SplitKVCombine", "combines the outputs for the parts of the split keys"),
+        (CK_COMBINE, "SplitKVCombine", "combines the partial outputs for the split keys"),
         ("bwd_kernel_dk_dv", "dk_dv", "gradients of keys and values"),
         ("aiter::fmha_fwd_hd128_bf16_causal_group", "causal", "a query does not attend to later keys"),
         ("_ZN5aiter42pa_bf16_pertokenFp8_gqa10_1tg_4w_mtp3_msk1E", "gqa10", "10 query heads share a head of keys"),

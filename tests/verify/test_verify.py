@@ -67,15 +67,15 @@ def test_right_ones_pass_every_case(tmp_path: Path, dtypes: tuple[str, ...], cas
 # the error that a forward and backward call on this config leaves: (which result, a word in its
 # message)
 MISTAKES = {
-    "no_scale": ("out", "without the scale (scale=1)"),
-    "given_scale_ignored": ("out", "1/sqrt(head_dim) instead of the given scale"),
-    "causal_off_by_one": ("out", "causal mask one column too far right"),
-    "kv_mapping": ("out", "query head h on key head h % Hkv"),
+    "no_scale": ("out", "no scale is applied (scale=1)"),
+    "given_scale_ignored": ("out", "1/sqrt(head_dim) is used instead of the given scale"),
+    "causal_off_by_one": ("out", "causal mask is one column too far right"),
+    "kv_mapping": ("out", "query head h uses key head h % Hkv"),
     "last_row_unwritten": ("out", "not written: 256 of 25600 elements"),
     "nan_row": ("out", "NaN at [0, 0, 3, 0]"),
-    "tail_of_keys": ("out", "without the last 4 of 100 keys"),
+    "tail_of_keys": ("out", "the last 4 of 100 keys are left out"),
     "writes_input": ("inputs", "writes to element 65 of key's storage"),
-    "stale": ("out", "is the result of the previous call, although the inputs differ"),
+    "stale": ("out", "the result is that of the previous call, although the inputs differ"),
     "accumulates": ("out", "two calls with the same inputs differ"),
     "shared_buffer": ("out", "a later call overwrote the result of an earlier call"),
     "unstable": ("out", "two calls with the same inputs differ"),
@@ -255,4 +255,4 @@ def test_the_command_exits_with_3_if_anything_is_wrong(tmp_path: Path) -> None:
     wrong = command(tmp_path, "--backend", "math,mine.py:no_scale")
     assert wrong.returncode == 3
     assert "1 of 4 checks failed; wrong: mine.py:no_scale" in wrong.stderr
-    assert "without the scale" in " ".join(wrong.stdout.split())
+    assert "no scale is applied" in " ".join(wrong.stdout.split())

@@ -82,7 +82,7 @@ SDPA_ROWS = (
     Backend(AUTO, "the backend that PyTorch chooses with all flags unchanged", _ALL_DEVICES),
     Backend(
         "flash",
-        "FlashAttention (FA2 built into PyTorch, or an activated FA3/FA4)",
+        "FlashAttention (the FA2 built into PyTorch, or FA3 or FA4 if it is activated)",
         _ALL_DEVICES,
         _only("flash"),
     ),
@@ -91,7 +91,7 @@ SDPA_ROWS = (
     Backend("math", "matmul, softmax and matmul as separate ATen ops", _ALL_DEVICES, _only("math")),
     Backend(
         ALL_DISABLED,
-        "legacy sdp_kernel with flash, math and efficient off; cuDNN stays on",
+        "the legacy sdp_kernel with flash, math and efficient turned off, which leaves cuDNN on",
         _ALL_DEVICES,
         _in_worker("legacy_all_disabled"),
     ),
@@ -111,14 +111,15 @@ TORCH_ROWS = (
     # compilation, flex is not fused.
     GpuBackend(
         "flex",
-        "flex_attention under torch.compile (Triton); causal and window as a block mask",
+        "flex_attention under torch.compile (Triton), with causal and window masks passed as a "
+        "block mask",
         load=refuse_if_unloadable("flex_attention", _in_worker("flex", None)),
         supports=functools.partial(outside_contract, takes=OPTIONAL),
         absent=needs_module("triton", "pip install triton"),
     ),
     GpuBackend(
         "flex-flash",
-        "flex_attention with kernel_options BACKEND FLASH (FA4 kernels)",
+        "flex_attention with the kernel option BACKEND=FLASH (FA4 kernels)",
         load=refuse_if_unloadable("flex_attention", _in_worker("flex", {"BACKEND": "FLASH"})),
         supports=check_limits(dtypes=HALF, takes=WINDOW),
         absent=_in_worker("flex_flash_absent"),
@@ -127,7 +128,7 @@ TORCH_ROWS = (
     ),
     GpuBackend(
         "varlen",
-        "torch.nn.attention.varlen; copies the inputs to pack them, unless layout=bshd",
+        "torch.nn.attention.varlen, which packs the inputs (by copying them, unless layout=bshd)",
         load=_in_worker("varlen"),
         supports=check_limits(
             dtypes=HALF, takes=WINDOW, square_causal=True, same_head_dim=True, max_head_dim=256
@@ -138,7 +139,7 @@ TORCH_ROWS = (
         "fa3",
         "SDPA with FlashAttention-3 in place of FA2",
         "flash_attn_interface",
-        "build it from flash-attention's hopper folder",
+        "build FlashAttention-3 from flash-attention's hopper folder",
         (9,),
     ),
     _flash_impl(
@@ -152,7 +153,7 @@ TORCH_ROWS = (
     # would generate C++.
     GpuBackend(
         NAIVE_COMPILED,
-        "torch.compile of kernels/naive.py, which Inductor may replace with SDPA",
+        "kernels/naive.py under torch.compile, where Inductor may replace it with SDPA",
         load=refuse_if_unloadable(NAIVE_COMPILED, _in_worker("naive_compiled")),
         supports=takes_window,
         absent=_in_worker("naive_compiled_absent"),
@@ -206,9 +207,9 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
     if backend is None:
         names = ", ".join(dict.fromkeys([*BACKENDS, *implementation_names()]))
         raise UsageError(
-            f"unknown backend {text!r}; choose from {names}, or combine some, as in flash+math; "
-            f"give your own implementation as kernels/{text}.py, file.py:function or "
-            "package.module:function"
+            f"unknown backend {text!r}; choose from {names}, or join SDPA's backends, as in "
+            f"flash+math. To use your own implementation, give kernels/{text}.py, "
+            "file.py:function or package.module:function"
         )
     return backend
 

@@ -107,7 +107,7 @@ def outside_contract(config: Config, takes: Collection[str] = ()) -> str | None:
             what = f"a sliding window ({text})" if name == "window" else text
             return f"does not support {what}"
     if config.mask != "none":
-        return f"does not support an attention mask (mask={config.mask}), only causal"
+        return f"supports causal masking, but no other attention mask (mask={config.mask})"
     if config.dropout:
         return "does not support dropout"
     if config.kv_batch is not None:

@@ -375,7 +375,7 @@ def paged_supports(kernels: str, config: Config) -> str | None:
         return f"supports only {' and '.join(HALF)}, not {config.dtype}"
     if config.kv_dtype and (config.mla or kernels == "fa3"):
         return (
-            f"its {kernels} kernels need a cache with the same dtype as the query ({config.dtype})"
+            f"the {kernels} kernels need a cache with the same dtype as the query ({config.dtype})"
         )
     if config.mla:
         return None if config.mla == (512, 64) else "supports only mla=512+64"
@@ -383,7 +383,7 @@ def paged_supports(kernels: str, config: Config) -> str | None:
         return "supports a window only with a causal mask"
     if config.head_dim not in HEAD_DIMS or config.head_dim_v is not None:
         dims = ", ".join(map(str, HEAD_DIMS))
-        return f"supports only head_dim {dims}, equal for key and value"
+        return f"supports only head_dim {dims}, which must be the same for key and value"
     return None
 
 
@@ -510,7 +510,7 @@ SERVING_BACKENDS = (
     ),
     GpuBackend(
         "flashinfer-cudnn",
-        "cuDNN's paged attention, as FlashInfer calls it",
+        "cuDNN's paged attention, called through FlashInfer",
         load=refuse_if_unloadable("cudnn", _of_cudnn),
         supports=cudnn_supports,
         absent=needs_module("cudnn", "pip install flashinfer-python nvidia-cudnn-frontend"),
@@ -519,7 +519,7 @@ SERVING_BACKENDS = (
     ),
     GpuBackend(
         "flashinfer-trtllm",
-        "TensorRT-LLM's paged attention, as FlashInfer calls it",
+        "TensorRT-LLM's paged attention, called through FlashInfer",
         load=refuse_if_unloadable("flashinfer", _of_trtllm),
         supports=trtllm_supports,
         absent=_absent(*TRTLLM_CAPABILITIES),

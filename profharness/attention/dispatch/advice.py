@@ -335,11 +335,11 @@ CHANGES = (
     ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
            "leave out attn_mask if it hides nothing", exact=False),
     ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
-           "compute in bf16 instead of {b.dtype}: 8 significant bits (about 2 to 3 digits) instead of the 24 of fp32, "
-           "with the same range", exact=False, group="dtype"),
+           "compute in bf16 instead of {b.dtype}: bf16 has the range of fp32, but only 8 of its 24 significant bits "
+           "(about 2 to 3 digits)", exact=False, group="dtype"),
     ConfigChange("fp16", ("dtype",), lambda c: replace(c, dtype="fp16"),
-           "compute in fp16 instead of {b.dtype}: 11 significant bits (about 3 digits), and values must stay below "
-           "65504", exact=False, group="dtype"),
+           "compute in fp16 instead of {b.dtype}: fp16 has 11 significant bits (about 3 digits), and its values must "
+           "stay below 65504", exact=False, group="dtype"),
     ConfigChange("dropout in sixteenths", ("dropout",), _sixteenth,
            "change dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
     ConfigChange("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
@@ -538,7 +538,7 @@ def advise(
         return (
             Advice(
                 change=(
-                    f"no change needed: {backend} supports the config, but {asked} prefers another "
+                    f"{backend} supports the config, but {asked} prefers another "
                     f"backend; allow only {backend} with sdpa_kernel, or keep math as a fallback with "
                     f"{fallback} (PyTorch 2.6 and newer)"
                 ),
@@ -694,7 +694,7 @@ class BackendAnswer:
             "eligible",
             importance="answer",
             repeat=False,
-            meaning="whether it supports the config; null if unknown",
+            meaning="whether the backend supports the config; null if unknown",
         ),
     ]
     reasons: tuple[Refusal, ...] = ()

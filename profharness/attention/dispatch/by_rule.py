@@ -74,7 +74,9 @@ class Explanation:
 
     config: Annotated[str, column(meaning="label of the attention problem")]
     source: Annotated[str, column(meaning="`live` if PyTorch was queried, otherwise `rules`")]
-    environment: Annotated[dict[str, Any], column(meaning="what the choice depends on")]
+    environment: Annotated[
+        dict[str, Any], column(meaning="the properties that PyTorch's choice depends on")
+    ]
     priority_order: Annotated[
         tuple[str, ...], column(meaning="the backends in PyTorch's order; empty if unknown")
     ]
@@ -100,7 +102,7 @@ class Explanation:
     ] = AUTO
     prediction: Annotated[
         dict[str, Any] | None,
-        column(meaning="time and best backend according to the machine's atlas"),
+        column(meaning="the time and the best backend that the machine's atlas predicts"),
     ] = None
     computed_by: Annotated[
         str | None,
@@ -288,7 +290,9 @@ def named_platforms(
         ]
     name = gpu or gpu_name()
     if name is None:
-        raise UsageError(no_gpu_text("name one with --gpu, such as --gpu H100 or --gpu cpu"))
+        raise UsageError(
+            no_gpu_text("name a GPU or a CPU with --gpu, such as --gpu H100 or --gpu cpu")
+        )
     full_name = gpu_title(name)
     return [
         Platform(
@@ -556,11 +560,11 @@ def _rocm_caveats(platform: Platform) -> Iterator[str]:
     """Yield the assumptions about the build of PyTorch in the answer for an AMD GPU."""
     machine, release = platform.machine, release_text(platform.machine.torch)
     versions = " or ".join(map(rocm.version_text, machine.aotriton_versions))
-    another = "AMD's wheels and other builds can contain another version"
+    another = "AMD's wheels and other builds can contain another AOTriton version"
     if platform.pinned and machine.aotriton is not None:
         yield (
             f"The answer assumes AOTriton {versions}, which PyTorch's own ROCm wheels of {release} "
-            f"contain. {another}; give it with --aotriton VERSION."
+            f"contain. {another}; give the version with --aotriton VERSION."
         )
     elif machine.aotriton is None:
         yield (
@@ -570,10 +574,13 @@ def _rocm_caveats(platform: Platform) -> Iterator[str]:
     if machine.fa_library != rocm.CK:
         return
     if library(machine) != rocm.CK:
-        why = f"on {machine.architecture}"
+        why = f"PyTorch does not accept CK on {machine.architecture}"
         if machine.torch < rocm.PREFERS_CK:
-            why = f"in {release}: preferred_rocm_fa_library exists from 2.7 on"
-        yield f"PyTorch does not accept CK {why}. AOTriton therefore computes the call."
+            why = (
+                f"PyTorch {release} does not accept CK, because preferred_rocm_fa_library exists "
+                "only in 2.7 and newer"
+            )
+        yield f"{why}. AOTriton therefore computes the call."
     elif machine.torch < rocm.BUILDS_CK:
         yield (
             "CK computes the call only if PyTorch was built with USE_ROCM_CK_SDPA (before 2.9: "

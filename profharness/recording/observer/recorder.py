@@ -332,7 +332,9 @@ class Recorder:
             if number is None:
                 number = len(self.templates)
                 if number >= MOST_TEMPLATES:
-                    raise RuntimeError(f"more than {MOST_TEMPLATES} kinds of calls")
+                    raise RuntimeError(
+                        f"the program makes more than {MOST_TEMPLATES} kinds of calls"
+                    )
                 self.codes[id(frame.f_code)] = frame.f_code
                 self.templates.append(
                     {"template": number, "kind": "flex" if exact[FLEX] else "sdpa"}

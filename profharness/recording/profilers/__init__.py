@@ -50,11 +50,11 @@ class Profiler:
 PROFILERS: dict[str, Profiler] = {
     profiler.name: profiler
     for profiler in (  # in order of preference
-        Profiler(TORCH, "PyTorch profiler (Kineto) inside the worker", "torch.json.gz"),
+        Profiler(TORCH, "runs the PyTorch profiler (Kineto) inside the worker", "torch.json.gz"),
         Profiler(EVENTS, "timing only, no trace"),
         Profiler(
             NSYS,
-            "Nsight Systems around the worker",
+            "runs the worker under Nsight Systems",
             "nsys-rep",
             NsysSession,
             patience=2.0,
@@ -70,7 +70,7 @@ PROFILERS: dict[str, Profiler] = {
         ),
         Profiler(
             NCU,
-            "Nsight Compute: hardware counters",
+            "runs the worker under Nsight Compute, which reads hardware counters",
             "ncu-rep",
             NcuSession,
             iterations=1,  # counters vary little, and each profiled launch takes milliseconds
@@ -81,7 +81,7 @@ PROFILERS: dict[str, Profiler] = {
         ),
         Profiler(
             ROCPROFV3,
-            "rocprofv3 of ROCm around the worker (not tested on an AMD GPU)",
+            "runs the worker under ROCm's rocprofv3 (not tested on an AMD GPU)",
             "db",
             Rocprofv3Session,
             patience=2.0,
@@ -142,7 +142,7 @@ def find_tool(name: str) -> Tool | None:
         path = Path(named)
         if not _executable(path):
             message = f"{variable} is {named!r}, which is not an executable file"
-            remedy = f"set it to the path of {name}, or unset it"
+            remedy = f"set {variable} to the path of {name}, or unset it"
             raise ToolError(Problem(name, "tool_missing", message, remedy))
     elif on_path is not None:
         path = Path(on_path)

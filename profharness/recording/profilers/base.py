@@ -30,7 +30,10 @@ LAST_CHARACTERS = 400
 # Texts that the rules of several tools share.
 NO_SANDBOX = "profile on a virtual machine or bare metal; `--profiler torch` works without {tool}"
 OWN_TMPDIR = "set TMPDIR to a folder that exists and is writable"
-TOOL_OPTIONS = "install a version from 2022.4 to 2026.2, or see `{tool} --help` for its options"
+TOOL_OPTIONS = (
+    "install a version from 2022.4 to 2026.2, or see `{tool} --help` for the options of this "
+    "version"
+)
 
 
 class ToolError(ProfharnessError):
@@ -73,7 +76,10 @@ LIBRARY_MISSING = FailureRule(
         "a program did not start because the library {library} is missing, so {report} was "
         "not written"
     ),
-    ("install the package that contains it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)"),
+    (
+        "install the package that contains the library (libelf1 for libelf.so.1, libdw1 for "
+        "libdw.so.1)"
+    ),
 )
 
 
@@ -136,7 +142,7 @@ def diagnose(
 _NO_REPORT = {
     "missing": (
         "without writing {report}",
-        "run `profharness doctor`; the log contains the tool's and the program's output",
+        "run `profharness doctor`, and see the log for the output of the tool and of the program",
     ),
     "empty": ("and left {report} empty", "check whether the disk is full, then run again"),
     "stale": (
@@ -153,8 +159,8 @@ def report_damaged(profiler: str, report: Path, why: str) -> Problem:
         "report_damaged",
         f"{profiler} wrote {report.name}, but it cannot be read: {why}",
         (
-            "check whether the disk is full or the tool was killed while it wrote, then capture "
-            "again"
+            "check whether the disk is full or the tool was killed while it was writing, then "
+            "capture again"
         ),
     )
 

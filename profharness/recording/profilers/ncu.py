@@ -29,7 +29,6 @@ from profharness.files import open_input
 from profharness.processes import read_end
 from profharness.recording.profilers.base import (
     LIBRARY_MISSING,
-    NO_SANDBOX,
     OWN_TMPDIR,
     TOOL_OPTIONS,
     FailureRule,
@@ -82,8 +81,8 @@ RULES = (
         r"ERR_NVGPUCTRPERM",
         "this user may not read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
         (
-            "run as root (in a container with CAP_SYS_ADMIN), or load the driver with "
-            "NVreg_RestrictProfilingToAdminUsers=0; on WSL, allow it in the Windows NVIDIA "
+            "run as root (in a container with CAP_SYS_ADMIN), load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0 or, on WSL, allow access in the Windows NVIDIA "
             "control panel; `--profiler torch` works without counters"
         ),
     ),
@@ -92,15 +91,14 @@ RULES = (
         r"LibraryNotLoaded",
         (
             "ncu could not load its counter library (LibraryNotLoaded) and stopped the program: "
-            "the driver is older than ncu, this is a gVisor container, or ncu does not support "
-            "the GPU"
+            "the driver is older than ncu, ncu runs in a gVisor container, or ncu does not "
+            "support the GPU"
         ),
         (
             "use an ncu that matches the driver (ncu 2025.3 for driver 580), check that "
-            "/dev/nvidia-caps "
-            "exists, and "
-        )
-        + NO_SANDBOX.replace("{tool}", "ncu"),
+            "/dev/nvidia-caps exists, and profile on a virtual machine or bare metal; `--profiler "
+            "torch` works without ncu"
+        ),
     ),
     FailureRule(
         "counters_busy",
@@ -108,8 +106,7 @@ RULES = (
         "another tool is using the GPU's hardware counters",
         (
             "run `dcgmi profile --pause` before the capture and `dcgmi profile --resume` after "
-            "it, or wait "
-            "until the other ncu ends"
+            "it, or wait until the other tool ends"
         ),
     ),
     FailureRule(
@@ -157,7 +154,7 @@ RULES = (
     FailureRule(
         "tmpdir_unusable",
         r"Failed to create temporary file",
-        "ncu cannot write its temporary file (TMPDIR)",
+        "ncu cannot write its temporary file to the folder in TMPDIR",
         OWN_TMPDIR,
     ),
     FailureRule(
@@ -170,7 +167,7 @@ RULES = (
         "target_failed",
         r"^==ERROR== The application returned an error code \((?P<exit>\d+)\)",
         "the profiled program exited with code {exit} before ncu wrote {report}",
-        "run the program without ncu and fix it first",
+        "run the program without ncu, and fix its error first",
         quoted=True,
         written=False,
     ),
@@ -183,8 +180,8 @@ RULES = (
             "of the cells"
         ),
         (
-            "check with `--profiler torch` whether the cells launch kernels; in a range "
-            "filter, escape the name, and end it with a slash only for push/pop ranges"
+            "check with `--profiler torch` whether the cells launch kernels; if you filter NVTX "
+            "ranges, escape their names, and end only the names of push/pop ranges with a slash"
         ),
     ),
     replace(LIBRARY_MISSING, pattern=r"\bncu: " + LIBRARY_MISSING.pattern),

@@ -45,16 +45,14 @@ _SAME_VERSION = (
     "capture, import and export with the same nsys on the same machine, and copy the "
     ".sqlite file from there"
 )
-_DEBIAN = "libdw1, libelf1 or libssh-4 on Debian and Ubuntu"
 
 NO_CUDA_EVENTS = FailureRule(
     "no_cuda_events",
     r"No CUDA events collected|CUDA profiling might have not been started correctly",
     "nsys recorded no CUDA work in {report}",
     (
-        "check that the program uses the GPU (nvidia-smi, torch.cuda.is_available()) and "
-        "that nsys is not older than torch's CUDA release; `--profiler torch` works "
-        "without nsys"
+        "check that the program uses the GPU (see nvidia-smi and torch.cuda.is_available()) and "
+        "that nsys is not older than torch's CUDA release; `--profiler torch` works without nsys"
     ),
 )
 
@@ -114,7 +112,8 @@ UNWRITTEN_RULES = (
     FailureRule(
         "tmpdir_unusable",
         r"boost::filesystem::temp_directory_path|^Agent launcher failed",
-        "nsys cannot start its background process or write its raw files (TMPDIR)",
+        "nsys cannot start its background process or cannot write its raw files to the folder in "
+        "TMPDIR",
         OWN_TMPDIR,
     ),
     FailureRule(
@@ -124,7 +123,8 @@ UNWRITTEN_RULES = (
             "nsys wrote a raw .qdstrm file but not {report}: its importer (QdstrmImporter) is "
             "not in the folder host-linux-x64 beside nsys's target-linux-x64"
         ),
-        "link the importer there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
+        "link the importer's folder to the place where nsys looks for it (on Debian: `ln -s "
+        "/usr/lib/nsight-systems/host-linux-x64 "
         "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
     ),
     FailureRule(
@@ -136,7 +136,7 @@ UNWRITTEN_RULES = (
         ),
         (
             "`ldd QdstrmImporter | grep 'not found'` shows the missing library; install the "
-            f"package that contains it ({_DEBIAN})"
+            "package that contains it (on Debian and Ubuntu: libdw1, libelf1 or libssh-4)"
         ),
     ),
     FailureRule(
@@ -152,7 +152,7 @@ UNWRITTEN_RULES = (
         "nsys could not convert its raw .qdstrm file to {report}",
         (
             "check whether the disk is full; to see the reason, run `QdstrmImporter -i "
-            "FILE.qdstrm` from the same version"
+            "FILE.qdstrm` from the same version of nsys"
         ),
     ),
     FailureRule(
@@ -182,10 +182,9 @@ KILLED = FailureRule(
     r"\Asignal 9$",
     "nsys was killed (SIGKILL) before it wrote {report}",
     (
-        "stop its remaining processes with `nsys shutdown --kill=sigterm "
-        "--session=profile-PID` (PID is the process id of the killed nsys); check the kernel log "
-        "for "
-        "out-of-memory kills, then run again"
+        "stop the remaining nsys processes with `nsys shutdown --kill=sigterm "
+        "--session=profile-PID`, where PID is the process id of the killed nsys; then check the "
+        "kernel log for out-of-memory kills, and run again"
     ),
 )
 
@@ -216,7 +215,7 @@ EXPORT_RULES = (
         r"Version tag is not found in the stream|Cannot read from stream"
         r"|Section Table Reference magic number mismatch",
         "the file is not an nsys report, or it is truncated",
-        "copy it again, or capture again",
+        "copy the report again, or capture again",
     ),
     LIBRARY_MISSING,
     FailureRule(
@@ -335,7 +334,7 @@ def diagnose_export(returncode: int | None, text: str, output: Path) -> Problem 
         NSYS,
         "export_empty",
         f"nsys export succeeded but wrote no SQLite file{quoted(text)}",
-        "check whether the disk is full; export with the nsys that wrote the report",
+        "check whether the disk is full, and export with the nsys that wrote the report",
     )
 
 

@@ -114,7 +114,7 @@ class Rocprofv3Session(ToolSession):
                 ROCPROFV3,
                 "no_kernels",
                 f"rocprofv3 recorded no kernels in {self.report.name}",
-                "check that torch is a ROCm build and sees the GPU (rocminfo, "
+                "check that torch is a ROCm build and sees the GPU (see rocminfo and "
                 "torch.cuda.is_available()); `--profiler torch` works without rocprofv3",
             )
         return problem, self.report

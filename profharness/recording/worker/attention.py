@@ -207,8 +207,9 @@ def priority_absent() -> str | None:
     if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
         return None
     return (
-        "an order of backends requires torch >= 2.6 (set_priority of sdpa_kernel), but this is "
-        f"{torch.__version__}; use + for the same set without an order"
+        "an order of backends requires torch >= 2.6 (sdpa_kernel with set_priority), but this is "
+        f"torch {torch.__version__}; join the backends with + to allow the same set without an "
+        "order"
     )
 
 

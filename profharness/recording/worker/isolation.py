@@ -80,7 +80,7 @@ SETTINGS = (
 )
 OTHERS: dict[str, Callable[[], Any]] = {
     "torch.is_autocast_enabled('cpu')": lambda: torch.is_autocast_enabled("cpu"),
-    "the hooks of all modules": lambda: [
+    "PyTorch's global hooks of modules": lambda: [
         len(hooks)
         for name, hooks in vars(torch_module).items()
         if name.startswith("_global_") and isinstance(hooks, dict)
@@ -94,7 +94,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "the locale": lambda: locale.setlocale(locale.LC_ALL),
     "the CPUs that the process may use": lambda: os.sched_getaffinity(0),
     "the priority of the process": lambda: os.getpriority(os.PRIO_PROCESS, 0),
-    "the limits of the process": lambda: [
+    "the resource limits of the process": lambda: [
         resource.getrlimit(getattr(resource, name))
         for name in dir(resource)
         if name.startswith("RLIMIT_")

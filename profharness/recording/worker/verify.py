@@ -469,8 +469,8 @@ def _fault(
             )
         else:
             text = (
-                "is the result of the previous call, although the inputs differ: the inputs are "
-                "ignored, or state is kept between calls"
+                "the result is that of the previous call, although the inputs differ: the inputs "
+                "are ignored, or state is kept between calls"
             )
         return f"{text}; {where}"
     off = _errors(first, second.double())
@@ -536,7 +536,7 @@ def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expect
     for text, variant in _mistakes(config):
         tried = attend(config, inputs, torch.float64, variant=variant)[0]
         if _within(_errors(got, tried[name]), expected.allowance[name]):
-            return f"this is the result {text}"
+            return f"the result matches a reference in which {text}"
     reference = torch.nan_to_num(expected.tensors[name])
     square = float((reference * reference).sum())
     ratio = float((got.double() * reference).sum()) / square if square else 0.0
@@ -552,35 +552,35 @@ def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expect
 def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
     scale, columns = default_scale(config), config.seq_len_kv
     if scale != 1:
-        yield "without the scale (scale=1)", Variant(scale=1.0)
+        yield "no scale is applied (scale=1)", Variant(scale=1.0)
     if config.scale is not None:
         own = default_scale(Config(1, 1, 1, 1, 1, config.head_dim))
-        yield "with 1/sqrt(head_dim) instead of the given scale", Variant(scale=own)
-    yield "with the scale applied twice", Variant(scale=scale * scale)
+        yield "1/sqrt(head_dim) is used instead of the given scale", Variant(scale=own)
+    yield "the scale is applied twice", Variant(scale=scale * scale)
     if config.causal:
-        yield "without the causal mask", Variant(causal=False)
-        yield "with the causal mask one column too far right", Variant(diagonal=1)
-        yield "with the causal mask one column too far left", Variant(diagonal=-1)
+        yield "the causal mask is left out", Variant(causal=False)
+        yield "the causal mask is one column too far right", Variant(diagonal=1)
+        yield "the causal mask is one column too far left", Variant(diagonal=-1)
         if columns != config.seq_len_q and not config.is_served:
-            text = "with the causal mask aligned to the bottom right instead of the top left"
+            text = "the causal mask is aligned to the bottom right instead of the top left"
             yield text, Variant(diagonal=columns - config.seq_len_q)
     else:
-        yield "with a causal mask that was not requested", Variant(causal=True)
+        yield "a causal mask is applied, although none was requested", Variant(causal=True)
     if config.window is not None:
-        yield "without the window", Variant(window=0)
-        yield "with a window that is one key too large", Variant(window=config.window + 1)
+        yield "the window is left out", Variant(window=0)
+        yield "the window is one key too large", Variant(window=config.window + 1)
         if config.window > 1:
-            yield "with a window that is one key too small", Variant(window=config.window - 1)
+            yield "the window is one key too small", Variant(window=config.window - 1)
     if config.softcap is not None:
-        yield "without the softcap", Variant(uncapped=True)
+        yield "the softcap is left out", Variant(uncapped=True)
     if config.sinks:
-        yield "without the sinks", Variant(sinkless=True)
+        yield "the sinks are left out", Variant(sinkless=True)
     if 1 < config.num_kv_heads < config.num_heads:
-        text = "with query head h on key head h % Hkv instead of h // (Hq / Hkv)"
+        text = "query head h uses key head h % Hkv instead of h // (Hq / Hkv)"
         yield text, Variant(interleaved=True)
     kept = {columns - columns % tile for tile in TILES} | {columns - tile for tile in (1, *TILES)}
     for keys in sorted(keys for keys in kept if 0 < keys < columns):
-        yield f"without the last {columns - keys} of {columns} keys", Variant(keys=keys)
+        yield f"the last {columns - keys} of {columns} keys are left out", Variant(keys=keys)
 
 
 def _index(flat: Any, shape: Any) -> str:
@@ -660,7 +660,7 @@ class Verifier:
         wanted = attend(replace(config, kv_dtype=None), exact, torch.float64)[0]["out"]
         error = float((expected.tensors["out"] - wanted).norm() / wanted.norm())
         text = (
-            f"storing the cache in {config.kv_dtype} alone changes the result by "
+            f"merely storing the cache in {config.kv_dtype} changes the result by "
             f"{100 * error:.2g} %"
         )
         return replace(check, message=f"{text} (Frobenius norm)")
@@ -769,7 +769,7 @@ class _Caller:
         check_output(self.backend.name, self.config, inputs, out)
         tensors, no_gradient, failed = {"out": out.detach()}, None, None
         if self.config.bwd and not out.requires_grad:
-            no_gradient = "its output has no gradient"
+            no_gradient = "the output of this backend has no gradient"
         elif self.config.bwd:
             leaves = tuple(getattr(inputs, name) for name in GRADIENTS.values())
             try:
@@ -807,7 +807,7 @@ def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
         differing = (stored != old).nonzero()
         if len(differing):
             element = int(differing[0]) // tensor.element_size()
-            changed = changed or f"writes to element {element} of {name}'s storage"
+            changed = changed or f"the backend writes to element {element} of {name}'s storage"
             stored.copy_(old)
     return changed
 

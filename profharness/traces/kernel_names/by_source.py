@@ -28,7 +28,7 @@ class SourceFact:
 _FA2 = "flash-attention 2.8, csrc/flash_attn/src"
 _FA3 = "flash-attention 2.8, hopper"
 _MEM_EFF = "PyTorch 2.13, ATen/native/transformers/cuda/mem_eff_attention"
-_ALIKE = "no roles: every warp loads and computes"
+_ALIKE = "every warp loads and computes (no roles)"
 
 # The library, a pattern that matches the function in a short name, and the facts
 FACTS = (
@@ -39,8 +39,8 @@ FACTS = (
             (
                 STAGES,
                 (
-                    "one buffer each for K and V; V is loaded during the product with K, and the "
-                    "next K is loaded after that product"
+                    "K and V have one buffer each; V is loaded during the product of Q and K, and "
+                    "the next K is loaded after this product"
                 ),
                 f"{_FA2}/flash_fwd_kernel.h",
             ),
@@ -54,8 +54,8 @@ FACTS = (
             (
                 STAGES,
                 (
-                    "two buffers for Q, or one with No_double_buffer; one buffer for the "
-                    "output's gradient"
+                    "Q has two buffers (one if No_double_buffer is set), and the output's gradient "
+                    "has one buffer"
                 ),
                 f"{_FA2}/kernel_traits.h",
             ),
@@ -69,8 +69,8 @@ FACTS = (
             (
                 ROLES,
                 (
-                    "producer and consumers: warp group 0 loads, and the other one to three warp "
-                    "groups compute"
+                    "warp group 0 is the producer, which loads data; the other one to three warp "
+                    "groups are the consumers, which compute"
                 ),
                 f"{_FA3}/flash_fwd_kernel_sm90.h",
             ),
@@ -82,8 +82,8 @@ FACTS = (
         (
             (
                 ROLES,
-                "producer and consumers: in warp group 0, warp 0 loads and warp 1 writes dQ; the "
-                "other warp groups compute",
+                "warp group 0 is the producer, in which warp 0 loads data and warp 1 writes dQ; "
+                "the other warp groups are the consumers, which compute",
                 f"{_FA3}/flash_bwd_kernel_sm90.h",
             ),
         ),
@@ -95,8 +95,9 @@ FACTS = (
         (
             (
                 ROLES,
-                "warps 0-3 and 4-7: softmax; 8-11: correction of the output; 12: products; 13: "
-                "epilogue; 14: loads; 15: none (variants without TMA differ)",
+                "warps 0-3 and 4-7 compute the softmax, warps 8-11 correct the output, warp 12 "
+                "computes the products, warp 13 runs the epilogue, warp 14 loads data, and warp 15 "
+                "is idle (variants without TMA differ)",
                 "flash-attention, flash_attn/cute/flash_fwd_sm100.py",
             ),
         ),

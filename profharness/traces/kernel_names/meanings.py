@@ -15,9 +15,9 @@ from dataclasses import dataclass
 FAMILIES = {
     "flash": "FlashAttention forward pass, without an S x S matrix in memory",
     "flash_splitkv": (
-        "FlashAttention forward pass that can split the keys, which helps with few queries"
+        "FlashAttention forward pass that can split the keys, which helps if there are few queries"
     ),
-    "flash_combine": "FlashAttention step that combines the outputs for the split keys",
+    "flash_combine": "FlashAttention step that combines the partial outputs for the split keys",
     "flash_bwd": "FlashAttention backward pass, or a step before or after it",
     "efficient": "forward pass of memory-efficient attention (CUTLASS)",
     "efficient_bwd": "backward pass of memory-efficient attention (CUTLASS)",
@@ -36,20 +36,22 @@ FAMILIES = {
     "fmha": "fused attention from a library that PyTorch does not contain",
     "fmha_combine": "combines the partial results of a split fused attention",
     "fmha_bwd": "backward pass of fused attention from a library that PyTorch does not contain",
-    "aotriton": "fused attention in Triton by AMD (AOTriton), forward",
-    "aotriton_bwd": "fused attention in Triton by AMD (AOTriton), backward, or a step before or "
-    "after it",
-    "ck": "fused attention of AMD's Composable Kernel, forward",
-    "ck_combine": "combines the parts of a split attention of AMD's Composable Kernel",
-    "ck_bwd": "fused attention of AMD's Composable Kernel, backward, or a step before or after it",
-    "aiter": "fused attention of AMD's aiter, forward",
-    "aiter_combine": "combines the parts of a split attention of AMD's aiter",
-    "aiter_bwd": "fused attention of AMD's aiter, backward, or a step before or after it",
+    "aotriton": "forward pass of AMD's fused attention in Triton (AOTriton)",
+    "aotriton_bwd": "backward pass of AMD's fused attention in Triton (AOTriton), or a step before "
+    "or after it",
+    "ck": "forward pass of fused attention in AMD's Composable Kernel",
+    "ck_combine": "combines the partial results of a split attention in AMD's Composable Kernel",
+    "ck_bwd": (
+        "backward pass of fused attention in AMD's Composable Kernel, or a step before or after it"
+    ),
+    "aiter": "forward pass of fused attention in AMD's aiter",
+    "aiter_combine": "combines the partial results of a split attention in AMD's aiter",
+    "aiter_bwd": "backward pass of fused attention in AMD's aiter, or a step before or after it",
     "collective": "communication between GPUs",
     "norm": "a normalisation, such as layer norm",
     "rope": "rotary position embedding",
     "moe": "routing of tokens to experts, or the experts' matrix products",
-    "quantize": "conversion to a type with fewer bits, or back",
+    "quantize": "conversion to a type with fewer bits, or back to the original type",
     "convolution": "a convolution",
     "recurrence": "linear attention or another recurrence over tokens, such as a gated delta net",
     "other": "none of the families that profharness knows",
@@ -87,7 +89,9 @@ LIBRARIES = {
     "nccl": "NCCL, or a library that uses the same kernel names",
     "cub": "NVIDIA CUB",
     "aten": "PyTorch's own kernels (ATen)",
-    "aten_op": "a PyTorch op (ATen), used instead of kernels if a trace contains none",
+    "aten_op": (
+        "a PyTorch op (ATen), which is listed instead of kernels if a trace contains no kernels"
+    ),
     "cuda": "the CUDA runtime",
     "profharness": "an implementation that comes with profharness",
     "unknown": "not known",
@@ -131,17 +135,21 @@ FA2_FLAGS = (
     ),
     Flag(
         "even_mn",
-        "both lengths are multiples of the tile",
-        "lengths are checked, because they may not be multiples of the tile",
+        "both sequence lengths are multiples of the tile size",
+        "sequence lengths are checked, because they may not be multiples of the tile size",
         unset="uneven",
     ),
     Flag(
         "even_k",
-        "the head dimension equals the compiled one",
-        "the head dimension may be smaller than the compiled one",
+        "the head dimension equals the one for which the code was compiled",
+        "the head dimension may be smaller than the one for which the code was compiled",
         unset="padded",
     ),
-    Flag("return_softmax", "the weights are written too", "the weights are not written"),
+    Flag(
+        "return_softmax",
+        "the attention weights are also written",
+        "the attention weights are not written",
+    ),
 )
 FA3_FLAGS = (
     _CAUSAL,
@@ -170,13 +178,13 @@ FA3_FLAGS = (
     ),
     Flag(
         "rs",
-        "the product weights x values reads the weights from registers",
-        "the product weights x values reads the weights from shared memory",
+        "the kernel reads the weights from registers when it multiplies them by the values",
+        "the kernel reads the weights from shared memory when it multiplies them by the values",
     ),
     Flag(
         "overlap",
-        "the softmax overlaps the products of a warp group",
-        "the softmax does not overlap the products of a warp group",
+        "the softmax of a warp group overlaps with its matrix products",
+        "the softmax of a warp group does not overlap with its matrix products",
     ),
     Flag("v_col", "values are stored column by column", "values are stored row by row"),
     Flag(
@@ -227,7 +235,7 @@ _PARAMETERS = {
     FLAGS: "",
     "kHeadDim": "compiled for head dimensions up to {}",
     "kHeadDimV": "head dimension of the values: {}",
-    "kMaxK": "compiled for head dimensions up to {} (65536: any)",
+    "kMaxK": "compiled for head dimensions up to {} (65536 means any)",
     "kBlockM": "tile: {} queries",
     "kBlockN": "tile: {} keys",
     "kQueriesPerBlock": "tile: {} queries",
@@ -266,7 +274,7 @@ _PARAMETERS = {
     "kSupportsBias": "an additive mask is compiled in, used or not: {}",
     "kApplyDropout": "dropout: {}",
     "kPreload": "loads for the next product begin early: {}",
-    "kKeysQueriesAlignedToBlockSize": "both lengths are multiples of the tile: {}",
+    "kKeysQueriesAlignedToBlockSize": "both sequence lengths are multiples of the tile size: {}",
     "input_t": "type read: {}",
     "output_t": "type written: {}",
     "acc_t": "type of the sums: {}",
