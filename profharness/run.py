@@ -165,15 +165,10 @@ def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
         limits = (low, high) if counted else (0, math.inf)
         require_number(name, getattr(protocol, name), *limits, whole=True)
     require_number("processes", protocol.processes, *PROCESSES, whole=True)
-    require_seed(protocol.seed)
+    require_number("seed", protocol.seed, *SEEDS, whole=True)
     require_number("timeout_s", protocol.timeout_s, SHORTEST_S, LONGEST_S)
     if protocol.device not in DEVICES:
         raise UsageError(f"unknown device {protocol.device!r}; choose from {', '.join(DEVICES)}")
-
-
-def require_seed(seed: object) -> None:
-    """Raise UsageError for a seed that torch.Generator does not accept."""
-    require_number("seed", seed, *SEEDS, whole=True)
 
 
 def require_number(

@@ -36,12 +36,12 @@ from profharness.run import (
     DEVICES,
     LONGEST_S,
     PROCESSES,
+    SEEDS,
     SHORTEST_S,
     Fleet,
     Protocol,
     gpu_classes,
     gpu_names,
-    require_seed,
 )
 from profharness.stats import THRESHOLD
 
@@ -300,6 +300,16 @@ class PositiveNumber(FiniteRange):
         super().__init__(0, min_open=True)
 
 
+class SeedRange(click.IntRange):
+    """The seeds of torch.Generator. The limits are shown as powers of two."""
+
+    def __init__(self) -> None:
+        super().__init__(*SEEDS)
+
+    def _describe_range(self) -> str:
+        return "-2^63<=x<2^64"
+
+
 def config_option(repeat: str = " Repeatable.") -> Option:
     """Return the option --config. Its help text ends with `repeat`."""
     return Option(
@@ -432,9 +442,7 @@ Device = Annotated[
         help="The device to run on. auto means a GPU if there is one.",
     ),
 ]
-Seed = Annotated[
-    int, Option(("--seed",), type=click.INT, check=require_seed, help="Seed of the inputs.")
-]
+Seed = Annotated[int, Option(("--seed",), type=SeedRange(), help="Seed of the inputs.")]
 OutFolder = Annotated[
     PathLike,
     Option(

@@ -129,10 +129,10 @@ def test_within_the_threshold_auto_is_as_fast(tmp_path: Path) -> None:
         "auto takes 50.0 µs; no other backend is faster (50.1 µs on math)."
     )
     assert any(
-        text.endswith("auto is fastest, with math within 3% of its time")
+        text.endswith("auto is fastest, with math within 3 % of its time")
         for text in found.conclusions
     )
-    assert "as fast, within 3%" in RENDERERS["md"](bench_document(found))
+    assert "as fast, within 3 %" in RENDERERS["md"](bench_document(found))
 
 
 def test_of_two_cells_with_one_config_and_backend_the_first_counts(tmp_path: Path) -> None:

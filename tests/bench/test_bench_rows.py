@@ -117,7 +117,7 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     found = answer(tmp_path, [cell(STUDY, "auto", {measurement: steady(40_000)})])
     row = row_of(found, "auto")
     (doubt,) = row.doubts
-    assert doubt.startswith("140% of the memory bandwidth of 300 GB/s (data sheet)")
+    assert doubt.startswith("140 % of the memory bandwidth of 300 GB/s (data sheet)")
     assert "working set of 16.0 MB fits in the L2 of 48 MB" in doubt
     assert reason in doubt
     text = RENDERERS["table"](bench_document(found), width=160)
@@ -178,7 +178,7 @@ def test_two_modes_a_wide_interval_and_few_samples_are_doubts(tmp_path: Path) ->
         ],
     )
     assert any("two modes" in text for text in row_of(found, "auto").doubts)
-    assert any("requested: ±1.0%" in text for text in row_of(found, "auto").doubts)
+    assert any("requested: ±1.0 %" in text for text in row_of(found, "auto").doubts)
     assert row_of(found, "math").doubts == ("only 3 samples",)
 
 
@@ -272,8 +272,8 @@ def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
     text = RENDERERS["table"](bench_document(answer(tmp_path, cells)), width=160)
     # One sentence instead of a mark in most lines.
     assert "[~]" not in text
-    assert "the intervals of 3 of 3 figures are wider than ±1.0%" in text
-    assert "wider than ±1.0%" in text and "[1]" not in text
+    assert "the intervals of 3 of 3 figures are wider than ±1.0 %" in text
+    assert "wider than ±1.0 %" in text and "[1]" not in text
 
 
 def test_codes_of_winners_run() -> None:
@@ -587,7 +587,7 @@ def test_dtypes_are_compared(swept: BenchResult) -> None:
     assert (pair.dtype, pair.other) == ("bf16", "fp16")
     assert pair.counts == {"same": 1, "slower": 1, "unknown": 1}
     assert pair.statement == (
-        "bf16 compared with fp16 in 3 pairs of cells: as fast (within 3%) in 1, slower in 1 (1.50x, "
+        "bf16 compared with fp16 in 3 pairs of cells: as fast (within 3 %) in 1, slower in 1 (1.50x, "
         "math on b2-h4-s512-d64), not significantly different in 1"
     )
 

@@ -85,7 +85,7 @@ def test_a_stored_run_answers_for_one_backend_by_its_own_precision(
     elsewhere = bench(tmp_path, "--run", "latest", "--store", str(folder / "profharness.db"))
     # a busy machine may give wide intervals: what they are held against is what counts
     held = [
-        set(re.findall(r"wider than ±([\d.]+)%", " ".join(each.stdout.split())))
+        set(re.findall(r"wider than ±([\d.]+) %", " ".join(each.stdout.split())))
         for each in (own, strict)
     ]
     assert held[0] <= {"90.0"}

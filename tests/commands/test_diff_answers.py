@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from profharness.cli import cli
 from profharness.commands.diff import diff_document
-from profharness.commands.diff.answer import _most, _range, diff_answer
+from profharness.commands.diff.answer import _most, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
-from profharness.render.document import Note
+from profharness.render.document import Note, range_text
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
 
@@ -43,7 +43,7 @@ def diff(store: Path, *words: str) -> Any:
     [
         (
             ("llama_prefill", "llama_eager"),
-            "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward pass "
+            "llama_eager.json.gz is 22.8 times slower than llama_prefill.json.gz in the forward pass "
             "of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
             "per step. The configs differ (kv8 and causal only in llama_prefill.json.gz), because "
             "a trace of eager attention shows neither the mask nor the number of key heads. The "
@@ -53,7 +53,7 @@ def diff(store: Path, *words: str) -> Any:
         (
             ("llama_prefill", "llama_train"),
             "The forward pass of attention takes as long in llama_train.json.gz as in "
-            "llama_prefill.json.gz (104 µs → 102 µs per step); every layer runs on the same backend "
+            "llama_prefill.json.gz (104 µs → 103 µs per step); every layer runs on the same backend "
             "on both sides. The step takes 9.68 ms → 32.9 ms, and the GPU is idle for most of that "
             f"time. {UNTOLD}",
         ),
@@ -64,10 +64,10 @@ def diff(store: Path, *words: str) -> Any:
         ),
         (
             ("llama_train", "llama_checkpoint"),
-            "llama_checkpoint.json.gz is 23.1 % slower than llama_train.json.gz in attention (440 µs "
-            "→ 541 µs per step); every layer runs on the same backend on both sides. Only "
+            "llama_checkpoint.json.gz is 23.2 % slower than llama_train.json.gz in attention (440 µs "
+            "→ 542 µs per step); every layer runs on the same backend on both sides. Only "
             "llama_checkpoint.json.gz uses checkpointing: the backward pass computes the forward "
-            "pass of 3 calls per step again, in 102 µs. The step takes",
+            "pass of 3 calls per step again, in 103 µs. The step takes",
         ),
         (
             ("flash", "math"),
@@ -107,7 +107,7 @@ def test_a_single_trace_without_a_version_is_named(store: Path) -> None:
 )
 def test_factors_have_no_exponent(low: float, high: float, text: str) -> None:
     """Bug: `slower in all 2 configs (20 to 1e+02 %)`."""
-    assert _range(low, high) == text
+    assert range_text(low, high) == text
 
 
 def test_a_small_increase_of_memory_is_a_percentage() -> None:

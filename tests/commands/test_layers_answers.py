@@ -185,7 +185,7 @@ def test_a_prediction_is_no_upper_bound(store: Path) -> None:
     assert saving in layers_answer(layers, told_change(layers))[0]
     _, note = advice_blocks(layers)
     assert isinstance(note, Note)
-    assert f"P{saving[1:]} (55 % of it)." in note.text
+    assert f"P{saving[1:]} (55 % of GPU time)." in note.text
 
 
 def test_a_numbered_layer_has_the_name_before_the_number(store: Path) -> None:

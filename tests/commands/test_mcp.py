@@ -256,5 +256,5 @@ def test_an_answer_that_is_too_large_names_a_remedy(
     from profharness.commands import _mcp
 
     monkeypatch.setattr(_mcp, "MAX_ANSWER_BYTES", 1000)
-    with pytest.raises(UsageError, match=r"the result has 0\.\d MB .*; request fewer configs"):
+    with pytest.raises(UsageError, match=r"the result takes 0\.\d MB, .*; request fewer configs"):
         _mcp.answer("kernels", {}, served.store)

@@ -152,11 +152,15 @@ def test_a_warning_names_its_file_once(tmp_path: Path) -> None:
     event |= {"args": {"device": 0, "stream": 7, "correlation": 1}}
     trace = tmp_path / "x.json"
     trace.write_text(json.dumps({"traceEvents": [event, event | {"ts": 5.0, "dur": -1.0}]}))
-    for command in ("ingest", "kernels"):
+    for command in ("ingest", "diff"):
         store = ("--store", str(tmp_path / f"{command}.db"))
-        done = CliRunner().invoke(cli, [command, str(trace), *store])
+        sources = [str(trace)] * (2 if command == "diff" else 1)
+        done = CliRunner().invoke(cli, [command, *sources, *store])
         (line,) = [each for each in done.stderr.splitlines() if "negative duration" in each]
         assert line.startswith(f"warning: {trace}: 1 event"), line
+    # The output of `kernels` has the warning, so stderr does not repeat it.
+    done = CliRunner().invoke(cli, ["kernels", str(trace), "--store", str(tmp_path / "kernels.db")])
+    assert "negative duration" not in done.stderr and done.stdout.count("negative duration") == 1
 
 
 def test_a_number_of_calls_that_is_not_whole_is_an_average() -> None:

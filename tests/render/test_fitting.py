@@ -550,7 +550,7 @@ def test_times_are_in_ms_from_1000_us_on() -> None:
     # a title without a unit has that of the time before it, and no time becomes 0.000
     long = render_table(times(("attn", 2_000_000, 200, 5_000))).splitlines()
     assert long[0].split() == ["layer", "forward", "ms", "low", "total", "µs"]
-    assert long[1].split() == ["attn", "2.0000", "0.0002", "5.00"]
+    assert long[1].split() == ["attn", "2.00", "0.0002", "5.00"]
 
 
 def test_columns_with_the_same_scale_have_the_same_unit() -> None:

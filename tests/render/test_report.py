@@ -402,8 +402,8 @@ def test_changes_come_before_equal_rows() -> None:
     blocks = diff_blocks(Diff("a", "b", (), tuple(rows)))
     titles = [block.text for block in blocks if isinstance(block, Heading)]
     assert titles[2:] == [labels[1], "Configs without a difference"]
-    notes = [block.text for block in blocks if isinstance(block, Note)]
-    assert notes[-2:] == [f"{labels[0]} flash", f"{labels[2]} flash"]
+    notes = [(block.label, block.text) for block in blocks if isinstance(block, Note)]
+    assert [(labels[0], "flash"), (labels[2], "flash")] == notes[-3:-1]
 
 
 def test_trace_without_machine_has_no_environment() -> None:
@@ -439,7 +439,10 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
     place = next(n for n, b in enumerate(shown) if getattr(b, "text", "") == "What the words mean")
     told = {note.label: note.text for note in shown[place + 1 :] if isinstance(note, Note)}
     assert told["ran"] == "the backend that computed the calls"
-    assert told["ms/step"] == "time per step" and told["µs/step"] == "time of the launches per step"
+    assert (
+        told["ms/step"] == "time per step"
+        and told["µs/step"] == "total time of the kernel's launches per step"
+    )
     assert told["launches"] == "launches in the range, such as a step"
     shares = [title for title in meanings if title.startswith("% of")]
     assert set(shares) == {"% of step", "% of busy", "% of kernels", "% of range", "% of smem"}

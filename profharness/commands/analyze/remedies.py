@@ -14,7 +14,8 @@ from profharness.commands.analyze.figures import (
     Finding,
     Remedy,
 )
-from profharness.commands.analyze.rules import dram_share, percent
+from profharness.commands.analyze.rules import dram_share
+from profharness.errors import percent
 from profharness.program.roles import GEMMS
 
 NEAR_PEAK = 0.6  # A resource is the bottleneck if its share of the peak is at least this value.
@@ -72,18 +73,18 @@ def _at_peak(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
     traffic, achieved = findings.get("dram_traffic"), findings.get("achieved")
     part = dram_share(cell, figures) or 0
     if traffic is not None and part >= NEAR_PEAK:
-        text = f"Bottleneck: memory bandwidth. DRAM runs at {percent(part)} of its peak."
+        text = f"Bottleneck: memory bandwidth. DRAM runs at {percent(part, 1)} of its peak."
         return _named("memory", text, traffic)
     if achieved is None or "bandwidth_above_peak" in findings or "rate_above_peak" in findings:
         return None
     if memory >= NEAR_PEAK and memory >= rate:
         text = (
             "Bottleneck: memory bandwidth. Moving the compulsory bytes takes "
-            f"{percent(memory)} of the peak bandwidth."
+            f"{percent(memory, 1)} of the peak bandwidth."
         )
         return _named("memory", text, achieved)
     if rate >= NEAR_PEAK:
-        peak = f"{percent(rate)} of the {figures.rate} peak"
+        peak = f"{percent(rate, 1)} of the {figures.rate} peak"
         return _named(
             "compute", f"Bottleneck: compute. The matrix products run at {peak}.", achieved
         )
@@ -98,8 +99,8 @@ def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
     if max(rate, memory) >= NEAR_PEAK:
         return None
     text = (
-        f"Bottleneck: latency. Neither the {figures.rate} rate ({percent(rate)} of the peak) "
-        f"nor the bandwidth ({percent(memory)}) is near its peak"
+        f"Bottleneck: latency. Neither the {figures.rate} rate ({percent(rate, 1)} of the peak) "
+        f"nor the bandwidth ({percent(memory, 1)}) is near its peak"
     )
     if cell.main.waves is not None and cell.main.waves <= 1:
         text += ", and there is only one wave of blocks, so no other blocks hide its start and end"

@@ -23,7 +23,7 @@ from profharness.commands.analyze.figures import (
     stored_score_dtype,
 )
 from profharness.devices import KIB, is_amd, l1_bytes
-from profharness.errors import counted
+from profharness.errors import counted, percent
 from profharness.program.roles import FUSED_ROLES, GEMMS
 from profharness.recording.profilers import ncu
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
@@ -79,11 +79,6 @@ def size(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.1f} {unit}"
     return f"{value:.0f} B"
-
-
-def percent(value: float) -> str:
-    """Format a fraction as a percentage, for example as `38.5 %`."""
-    return f"{100 * value:.1f} %"
 
 
 def _finding(
@@ -162,9 +157,9 @@ def achieved(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     text = f"{tera:.2f} TFLOP/s and {giga:.0f} GB/s of compulsory bytes"
     parts = []
     if figures.flops_share is not None:
-        parts.append(f"{percent(figures.flops_share)} of the {figures.rate} rate")
+        parts.append(f"{percent(figures.flops_share, 1)} of the {figures.rate} rate")
     if figures.bandwidth_share is not None:
-        parts.append(f"{percent(figures.bandwidth_share)} of the bandwidth")
+        parts.append(f"{percent(figures.bandwidth_share, 1)} of the bandwidth")
     text += f": {' and '.join(parts)} ({figures.against})." if parts else "; no peaks are known."
     against = f"{figures.against} peak" if figures.against else ""
     time = f"{figures.basis} time"
@@ -196,7 +191,7 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
             )
         yield measured(
             "bandwidth_above_peak",
-            f"{percent(figures.bandwidth_share or 0)} of the peak bandwidth is impossible: {why}.",
+            f"{percent(figures.bandwidth_share or 0, 1)} of the peak bandwidth is impossible: {why}.",
             "minor",
             _duration(figures),
             in_bytes("working set", working),
@@ -204,7 +199,7 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         )
     if (figures.flops_share or 0) > 1:
         text = (
-            f"{percent(figures.flops_share or 0)} of the peak {figures.rate} rate is impossible: "
+            f"{percent(figures.flops_share or 0, 1)} of the peak {figures.rate} rate is impossible: "
             f"the peak ({figures.against}) is too low for this device, or the call skips scores "
             "that the formula counts (a mask with empty blocks)."
         )
@@ -222,7 +217,7 @@ def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     )
     part = dram_share(cell, figures)
     if part is not None:
-        text += f", at {percent(part)} of the peak bandwidth ({figures.against})"
+        text += f", at {percent(part, 1)} of the peak bandwidth ({figures.against})"
     if ratio < 1:
         text += "; the rest was read from the L2, or has not yet been written back"
     yield measured(
@@ -262,7 +257,7 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if figures.peak_memory_bytes:
         evidence.append(in_bytes("peak memory", figures.peak_memory_bytes, "allocator"))
     text += (
-        f", and fused attention would move {size(figures.compulsory_bytes)}. {percent(outside)} of "
+        f", and fused attention would move {size(figures.compulsory_bytes)}. {percent(outside, 1)} of "
         "the kernel time is not spent on matrix products."
     )
     severity = _severity(by_phases / figures.compulsory_bytes, 2)
@@ -341,7 +336,7 @@ def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if kernels and part >= SPLIT_MINOR:
         text = (
             f"The keys are split, so a second kernel combines the partial results: {kernels[0]} "
-            f"takes {percent(part)} of the kernel time ({time_ns / 1000.0:.1f} µs)."
+            f"takes {percent(part, 1)} of the kernel time ({time_ns / 1000.0:.1f} µs)."
         )
         evidence = (
             us("combine time", time_ns, "trace"),
@@ -357,7 +352,7 @@ def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     kernels, part, time_ns = _time_of(cell, *COPIES)
     if part >= HELPERS_MINOR and any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
         text = (
-            f"Copies around the attention kernel take {percent(part)} of the kernel time "
+            f"Copies around the attention kernel take {percent(part, 1)} of the kernel time "
             f"({time_ns / 1e3:.1f} µs): {', '.join(sorted(set(kernels)))}"
         )
         dims = (cell.config.head_dim, cell.config.value_dim)
@@ -414,14 +409,14 @@ def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     whole = math.ceil(main.waves)
     idle = 1 - main.waves / whole
     if main.waves <= 1:
-        text = f"{main.kernel} runs in one wave, which is {percent(main.waves)} full."
+        text = f"{main.kernel} runs in one wave, which is {percent(main.waves, 1)} full."
         yield derived("one_wave", text, "note", *evidence)
     elif idle >= TAIL_MINOR and main.waves <= MANY_WAVES:
         yield derived(
             "tail",
             (
                 f"{main.kernel} needs {main.waves:.2f} waves, so it runs {whole}. Because the "
-                f"last wave is not full, {percent(idle)} of all block slots are empty."
+                f"last wave is not full, {percent(idle, 1)} of all block slots are empty."
             ),
             _severity(idle, TAIL_MAJOR),
             *evidence,
@@ -453,7 +448,7 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         yield derived(
             "low_occupancy",
             (
-                f"{main.kernel} keeps at most {percent(main.occupancy)} of {whose} resident, limited "
+                f"{main.kernel} keeps at most {percent(main.occupancy, 1)} of {whose} resident, limited "
                 f"by {(main.limiter or '').replace('_', ' ')}. This is usual for {which} kernels, "
                 "which hide latency inside a block."
             ),
@@ -465,8 +460,8 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         yield measured(
             "idle_warps",
             (
-                f"In {main.kernel}, {percent(active)} of the warps were active on average, though "
-                f"{percent(main.occupancy)} could be resident: there were too few blocks, or their "
+                f"In {main.kernel}, {percent(active, 1)} of the warps were active on average, though "
+                f"{percent(main.occupancy, 1)} could be resident: there were too few blocks, or their "
                 "work was uneven."
             ),
             "minor",
@@ -672,7 +667,7 @@ def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
             "unused_shared",
             (
                 f"{main.kernel} uses {size(main.shared_bytes)} of shared memory per block "
-                f"({percent(used)} of an SM's, with {counted(resident, 'block')} per SM), while {times:.0f} "
+                f"({percent(used, 1)} of an SM's, with {counted(resident, 'block')} per SM), while {times:.0f} "
                 "blocks read the same K and V."
             ),
             "minor",
@@ -699,7 +694,7 @@ def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     gap = 1 - busy / eager
     without = "replayed as a CUDA graph, it takes" if basis == GRAPH else "its kernels take"
     text = (
-        f"The GPU waits for the CPU during {percent(gap)} of an eager call of {eager / 1000.0:.1f} "
+        f"The GPU waits for the CPU during {percent(gap, 1)} of an eager call of {eager / 1000.0:.1f} "
         f"µs: {without} {busy / 1000.0:.1f} µs"
     )
     if host:
@@ -744,7 +739,7 @@ def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding
     if gap < GAP_MINOR:
         return
     text = (
-        f"No kernel runs during at least {percent(gap)} of a call of {event / 1000.0:.1f} µs: its "
+        f"No kernel runs during at least {percent(gap, 1)} of a call of {event / 1000.0:.1f} µs: its "
         f"{figures.launches:.0f} launches take {busy / 1000.0:.1f} µs even with cold caches"
     )
     graph = figures.graph_ns
@@ -862,18 +857,16 @@ def tensor_pipe(cell: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     if kernel.role not in (*FUSED_ROLES, *GEMMS) or busy is None or _over("tensor pipe", busy):
         return
     fma = kernel.counters.fma_pipe
-    beside = f"; the FMA pipe is busy in {percent(fma)}" if fma is not None else ""
+    beside = f"; the FMA pipe is busy in {percent(fma, 1)}" if fma is not None else ""
     if _over("tensor cores", busy):
         code, severity = "tensor_pipe", "note"
-        text = (
-            f"The tensor pipe is busy in {percent(busy)} of the cycles of {kernel.kernel}{beside}"
-        )
+        text = f"The tensor pipe is busy in {percent(busy, 1)} of the cycles of {kernel.kernel}{beside}"
     else:
         plain = cell.config.dtype == "fp32" and not cell.machine.tf32
         code, severity = "no_tensor_cores", "note" if plain else "major"
         text = (
             f"{kernel.kernel} multiplies without tensor cores: their pipe is busy in "
-            f"{percent(busy)} of the cycles{beside}"
+            f"{percent(busy, 1)} of the cycles{beside}"
         )
         text += ", as expected for fp32 products without TF32" if plain else ""
     instructions = None
@@ -920,7 +913,7 @@ def bank_conflicts(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     if part is not None and _over("bank conflicts", part):
         yield measured(
             "bank_conflicts",
-            f"{percent(part)} of the shared memory passes of {kernel.kernel} are due to bank conflicts.",
+            f"{percent(part, 1)} of the shared memory passes of {kernel.kernel} are due to bank conflicts.",
             "major" if _over("many bank conflicts", part) else "minor",
             share("bank conflicts", part, f"ncu {ncu.BANK_CONFLICTS} / wavefronts"),
         )
@@ -937,7 +930,7 @@ def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     )
     known = [(name, rate, metric) for name, rate, metric in rates if rate is not None]
     if known:
-        parts = " and ".join(f"{name} {percent(rate)}" for name, rate, _ in known)
+        parts = " and ".join(f"{name} {percent(rate, 1)}" for name, rate, _ in known)
         yield measured(
             "hit_rates",
             (
@@ -957,9 +950,9 @@ def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
         return
     (name, part), *others = states
     waits, change = WARP_STATE_WORDS[name]
-    text = f"Warps of {kernel.kernel} spend {percent(part)} of their time waiting {waits}"
+    text = f"Warps of {kernel.kernel} spend {percent(part, 1)} of their time waiting {waits}"
     if issue is not None:
-        text += f"; the schedulers issue an instruction in {percent(issue)} of the cycles"
+        text += f"; the schedulers issue an instruction in {percent(issue, 1)} of the cycles"
     yield measured(
         "stalls",
         f"{text}. Possible remedy: {change}.",

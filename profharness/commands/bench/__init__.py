@@ -40,6 +40,7 @@ from profharness.commands._types import (
     Processes,
     RunOrConfigs,
     Scheduler,
+    SeedRange,
     ShowProgress,
     Store,
     complete_backends,
@@ -62,7 +63,6 @@ from profharness.run import (
     Protocol,
     parse_precision,
     parse_seconds,
-    require_seed,
 )
 from profharness.store import frame
 
@@ -174,8 +174,7 @@ BenchSeed = Annotated[
     int,
     Option(
         ("--seed",),
-        type=click.INT,
-        check=require_seed,
+        type=SeedRange(),
         help="Random seed for the inputs and for the order of the measurements.",
     ),
 ]

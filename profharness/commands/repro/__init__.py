@@ -45,6 +45,7 @@ from profharness.commands._types import (
     OneConfig,
     OutputFile,
     RunOrConfigs,
+    SeedRange,
     Store,
     config_list,
     store_path,
@@ -74,7 +75,7 @@ from profharness.errors import (
 )
 from profharness.files import atomic_file, check_output, shell_command
 from profharness.rows import NAIVE_COMPILED, CellRow
-from profharness.run import DEVICES, Protocol, require_seed
+from profharness.run import DEVICES, Protocol
 from profharness.store import Selection, open_store
 
 SHOWN = 6  # maximum number of candidates that an error lists
@@ -96,8 +97,7 @@ Seed = Annotated[
     int | None,
     Option(
         ("--seed",),
-        type=click.INT,
-        check=require_seed,
+        type=SeedRange(),
         help="Seed of the inputs.  [default: the run's seed, else 0]",
     ),
 ]
