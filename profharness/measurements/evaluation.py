@@ -315,7 +315,8 @@ def evaluate_bench(
     stored = next(row for row in store.runs() if row.run == name)
     if not stored.cells:
         raise NotFoundError(
-            f"run {name} ({stored.kind}) has no timed cells; show it with: {store.shown_by(name)}"
+            f"run {store.run_name(name)} ({stored.kind}) has no timed cells; show it with: "
+            f"{store.shown_by(name)}"
         )
     check_convention(convention)
     plan = store.bench_plan(name)

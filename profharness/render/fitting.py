@@ -423,6 +423,13 @@ def _common_prefix(group: Sequence[str]) -> str:
 
 def _from_difference(text: str, shared: str, width: int) -> str:
     """Shorten a text to the common prefix of its group, an ellipsis, and the part that differs."""
+    if _LABEL.fullmatch(text):
+        # The parts that configs have in common do not tell them apart.
+        rest = text[shared.rfind("-") + 1 :]
+        if cell_len(rest) < width:
+            return f"…{rest}"
+        head = fitting(rest, width - 2)
+        return f"…{head.rpartition('-')[0] or head}…"
     word = len(shared) - len(_WORD_END.search(shared)[0])  # type: ignore[index]
     start = word if len(shared) - word <= width // 4 else len(shared)
     spare = 0 if _DOTTED.fullmatch(text) else width - 1 - cell_len(text[start:])

@@ -381,8 +381,8 @@ def diff(
 
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend without RUN refers to the
-    latest run that has all named backends. Kernels are paired by what they compute. `ratio` is the
-    candidate's time divided by the baseline's time. A gate (--fail-on) also fails if there is
+    latest run that has all named backends. Kernels are paired by what they compute. The speed-up is
+    the baseline's time divided by the candidate's time. A gate (--fail-on) also fails if there is
     nothing to compare. Traces of two programs are also compared layer by layer.
 
     \b

@@ -130,7 +130,7 @@ def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
     """Map each kernel that shares its short name with other kernels to a distinct name."""
     alike: dict[str, dict[str, str]] = {}
     for row in rows:
-        alike.setdefault(row.kernel_short, {})[row.kernel] = _NAMESPACES.sub("", row.kernel)
+        alike.setdefault(row.kernel_short, {})[row.kernel] = _plain(row.kernel)
     names: dict[str, str] = {}
     for plain in alike.values():
         if len(plain) > 1:
@@ -139,6 +139,15 @@ def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
             cuts = distinct_cuts(plain.values(), MOST_CHARACTERS)
             names |= {kernel: cuts.get(text, text) for kernel, text in plain.items()}
     return names
+
+
+def _plain(kernel: str) -> str:
+    """Return the name of a kernel without namespaces."""
+    if kernel.startswith("_Z"):  # ROCm traces contain mangled names
+        from profharness.traces.kernel_names import canonical
+
+        kernel = canonical(kernel)
+    return _NAMESPACES.sub("", kernel)
 
 
 def full_names(runs: Iterable[Sequence[KernelRow]]) -> dict[str, tuple[str, ...]]:

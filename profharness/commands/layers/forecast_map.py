@@ -139,15 +139,19 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
 def _predictions(
     asked: Iterable[ForecastQuery], sampled: Sequence[Config], place: Place
 ) -> Iterator[Prediction]:
-    found = iter(place_estimates(place, sampled, SDPA_BACKENDS))
+    names = (AUTO, *SDPA_BACKENDS)
+    found = iter(place_estimates(place, sampled, names))
     for config, allowed in asked:
-        estimates = {name: next(found) for name in SDPA_BACKENDS}
+        estimates = {name: next(found) for name in names}
         params = from_config(config)
         prediction = predict(params, place.rules)
         choice = prediction.choice if allowed else "none"
         if allowed not in ("", AUTO):
             choice = predict(permitted(params, sdpa_setting(allowed)), place.rules).choice
         backends = prediction.backends
+        own = estimates.pop(AUTO)
+        if choice == prediction.choice and own.kernel_us and choice in estimates:
+            estimates[choice] = own  # as in `predict`
         supported = {name: each for name, each in estimates.items() if backends[name].eligible}
         yield choice, estimates, supported
 

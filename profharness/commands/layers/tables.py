@@ -96,6 +96,14 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
         blocks += _engine_notes(layers.engine)
+    if len(layers.phases) > 1:
+        steps = counted(len(layers.steps), "step")
+        blocks.append(
+            Note(
+                f"The table of layers has means over all {steps}. The next table has the figures of "
+                "each phase."
+            )
+        )
     blocks += phase_blocks(layers, level=3)
     for forecast in layers.forecasts:
         blocks += _forecast_blocks(forecast, lines, full)
