@@ -606,7 +606,9 @@ def statement(answer: Sequence[Predicted]) -> str:
     if auto.choice == "none":
         return "auto is predicted to raise an error: no backend accepts this config."
     if auto.choice == "unknown":
-        return "The backend that auto runs is unknown, because the rules do not cover this release."
+        return (
+            "It is unknown which backend auto selects, because the rules do not cover this release."
+        )
     runs = "runs" if auto.source == MEASURED else "is predicted to run"
     lead = f"auto {runs} {auto.choice!s}"
     if auto.kernel_ns is None:

@@ -459,8 +459,7 @@ def predict(
     driver: Driver = None,
     atlas: AtlasFolder = None,
 ) -> list[Asked]:
-    """Predict PyTorch's choice, its kernels and time, and the best backend for configs on a GPU you
-    do not have.
+    """Predict which backend PyTorch chooses on another GPU, its kernels and time, and the best backend.
 
     Predictions for a GPU come from its atlas, which contains thousands of measured cells and a
     model fitted to them. The source of a prediction is `measured` if the atlas contains the cell,

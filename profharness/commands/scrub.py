@@ -43,7 +43,7 @@ OnlyCheck = Annotated[
     bool,
     Option(
         ("--check",),
-        help="Report the texts that would be replaced, without making a copy, and exit with 3 if "
+        help="Report the texts that would be replaced, without making a copy, and exit with code 3 if "
         "there are any.",
     ),
 ]

@@ -262,7 +262,7 @@ class BenchRow:
             "Mquery/s",
             "millions",
             importance="detail",
-            meaning="number of query rows of all heads per second",
+            meaning="query rows that are processed per second, summed over all heads",
         ),
     ] = None
     sequences_per_s: Annotated[

@@ -382,7 +382,7 @@ def part_work(part: BatchPart, shape: HeadShape) -> Work:
     window sizes.
     """
     if part.scores is None or part.queries is None or part.keys is None:
-        raise ValueError("the sums of lengths are unknown")
+        raise ValueError("the sums of the sequence lengths are unknown")
     dims = shape.qk_dim + shape.v_dim
     flops = 2 * shape.heads * dims * part.scores
     if shape.item_bytes is None or shape.kv_item_bytes is None:

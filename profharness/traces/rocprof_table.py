@@ -39,7 +39,7 @@ COLUMNS = {
     "name": "kernelname name",
     "start": "starttimestamp start beginns",
     "end": "endtimestamp end endns",
-    "agent": "agentid agentabsindex gpuid",
+    "agent": "agentid agentabsindex gpuid devid",
     "stream": "streamid",
     "queue": "queueid",
     "process": "processid pid",
@@ -67,6 +67,7 @@ COLUMNS = {
     "value": "countervalue",
 }
 CONVERTED = "guid"  # a CSV with this column was converted from a rocpd database
+OPS_OF_V1, BEGIN = "OPS", "BeginNs"  # with --hip-trace, rocprof v1 has the kernels in this table
 BATCH = 8192
 _PUNCTUATION = re.compile(r"[\W_]+")
 _NUMBER = re.compile(r"(?:Agent |GPU )?(\d{1,18})")
@@ -98,9 +99,14 @@ def parse_rocprof(path: Path) -> Trace:
     """
     path = Path(path)
     with database(path, path, V1_FORM) as connection:
-        head = sorted(columns_of(connection, KERNELS_OF_V1))
+        table = KERNELS_OF_V1
+        if BEGIN not in columns_of(connection, table) and BEGIN in columns_of(
+            connection, OPS_OF_V1
+        ):
+            table = OPS_OF_V1
+        head = sorted(columns_of(connection, table))
         listed = ", ".join(map(quoted, head)) or "1"
-        rows = connection.execute(f"SELECT {listed} FROM {KERNELS_OF_V1}")
+        rows = connection.execute(f"SELECT {listed} FROM {table}")
         return _Table(path, head).parse(rows)
 
 

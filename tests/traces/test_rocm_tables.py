@@ -145,6 +145,22 @@ def test_the_first_rocprof_has_no_dimensions(tmp_path: Path, form: str) -> None:
     assert row["pid"] == NONE  # the process of a launch is that of its API call
 
 
+def test_the_first_rocprof_has_kernels_in_another_table_with_hip_trace(tmp_path: Path) -> None:
+    """Bug: such a database was refused, because its table KERN has no times."""
+    path = tmp_path / "results.db"
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute('CREATE TABLE KERN ("Index", "KernelName")')
+        db.execute(
+            'CREATE TABLE OPS ("BeginNs", "EndNs", "dev-id", "queue-id", "Name", "stream-id")'
+        )
+        db.execute("INSERT INTO OPS VALUES (1000, 1070, 2, 0, 'softmax(float*)', 1)")
+    with opened(path) as trace:
+        (row,) = launches(trace)
+        assert trace.profiler == "rocprof" and trace.warnings == ()
+    assert (row["kernel"], row["start_ns"], row["duration_ns"]) == ("softmax(float*)", 1000, 70)
+    assert (row["device"], row["stream"]) == (2, 1)
+
+
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", KERNEL_TRACE, {}, {})
     whole = path.read_text()

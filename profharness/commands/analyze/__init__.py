@@ -79,8 +79,8 @@ def analyze(
     configuration). TFLOP/s and GB/s are the exact FLOPs and the compulsory bytes, divided by the
     time of the measurement that the column `of` names. A finding that several cells share is
     printed once. If there are many cells, only the most frequent findings are printed. --full
-    explains every cell: it shows the figures and sources of the findings, the phases and the
-    counters. --full also names the best backend for training, prefill, decoding and low memory,
+    explains every cell: it shows the phases, the counters, and the figures and sources behind each
+    finding. --full also names the best backend for training, prefill, decoding and low memory,
     describes the device, and adds a table for each sweep (a set of configs that differ in one
     number).
 

@@ -333,11 +333,11 @@ FailOn = Annotated[
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
-            "Exit with 3 if a row has this verdict, such as slower, changed or removed. With "
-            "`memory` or `launches`, exit with 3 if the candidate uses more memory or launches "
-            "more kernels. With `refused`, exit with 3 if the candidate refuses a config that the "
-            "baseline runs. With `backend-changed`, exit with 3 if a layer of a program runs on "
-            "another backend. Separate several values by commas, or repeat the option."
+            "Exit with code 3 if a row has this verdict, such as slower, changed or removed. The "
+            "gate `memory` fails if the candidate uses more memory. The gate `launches` fails if "
+            "the candidate launches more kernels. The gate `refused` fails if the candidate "
+            "refuses a config that the baseline runs. The gate `backend-changed` fails if a layer "
+            "of a program runs on another backend. Separate several values by commas, or repeat the option."
         ),
     ),
 ]

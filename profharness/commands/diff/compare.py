@@ -898,7 +898,7 @@ def _speed(
     if any(low <= other <= high for (low, high), other in zip(ranges, (new, old), strict=True)):
         return "unknown", f"{basis}: {change}, but the ranges of single launches overlap"
     if allowance is not None and max(ratio, 1 / ratio) <= allowance:
-        apart_by = f"processes that run the same code differ by up to {(allowance - 1) * 100:.1f} %"
+        apart_by = f"the times of processes that run the same code differ by up to {(allowance - 1) * 100:.1f} %"
         return "unknown", f"{basis}: {change}, but {apart_by}"
     return (
         "slower" if ratio > 1 else "faster"

@@ -483,8 +483,8 @@ Engine = Annotated[
     Option(
         ("--engine",),
         type=click.Choice(list(ENGINES)),
-        help="Explain the choice of a serving engine: show the candidates, the reasons for "
-        "refusals, and the options to set.",
+        help="Explain which attention backend this serving engine chooses: show the candidates, "
+        "why it refuses the others, and which options select them.",
         tool="The serving engine whose choice is explained. By default, PyTorch's choice is "
         "explained.",
         tool_examples=("vllm",),
@@ -677,8 +677,8 @@ def explain(
 
     With --engine, explain which attention backend a release of vLLM or SGLang chooses. The output
     lists the candidates in the order of the engine's rules, the first reason against each
-    candidate, and the options that select another one. With --engine, a config describes one layer
-    on one GPU, such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8.
+    candidate, and the options that select another one. With --engine, a config, such as
+    1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8, describes one layer on one GPU.
 
     \b
     Examples:

@@ -175,9 +175,10 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
     epilog=NAMES,
     tool=(
         "Use this tool to see which kernels ran for a stored config. The key `cells` lists "
-        "refusals with their reasons. Nothing is captured, so the tool returns an error if no run "
-        "contains the config; in this case, use the tool explain. With gpu, the tool reads no "
-        "store, and predicts the kernels from an atlas of that GPU, as the tool predict does."
+        "refusals with their reasons. The tool captures nothing, so it returns an error if no "
+        "run contains the config; in this case, use `explain`. If `gpu` is given, the tool does "
+        "not read the store. Like `predict`, it then predicts the kernels from an atlas of that "
+        "GPU."
     ),
 )
 def kernels(

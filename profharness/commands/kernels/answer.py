@@ -212,7 +212,7 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     what = counted(count, "launch", "launches") if of == "kernel" else counted(count, "call")
     lead = (
         f"The trace has {what} of {counted(names, 'different ' + of)}, "
-        f"which take {time_text(total)} in all."
+        f"which {'takes' if count == 1 else 'take'} {time_text(total)} in all."
     )
     if of == "op":
         return (lead,)

@@ -124,8 +124,8 @@ def repro(
     of the file.
 
     Without RUN, the call is defined by CONFIG and --backend (default: auto); nothing is measured
-    and no store is read. With RUN, CONFIG and --backend select a cell of that run, and the script
-    contains the seed, the device and the results of the cell.
+    and no store is read. If RUN is given, CONFIG and --backend select a cell of that run, and the
+    script contains the seed, the device and the results of the cell.
 
     \b
     Examples:

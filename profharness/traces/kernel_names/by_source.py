@@ -69,8 +69,8 @@ FACTS = (
             (
                 ROLES,
                 (
-                    "warp group 0 is the producer, which loads data; the other one to three warp "
-                    "groups are the consumers, which compute"
+                    "warp group 0 is the producer, which loads data; the remaining warp groups "
+                    "(one to three) are the consumers, which compute"
                 ),
                 f"{_FA3}/flash_fwd_kernel_sm90.h",
             ),
