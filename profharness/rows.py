@@ -639,8 +639,16 @@ class StepLaunch(NamedTuple):
     direction: str | None  # `forward`, `recompute` or `backward` for a launch of an attention call
 
 
+STEP_END = "the end of the step"
+"""Ends an interval after the last kernel of a step, in place of a kernel."""
+
+
 class GapRow(NamedTuple):
-    """An interval in which no kernel ran on a device, and the launch that ended the interval."""
+    """An interval in which no kernel ran on a device, and the launch that ended the interval.
+
+    The interval before the first kernel of a step begins with the step. The interval after the last
+    kernel ends with the step, and `kernel_short` is STEP_END.
+    """
 
     device: int
     start_ns: int

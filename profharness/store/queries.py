@@ -26,6 +26,7 @@ from profharness.device_types import device_name
 from profharness.devices import MEASURED, Device, Occupancy, Peaks, data_sheet, occupancy
 from profharness.errors import ProfharnessError
 from profharness.rows import (
+    STEP_END,
     WHOLE_TRACE,
     CallKernel,
     CallRow,
@@ -578,13 +579,14 @@ class Store(RunFinder):
         """Return the longest periods within the steps in which a device was idle."""
         gaps: list[GapRow] = []
         for trace, group in groupby(steps, key=attrgetter("trace")):
+            steps_of = list(group)
             launches = self._in_steps(
                 "SELECT l.start_ns, l.duration_ns, l.device, k.short, o.path, l.launch_ns "
                 f"FROM {_ON_GPUS} AND l.start_ns >= ? AND l.start_ns < ? ORDER BY l.start_ns, l.id",
                 trace,
-                list(group),
+                steps_of,
             )
-            found = chain.from_iterable(map(_idle, launches))
+            found = chain.from_iterable(map(_idle, steps_of, launches))
             gaps += nlargest(GAPS, found, key=attrgetter("duration_ns"))
         return nlargest(GAPS, gaps, key=attrgetter("duration_ns"))
 
@@ -657,14 +659,18 @@ def _with_calls(
     return launches
 
 
-def _idle(launches: Iterable[tuple[Any, ...]]) -> Iterator[GapRow]:
-    """Yield the periods between the launches of a step in which a device was idle."""
+def _idle(step: StepRow, launches: Iterable[tuple[Any, ...]]) -> Iterator[GapRow]:
+    """Yield the periods within a step in which a device that works in the step was idle."""
     busy_until: dict[int, int] = {}
     for start, duration, device, kernel, path, launched in launches:
-        until = busy_until.get(device, start)
+        until = busy_until.get(device, step.start_ns)
         if start > until:
             yield GapRow(device, until, start - until, kernel, path, launched)
         busy_until[device] = max(until, start + duration)
+    end = step.start_ns + step.duration_ns
+    for device, until in busy_until.items():
+        if end > until:
+            yield GapRow(device, until, end - until, STEP_END, None, None)
 
 
 def open_store(path: Path, *, write: bool = False) -> Store:

@@ -14,10 +14,11 @@ from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow
 from profharness.program.phases import PhaseRow
 from profharness.render.document import FORMATS, share_text, time_text
-from profharness.rows import WHOLE_TRACE
+from profharness.rows import STEP_END, WHOLE_TRACE, GapRow
 
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 LIMITING = 0.1  # minimum share of attention in a step that attention limits
+ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
 IDLE = 0.1  # minimum idle share that the answer reports
 NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
@@ -228,6 +229,10 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     idle = 1 - busy / step
     whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
     text = f"The GPU is idle for {share_text(idle)} of the {whole}"
+    one = max(layers.gaps, key=lambda gap: gap.duration_ns, default=None)
+    if one and len(layers.steps) == 1 and one.duration_ns > ONE_GAP * (step - busy):
+        yield f"{text}, mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}."
+        return
     known = [gap for gap in layers.gaps if gap.launch_ns is not None]
     late = sum(gap.duration_ns for gap in known if (gap.launch_ns or 0) > gap.start_ns)
     if 2 * late < sum(gap.duration_ns for gap in known) or not known:
@@ -241,6 +246,13 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     else:
         so = ", so the step itself may not get shorter" if change and change.saves_ns else ""
         yield f"{text}: launch overhead is a limit too{so}."
+
+
+def _where_it_is(layers: LayerMap, gap: GapRow) -> str:
+    if gap.kernel_short == STEP_END:
+        return "after the last kernel"
+    first = gap.start_ns == layers.steps[0].start_ns
+    return "before the first kernel" if first else f"before {gap.kernel_short}"
 
 
 def _counted(layers: LayerMap, change: Change | None) -> tuple[str, ...]:
