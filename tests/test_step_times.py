@@ -14,8 +14,9 @@ from profharness.program.step_times import ATTENTION, IDLE, PRODUCTS, program_ti
 from profharness.render.document import Document, Lane, Span, Timeline
 from profharness.render.html import render_html
 from profharness.render.timeline import MOST_SPANS, draw_timeline
-from profharness.rows import StepLaunch, StepRow
+from profharness.rows import STEP_END, StepLaunch, StepRow
 from profharness.store import ingest_path, open_store
+from profharness.store.queries import _idle
 
 MODELS = Path(__file__).resolve().parents[1] / "traces" / "models"
 TRACES = sorted(path.name for path in MODELS.iterdir() if path.name != "README.md")
@@ -66,6 +67,19 @@ def test_the_launches_of_a_trace_are_read_once_for_all_its_steps(tmp_path: Path)
     assert gaps and all(
         any(0 <= gap.start_ns - step.start_ns < step.duration_ns for step in steps) for gap in gaps
     )
+
+
+def test_the_gaps_at_the_ends_of_a_step_count(tmp_path: Path) -> None:
+    """Bug: the GPU waits 3.37 of 6.27 idle ms for its first kernel, but this was no gap."""
+    ingest_path(tmp_path / "store.db", MODELS / "bert_fp32.json.gz")
+    with open_store(tmp_path / "store.db") as store:
+        (step,) = store.steps()
+        gaps = store.gaps([step])
+    first = gaps[0]
+    assert first.start_ns == step.start_ns and round(first.duration_ns / 1e6, 2) == 3.37
+    alone = [(step.start_ns + 10, 20, 0, "k", None, step.start_ns + 5)]
+    ends = [(gap.start_ns - step.start_ns, gap.kernel_short) for gap in _idle(step, alone)]
+    assert ends == [(0, "k"), (30, STEP_END)]
 
 
 def launch(start: int, length: int, family: str, stream: int = 7) -> StepLaunch:

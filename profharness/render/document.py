@@ -466,11 +466,9 @@ def _decimals(ns: float, figures: int) -> int:
 
 
 def _in_ms(column: Column, values: Iterable[float]) -> Column:
-    # Show two figures of the smallest value, and three of the smallest that is not negligible.
-    known = [value for value in values if value > 0]
-    least = min(known, default=0.0)
-    notable = min((value for value in known if value >= max(known) / 100), default=0.0)
-    kind = {2: "ms", 3: "ms3", 4: "ms4"}[max(_decimals(least, 2), _decimals(notable, 3))]
+    # Show three figures of the smallest value, if four decimals are enough for them.
+    least = min((value for value in values if value > 0), default=0.0)
+    kind = {2: "ms", 3: "ms3", 4: "ms4"}[_decimals(least, 3)]
     return replace(column, title=column.title.replace("µs", "ms"), format=kind)
 
 

@@ -43,7 +43,7 @@ def diff(store: Path, *words: str) -> Any:
     [
         (
             ("llama_prefill", "llama_eager"),
-            "llama_eager.json.gz is 22.8 times slower than llama_prefill.json.gz in the forward pass "
+            "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward pass "
             "of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
             "per step. The configs differ (kv8 and causal only in llama_prefill.json.gz), because "
             "a trace of eager attention shows neither the mask nor the number of key heads. The "
@@ -71,14 +71,14 @@ def diff(store: Path, *words: str) -> Any:
         ),
         (
             ("flash", "math"),
-            "Compared with flash, math is slower in all 4 configs (3.1 to 12.7 times). Math uses more "
-            "memory in 4 configs (up to 437.5 times) and launches more kernels in 4 configs (up to "
-            "8.0 times). The environments are the same.",
+            "Compared with flash in CUDA-graph replays, math is slower in all 4 configs (3.1 to 12.7 "
+            "times). Math uses more memory in 4 configs (up to 437.5 times) and launches more kernels "
+            "in 4 configs (up to 8.0 times). The environments are the same.",
         ),
         (
             ("20261121-151544-59c7", "20261121-165619-f5ef"),
-            "Compared with 20261121-151544-59c7, 20261121-165619-f5ef is slower in 2 of 24 cells (3.2 "
-            "%) and the same in 22 cells. The environments are the same.",
+            "Compared with 20261121-151544-59c7 in CUDA-graph replays, 20261121-165619-f5ef is slower "
+            "in 2 of 24 cells (3.2 %) and the same in 22 cells. The environments are the same.",
         ),
     ],
 )

@@ -411,8 +411,8 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
     Raise NotFoundError if nothing could be compared and no gate is set.
     """
     found, sides = comparison
-    if not found.rows and not found.layers and not fail_on:
-        raise NotFoundError(nothing_compared(found, sides) or "nothing to compare")
+    if not fail_on and (reason := nothing_compared(found, sides)):
+        raise NotFoundError(reason)
     many = len({row.config for row in found.rows}) > FEW_CONFIGS
     return diff_document(found, full=full, changed_first=many and not full)
 

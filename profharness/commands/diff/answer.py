@@ -8,15 +8,32 @@ from dataclasses import replace
 from itertools import groupby
 
 from profharness.attention.config import parse_config
-from profharness.commands.diff.compare import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
+from profharness.commands.diff.compare import (
+    LAUNCHES,
+    MEMORY,
+    PROFILED,
+    REFUSED,
+    Cost,
+    Diff,
+    DiffRow,
+)
 from profharness.errors import counted, join_and
 from profharness.program.layer_map import short_module
-from profharness.program.matching import LayerDiff
+from profharness.program.matching import LayerDiff, ran_text
 from profharness.render.document import comparison_text, range_text, time_text
+from profharness.rows import COLD, EAGER, EVENT, GRAPH
 from profharness.stats import THRESHOLD, beyond
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
+MEASURED_BY = {
+    GRAPH: " in CUDA-graph replays",
+    COLD: " in cold calls",
+    EVENT: " in cold calls",
+    EAGER: " in eager calls",
+    PROFILED: " by kernel time",
+}
+"""Maps a measurement to the words that name it after a comparison."""
 WHOLE_CALL = ("call", "status", "kernels")
 """Roles of the rows that compare whole calls."""
 
@@ -62,10 +79,11 @@ def _layers(diff: Diff) -> Iterator[str]:
             reason = next((row.reasons[-1] for row in timed if row.reasons), "")
             lead = f"No verdict on {what} {whole}: {reason}"
         else:
-            lead = (
-                f"{after} is {comparison_text(times[1] / times[0])} than {before} in {what} {whole}"
-            )
-            lead += _opposite(timed, times[1] / times[0])
+            # The table shows the ratio of a single layer, which is that of median calls.
+            alone = timed[0].ratio if len(timed) == 1 and not again else None
+            ratio = alone or times[1] / times[0]
+            lead = f"{after} is {comparison_text(ratio)} than {before} in {what} {whole}"
+            lead += _opposite(timed, ratio)
     else:
         lead = f"The times of {before} and {after} cannot be compared"
     yield f"{lead}{''.join(_backend_changes(both))}."
@@ -184,7 +202,7 @@ def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
     changes: Counter[tuple[str, str]] = Counter()
     for row in rows:
         if row.backend_changed and row.baseline and row.candidate:
-            changes[str(row.baseline.ran), str(row.candidate.ran)] += round(
+            changes[str(ran_text(row.baseline)), str(ran_text(row.candidate))] += round(
                 row.candidate.calls or 1
             )
     texts = []
@@ -239,6 +257,8 @@ def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
 
 def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
     """Return a sentence such as `math is slower than flash in all 9 configs, 3.4 to 13 times.`"""
+    bases = {row.basis for row in rows if row.ratio}
+    measured = MEASURED_BY.get(bases.pop() or "", "") if len(bases) == 1 else ""
     parts = []
     for verdict in ("slower", "faster"):
         found = [row for row in rows if row.verdict == verdict and row.ratio]
@@ -247,7 +267,7 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         factors = sorted(max(row.ratio or 1, 1 / (row.ratio or 1)) for row in found)
         amount = range_text(factors[0], factors[-1])
         if len(rows) == 1:
-            return f"{after} is {comparison_text(found[0].ratio or 1)} than {before}."
+            return f"{after} is {comparison_text(found[0].ratio or 1)} than {before}{measured}."
         count = (
             f"{len(found):,} of {len(rows):,}"
             if len(found) < len(rows)
@@ -265,9 +285,10 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         "removed": "without a candidate in {}",
     }
     parts += [words[name].format(counted(count, noun)) for name, count in others.items()]
-    text = f"Compared with {before}, {after} is {join_and(parts)}."
+    text = f"Compared with {before}{measured}, {after} is {join_and(parts)}."
     if len(parts) == 1 and set(others) == {"same"}:
-        return f"{after[0].upper()}{after[1:]} takes as long as {before} in {counted(len(rows), noun)}."
+        where = counted(len(rows), noun)
+        return f"{after[0].upper()}{after[1:]} takes as long as {before}{measured} in {where}."
     return text
 
 

@@ -81,7 +81,9 @@ OF_RANGE = {
     "launches": replace(KERNEL["launches"], meaning="launches in the range, such as a step"),
     "total_ns": replace(KERNEL["total_ns"], meaning="sum over the launches in the range"),
     "share": replace(
-        KERNEL["share"], title="% of range", meaning="share of the time of all kernels in the range"
+        KERNEL["share"],
+        title="% of kernels",
+        meaning="share of the total time of all kernels; overlapping kernels count twice",
     ),
 }
 # Columns of the table that compares profilers. `_line` returns the values.

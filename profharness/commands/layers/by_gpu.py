@@ -20,7 +20,7 @@ from profharness.commands.layers.tables import (
 )
 from profharness.device_types import device_name
 from profharness.devices import short_gpu_name
-from profharness.errors import NotFoundError, UsageError, counted, join_and
+from profharness.errors import NotFoundError, UsageError, counted, join_and, join_few
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
 from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers, short_module
@@ -41,11 +41,23 @@ from profharness.render.document import (
     comparison_text,
     filled_columns,
     record,
+    share_text,
     time_text,
 )
 from profharness.store import Selection, Store
 
 GPU = Column("gpu", "GPU", importance="key")
+FEW_RUNS = 4  # if more runs are named, one row for each replaces their layers
+NAMES_SHOWN = 3
+OVERVIEW = (
+    Column("run", "run", importance="key", shrink=True),
+    replace(GPU, importance="normal"),
+    Column("step", "step µs", "us", right=True),
+    Column("busy", "GPU busy %", "percent", right=True),
+    Column("attention", "attention µs", "us", importance="answer", right=True),
+    Column("share", "% of busy", "percent", importance="answer", right=True),
+    Column("ran", "ran", importance="answer", shrink=True),
+)
 SUFFIX = re.compile(r"\.(?:pt\.trace\.)?json(?:\.gz)?$|\.(?:sqlite|nsys-rep)$")
 SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # versions in an environment
 
@@ -333,6 +345,14 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
     first = documents[0]
     if not several:
         return first
+    if len(answer.classes) > FEW_RUNS and not full:
+        return replace(
+            first,
+            blocks=tuple(_overview(answer)),
+            answer=(_overview_answer(answer),),
+            records=tuple(chain.from_iterable(each.records for each in documents)),
+            extra={**first.extra, **layers_by_gpu_record(answer)},
+        )
     return replace(
         first,
         blocks=(
@@ -342,6 +362,53 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
         answer=runs_answer(answer),
         records=tuple(chain.from_iterable(each.records for each in documents)),
         extra={**first.extra, **layers_by_gpu_record(answer)},
+    )
+
+
+def _overview(answer: LayersByGpu) -> Iterator[Block]:
+    """Yield a table with one row for each program."""
+    rows = []
+    for each in answer.classes:
+        layers = each.layers
+        names = dict.fromkeys(name for row in layers.rows if (name := ran_text(row)))
+        rows.append(
+            {
+                "run": layers.name,
+                "gpu": each.device,
+                "step": layers.gpu_step_ns,
+                "busy": layers.gpu_ns / layers.gpu_step_ns if layers.gpu_step_ns else None,
+                "attention": layers.attention_ns,
+                "share": layers.attention_ns / layers.gpu_ns if layers.gpu_ns else None,
+                "ran": ", ".join(names),
+            }
+        )
+    columns = filled_columns(OVERVIEW, rows)
+    if len({row["gpu"] for row in rows}) == 1:
+        columns = [column for column in columns if column.key != "gpu"]
+    yield Table.of(columns, rows)
+    yield Note(
+        "use --full to show the layers of all programs, or name one or two runs", level="hint"
+    )
+
+
+def _overview_answer(answer: LayersByGpu) -> str:
+    shares = sorted(
+        each.layers.attention_ns / each.layers.gpu_ns
+        for each in answer.classes
+        if each.layers.gpu_ns
+    )
+    lead = f"{len(answer.classes)} programs"
+    if not shares:
+        return f"{lead}; no trace has kernels."
+    slow = [
+        each.layers.name
+        for each in answer.classes
+        if any(row.ran in ("eager", "math") for row in each.layers.rows)
+    ]
+    unfused = f"; eager or math attention runs in {join_few(slow, NAMES_SHOWN)}" if slow else ""
+    return (
+        f"{lead}: attention takes {share_text(shares[0])} to {share_text(shares[-1])} of the GPU "
+        f"time{unfused}."
     )
 
 
@@ -454,17 +521,21 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
             text = f"{other.name} has no layer in common with {first.name}."
             texts.append(f"{text} Name only runs of the same model.")
         elif before and after:
+            ratio = before / after
+            if len(answer.rows) == 1 and all(answer.rows[0].call_ns):
+                # The table shows the ratio of a single layer, which is that of median calls.
+                ratio = (answer.rows[0].call_ns[0] or 1) / (answer.rows[0].call_ns[at] or 1)
             preposition = "on" if first.device != other.device else "in"
             text = (
                 f"Attention of a step takes {time_text(before)} {preposition} {first.name} and "
-                f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, before / after)}"
+                f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, ratio)}"
             )
             gaps = [(_gap(row, at), row) for row in shared]
             gap, row = max(gaps, key=lambda pair: abs(pair[0]))
             if len(shared) > 1 and gap:
                 label = _name(row, full=False) or row.first.config or "one layer"
                 text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
-            text += _opposite(shared, at, before / after)
+            text += _opposite(shared, at, ratio)
             texts.append(f"{text}.")
     return tuple(texts)
 

@@ -41,7 +41,17 @@ SHARES = ("idle_share", "collective_share", "exposed_share")
 FIELDS = (*field_names(RankFigures), *SHARES)
 COLUMNS = pick(
     RankFigures,
-    *("label", "run", "device", "ratio", "compute_ns", "span_ns", *SHARES, "attention", "findings"),
+    *(
+        "label",
+        "name",
+        "device",
+        "ratio",
+        "compute_ns",
+        "span_ns",
+        *SHARES,
+        "attention",
+        "findings",
+    ),
 )
 # Maximum number of rows without --full. Ranks with findings are chosen first.
 ROWS_SHOWN = 32

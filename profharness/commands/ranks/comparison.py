@@ -55,7 +55,8 @@ class RankFigures:
 
     rank: int | None
     label: Annotated[str, column("rank", meaning="`rank 3`, or the trace's file name")]
-    run: Annotated[str, column("run", importance="detail", meaning="id of the run")]
+    run: Annotated[str, column(meaning="id of the run")]
+    name: Annotated[str, column("run", importance="detail", meaning="name of the run")]
     device: Annotated[
         str | None, column("device", importance="detail", shrink=True, meaning="model of the GPU")
     ]

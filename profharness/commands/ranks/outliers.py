@@ -32,6 +32,7 @@ from profharness.program.changes import environment_changes
 from profharness.render.document import share_text
 from profharness.rows import RankKernel, RankLaunches, RankRow
 from profharness.stats import THRESHOLD
+from profharness.store.names import name_runs
 from profharness.store.ranks import rank_launches, rank_rows
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, COLLECTIVE
 
@@ -184,9 +185,15 @@ def compare_ranks(
             codes.setdefault(label, []).append(finding.code)
     ratios = np.array([row.ratio for row in rows if row.ratio is not None])
     hosts = {rank.host_key for rank in ranks}
+    names = name_runs(store.stored_runs())
     return RankComparison(
         rows=tuple(
-            replace(row, findings=tuple(dict.fromkeys(codes.get(row.label, ())))) for row in rows
+            replace(
+                row,
+                name=names.get(row.run, row.run),
+                findings=tuple(dict.fromkeys(codes.get(row.label, ()))),
+            )
+            for row in rows
         ),
         findings=tuple(findings),
         world_size=max((rank.world_size or 0 for rank in ranks), default=0) or None,
@@ -228,6 +235,7 @@ def _figures(rank: RankRow, row: int, table: Launched, families: Families) -> Ra
         rank=rank.rank,
         label=rank.label,
         run=rank.run,
+        name=rank.run,
         device=rank.device,
         host_key=rank.host_key,
         gpu_key=rank.gpu_key,

@@ -512,7 +512,10 @@ def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> 
         least = fastest[cell.config, row.measurement]
         # Put `row` before `cell`, because the column `samples` shows the number of samples.
         rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
-    return [Table.of(LATENCY_COLUMNS, rows)] if rows else []
+    # A heading names a single measurement.
+    hidden = ("measurement", "samples") if len(measurements) == 1 else ()
+    columns = [column for column in LATENCY_COLUMNS if column.key not in hidden]
+    return [Table.of(columns, rows)] if rows else []
 
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
