@@ -792,3 +792,20 @@ def test_a_layer_that_differs_in_the_other_direction_is_named(tmp_path: Path) ->
     second.write_text(json.dumps(trace))
     text = " ".join(ask(store, str(first), str(second)).stdout.split())
     assert re.search(r"; it is [\d.]+ times (?:slower|faster) in Whisper", text)
+
+
+def test_many_programs_have_one_row_each(tmp_path: Path) -> None:
+    """Bug: `layers traces/models` printed a thousand lines."""
+    store = {"store": str(tmp_path / "s.db")}
+    models = [str(path) for path in sorted((TRACES / "models").glob("llama_*.json.gz"))]
+    done = ask(store, *models)
+    assert done.stdout.startswith(
+        f"{len(models)} programs: attention takes 6 % to 58 % of the GPU time"
+    )
+    assert "eager or math attention runs in llama_eager.json.gz" in " ".join(done.stdout.split())
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("llama_")]
+    assert [row[0] for row in rows] == [Path(model).name for model in models]
+    assert {row[0]: row[-1] for row in rows}["llama_eager.json.gz"] == "eager"
+    assert "Attention of run" in ask(store, *models, "--full").stdout
+    told = json.loads(ask(store, *models, "--format", "json").stdout)
+    assert len(told["classes"]) == len(models) and told["rows"]
