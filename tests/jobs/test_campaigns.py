@@ -324,7 +324,7 @@ def test_client_killed_before_merging_is_resumed(tmp_path: Path) -> None:
     captured = resume_into_store(folder, tmp_path / "s.db")
     assert {cell.status for cell in captured.run.cells} == {"ok"}
     assert read_record(folder) == read_run(folder)
-    with pytest.raises(UsageError, match=r"is finished: .*`profharness ingest "):
+    with pytest.raises(UsageError, match=r"is finished, .*`profharness ingest "):
         resume_into_store(folder, tmp_path / "s.db")
 
 

@@ -291,7 +291,7 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             f"UPDATE {RUNTIME} SET correlationId = 157", 269,
-            f"2711 calls in {RUNTIME} have the same id as an earlier call; the earlier call is used",
+            f"2,711 calls in {RUNTIME} have the same id as an earlier call; the earlier call is used",
         ),
         (
             f"UPDATE {KERNEL} SET correlationId = correlationId + 1000000", 269,
