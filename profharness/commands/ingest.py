@@ -48,8 +48,8 @@ Companions = Annotated[
         multiple=True,
         metavar="FILE",
         help=(
-            "A file that describes the trace: a trace of its CUDA graph capture, or the log "
-            "of the serving engine (.log). Repeatable."
+            "Another file of the same program, which adds to the trace: a trace of the CUDA graph "
+            "capture, or the log of the serving engine (.log). Repeatable."
         ),
     ),
 ]

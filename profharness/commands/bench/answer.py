@@ -28,7 +28,7 @@ CALLS = {
 TRUST = {
     EAGER: "Use the eager time, which includes the launch cost, for programs without CUDA graphs.",
     GRAPH: "Use the graph time, with warm caches and no launch cost, for CUDA-graph replays.",
-    COLD: "Use the cold time, with flushed caches, for a single call between the layers of a model.",
+    COLD: "Use the cold time, with flushed caches, for a call that runs between other layers of a model.",
     KERNEL: "Use the kernel time, with warm caches and no launch cost, to compare kernels.",
 }
 """Maps each measurement to a sentence on what to use it for."""

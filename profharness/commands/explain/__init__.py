@@ -393,8 +393,9 @@ Backend = Annotated[
         multiple=True,
         metavar="NAME",
         complete=complete_backends,
-        help="Limit the advice to these backends, or explain the choice of a set (flash+math) or "
-        "an order (cudnn-then-flash, or 'cudnn>flash' in quotes) instead of the choice of auto. "
+        help="Limit the advice to these backends. With a set (flash+math) or an order "
+        "(cudnn-then-flash, or 'cudnn>flash' in quotes), explain which of its backends PyTorch "
+        "chooses, instead of what auto chooses. "
         "Separate several values by commas, or repeat the option.",
         tool=(
             "A set or an order of backends that the call may use instead of auto, or single "

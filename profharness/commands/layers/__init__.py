@@ -109,9 +109,9 @@ Release = Annotated[
 GpuNames = Annotated[
     str | None,
     gpu_option(
-        "Predict each layer on other GPUs, such as H200 or H100,H200, from their atlases. No kernel "
-        "runs.",
-        tool="Predict each layer on these GPUs from their atlases.",
+        "Predict the time of each layer on another GPU (H200) or on several (H100,H200), from the "
+        "atlases of these GPUs. No kernel runs.",
+        tool="Predict the time of each layer on these GPUs from their atlases.",
         tool_examples=("H200",),
     ),
 ]

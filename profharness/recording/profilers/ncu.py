@@ -81,9 +81,9 @@ RULES = (
         r"ERR_NVGPUCTRPERM",
         "this user may not read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
         (
-            "run as root (in a container with CAP_SYS_ADMIN), load the driver with "
-            "NVreg_RestrictProfilingToAdminUsers=0 or, on WSL, allow access in the Windows NVIDIA "
-            "control panel; `--profiler torch` works without counters"
+            "run as root (or, in a container, with CAP_SYS_ADMIN), or load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0; on WSL, allow access in the Windows NVIDIA "
+            "control panel; `--profiler torch` does not need the counters"
         ),
     ),
     FailureRule(
