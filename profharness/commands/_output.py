@@ -34,7 +34,7 @@ from profharness.errors import (
     wrapped_for,
 )
 from profharness.files import atomic_file, check_output
-from profharness.render.document import PLAIN_KINDS, Chart, Document
+from profharness.render.document import PLAIN_KINDS, Chart, Document, Note
 from profharness.render.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html", 
 STDOUT = Path("-")
 DEFAULT_WIDTH = 100  # also the maximum length of the line of `progress_line`
 MEASURED = "profharness.measured"
+WARNED = "profharness.warned"
 HINTS = "profharness.hints"
 _terminal = [False]
 
@@ -128,6 +129,26 @@ def hint(text: str) -> None:
     if is_command_line():
         with contextlib.suppress(OSError):
             click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
+
+
+def hint_warning(source: str, text: str) -> None:
+    """Print a warning about a source to stderr. A table that follows does not repeat the warning."""
+    hint(f"warning: {source}{text}")
+    if is_command_line():
+        click.get_current_context().meta.setdefault(WARNED, set()).add(text)
+
+
+def _without_printed(document: Document) -> Document:
+    """Return the document without notes that hint_warning already printed."""
+    printed = click.get_current_context().meta.get(WARNED, ()) if is_command_line() else ()
+    if not printed:
+        return document
+    kept = [
+        block
+        for block in document.blocks
+        if not (isinstance(block, Note) and block.text.endswith(tuple(printed)))
+    ]
+    return replace(document, blocks=tuple(kept))
 
 
 def hint_after(text: str) -> None:
@@ -247,6 +268,7 @@ def emit(
         width = terminal if output is None else DEFAULT_WIDTH
         # escape codes are only for terminals
         color = on_terminal and not plain
+        document = document if output else _without_printed(document)
         text = render_table(document, width=width, cut=on_terminal, color=color, full=full)
     else:
         text = RENDERERS[chosen](document)

@@ -18,10 +18,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from profharness.attention.config import setting_name, split_names
-from profharness.commands._output import hint, is_command_line, live
+from profharness.commands._output import hint, hint_warning, is_command_line, live
 from profharness.errors import (
     NotFoundError,
     ProfharnessError,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from profharness.store.ingest import Progress
 
 Reference = str | os.PathLike[str]
-SHOW_WARNINGS = ("kernels", "layers")  # commands whose output has the warnings about a trace
 FEW = 4  # maximum number of runs that an error lists
 _CONFIG = re.compile(r"[\d{][^/]*,|b\d+-h\d+-")
 
@@ -244,9 +241,7 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)
     require_stored(store, [result])
-    context = click.get_current_context(silent=True)
-    if context is None or context.info_name not in SHOW_WARNINGS:
-        hint_warnings(source, [result])
+    hint_warnings(source, [result])
     return result
 
 
@@ -261,7 +256,7 @@ def hint_warnings(source: Path, results: Iterable[IngestResult]) -> None:
     """Print the warnings about a source. Each line names the file only once."""
     name = f"{printable_path(source.name)}: "
     for text in (text for result in results for text in result.warnings):
-        hint(f"warning: {printable_path(source)}: {text.removeprefix(name)}")
+        hint_warning(f"{printable_path(source)}: ", text.removeprefix(name))
 
 
 @contextlib.contextmanager

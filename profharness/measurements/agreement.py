@@ -158,6 +158,16 @@ def computes_attention(family: str, kernel: str) -> bool:
     return parse_kernel_name(kernel).direction is not None
 
 
+def _is_generated(row: KernelRow) -> bool:
+    """Return whether a kernel is one of Inductor's that computes no attention."""
+    return row.family == "triton" and not computes_attention(row.family, row.kernel)
+
+
+def backend_text(name: str) -> str:
+    """Return the name of a backend as sentences and tables show it."""
+    return ANOTHER_PACKAGE if name == OF_PACKAGES else name
+
+
 def backend_of_kernel(family: str, kernel: str) -> str | None:
     """Return the backend that a kernel belongs to, or None if it is not attention.
 
@@ -165,7 +175,7 @@ def backend_of_kernel(family: str, kernel: str) -> str | None:
     """
     backend = FAMILY_BACKENDS.get(family)
     if backend != OF_PACKAGES:
-        return backend
+        return backend if computes_attention(family, kernel) else None
     from profharness.traces.kernel_names import parse_kernel_name
 
     library = parse_kernel_name(kernel).backend
@@ -182,7 +192,11 @@ def ran_backends(rows: Iterable[KernelRow], sdpa_op: str | None = None) -> set[s
 
     `sdpa_op` is the op of the kernels whose own op was not recorded.
     """
-    names = {backend_of_family(row.family, row.sdpa_op or sdpa_op) for row in rows}
+    names = {
+        backend_of_family(row.family, row.sdpa_op or sdpa_op)
+        for row in rows
+        if computes_attention(row.family, row.kernel)
+    }
     return {name for name in names if name is not None}
 
 
@@ -207,7 +221,7 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
     if backend := backend_of_op(op):
         name = "overrideable" if backend == "fused" else backend
         clauses.append(("op", [name], f"the op that ran is {op} ({name})"))
-    families = {row.family for row in rows}
+    families = {row.family for row in rows if not _is_generated(row)}
     ran, named = ran_backends(rows, op), families & FAMILY_BACKENDS.keys()
     if not ran and families >= _MATH_FAMILIES:
         ran, named = {"math"}, _MATH_FAMILIES
@@ -272,7 +286,9 @@ Sign = tuple[str, str | None, str]
 
 def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
-    families = dict.fromkeys((row.family, row.sdpa_op or sdpa_op) for row in rows)
+    families = dict.fromkeys(
+        (row.family, row.sdpa_op or sdpa_op) for row in rows if not _is_generated(row)
+    )
     signs: list[Sign] = [
         (backend, None, f"op {op}") for op in ops if (backend := backend_of_op(op))
     ]

@@ -16,6 +16,7 @@ from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.columns import column, pick
 from profharness.device_types import CPU
 from profharness.errors import NotFoundError, UsageError, join_and
+from profharness.files import shell_command
 from profharness.measurements.agreement import (
     AMD_LIBRARIES,
     FAMILY_BACKENDS,
@@ -452,15 +453,17 @@ def find_layers(
     calls = store.calls(run)
     observed = ObservedCalls(store.templates(run), calls)
     if not calls and not observed:
-        name, own = store.run_name(run), f"profharness kernels {store.run_reference(run)}"
+        name = store.run_name(run)
+        own = shell_command("kernels", store.run_reference(run), store=store.path)
         if store.cells(run):
             raise NotFoundError(
                 f"run {name} contains configs, not a program; show them with: {own}"
             )
+        has_kernels = store.has(run, "kernels")
+        shown = f"use `{own}` to show its kernels, or, " if has_kernels else ""
         raise NotFoundError(
-            f"run {name} contains no attention call; use `{own}` to show its kernels, or, if the "
-            "program runs attention, record its ops and modules with "
-            "torch.profiler.profile(record_shapes=True, with_stack=True)"
+            f"run {name} contains no attention call; {shown}if the program runs attention, record "
+            "its ops and modules with torch.profiler.profile(record_shapes=True, with_stack=True)"
         )
     steps = store.steps(run) if calls else []
     outside = 0

@@ -15,7 +15,7 @@ from profharness.attention.config import Config, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.columns import column
 from profharness.devices import Peaks, roofline_ns
-from profharness.measurements.agreement import AMD_LIBRARIES, ANOTHER_PACKAGE, OF_PACKAGES
+from profharness.measurements.agreement import AMD_LIBRARIES, backend_text
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.program.layer_map import (
     NUMBER,
@@ -119,6 +119,18 @@ class LayerSide:
     library: str | None = None  # the AMD library whose kernels computed the backend
 
 
+def told_ratio(of_sums: float, of_calls: float | None) -> float:
+    """Return the ratio of the times of a step that an answer gives.
+
+    A table shows the ratio of the median calls of each layer. If there is only one layer, the
+    answer gives the same ratio `of_calls`, unless the sums differ, for example because of one slow
+    call.
+    """
+    if of_calls is None or stats.beyond(of_sums / of_calls, stats.THRESHOLD):
+        return of_sums
+    return of_calls
+
+
 def ran_text(call: LayerRow | LayerSide) -> str | None:
     """Return the backend that ran, as tables show it.
 
@@ -126,7 +138,7 @@ def ran_text(call: LayerRow | LayerSide) -> str | None:
     """
     if not call.ran:
         return None
-    names = [ANOTHER_PACKAGE if name == OF_PACKAGES else name for name in call.ran.split(" and ")]
+    names = [backend_text(name) for name in call.ran.split(" and ")]
     library = call.library if AMD_LIBRARIES.keys().isdisjoint(names) else None
     return f"{' and '.join(names)}{f' ({library})' if library else ''}"
 

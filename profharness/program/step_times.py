@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from profharness.columns import column
-from profharness.measurements.agreement import backend_of_kernel, computes_attention
+from profharness.measurements.agreement import backend_of_kernel, backend_text, computes_attention
 from profharness.program.layer_map import actual_backend, join_numbered, module_name, short_module
 from profharness.rows import CallRow, StepLaunch, StepRow
 from profharness.store import Store
@@ -105,7 +105,7 @@ def program_times(
     `calls` are the attention calls of the run.
     """
     owners = {
-        (call.trace, call.call): LaunchOwner(module_name(call), actual_backend(call) or UNKNOWN)
+        (call.trace, call.call): LaunchOwner(module_name(call), _shown(actual_backend(call)))
         for call in calls
     }
     ordered = sorted(steps, key=lambda step: step.duration_ns)
@@ -217,6 +217,10 @@ def _backend(launch: StepLaunch, owner: LaunchOwner | None) -> str | None:
     return (
         owner.backend if owner else backend_of_kernel(launch.family, launch.kernel_short) or UNKNOWN
     )
+
+
+def _shown(backend: str | None) -> str:
+    return " and ".join(map(backend_text, backend.split(" and "))) if backend else UNKNOWN
 
 
 def _op(launch: StepLaunch) -> str | None:

@@ -318,7 +318,7 @@ def share_text(share: float) -> str:
 
 
 def comparison_text(ratio: float) -> str:
-    """Format the ratio of two times, such as `24.5 % slower` for 1.245 or `4 times faster` for 0.25."""
+    """Format the ratio of two times, such as `24.5 % slower` for 1.245 or `4.0 times faster` for 0.25."""
     factor = max(ratio, 1 / ratio)
     amount = range_text(factor, factor, digits=3)
     return f"{amount} {'slower' if ratio > 1 else 'faster'}"

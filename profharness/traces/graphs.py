@@ -243,13 +243,14 @@ def _bare_kernels(
         thread, launch = nothing(len(mine)), rows.start
     free = calls.lookup(thread, launch) < 0
     mine, thread, launch = mine[free], thread[free], launch[free]
-    order = np.lexsort((launch, thread))
+    order = np.lexsort((launch, rows.stream[mine], rows.device[mine], thread))
     mine, thread, launch = mine[order], thread[order], launch[order]
     moments = list(zip(thread.tolist(), launch.tolist(), strict=True))
     group: list[int] = []
     before: tuple[object, ...] | None = None
     for place, (moment, around) in enumerate(zip(moments, tree.around(moments), strict=True)):
-        where = (moment[0], tuple((span.name, span.start) for span in around))
+        place_of = (moment[0], int(rows.device[mine[place]]), int(rows.stream[mine[place]]))
+        where = (*place_of, tuple((span.name, span.start) for span in around))
         inside = {kernels[rows.kernel[mine[each]]] for each in group}
         if group and (where != before or kernels[rows.kernel[mine[place]]] in inside):
             yield _bare(group, places, mine, moments, tree)

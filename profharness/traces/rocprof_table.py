@@ -68,6 +68,11 @@ COLUMNS = {
 }
 CONVERTED = "guid"  # a CSV with this column was converted from a rocpd database
 OPS_OF_V1, BEGIN = "OPS", "BeginNs"  # with --hip-trace, rocprof v1 has the kernels in this table
+# Old releases also write copies, fills and markers to this table.
+NOT_KERNELS = " AND ".join(
+    f"\"Name\" NOT LIKE '{kind}%'"
+    for kind in ("Copy", "Memcpy", "hipMemcpy", "Fill", "Marker", "Barrier")
+)
 BATCH = 8192
 _PUNCTUATION = re.compile(r"[\W_]+")
 _NUMBER = re.compile(r"(?:Agent |GPU )?(\d{1,18})")
@@ -106,7 +111,8 @@ def parse_rocprof(path: Path) -> Trace:
             table = OPS_OF_V1
         head = sorted(columns_of(connection, table))
         listed = ", ".join(map(quoted, head)) or "1"
-        rows = connection.execute(f"SELECT {listed} FROM {table}")
+        only = f" WHERE {NOT_KERNELS}" if table == OPS_OF_V1 and "Name" in head else ""
+        rows = connection.execute(f"SELECT {listed} FROM {table}{only}")
         return _Table(path, head).parse(rows)
 
 

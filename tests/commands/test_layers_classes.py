@@ -774,6 +774,13 @@ def test_a_run_without_attention_does_not_end_a_comparison(tmp_path: Path) -> No
     one = ask(store, str(bare), str(model))
     assert one.exit_code == 0 and one.stdout.startswith("Attention takes 17 % of the GPU time")
     assert "bare.json contains no attention call" in one.stdout
+    gate = ask(store, str(bare), str(model), "--fail-on", "math-fallback")
+    assert isinstance(gate.exception, GateError) and "cannot check the gates" in str(gate.exception)
+    assert answer(store, str(bare), str(model))["classes"]
+    # The overview of many programs also says that a run was left out.
+    others = [TRACES / "models" / f"{name}.json.gz" for name in ("vit", "unet", "llama_eager")]
+    text = ask(store, str(bare), str(model), str(other), *map(str, others)).stdout
+    assert text.startswith("5 programs: ") and "bare.json contains no attention call" in text
 
 
 def test_a_layer_that_differs_in_the_other_direction_is_named(tmp_path: Path) -> None:
@@ -804,6 +811,7 @@ def test_many_programs_have_one_row_each(tmp_path: Path) -> None:
     )
     assert "eager or math attention runs in llama_eager.json.gz" in " ".join(done.stdout.split())
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("llama_")]
+    rows = rows[: len(models)]  # caveats follow
     assert [row[0] for row in rows] == [Path(model).name for model in models]
     assert {row[0]: row[-1] for row in rows}["llama_eager.json.gz"] == "eager"
     assert "Attention of run" in ask(store, *models, "--full").stdout

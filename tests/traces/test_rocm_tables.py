@@ -75,6 +75,26 @@ def test_attention_kernels_without_api_calls_are_calls(tmp_path: Path) -> None:
         assert (batch.call_span >= 0).tolist() == [True, False, True]
 
 
+def test_attention_kernels_of_two_gpus_are_separate_calls(tmp_path: Path) -> None:
+    """Bug: sorted by start alone, a call consisted of kernels of both GPUs."""
+    tile, combine = "flash_attn_ext_f16", "flash_attn_combine_results"
+    rows = [
+        {"Kernel_Name": name, "Agent_Id": f"Agent {gpu}", "Start_Timestamp": start, "End_Timestamp": start + 5}
+        for at in range(2)
+        for name, gpu, start in (
+            (tile, 1, 1000 + 100 * at), (tile, 2, 1010 + 100 * at),
+            (combine, 1, 1020 + 100 * at), (combine, 2, 1030 + 100 * at),
+        )
+    ]  # fmt: skip
+    with opened(write_csv(tmp_path / "1_kernel_trace.csv", KERNEL_TRACE, *rows)) as trace:
+        assert len(trace.calls) == 4
+        devices: dict[int, set[int]] = {}
+        for batch in trace.batches():
+            for span, device in zip(batch.call_span.tolist(), batch.device.tolist(), strict=True):
+                devices.setdefault(trace.call_spans[span].call, set()).add(device)
+    assert len(devices) == 4 and all(len(own) == 1 for own in devices.values())
+
+
 def test_names_of_columns_differ_in_case(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", CONVERTED, {})
     head, rest = path.read_text().split("\n", 1)
@@ -154,6 +174,8 @@ def test_the_first_rocprof_has_kernels_in_another_table_with_hip_trace(tmp_path:
             'CREATE TABLE OPS ("BeginNs", "EndNs", "dev-id", "queue-id", "Name", "stream-id")'
         )
         db.execute("INSERT INTO OPS VALUES (1000, 1070, 2, 0, 'softmax(float*)', 1)")
+        for name in ("CopyHostToDevice", "FillBuffer", "Marker"):  # of older releases
+            db.execute("INSERT INTO OPS VALUES (2000, 2070, 2, 0, ?, 1)", (name,))
     with opened(path) as trace:
         (row,) = launches(trace)
         assert trace.profiler == "rocprof" and trace.warnings == ()

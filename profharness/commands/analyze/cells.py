@@ -290,7 +290,8 @@ def analyze_program(
     if not analyses:
         named = [*(config.label for config in configs), *backends]
         criteria = f" of {', '.join(named)}" if named else ""
-        remedy = f"see its attention calls with: profharness layers {name}"
+        show = shell_command("layers", reference, store=path)
+        remedy = f"see its attention calls with: {show}"
         why = "; ".join([*left_out, remedy])
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     if described != recorded:

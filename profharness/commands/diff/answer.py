@@ -19,7 +19,7 @@ from profharness.commands.diff.compare import (
 )
 from profharness.errors import counted, join_and
 from profharness.program.layer_map import short_module
-from profharness.program.matching import LayerDiff, ran_text
+from profharness.program.matching import LayerDiff, ran_text, told_ratio
 from profharness.render.document import comparison_text, range_text, time_text
 from profharness.rows import COLD, EAGER, EVENT, GRAPH
 from profharness.stats import THRESHOLD, beyond
@@ -79,9 +79,8 @@ def _layers(diff: Diff) -> Iterator[str]:
             reason = next((row.reasons[-1] for row in timed if row.reasons), "")
             lead = f"No verdict on {what} {whole}: {reason}"
         else:
-            # The table shows the ratio of a single layer, which is that of median calls.
             alone = timed[0].ratio if len(timed) == 1 and not again else None
-            ratio = alone or times[1] / times[0]
+            ratio = told_ratio(times[1] / times[0], alone)
             lead = f"{after} is {comparison_text(ratio)} than {before} in {what} {whole}"
             lead += _opposite(timed, ratio)
     else:

@@ -430,7 +430,10 @@ def _judged_by(layer: LayerDiff) -> set[str]:
 def _contents(side: Side) -> str:
     cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
-    labels = dict.fromkeys([cell.config for cell in cells] or [str(row.range) for row in rows])
+    labels = dict.fromkeys(
+        [cell.config for cell in cells]
+        or [row.range or "kernels outside of any range" for row in rows]
+    )
     if not labels and side.program and not side.program.calls:
         return (
             f"{side.name or side.label} has no kernels or times, because its calls were only counted "

@@ -10,10 +10,10 @@ from profharness.attention.config import AUTO, OWN_CHOICE
 from profharness.commands._answers import refused_and_failed, split_text
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import (
-    ANOTHER_PACKAGE,
     OF_PACKAGES,
     backend_of_family,
     backend_of_kernel,
+    backend_text,
     backend_that_ran,
     computes_attention,
     ran_backends,
@@ -237,4 +237,4 @@ def _name_of_backend(row: KernelRow) -> str:
     name = backend_of_family(row.family, row.sdpa_op)
     if name == OF_PACKAGES:
         name = backend_of_kernel(row.family, row.kernel)
-    return ANOTHER_PACKAGE if name == OF_PACKAGES else str(name)
+    return backend_text(str(name))

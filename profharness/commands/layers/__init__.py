@@ -37,10 +37,11 @@ from profharness.commands.layers.by_gpu import (
     find_benches,
     find_layers_by_gpu,
     layers_by_gpu_document,
+    left_out_text,
 )
 from profharness.commands.layers.forecast_map import forecast_map
 from profharness.commands.layers.tables import layers_document
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.jobs.into_store import Listener, time_layers
 from profharness.program.gates import (
@@ -271,7 +272,7 @@ def layers(
             )
         classes = find_layers_by_gpu(opened, unique, torch=torch)
     found = tuple(each.layers for each in classes.classes)
-    return LayersFound(path, found, classes if len(found) > 1 else None)
+    return LayersFound(path, found, classes)
 
 
 @usage(layers)
@@ -367,6 +368,8 @@ def show(
 def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> str | None:
     """Raise GateError unless every run meets the gates. Return a summary of the passed gates."""
     gates = parse_gates(fail_on, expect)
+    if (fail_on or expect) and found.classes and (names := found.classes.left_out):
+        raise GateError(f"cannot check the gates, because {left_out_text(names)}")
     for each in found.maps:
         check_gates(each, gates)
     texts = [passed_gates(each, gates) for each in found.maps]

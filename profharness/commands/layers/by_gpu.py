@@ -23,6 +23,7 @@ from profharness.devices import short_gpu_name
 from profharness.errors import NotFoundError, UsageError, counted, join_and, join_few
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
+from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers, short_module
 from profharness.program.matching import (
     LayerSide,
@@ -30,6 +31,7 @@ from profharness.program.matching import (
     find_program,
     match_layers,
     ran_text,
+    told_ratio,
 )
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.render.document import (
@@ -40,6 +42,7 @@ from profharness.render.document import (
     Table,
     comparison_text,
     filled_columns,
+    merged_notes,
     record,
     share_text,
     time_text,
@@ -78,6 +81,7 @@ class LayersByGpu:
 
     classes: tuple[GpuLayers, ...]
     rows: tuple[MatchedLayers, ...]
+    left_out: tuple[str, ...] = ()  # names of runs without attention calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +148,13 @@ def find_layers_by_gpu(
     if not maps:
         raise next(iter(errors.values()))
     if errors:
-        verb = "contains" if len(errors) == 1 else "contain"
-        text = f"{join_and([*errors])} {verb} no attention call and cannot be compared"
-        maps[0] = replace(maps[0], caveats=(text, *maps[0].caveats))
-    return compare_maps(store, maps)
+        maps[0] = replace(maps[0], caveats=(left_out_text([*errors]), *maps[0].caveats))
+    return replace(compare_maps(store, maps), left_out=tuple(errors))
+
+
+def left_out_text(names: Sequence[str]) -> str:
+    verb = "contains" if len(names) == 1 else "contain"
+    return f"{join_and(list(names))} {verb} no attention call and cannot be compared"
 
 
 def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
@@ -163,7 +170,7 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
     """Compare programs by their layer maps."""
     environments = [store.environment(layers.run) for layers in maps]
     devices = [
-        layers.gpu or device_name(environment) or "CPU"
+        layers.gpu or device_name(environment) or ("an unnamed GPU" if layers.busy_ns else "CPU")
         for layers, environment in zip(maps, environments, strict=True)
     ]
 
@@ -344,7 +351,8 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
     ]
     first = documents[0]
     if not several:
-        return first
+        alone = {} if not answer.left_out else layers_by_gpu_record(answer)
+        return replace(first, extra={**first.extra, **alone})
     if len(answer.classes) > FEW_RUNS and not full:
         return replace(
             first,
@@ -376,9 +384,9 @@ def _overview(answer: LayersByGpu) -> Iterator[Block]:
                 "run": layers.name,
                 "gpu": each.device,
                 "step": layers.gpu_step_ns,
-                "busy": layers.gpu_ns / layers.gpu_step_ns if layers.gpu_step_ns else None,
+                "busy": layers.busy_ns / layers.step_ns if layers.busy_ns else None,
                 "attention": layers.attention_ns,
-                "share": layers.attention_ns / layers.gpu_ns if layers.gpu_ns else None,
+                "share": layers.attention_ns / layers.gpu_ns if layers.busy_ns else None,
                 "ran": ", ".join(names),
             }
         )
@@ -386,16 +394,22 @@ def _overview(answer: LayersByGpu) -> Iterator[Block]:
     if len({row["gpu"] for row in rows}) == 1:
         columns = [column for column in columns if column.key != "gpu"]
     yield Table.of(columns, rows)
-    yield Note(
-        "use --full to show the layers of all programs, or name one or two runs", level="hint"
+    yield from merged_notes(
+        [
+            Note(text, each.layers.name, "warning")
+            for each in answer.classes
+            for text in each.layers.caveats
+        ]
     )
+    text = f"use --full to show the layers of all programs, or name at most {FEW_RUNS} runs"
+    yield Note(text, level="hint")
 
 
 def _overview_answer(answer: LayersByGpu) -> str:
     shares = sorted(
         each.layers.attention_ns / each.layers.gpu_ns
         for each in answer.classes
-        if each.layers.gpu_ns
+        if each.layers.busy_ns
     )
     lead = f"{len(answer.classes)} programs"
     if not shares:
@@ -403,7 +417,7 @@ def _overview_answer(answer: LayersByGpu) -> str:
     slow = [
         each.layers.name
         for each in answer.classes
-        if any(row.ran in ("eager", "math") for row in each.layers.rows)
+        if any(is_unfused(row) or falls_back(row) for row in each.layers.rows)
     ]
     unfused = f"; eager or math attention runs in {join_few(slow, NAMES_SHOWN)}" if slow else ""
     return (
@@ -521,10 +535,11 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
             text = f"{other.name} has no layer in common with {first.name}."
             texts.append(f"{text} Name only runs of the same model.")
         elif before and after:
-            ratio = before / after
-            if len(answer.rows) == 1 and all(answer.rows[0].call_ns):
-                # The table shows the ratio of a single layer, which is that of median calls.
-                ratio = (answer.rows[0].call_ns[0] or 1) / (answer.rows[0].call_ns[at] or 1)
+            (alone, *more) = answer.rows
+            here, there = alone.call_ns[0], alone.call_ns[at]
+            ratio = told_ratio(
+                before / after, here / there if here and there and not more else None
+            )
             preposition = "on" if first.device != other.device else "in"
             text = (
                 f"Attention of a step takes {time_text(before)} {preposition} {first.name} and "
