@@ -90,7 +90,9 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
     if len(members) < 2:
         what = "the store contains no job with several ranks"
         if wanted:
-            name = store.run_name(min(wanted))
+            given = [ref for ref in refs if not Path(ref).is_dir()]
+            run = store.find_run(Selection(given[0])) if given else min(wanted)
+            name = store.run_name(run)
             what = f"run {name} is the only rank of its job in the store"
         raise NotFoundError(f"{store.path}: {what}; {NEED}")
     stored_environments = store.connection.execute("SELECT id, data FROM environments")
@@ -163,7 +165,9 @@ def _wanted(store: Store, refs: Sequence[str], stored: Sequence[Record]) -> set[
         runs |= below or begun or {store.find_run(Selection(ref))}
     if len(runs) == 1:
         own = [record for record in stored if record["run"] in runs]
-        return runs if len(_by_rank(own)) > 1 or not own else _job_of(own[0], stored)
+        # A trace that records neither its rank nor the number of ranks is not known to be of a job.
+        alone = not own or (own[0]["rank"] is None and own[0]["size"] is None)
+        return runs if alone or len(_by_rank(own)) > 1 else _job_of(own[0], stored)
     return runs
 
 

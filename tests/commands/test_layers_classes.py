@@ -144,7 +144,7 @@ def test_layers_of_one_gpu_alone_have_rows(store: dict[str, str]) -> None:
 
 def test_runs_without_a_common_layer_are_not_compared(store: dict[str, str]) -> None:
     text = ask(store, "whisper", "eager").output
-    asked = "H100 has no layer in common with H200. Name only runs of the same model."
+    asked = "H100 has no layer in common with H200. Layers are compared by their names and the sizes of their calls."
     assert text.startswith(asked)
     assert "another backend" not in text and "Runs compared" not in text
 

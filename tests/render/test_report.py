@@ -524,3 +524,14 @@ def test_a_terminal_has_no_headings_of_charts(tmp_path: Path) -> None:
 def test_a_report_of_backends_names_diff(captured: Path) -> None:
     with pytest.raises(UsageError, match="profharness diff flash math"):
         report(captured, "flash", "math")
+
+
+def test_a_report_on_many_programs_begins_with_their_overview(tmp_path: Path) -> None:
+    """Bug: the report on a folder had a table with three columns per program, and no answer."""
+    models = sorted((TRACES / "models").glob("llama_*.json.gz"))
+    for model in models:
+        ingest_path(tmp_path / "s.db", model)
+    document = report(tmp_path / "s.db", *(model.name for model in models))
+    assert document.answer[0].startswith(f"{len(models)} programs: attention takes")
+    assert headings(document)[0] == "The programs compared"
+    assert "Runs compared" not in headings(document)

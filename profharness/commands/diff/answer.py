@@ -68,7 +68,9 @@ def _layers(diff: Diff) -> Iterator[str]:
     if timed:
         times = [sum(_step_ns(row, side) for row in [*timed, *again]) for side in (0, 1)]
         speeds = {row.speed for row in timed}
-        whole = f"({time_text(times[0])} → {time_text(times[1])} per step)"
+        some = len(both) + len(again) < len(diff.layers)
+        whole = f"({time_text(times[0])} → {time_text(times[1])} per step"
+        whole += ", without the unmatched layers)" if some else ")"
         # Another GPU explains the difference, so there is no verdict. The answer still names it.
         other_gpu = any(change.key == "gpu" for change in diff.environment)
         both_ways = any(row.basis != "forward" for row in timed)

@@ -230,7 +230,7 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
     text = f"The GPU is idle for {share_text(idle)} of the {whole}"
     one = max(layers.gaps, key=lambda gap: gap.duration_ns, default=None)
-    if one and len(layers.steps) == 1 and one.duration_ns > ONE_GAP * (step - busy):
+    if one and one.duration_ns > ONE_GAP * (step - busy) * len(layers.steps):
         yield f"{text}, mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}."
         return
     known = [gap for gap in layers.gaps if gap.launch_ns is not None]
@@ -251,8 +251,11 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
 def _where_it_is(layers: LayerMap, gap: GapRow) -> str:
     if gap.kernel_short == STEP_END:
         return "after the last kernel"
-    first = gap.start_ns == layers.steps[0].start_ns
-    return "before the first kernel" if first else f"before {gap.kernel_short}"
+    begun = [step for step in layers.steps if step.start_ns == gap.start_ns]
+    if not begun:
+        return f"before {gap.kernel_short}"
+    where = f" of step {begun[0].step}" if len(layers.steps) > 1 else ""
+    return f"before the first kernel{where}"
 
 
 def _counted(layers: LayerMap, change: Change | None) -> tuple[str, ...]:

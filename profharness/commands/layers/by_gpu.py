@@ -356,8 +356,8 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
     if len(answer.classes) > FEW_RUNS and not full:
         return replace(
             first,
-            blocks=tuple(_overview(answer)),
-            answer=(_overview_answer(answer),),
+            blocks=tuple(overview_blocks(answer)),
+            answer=(overview_answer(answer),),
             records=tuple(chain.from_iterable(each.records for each in documents)),
             extra={**first.extra, **layers_by_gpu_record(answer)},
         )
@@ -373,7 +373,7 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
     )
 
 
-def _overview(answer: LayersByGpu) -> Iterator[Block]:
+def overview_blocks(answer: LayersByGpu) -> Iterator[Block]:
     """Yield a table with one row for each program."""
     rows = []
     for each in answer.classes:
@@ -383,10 +383,11 @@ def _overview(answer: LayersByGpu) -> Iterator[Block]:
             {
                 "run": layers.name,
                 "gpu": each.device,
-                "step": layers.gpu_step_ns,
+                "step": layers.step_ns,
                 "busy": layers.busy_ns / layers.step_ns if layers.busy_ns else None,
-                "attention": layers.attention_ns,
-                "share": layers.attention_ns / layers.gpu_ns if layers.busy_ns else None,
+                # A trace without the kernels of its attention calls does not show their times.
+                "attention": layers.attention_ns or None,
+                "share": layers.attention_ns / layers.gpu_ns or None if layers.busy_ns else None,
                 "ran": ", ".join(names),
             }
         )
@@ -405,15 +406,15 @@ def _overview(answer: LayersByGpu) -> Iterator[Block]:
     yield Note(text, level="hint")
 
 
-def _overview_answer(answer: LayersByGpu) -> str:
+def overview_answer(answer: LayersByGpu) -> str:
     shares = sorted(
         each.layers.attention_ns / each.layers.gpu_ns
         for each in answer.classes
-        if each.layers.busy_ns
+        if each.layers.busy_ns and each.layers.attention_ns
     )
     lead = f"{len(answer.classes)} programs"
     if not shares:
-        return f"{lead}; no trace has kernels."
+        return f"{lead}; no trace has the times of attention."
     slow = [
         each.layers.name
         for each in answer.classes
@@ -533,7 +534,7 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
         shared = [row for row in answer.rows if row.sides[0] and row.sides[at]]
         if not shared:
             text = f"{other.name} has no layer in common with {first.name}."
-            texts.append(f"{text} Name only runs of the same model.")
+            texts.append(f"{text} Layers are compared by their names and the sizes of their calls.")
         elif before and after:
             (alone, *more) = answer.rows
             here, there = alone.call_ns[0], alone.call_ns[at]

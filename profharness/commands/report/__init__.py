@@ -49,9 +49,12 @@ from profharness.commands.kernels.tables import (
     witness_document,
 )
 from profharness.commands.layers.by_gpu import (
+    FEW_RUNS,
     find_programs,
     layers_by_gpu_blocks,
     layers_by_gpu_record,
+    overview_answer,
+    overview_blocks,
 )
 from profharness.commands.layers.tables import layers_document, phase_blocks
 from profharness.commands.report.program import (
@@ -64,7 +67,7 @@ from profharness.commands.report.program import (
 from profharness.commands.verify import verify_document
 from profharness.device_types import device_name
 from profharness.devices import DeviceFact
-from profharness.errors import NotFoundError, UsageError, percent
+from profharness.errors import NotFoundError, UsageError, join_few, percent
 from profharness.files import atomic_file, check_output
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
@@ -216,6 +219,9 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     programs = find_programs(store, runs)
     maps = {each.layers.run: each.layers for each in programs.classes}
     parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
+    if many := len(maps) > FEW_RUNS:
+        answer = (overview_answer(programs),)
+        blocks += [Heading("The programs compared"), *overview_blocks(programs)]
     blocks += compared_steps({names[run]: each.times for run, each in parts.items()})
     on_several = len({each.device for each in programs.classes}) > 1
     if diff and not on_several:
@@ -224,7 +230,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         blocks += [Heading("What changed"), Table.of(pick(EnvChange), diff.environment)]
     if len(maps) > 1:
         # On one class of GPU, the diff of two runs has these figures.
-        if diff is None or on_several:
+        if (diff is None or on_several) and not many:
             blocks += layers_by_gpu_blocks(programs)
         extra["layer_classes"] = layers_by_gpu_record(programs)
     if classes := _classes(store, runs):
@@ -247,7 +253,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["runs"].append({"run": run, "environment": environment, "name": names[run]})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
-    several = f"{len(runs)} runs: {', '.join(names.values())}"
+    several = f"{len(runs)} runs: {join_few(list(names.values()), FEW_RUNS)}"
     title = several if len(runs) > 2 else " → ".join(names.values())
     made = Document(
         SCHEMA,
