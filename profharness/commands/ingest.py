@@ -48,8 +48,8 @@ Companions = Annotated[
         multiple=True,
         metavar="FILE",
         help=(
-            "Another file of the same program, which adds to the trace: a trace of the CUDA graph "
-            "capture, or the log of the serving engine (.log). Repeatable."
+            "An additional file of the same program that supplements the trace: a trace of the "
+            "CUDA graph capture, or the log of the serving engine (.log). Repeatable."
         ),
     ),
 ]

@@ -127,7 +127,7 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     texts = []
     low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
     if low and high and (high - low) / high > CLOCK_MOVED:
-        texts.append(f"the SM clock changed between {low:g} and {high:g} MHz")
+        texts.append(f"the SM clock varied between {low:g} and {high:g} MHz")
     bits = int(clocks.get("throttle_reasons") or 0)
     reasons = [text for bit, text in THROTTLES.items() if bits & bit]
     if reasons:
@@ -791,7 +791,8 @@ def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
     if len(rivals) == 1:
         lead = ""
     elif len(names) == 1:
-        lead = f"{next(iter(names))} has the lowest median at all {len(values)} values; "
+        every = "both" if len(values) == 2 else f"all {len(values)}"
+        lead = f"{next(iter(names))} has the lowest median at {every} values; "
     elif crossings:
         lead = f"{'; '.join(event.text for event in crossings)}; "
     else:

@@ -106,7 +106,9 @@ def _check(path: Path, scrubber: Scrubber) -> None:
     name = path.name.lower().removesuffix(GZIP_SUFFIX)
     if name.endswith(RAW_SUFFIXES):
         scrubber.record(
-            "raw report", "the report contains the environment of its process", "the file"
+            "raw report",
+            "the report contains the environment variables of the profiled process",
+            "the file",
         )
         return
     if is_store(path):

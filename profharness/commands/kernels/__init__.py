@@ -132,7 +132,7 @@ Expected = Annotated[
         multiple=True,
         metavar="NAME",
         check=lambda names: check_expected_names(split_names(names)),
-        help="Exit with 3 unless this backend or kernel family ran in every cell. If the option "
+        help="Exit with code 3 unless this backend or kernel family ran in every cell. If the option "
         "is repeated, any of the names is accepted.",
     ),
 ]

@@ -173,7 +173,7 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit with 3 on one of these findings: math-fallback, eager-attention, "
+        help="Exit with code 3 on one of these findings: math-fallback, eager-attention, "
         "backend-changed or unseen (the backend is unknown). For an observed program, the "
         "findings noop-mask and requested-not-run are also accepted. Separate several values by "
         "commas, or repeat the option.",
@@ -187,7 +187,7 @@ Expected = Annotated[
         multiple=True,
         metavar="BACKEND@GLOB",
         check=lambda texts: parse_gates((), texts),
-        help="Exit with 3 unless this backend ran in all modules that match the glob, as in "
+        help="Exit with code 3 unless this backend ran in all modules that match the glob, as in "
         "flash@'model.layers.*'. At least one module must match. flash,cudnn@'*' accepts either "
         "backend. Repeatable.",
     ),

@@ -72,7 +72,7 @@ FailOn = Annotated[
         multiple=True,
         metavar="FINDING",
         check=one_of((*CODES, ANY), "--fail-on"),
-        help="Exit with 3 if any rank has this finding, such as slow-gpu or other-attention. "
+        help="Exit with code 3 if any rank has this finding, such as slow-gpu or other-attention. "
         "`any` means every finding. Separate several values by commas, or repeat the option.",
     ),
 ]
