@@ -150,7 +150,7 @@ def test_no_peaks_no_efficiency(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("clocks", "text"),
     [
-        ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "changed between 1700 and 1980 MHz"),
+        ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "varied between 1700 and 1980 MHz"),
         ({"throttle_reasons": 0x4}, "power limit"),
         ({"throttle_reasons": 0x20}, "temperature (software"),
         ({"throttle_reasons": 0x48}, "a hardware slowdown and temperature (hardware"),
