@@ -27,6 +27,9 @@ ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two a
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
 OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, most important first
 _LABEL = re.compile(r"b\d+-h\d+-\S+")
+_REMARK = re.compile(
+    r"(b\d+-h\d+-\S+) \(.*\)"
+)  # a label with a remark, such as the lengths of its calls
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _WORD_END = re.compile(r"[^\W_]*$")
 _DOTTED = re.compile(r"[\w{}\[\],…-]+(\.[\w{}\[\],…-]+)+")
@@ -400,6 +403,10 @@ def _shortened(text: str, width: int) -> str:
         for start in range(1, len(parts)):
             if cell_len(tail := ".".join(parts[start:])) < width:
                 return f"…{tail}"
+    if remark := _REMARK.fullmatch(text):
+        text = remark[1]
+        if cell_len(text) < width:
+            return f"{text}…"
     if _LABEL.fullmatch(text):
         head = fitting(text, width - 1)
         return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"

@@ -445,7 +445,7 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
     )
     assert told["launches"] == "launches in the range, such as a step"
     shares = [title for title in meanings if title.startswith("% of")]
-    assert set(shares) == {"% of step", "% of busy", "% of kernels", "% of smem"}
+    assert set(shares) == {"% of step", "% of busy", "% of kernels", "% of range", "% of smem"}
     assert all(told[title] == meanings[title] for title in shares)
     assert not {"eager", "cell", "median"} & set(told)
 

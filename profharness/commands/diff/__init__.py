@@ -91,7 +91,10 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
     PHASE,
-    *pick(LayerSide, *SIDE_TEXTS),
+    *(
+        replace(each, importance="answer") if each.key == "forward_ns" else each
+        for each in pick(LayerSide, *SIDE_TEXTS)
+    ),
     *pick(LayerDiff, "ratio", "verdict"),
 )
 # These names must differ from the names of roles, because both are labels of notes.
@@ -169,6 +172,12 @@ def layer_text(row: LayerDiff) -> str:
     return f"{_verdicts(row)}: {_both(row, 'ran') or 'the backend is unknown'}"
 
 
+def _step_ns(row: LayerDiff) -> float:
+    """Return the time of a layer's calls in a step, on the side that takes longer."""
+    sides = [each for each in (row.baseline, row.candidate) if each]
+    return max((each.forward_step_ns or 0) + (each.backward_step_ns or 0) for each in sides)
+
+
 def _verdicts(row: LayerDiff) -> str:
     return f"{row.verdict}, {row.speed}" if row.changed else row.verdict
 
@@ -227,7 +236,7 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
     lines: list[dict[str, Any]] = []
     notes: dict[tuple[str, str], list[str]] = {}  # names of layers by reason and level
     recomputed = any(row.direction != "forward" for row in layers)
-    for row in layers:
+    for row in sorted(layers, key=lambda row: -_step_ns(row)):
         side = row.baseline or row.candidate
         name = row.name if full else short_module(side.module if side else None) or row.name
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}

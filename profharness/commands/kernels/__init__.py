@@ -204,7 +204,7 @@ def kernels(
     of an SM's shared memory. The column "launches" is the number of launches per call, "median µs"
     is the median time of one launch, and "mean µs/call" is the time of all launches in a call. The
     column "% of call" is the share of the cell's time on the device, and "% occupancy" is the
-    theoretical occupancy. The table of a program's trace has "total µs" and "% of kernels" instead of
+    theoretical occupancy. The table of a program's trace has "total µs" and "% of range" instead of
     "mean µs/call" and "% of call". `-` means that the profiler does not record the value.
 
     --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,

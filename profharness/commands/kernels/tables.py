@@ -82,8 +82,8 @@ OF_RANGE = {
     "total_ns": replace(KERNEL["total_ns"], meaning="sum over the launches in the range"),
     "share": replace(
         KERNEL["share"],
-        title="% of kernels",
-        meaning="share of the total time of all kernels; overlapping kernels count twice",
+        title="% of range",
+        meaning="share of the time of all kernels in the range",
     ),
 }
 # Columns of the table that compares profilers. `_line` returns the values.
