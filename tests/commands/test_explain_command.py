@@ -433,3 +433,15 @@ def test_unquoted_braces_are_told(tmp_path: Path) -> None:
     other = [*argv, "--config", "1,4,128,64", "more"]
     done = subprocess.run(other, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2 and "quote" not in done.stderr
+
+
+@pytest.mark.parametrize("shape", ["b1qk", "hqk", "qk"])
+def test_advice_to_leave_out_a_mask_leaves_out_its_shape(shape: str) -> None:
+    """Bug: the changed config kept `mask_shape`, so explain ended in an error about a config that
+    nobody had given.
+    """
+    config = f"8,12,384,64,fp32,mask=bool,mask_shape={shape},layout=bshd"
+    words = [config, "--gpu", "H200", "--torch", "2.11", "--backend", "flash"]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "PyTorch 2.11 is predicted to run efficient" in done.output

@@ -79,7 +79,7 @@ def _easy_heads(config: Config) -> Config:
 PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "dtype": lambda c: replace(c, dtype="fp16"),
     "window": lambda c: replace(c, window=None),
-    "mask": lambda c: replace(c, mask="none", mask_shape=None, mask_strides=None),
+    "mask": lambda c: _unmasked(c),
     "dropout": lambda c: replace(c, dropout=0.0),
     "causal": lambda c: replace(c, causal=False),
     "deterministic": lambda c: replace(c, deterministic=False),
@@ -256,10 +256,14 @@ def _pad_both(config: Config, dim: int) -> Config | None:
     return _padded(config, dim, dim) if max(config.head_dim, config.value_dim) <= dim else None
 
 
+def _unmasked(config: Config) -> Config:
+    return replace(config, mask="none", mask_shape=None, mask_strides=None)
+
+
 def _causal_instead(config: Config) -> Config | None:
     square = config.seq_len_q == config.seq_len_kv
     plain = config.causal or config.window is not None
-    return replace(config, mask="none", causal=True) if square and not plain else None
+    return replace(_unmasked(config), causal=True) if square and not plain else None
 
 
 def _without_window(config: Config) -> Config | None:
@@ -332,7 +336,7 @@ CHANGES = (
            "leave out the window: a window of {b.window} hides no key from {b.seq_len_q} queries"),
     ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
            "pass is_causal=True instead of attn_mask, if the mask is lower triangular", exact=False),
-    ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
+    ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: _unmasked(c),
            "leave out attn_mask if it hides nothing", exact=False),
     ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
            "compute in bf16 instead of {b.dtype}: bf16 has the range of fp32, but only 8 of its 24 significant bits "
