@@ -164,8 +164,9 @@ def _is_generated(row: KernelRow) -> bool:
 
 
 def backend_text(name: str) -> str:
-    """Return the name of a backend as sentences and tables show it."""
-    return ANOTHER_PACKAGE if name == OF_PACKAGES else name
+    """Return a backend, or several joined by `and`, as sentences and tables name them."""
+    names = (ANOTHER_PACKAGE if each == OF_PACKAGES else each for each in name.split(" and "))
+    return " and ".join(names)
 
 
 def backend_of_kernel(family: str, kernel: str) -> str | None:

@@ -138,9 +138,9 @@ def ran_text(call: LayerRow | LayerSide) -> str | None:
     """
     if not call.ran:
         return None
-    names = [backend_text(name) for name in call.ran.split(" and ")]
-    library = call.library if AMD_LIBRARIES.keys().isdisjoint(names) else None
-    return f"{' and '.join(names)}{f' ({library})' if library else ''}"
+    # A backend that is the library itself, such as `ck`, is named once.
+    library = call.library if AMD_LIBRARIES.keys().isdisjoint(call.ran.split(" and ")) else None
+    return f"{backend_text(call.ran)}{f' ({library})' if library else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,13 +214,13 @@ def _busiest(launches: Sequence[StepLaunch]) -> list[StepLaunch]:
 def _backend(launch: StepLaunch, owner: LaunchOwner | None) -> str | None:
     if kind_of(launch) != ATTENTION:
         return None
-    return (
-        owner.backend if owner else backend_of_kernel(launch.family, launch.kernel_short) or UNKNOWN
-    )
+    if owner:
+        return owner.backend
+    return _shown(backend_of_kernel(launch.family, launch.kernel_short))
 
 
 def _shown(backend: str | None) -> str:
-    return " and ".join(map(backend_text, backend.split(" and "))) if backend else UNKNOWN
+    return backend_text(backend) if backend else UNKNOWN
 
 
 def _op(launch: StepLaunch) -> str | None:

@@ -460,15 +460,15 @@ def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tu
     )
 
 
-def _decimals(ns: float, figures: int) -> int:
-    """Return how many decimals a time in ms needs for this number of figures, from 2 to 4."""
-    return min(max(figures - 1 - math.floor(math.log10(ns / 1e6)), 2), 4) if ns > 0 else 4
+def _decimals(ns: float) -> int:
+    """Return how many decimals a time in ms needs for three figures, from 2 to 4."""
+    return min(max(2 - math.floor(math.log10(ns / 1e6)), 2), 4) if ns > 0 else 4
 
 
 def _in_ms(column: Column, values: Iterable[float]) -> Column:
     # Show three figures of the smallest value, if four decimals are enough for them.
     least = min((value for value in values if value > 0), default=0.0)
-    kind = {2: "ms", 3: "ms3", 4: "ms4"}[_decimals(least, 3)]
+    kind = {2: "ms", 3: "ms3", 4: "ms4"}[_decimals(least)]
     return replace(column, title=column.title.replace("µs", "ms"), format=kind)
 
 

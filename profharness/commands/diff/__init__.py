@@ -455,8 +455,6 @@ def check(comparison: Comparison, *, fail_on: FailOn = ()) -> str | None:
         raise GateError(f"{name}: " + "\n  ".join(lines))
     if empty and verdicts:
         raise GateError(f"{name}: {empty}")
-    if empty:
-        hint(f"warning: {empty}")
     if not verdicts:
         return None
     counts = [

@@ -354,9 +354,10 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
         alone = {} if not answer.left_out else layers_by_gpu_record(answer)
         return replace(first, extra={**first.extra, **alone})
     if len(answer.classes) > FEW_RUNS and not full:
+        more = f"use --full to show the layers of all programs, or name at most {FEW_RUNS} runs"
         return replace(
             first,
-            blocks=tuple(overview_blocks(answer)),
+            blocks=(*overview_blocks(answer), Note(more, level="hint")),
             answer=(overview_answer(answer),),
             records=tuple(chain.from_iterable(each.records for each in documents)),
             extra={**first.extra, **layers_by_gpu_record(answer)},
@@ -402,8 +403,6 @@ def overview_blocks(answer: LayersByGpu) -> Iterator[Block]:
             for text in each.layers.caveats
         ]
     )
-    text = f"use --full to show the layers of all programs, or name at most {FEW_RUNS} runs"
-    yield Note(text, level="hint")
 
 
 def overview_answer(answer: LayersByGpu) -> str:
