@@ -20,7 +20,7 @@ from profharness.devices import data_sheet, roofline_ns
 
 BACKENDS = "flashinfer-fa2,flashinfer-fa3,flashinfer-cudnn"
 CHUNK = 10  # configs per call of bench, which starts one worker process
-MOST_TOKENS = 1 << 22  # tokens of all requests together, 16 GiB of keys and values
+MOST_TOKENS = 1 << 23  # tokens of all requests together, 32 GiB of keys and values, stored twice
 HEADS = "32,1,128,bf16,kv_heads=8"
 
 
