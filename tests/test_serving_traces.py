@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from click.testing import CliRunner
 from written_benches import bench_run
 
 from profharness.cli import cli
+from profharness.commands.diff import diff_document
+from profharness.commands.diff.compare import Diff, diff_cells, find_sides
 from profharness.commands.layers.answer import layers_answer
+from profharness.commands.layers.by_gpu import find_layers_by_gpu, runs_answer
 from profharness.commands.report import report_document
 from profharness.errors import NotFoundError
 from profharness.jobs.into_store import BenchOptions, time_layers
 from profharness.program.layer_map import LayerMap, find_layers
+from profharness.render.document import Note
 from profharness.render.renderers import RENDERERS
 from profharness.scrub.copies import audit
 from profharness.store import ingest_path, open_store
@@ -179,3 +184,87 @@ def test_analyze_tells_the_limit_of_each_phase(tmp_path: Path) -> None:
     assert decode["bottleneck"] == "latency"
     assert any("SMs are idle" in json.dumps(finding) for finding in decode["findings"])
     assert "the configs use the mean lengths" in result.stderr
+
+
+EAGER, GRAPH, SHAPES = (SERVING / name for name in ("eager.json.gz", "graph", "shapes.json.gz"))
+SIZES = "sizes are not recorded on {} side, so layers are paired by module and order"
+
+
+def diff_of(folder: Path, *sources: Path) -> Diff:
+    runs = [ingest_path(folder / "store.db", source)[0].run for source in sources]
+    with open_store(folder / "store.db") as store:
+        return diff_cells(*find_sides(store, *runs))
+
+
+@pytest.mark.parametrize(
+    ("sides", "verdict", "where", "alone"),
+    [
+        ((EAGER, GRAPH), "slower", "either", ("removed", "the candidate has no prefill steps")),
+        ((GRAPH, SHAPES), "faster", "one", ("added", "the baseline has no prefill steps")),
+    ],
+)
+def test_decoding_is_compared_with_decoding(
+    tmp_path: Path, sides: tuple[Path, Path], verdict: str, where: str, alone: tuple[str, str]
+) -> None:
+    """Bug: the module was once `removed` and once `added`, because a side does not know the sizes."""
+    found = diff_of(tmp_path, *sides)
+    rows = {row.phase: row for row in found.layers}
+    assert len(rows) == len(found.layers) == 2
+    decode = rows["decode"]
+    assert (decode.verdict, decode.speed) == ("changed", verdict)
+    assert [side.calls for side in decode.sides if side] == [LAYERS, LAYERS]
+    assert SIZES.format(where) in decode.reasons
+    assert (rows["prefill"].verdict, rows["prefill"].reasons[0]) == alone
+    answer = " ".join(diff_document(found).answer)
+    names = found.names
+    assert answer.startswith("Decode steps take ")
+    assert f", and {names[1]} is " in answer and f"{verdict} than {names[0]} in the for" in answer
+    graph = next(name for name in names if name.startswith("decode"))
+    assert f"; only {graph} replays CUDA graphs. Only " in answer
+    assert "has prefill steps. The env" in answer
+
+
+def test_phases_are_rows_with_one_caveat_about_sizes(tmp_path: Path) -> None:
+    found = diff_of(tmp_path, EAGER, SHAPES)
+    assert [(row.phase, row.verdict) for row in found.layers] == [
+        ("prefill", "same"),
+        ("decode", "same"),
+    ]
+    document = diff_document(found)
+    notes = [block for block in document.blocks if isinstance(block, Note)]
+    assert [note for note in notes if note.level != "hint"] == [Note(SIZES.format("one"))]
+    assert [text.split(", and ")[0] for text in document.answer[:2]] == [
+        "Prefill steps take 5.29 ms → 5.30 ms",
+        "Decode steps take 1.89 ms → 1.78 ms",
+    ]
+
+
+def test_known_sizes_that_differ_are_not_paired(tmp_path: Path) -> None:
+    text = gzip.decompress(SHAPES.read_bytes()).decode()
+    other = json.loads(text)
+    for event in other["traceEvents"]:
+        sizes = event.get("args", {}).get("Input Dims")
+        if sizes and [4, 32, 128] in sizes:
+            event["args"]["Input Dims"] = [
+                [5, 32, 128] if at == [4, 32, 128] else at for at in sizes
+            ]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(other))
+    rows = diff_of(tmp_path, SHAPES, path).layers
+    assert [(row.phase, row.verdict) for row in rows] == [
+        ("prefill", "same"),
+        ("decode", "removed"),
+        ("decode", "added"),
+    ]
+    assert rows[1].reasons == ("the candidate has no matching layer with the same size",)
+
+
+def test_layers_compares_runs_of_an_engine_by_phase(tmp_path: Path) -> None:
+    """Bug: the mean of prefilling and decoding was compared with decoding, so that the graph was
+    faster in total and slower in each layer.
+    """
+    runs = [ingest_path(tmp_path / "store.db", each)[0].run for each in (EAGER, GRAPH)]
+    with open_store(tmp_path / "store.db") as store:
+        (text,) = runs_answer(find_layers_by_gpu(store, runs))
+    assert text.startswith("Attention of a decode step takes 66.4 µs in eager.json.gz and 76.6 µs")
+    assert text.endswith("decode.json.gz is 15.4 % slower.")

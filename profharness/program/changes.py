@@ -41,8 +41,8 @@ class EnvChange:
 _EXPLAINS = {
     "device_type": "a CPU and a GPU run different kernels, so their times cannot be compared",
     "gpu|capability|num_sms": (
-        "the GPU determines which backends are allowed, whether cuDNN comes first, and which tile "
-        "sizes and how many splits the kernels use"
+        "the GPU determines how fast kernels run, which backends are allowed, whether cuDNN comes "
+        "first, and which tile sizes and how many splits the kernels use"
     ),
     "engine|engine_version": (
         "engine releases differ in the order of their backends and in their kernels; see "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 from typing import Annotated, Any
 
 from profharness import stats
-from profharness.attention.config import Config, parse_config
+from profharness.attention.config import Config, parse_config, without_strides
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.columns import column
 from profharness.devices import Peaks, roofline_ns
@@ -22,15 +22,16 @@ from profharness.program.layer_map import (
     LayerRow,
     actual_backend,
     calls_in_steps,
+    join_numbered,
     library_of,
-    merge_numbered,
     module_name,
     module_names,
     phase_of,
     points_of,
+    short_module,
 )
 from profharness.program.observed_calls import ObservedCalls
-from profharness.program.phases import PhaseRow, find_phases
+from profharness.program.phases import PhaseRow, find_phases, phases_by_step
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
 
@@ -50,7 +51,18 @@ class Program:
     untraced: tuple[CallRow, ...] = ()
     observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
     phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
+    # the phase of each step of an engine, by trace and number; empty if the phases are not compared
+    step_phases: Mapping[tuple[int, int], str] = field(default_factory=dict)
     peaks: Peaks | None = None  # the limits of the program's GPU, if known
+
+    def phase(self, call: CallRow) -> str | None:
+        """Return the phase of the engine's step that contains a call."""
+        return None if call.step is None else self.step_phases.get((call.trace, call.step))
+
+    def step_count(self, phase: str | None) -> int:
+        """Return the number of steps of a phase, or of all steps. Return at least 1."""
+        named = [each for each in self.step_phases.values() if each == phase]
+        return max(len(named) if phase else len(self.steps), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,13 @@ class LayerSide:
     forward_step_ns: float | None = None
     backward_step_ns: float | None = None
     library: str | None = None  # the AMD library whose kernels computed the backend
+    # the sizes of query, key, value and mask if no config describes them
+    dims: tuple[tuple[int, ...] | None, ...] = ()
+
+    @property
+    def sized(self) -> bool:
+        """Whether the sizes of the calls are known."""
+        return self.config is not None or any(self.dims)
 
 
 def told_ratio(of_sums: float, of_calls: float | None) -> float:
@@ -159,6 +178,11 @@ class MatchedLayers:
         """The first side that is not None."""
         return next(filter(None, self.sides))
 
+    @property
+    def phase(self) -> str | None:
+        """The phase, or the direction of recomputed calls."""
+        return _phase(self.sides, self.direction)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
@@ -191,11 +215,115 @@ class LayerDiff:
     reasons: tuple[str, ...] = ()
 
     @property
+    def sides(self) -> tuple[LayerSide | None, LayerSide | None]:
+        """The baseline and the candidate."""
+        return self.baseline, self.candidate
+
+    @property
+    def first(self) -> LayerSide:
+        """The first side that is not None."""
+        return next(filter(None, self.sides))
+
+    @property
+    def phase(self) -> str | None:
+        """The phase, or the direction of recomputed calls."""
+        return _phase(self.sides, self.direction)
+
+    @property
     def name(self) -> Annotated[str, column("module", shrink=True)]:
-        """The module of the layers, or the config of their calls if the module is unknown."""
-        side = self.baseline or self.candidate
-        assert side is not None
-        return side.module or side.config or "a call"
+        """The module of the layers. If it is unknown, the config, kernel or op of their calls."""
+        return _name(self.sides, full=True)
+
+
+_Rows = Sequence[LayerDiff | MatchedLayers]
+
+
+def layer_names(rows: _Rows, *, full: bool, with_config: bool = False) -> list[str]:
+    """Return a name for each row, which differs from the names of all other rows of its phase.
+
+    The name is the module. If it is unknown, the name is the config, kernel or op. Rows with the
+    same name also get their config, sizes, kernel or mode, or else a number. Modules are shortened
+    unless `full` is set. If `with_config` is set, configs distinguish rows too, because a table
+    shows them next to the names.
+    """
+    names = [_name(row.sides, full=full) for row in rows]
+
+    def key(at: int) -> Hashable:
+        return names[at], rows[at].phase, rows[at].first.config if with_config else None
+
+    for detail in _DETAILS:
+        alike: dict[Hashable, list[int]] = {}
+        for at in range(len(rows)):
+            alike.setdefault(key(at), []).append(at)
+        for group in alike.values():
+            texts = [detail(rows[at].first) for at in group]
+            if len(set(texts)) > 1:
+                for at, text in zip(group, texts, strict=True):
+                    names[at] += f" ({text})" if text else ""
+    counts = Counter(map(key, range(len(rows))))
+    numbers: Counter[Hashable] = Counter()
+    for at in range(len(rows)):
+        this = key(at)
+        numbers[this] += 1
+        names[at] += f" #{numbers[this]}" if counts[this] > 1 else ""
+    return names
+
+
+def phases_distinguish(rows: _Rows, names: Sequence[str]) -> bool:
+    """Return whether rows have the same name and different phases, or are recomputed."""
+    phases = {(name, row.phase) for name, row in zip(names, rows, strict=True)}
+    return len(phases) > len(set(names)) or any(row.direction != "forward" for row in rows)
+
+
+def layer_labels(rows: _Rows, *, full: bool, with_config: bool = False) -> list[str]:
+    """Return the names of rows, with their phases where these distinguish rows."""
+    names = layer_names(rows, full=full, with_config=with_config)
+    phases: dict[str, set[str | None]] = {}
+    for name, row in zip(names, rows, strict=True):
+        phases.setdefault(name, set()).add(row.phase)
+    return [
+        f"{name} ({row.phase})" if row.direction != "forward" or len(phases[name]) > 1 else name
+        for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def _phase(sides: Sequence[LayerSide | None], direction: str) -> str | None:
+    phases = (side.phase for side in sides if side)
+    return next(filter(None, phases), None) if direction == "forward" else direction
+
+
+def _name(sides: Sequence[LayerSide | None], *, full: bool) -> str:
+    present = [side for side in sides if side]
+    if module := next((side.module for side in present if side.module), None):
+        return module if full else str(short_module(module))
+    if config := next((side.config for side in present if side.config), None):
+        return config if full else without_strides(config)
+    names = chain.from_iterable((*side.kernels[:1], side.sdpa_op) for side in present)
+    return next(filter(None, names), "a call")
+
+
+_DETAILS: tuple[Callable[[LayerSide], str | None], ...] = (
+    lambda side: side.config or next(("x".join(map(str, own)) for own in side.dims if own), None),
+    lambda side: next(iter(side.kernels), None),
+    lambda side: side.mode,
+)
+"""Functions that return what can distinguish layers with the same name."""
+
+
+def opposite_layer(
+    layers: Iterable[tuple[str, float | None, float]], ratio: float
+) -> tuple[str, float] | None:
+    """Return the layer that differs most in the other direction than all layers together.
+
+    `layers` are (name, ratio of the times of a call, difference between the times of a step), and
+    `ratio` is the ratio of all layers. Return (name, ratio), or None if there is no such layer.
+    """
+    others = [
+        (abs(step_ns), name, own)
+        for name, own, step_ns in layers
+        if own and (own > 1) != (ratio > 1) and stats.beyond(own, stats.THRESHOLD)
+    ]
+    return max(others)[1:] if others else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +333,17 @@ class _Site:
     name: str | None  # name of the module without wrappers; None if unknown
     number: int  # position among the sites of the same shape if the module is unknown, else 0
     shape: Hashable
-    core: Hashable
+    core: Hashable  # None if the sizes are unknown
     direction: str
+    phase: str | None  # the phase of an engine, if both programs have phases
     dotted: bool  # whether the name is a module path instead of class names
     calls: tuple[CallRow, ...] = ()
+    calls_per_step: float = 0
+
+    @property
+    def place(self) -> Hashable:
+        """The name, or the position if only the sizes are known. None if neither is known."""
+        return self.name or (None if self.core is None else self.number)
 
     @property
     def pattern(self) -> str | None:
@@ -222,19 +357,25 @@ class _Site:
 SIDES = ("baseline", "candidate")
 # fields of LayerSide that only the observer records
 RECORDED = ("asked", "choice", "mask")
+_NAMES, _SIZES = {"place", "name", "pattern", "tail"}, {"shape", "core"}  # the fields in _KEYS
 _Pair = tuple[list[_Site], list[_Site]]
 _Group = tuple[str, list[list[CallRow]]]  # a direction, and the calls of each program
 
-# Two sites are paired if one of these keys is equal. The strictest key comes first. The less strict
-# keys pair layers that only one program compiles, and layers with different masks or different
-# numbers of key-value heads. If the names of the two programs cannot be compared,
-# `_paired` pairs sites by their sizes alone.
-_KEYS: tuple[Callable[[_Site], Hashable], ...] = (
-    lambda site: (site.name or site.number, site.shape),
-    lambda site: (site.pattern, site.shape),
-    lambda site: (site.name or site.number, site.core),
-    lambda site: (site.pattern, site.core),
-    lambda site: (site.tail, site.core),
+# Two sites are paired if the fields of one of these keys are equal. The strictest key comes first.
+# The less strict keys pair layers that only one program compiles, and layers with different masks or
+# different numbers of key-value heads. The keys without a name apply if the names of the two
+# programs cannot be compared, and the keys without sizes if one program does not record the sizes.
+_KEYS = (
+    ("place", "shape"),
+    ("pattern", "shape"),
+    ("place", "core"),
+    ("pattern", "core"),
+    ("tail", "core"),
+    ("core",),
+    ("name",),
+    ("pattern",),
+    ("tail",),
+    (),
 )
 
 
@@ -263,9 +404,23 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
     devices = store.devices(run)
     device = (devices[0].name or "a GPU without a name") if devices else None
     peaks = store.peaks(run)
-    phases = find_phases(steps, calls, peaks)
-    traced = tuple(steps) if calls else ()
-    return Program(tuple(calls), traced, device, tuple(untraced), observed, phases, peaks)
+    return Program(
+        calls=tuple(calls),
+        steps=tuple(steps) if calls else (),
+        device=device,
+        untraced=tuple(untraced),
+        observed=observed,
+        phases=find_phases(steps, calls, peaks),
+        step_phases=phases_by_step(steps),
+        peaks=peaks,
+    )
+
+
+def with_shared_phases(programs: Sequence[Program]) -> list[Program]:
+    """Return the programs. Remove the phases of their steps unless all programs have phases."""
+    if all(program.step_phases for program in programs):
+        return list(programs)
+    return [replace(program, step_phases={}) for program in programs]
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
@@ -273,7 +428,8 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
 
     A layer counts as faster or slower if the relative change of its time exceeds `threshold`.
     """
-    doubts = _doubts(baseline, candidate)
+    doubt, note = _doubt(baseline, candidate), _other_gpu(baseline, candidate)
+    baseline, candidate = with_shared_phases((baseline, candidate))
     groups = _equal_layers((baseline, candidate))
 
     def order(group: _Group) -> tuple[bool, bool, int, int]:
@@ -286,24 +442,29 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     for direction, (left, right) in groups:
         if left and right:
             sides = _side(baseline, left), _side(candidate, right)
-            rows.append(_diff(direction, sides, (left, right), doubts, threshold))
+            rows.append(_diff(direction, sides, (left, right), doubt, note, threshold))
         elif left:
-            why = ("the candidate has no matching layer with the same size",)
-            row = LayerDiff(
-                direction, baseline=_side(baseline, left), verdict="removed", reasons=why
-            )
-            rows.append(row)
+            side = _side(baseline, left)
+            why = (_why_unmatched(side, "candidate", candidate),)
+            rows.append(LayerDiff(direction, baseline=side, verdict="removed", reasons=why))
         else:
-            why = ("the baseline has no matching layer with the same size",)
-            row = LayerDiff(
-                direction, candidate=_side(candidate, right), verdict="added", reasons=why
-            )
-            rows.append(row)
+            side = _side(candidate, right)
+            why = (_why_unmatched(side, "baseline", baseline),)
+            rows.append(LayerDiff(direction, candidate=side, verdict="added", reasons=why))
     return tuple(rows)
+
+
+def _why_unmatched(side: LayerSide, name: str, other: Program) -> str:
+    """Return why the program `other`, which is called `name`, has no layer that matches a side."""
+    phases = set(other.step_phases.values())
+    if phases and side.phase not in phases:
+        return f"the {name} has no {side.phase} steps"
+    return f"the {name} has no matching layer{' with the same size' if side.sized else ''}"
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
     """Return one row per group of equal layers, starting with the layers of the first program."""
+    programs = with_shared_phases(programs)
     rows = []
     for direction, calls in _equal_layers(programs):
         sides = [
@@ -372,9 +533,15 @@ def _sites(program: Program, whole: bool) -> list[_Site]:
             where = (call.trace, call.step, shape, direction)
             number = seen[where]
             seen[where] += 1
-        site = _Site(name, number, shape, core, direction, call.path is not None)
+        dotted = call.path is not None
+        site = _Site(name, number, shape, core, direction, program.phase(call), dotted)
         calls_by_site.setdefault(site, []).append(call)
-    return [replace(site, calls=tuple(calls)) for site, calls in calls_by_site.items()]
+    return [
+        replace(
+            site, calls=tuple(calls), calls_per_step=len(calls) / program.step_count(site.phase)
+        )
+        for site, calls in calls_by_site.items()
+    ]
 
 
 def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
@@ -382,11 +549,11 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
 
     The strict key is the config without dtype and strides. The loose key contains only sizes,
     without the number of key-value heads. For decoding calls, neither key contains the sequence
-    length of K and V.
+    length of K and V. The loose key is None if the sizes are unknown.
     """
     if config is None:
         dims = tuple(dims for dims in call.dims if dims is not None)
-        return (call.op, dims), (call.op, dims)
+        return (call.op, dims), (call.op, dims) if dims else None
     keys = None if phase_of(call) == "decode" else config.seq_len_kv
     core = (
         *(config.output_batch, config.num_heads, config.seq_len_q, keys),
@@ -411,19 +578,15 @@ def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Si
     """
     pairs: list[_Pair] = []
     paired: set[int] = set()  # ids of objects, because sites of both programs may compare equal
-    for key in (*_KEYS, None):
-        left, right = (_by(key or (lambda site: site.core), sites) for sites in (base, cand))
+    for key in _KEYS:
+        left, right = _by(key, base), _by(key, cand)
         for value in left.keys() & right.keys():
             sites, others = left[value], right[value]
-            one, other = sites[0], others[0]
-            comparable = None not in (one.name, other.name) and one.dotted == other.dotted
-            # Compiled code has the name of the compiled module instead of those of the layers.
-            comparable = comparable and one.calls[0].compiled == other.calls[0].compiled
-            if key is None and comparable:
+            if not _may_pair(key, sites, others):
                 continue
             if len(sites) == len(others):
                 pairs += [([site], [other]) for site, other in zip(sites, others, strict=True)]
-            elif key is None:
+            elif _NAMES.isdisjoint(key):
                 pairs.append((sites, others))
             else:
                 continue
@@ -434,19 +597,38 @@ def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Si
     return pairs, cand
 
 
-def _by(
-    key: Callable[[_Site], Hashable], sites: Iterable[_Site]
-) -> dict[tuple[Hashable, str], list[_Site]]:
-    groups: dict[tuple[Hashable, str], list[_Site]] = {}
+def _may_pair(key: Sequence[str], sites: Sequence[_Site], others: Sequence[_Site]) -> bool:
+    """Return whether sites whose `key` is equal can be the same layers."""
+    unsized = any(all(site.core is None for site in own) for own in (sites, others))
+    if _SIZES.isdisjoint(key) and not unsized:
+        return False  # the sizes are known, and differ
+    if not _NAMES.isdisjoint(key):
+        return True
+    one, other = sites[0], others[0]
+    comparable = None not in (one.name, other.name) and one.dotted == other.dotted
+    # Compiled code has the name of the compiled module instead of those of the layers.
+    if comparable and one.calls[0].compiled == other.calls[0].compiled:
+        return False
+    if not unsized:
+        return True
+    # Without names and sizes, the layers can only be all calls of a step.
+    alike = all(len({(site.pattern, site.core) for site in own}) == 1 for own in (sites, others))
+    rates = [sum(site.calls_per_step for site in own) for own in (sites, others)]
+    return alike and rates[0] == rates[1]
+
+
+def _by(key: Sequence[str], sites: Iterable[_Site]) -> dict[Hashable, list[_Site]]:
+    groups: dict[Hashable, list[_Site]] = {}
     for site in sites:
-        groups.setdefault((key(site), site.direction), []).append(site)
+        value = tuple(getattr(site, name) for name in (*key, "direction", "phase"))
+        groups.setdefault(value, []).append(site)
     return groups
 
 
 def _group_key(program: Program, site: _Site, calls: Sequence[CallRow]) -> Hashable:
     first = calls[0]
     return (
-        *(site.pattern, site.shape, site.direction, first.kind),
+        *(site.pattern, site.shape, site.direction, site.phase, first.kind),
         *(first.config and parse_config(first.config).dtype, _ran(program, calls), first.mode),
         *(_recorded(program, calls, name) for name in RECORDED),
     )
@@ -471,17 +653,22 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     spent = [times for call in calls if (times := _kernel_times(call))]
     backward = [times[1] for times in spent if times[1] is not None]
     traced = [call for call in calls if call.trace != UNTRACED]
-    steps = max(len(program.steps), 1)
+    phase = program.phase(middle)
+    steps = program.step_count(phase)
     points: tuple[tuple[str, float], ...] = ()
     if all(call.config and not call.reason for call in calls):
-        points = points_of(traced, steps) if program.calls else program.observed.points(calls)
+        points = (
+            points_of(traced, program.step_count(None))
+            if program.calls
+            else program.observed.points(calls)
+        )
     recorded = {name: _recorded(program, calls, name) for name in RECORDED}
     forward_ns = median(times[0] for times in spent) if spent else None
     return LayerSide(
-        module=merge_numbered(module_names(calls)),
+        module=join_numbered(module_names(calls)) or None,
         config=middle.config,
         calls=len(traced) / steps if program.calls else None,
-        phase=phase_of(middle),
+        phase=phase or phase_of(middle),
         mode=middle.mode,
         ran=_ran(program, calls),
         sdpa_op=middle.sdpa_op,
@@ -493,6 +680,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         points=points,
         kernels=_forward_kernels(middle),
         library=library_of(calls),
+        dims=() if middle.config else middle.dims,
         roofline_share=_roofline_share(program.peaks, middle, forward_ns),
         **recorded,
     )
@@ -539,20 +727,22 @@ def _diff(
     direction: str,
     sides: tuple[LayerSide, LayerSide],
     calls: tuple[Sequence[CallRow], Sequence[CallRow]],
-    doubts: Sequence[str],
+    doubt: str | None,
+    note: str | None,
     threshold: float,
 ) -> LayerDiff:
+    """Compare a layer. `doubt` is why times cannot be compared, and `note` what explains them."""
     base, cand = sides
     other_backend = None not in (base.ran, cand.ran) and base.ran != cand.ran
     with_backward = [side.backward_ns is not None for side in sides]
     left, right = (_samples(own, both_ways=all(with_backward)) for own in calls)
     ratio, speed, why = _speed(left, right, threshold)
-    if doubts and ratio is not None:
-        speed, why = "unknown", "; ".join(doubts)
+    if doubt and ratio is not None:
+        ratio, speed, why = None, "unknown", doubt
     uncounted = [name for name, side in zip(SIDES, sides, strict=True) if side.calls is None]
     if ratio is None and uncounted:
         why = f"no step of the {' or the '.join(uncounted)} was recorded, so the time is unknown"
-    reasons = [*_differences(base, cand), why]
+    reasons = [*_differences(base, cand), *([note] if note else []), why]
     if any(with_backward) and not all(with_backward) and not uncounted:
         one = "baseline" if with_backward[0] else "candidate"
         reasons.append(f"only the {one} has a backward pass")
@@ -575,19 +765,22 @@ def _diff(
 def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
     steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
     if_both_known: tuple[tuple[str, Any, Any], ...] = (
+        ("module", base.module, cand.module),
+        ("config", base.config, cand.config),
         ("calls per step", steps[0], steps[1]),
         ("calls in all", base.program_calls, cand.program_calls),
         ("backends allowed", base.asked, cand.asked),
         ("PyTorch's choice", base.choice, cand.choice),
         ("effect of the mask", base.mask, cand.mask),
     )
-    pairs: tuple[tuple[str, Any, Any], ...] = (
-        ("module", base.module, cand.module),
-        ("config", base.config, cand.config),
-        ("mode", base.mode, cand.mode),
-        *(pair for pair in if_both_known if None not in pair),
-    )
-    return [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
+    pairs = (*(pair for pair in if_both_known if None not in pair), ("mode", base.mode, cand.mode))
+    texts = [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
+    if not base.sized or not cand.sized:
+        where = "one" if base.sized or cand.sized else "either"
+        texts.append(
+            f"sizes are not recorded on {where} side, so layers are paired by module and order"
+        )
+    return texts
 
 
 def _speed(
@@ -619,13 +812,18 @@ def _speed(
     return ratio, "slower" if ratio > 1 else "faster", f"{change}, outside the range of both sides"
 
 
-def _doubts(baseline: Program, candidate: Program) -> list[str]:
+def _other_gpu(baseline: Program, candidate: Program) -> str | None:
     devices = baseline.device, candidate.device
-    if None not in devices and devices[0] != devices[1]:
-        return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
+    if None in devices or devices[0] == devices[1]:
+        return None
+    return f"the GPUs differ ({devices[0]} and {devices[1]})"
+
+
+def _doubt(baseline: Program, candidate: Program) -> str | None:
+    """Return why the times of two programs cannot be compared, or None if they can."""
     on_cpu = set()  # on a CPU, the recorded kernels are ATen ops
     for program in (baseline, candidate):
         names = [kernel.kernel for call in program.calls for kernel in call.kernels]
         if names:
-            on_cpu.add(all(name.startswith("aten::") for name in names))
-    return ["one side has CPU ops and the other has GPU kernels"] if len(on_cpu) > 1 else []
+            on_cpu.add(any(name.startswith("aten::") for name in names))
+    return "one side has CPU ops and the other has GPU kernels" if len(on_cpu) > 1 else None

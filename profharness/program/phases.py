@@ -202,6 +202,12 @@ def find_phases(
     return tuple(_phase(name, group, of_steps, peaks) for name, group in phases.items())
 
 
+def phases_by_step(steps: Iterable[StepRow]) -> dict[tuple[int, int], str]:
+    """Return the phase of each step of an engine, by trace and number of the step."""
+    batches = {(step.trace, step.step): parse_engine_step(step.name) for step in steps}
+    return {step: batch.phase for step, batch in batches.items() if batch}
+
+
 def step_title(name: str) -> str:
     """Return a short title for the name of a step, such as `decode step of 32 requests`."""
     batch = parse_engine_step(name)

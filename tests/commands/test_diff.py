@@ -188,7 +188,6 @@ def test_a_value_that_a_profiler_cannot_know_is_no_change() -> None:
 @pytest.mark.parametrize(
     ("env", "clock", "text"),
     [
-        ({"gpu": "NVIDIA A100"}, 1980, "GPUs differ"),
         ({"device_type": "cpu"}, 1980, "kinds of device differ"),
         ({}, 1500, "the SM clocks differ by more than 5 %"),
     ],
@@ -201,8 +200,19 @@ def test_times_that_must_not_be_compared(env: dict[str, Any], clock: int, text: 
     diff = diff_cells(
         side(cells=(base,), kernels=kernels), side(cells=(cand,), kernels=kernels, env=ENV | env)
     )
-    assert {row.verdict for row in diff.rows} == {"unknown"}
+    assert {(row.verdict, row.ratio) for row in diff.rows} == {("unknown", None)}
     assert all(text in row.reasons[0] for row in diff.rows)
+
+
+def test_times_of_two_gpus_have_a_verdict_that_names_the_gpus() -> None:
+    """Bug: a ratio was printed next to the verdict `unknown`. Clocks of two models differ anyway."""
+    base = cell(SQUARE, "flash", samples={"event": FAST}, clocks={"sm_mhz": 1980})
+    cand = cell(SQUARE, "flash", samples={"event": SLOW}, clocks={"sm_mhz": 1410})
+    env = ENV | {"gpu": "NVIDIA A100"}
+    diff = diff_cells(side(cells=(base,)), side(cells=(cand,), env=env))
+    row = one(diff, SQUARE, "call")
+    assert row.verdict == "slower" and row.ratio is not None and row.ratio > 1
+    assert all("the GPUs differ" in each.reasons[-1] for each in diff.rows if each.ratio)
 
 
 def test_a_side_whose_lanes_shared_cores_is_named() -> None:

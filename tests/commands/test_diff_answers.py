@@ -14,6 +14,7 @@ from profharness.cli import cli
 from profharness.commands.diff import diff_document
 from profharness.commands.diff.answer import _most, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
+from profharness.program.matching import LayerDiff, LayerSide, layer_labels, layer_names
 from profharness.render.document import Note, range_text
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
@@ -25,8 +26,8 @@ UNTOLD = "The environments cannot be compared: the traces do not record their Py
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("diffs") / "s.db"
-    models = ("prefill", "eager", "compile", "train", "checkpoint")
-    names = ("unet", *(f"llama_{name}" for name in models))
+    models = ("prefill", "eager", "compile", "train", "checkpoint", "graph")
+    names = ("unet", "whisper", *(f"llama_{name}" for name in models))
     sources = [TRACES / "models" / f"{name}.json.gz" for name in names]
     for source in (*sources, TRACES / "h200-torch2.11", TRACES / "h200-torch-nsys-ncu"):
         ingest_path(path, source)
@@ -34,7 +35,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def diff(store: Path, *words: str) -> Any:
-    names = [f"{word}.json.gz" if word.startswith(("llama", "unet")) else word for word in words]
+    names = [
+        f"{word}.json.gz" if word.startswith(("llama", "unet", "whisper")) else word
+        for word in words
+    ]
     return CliRunner().invoke(cli, ["diff", *names, "--store", str(store)])
 
 
@@ -189,3 +193,54 @@ def test_a_gate_that_passes_says_what_was_compared(store: Path) -> None:
     passed = diff(store, "flash", "math", "--fail-on", "faster")
     assert passed.exit_code == 0
     assert passed.stderr == "gate passed: --fail-on faster matches nothing in 4 configs\n"
+
+
+def test_replays_without_names_pair_with_as_many_calls(store: Path) -> None:
+    told = json.loads(diff(store, "llama_prefill", "llama_graph", "--format", "json").stdout)
+    (row,) = told["layers"]
+    assert (row["verdict"], row["speed"]) == ("changed", "slower")
+    assert "mode: eager → graph" in row["reasons"] and any("sizes are" in x for x in row["reasons"])
+    assert not any("None" in reason for reason in row["reasons"])
+    other = json.loads(diff(store, "whisper", "llama_graph", "--format", "json").stdout)
+    assert {row["verdict"] for row in other["layers"]} == {"removed", "added"}
+
+
+def side_of(module: str | None = None, **fields: Any) -> LayerSide:
+    known = {"config": None, "calls": 1, "phase": None, "mode": "eager", "ran": None}
+    rest = {"sdpa_op": None, "forward_ns": None, "backward_ns": None}
+    return LayerSide(module, **{**known, **rest, **fields})
+
+
+def test_layers_have_names_of_their_own() -> None:
+    """Bug: all calls without a module were `a call`, and modules were named twice."""
+    sides = [
+        side_of(kernels=("fmha_fwd",)),
+        side_of(kernels=("paged",), sdpa_op="op"),
+        side_of(sdpa_op="op"),
+        side_of(),
+        side_of(),
+        side_of("a.attn", dims=((4, 8, 64), None)),
+        side_of("a.attn", dims=((9, 8, 64), None)),
+        side_of("b.attn", phase="decode"),
+        side_of("b.attn", phase="prefill"),
+        side_of("c.attn", mode="graph"),
+        side_of("c.attn"),
+    ]
+    rows = [LayerDiff("forward", baseline=side) for side in sides]
+    names = layer_names(rows, full=True)
+    assert names == [
+        *("fmha_fwd", "paged", "op", "a call #1", "a call #2"),
+        *("a.attn (4x8x64)", "a.attn (9x8x64)", "b.attn", "b.attn"),
+        *("c.attn (graph)", "c.attn (eager)"),
+    ]
+    labels = layer_labels(rows, full=True)
+    assert labels[7:9] == ["b.attn (decode)", "b.attn (prefill)"]
+    assert labels[:7] == names[:7]
+
+
+def test_a_label_has_no_strides() -> None:
+    """Bug: the label of a note had all strides, and was wider than the terminal."""
+    label = "b2-h8-s64-d64-fp16-q_strides=32768x64x512x1"
+    row = LayerDiff("forward", candidate=side_of(config=label))
+    assert layer_names([row], full=False) == ["b2-h8-s64-d64-fp16-strides…"]
+    assert layer_names([row], full=True) == [label]

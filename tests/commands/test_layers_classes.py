@@ -199,18 +199,27 @@ def test_predictions_and_measured_times_share_a_table(store: dict[str, str]) -> 
     assert one == told["classes"][0]["gpu"]
 
 
-def test_diff_of_two_gpus_has_ratios_but_no_verdict_on_times(store: dict[str, str]) -> None:
-    runs = store["slower"], store["whisper"], "--store", store["store"]
-    done = CliRunner().invoke(cli, ["diff", *runs, "--format", "json"])
-    told = json.loads(done.stdout)
+def test_diff_of_two_gpus_has_verdicts_that_name_the_gpus(store: dict[str, str]) -> None:
+    """Bug: a ratio was printed next to the verdict `unknown`, and the answer said `faster`."""
+    runs = store["train"], store["llama"], "--store", store["store"]
+    told = json.loads(CliRunner().invoke(cli, ["diff", *runs, "--format", "json"]).stdout)
     (gpu,) = told["environment"]
     assert (gpu["key"], gpu["baseline"], gpu["candidate"]) == ("gpu", H100, H200)
-    assert {row["verdict"] for row in told["rows"]} == {"unknown"}
-    assert all(row["ratio"] for row in told["rows"])
+    (layer,) = told["layers"]
+    assert (layer["verdict"], layer["speed"]) == ("faster", "faster")
+    differ = f"the GPUs differ ({H100} and {H200})"
+    assert all(differ in row["reasons"] for row in (layer, *told["rows"]) if row["ratio"])
     text = CliRunner().invoke(cli, ["diff", *runs]).stdout
+    assert text.startswith("llama_prefill.json.gz is 94.3 % faster than train.json")
     assert "The environments may have other differences" in text
-    # Bug: the answer was `No verdict`, although `layers` gave this ratio.
-    assert text.startswith("whisper.json.gz is 24 % faster than slower.json")
+    assert differ in " ".join(text.split())
+
+
+def test_few_calls_have_no_verdict_on_two_gpus_either(store: dict[str, str]) -> None:
+    runs = store["slower"], store["whisper"], "--store", store["store"]
+    text = CliRunner().invoke(cli, ["diff", *runs]).stdout
+    assert text.startswith("No verdict on the forward pass of attention (148 µs → 120 µs per step)")
+    assert "too few calls (2 and 2 calls: -19" in " ".join(text.split())
 
 
 FILES = ("slower.json", "whisper.json.gz", "slowest.json")

@@ -44,8 +44,15 @@ from profharness.commands.diff.compare import (
 )
 from profharness.errors import GateError, NotFoundError, counted, join_few
 from profharness.program.changes import VERDICTS, EnvChange
-from profharness.program.layer_map import PHASE, short_module
-from profharness.program.matching import LayerDiff, LayerSide, ran_text
+from profharness.program.layer_map import PHASE
+from profharness.program.matching import (
+    LayerDiff,
+    LayerSide,
+    layer_labels,
+    layer_names,
+    phases_distinguish,
+    ran_text,
+)
 from profharness.program.phases import PhaseRow
 from profharness.render.document import (
     FORMATS,
@@ -174,7 +181,7 @@ def layer_text(row: LayerDiff) -> str:
 
 def _step_ns(row: LayerDiff) -> float:
     """Return the time of a layer's calls in a step, on the side that takes longer."""
-    sides = [each for each in (row.baseline, row.candidate) if each]
+    sides = filter(None, row.sides)
     return max((each.forward_step_ns or 0) + (each.backward_step_ns or 0) for each in sides)
 
 
@@ -187,7 +194,7 @@ def _both(row: LayerDiff, name: str) -> str | None:
 
     Return a single value if both values are equal, and None if both are unknown.
     """
-    values = (getattr(side, name, None) for side in (row.baseline, row.candidate))
+    values = (getattr(side, name, None) for side in row.sides)
     return _change(*(None if each is None else SIDE_TEXTS[name](each) for each in values))
 
 
@@ -233,24 +240,20 @@ def _difference(reason: str) -> str:
 def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> Iterator[Block]:
     if not layers:
         return
+    ordered = sorted(layers, key=lambda row: -_step_ns(row))
+    names, labels = layer_names(ordered, full=full), layer_labels(ordered, full=full)
+    phases = phases_distinguish(ordered, names)
     lines: list[dict[str, Any]] = []
-    notes: dict[tuple[str, str], list[str]] = {}  # names of layers by reason and level
-    recomputed = any(row.direction != "forward" for row in layers)
-    for row in sorted(layers, key=lambda row: -_step_ns(row)):
-        side = row.baseline or row.candidate
-        name = row.name if full else short_module(side.module if side else None) or row.name
+    notes: dict[str, list[str]] = {}  # labels of layers by reason
+    severe: set[str] = set()
+    for row, name, label in zip(ordered, names, labels, strict=True):
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
-        phase = side.phase if side and row.direction == "forward" else row.direction
-        sides = (row.baseline, row.candidate)
-        texts["ran"] = _change(*(ran_text(each) if each else None for each in sides))
-        texts["phase"] = phase if recomputed else None
+        texts["ran"] = _change(*(ran_text(each) if each else None for each in row.sides))
+        texts["phase"] = row.phase if phases else None
         if not shares:
             texts["roofline_share"] = None
         lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
-        name = name if row.direction == "forward" else f"{name} ({row.direction})"
         if row.verdict != "same" or len(row.reasons) > 1:
-            odd = {row.verdict, row.speed} & {"slower", "removed", "added"}
-            level = "warning" if odd else "note"
             clear = not full and row.speed in OF_TIMES
             for reason in row.reasons:
                 if clear and " calls: " in reason:
@@ -258,17 +261,20 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
                 if not full and row.direction == "recompute":
                     continue  # the answer says which side computes a forward again
                 text = reason if full else _difference(reason)
-                notes.setdefault((text, level), []).append(name)
+                notes.setdefault(text, []).append(label)
+                if {row.verdict, row.speed} & {"slower", "removed", "added"}:
+                    severe.add(text)
     counts = Counter(row.verdict for row in layers).most_common()
     yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
     yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
     if shares:
         yield Note("to compare GPUs, pass both runs to `profharness layers`", level="hint")
     shared: dict[tuple[tuple[str, ...], str], list[str]] = {}  # reasons by layers and level
-    for (reason, level), names in notes.items():
-        shared.setdefault((tuple(names), level), []).append(reason)
-    for (names_of, level), reasons in shared.items():
-        label = "" if len(names_of) == len(lines) else join_few(names_of, LABELS_SHOWN)
+    for reason, of in notes.items():
+        level = "warning" if reason in severe else "note"
+        shared.setdefault((tuple(of), level), []).append(reason)
+    for (labels_of, level), reasons in shared.items():
+        label = "" if len(labels_of) == len(lines) else join_few(labels_of, LABELS_SHOWN)
         # Put short differences first, so that several differences fit on one line.
         joined = reasons if full else ["; ".join(sorted(reasons, key=len))]
         yield from (Note(reason, label, level) for reason in joined)

@@ -18,11 +18,15 @@ from profharness.commands.diff.compare import (
     DiffRow,
 )
 from profharness.errors import counted, join_and
-from profharness.program.layer_map import short_module
-from profharness.program.matching import LayerDiff, ran_text, told_ratio
+from profharness.program.matching import (
+    LayerDiff,
+    layer_labels,
+    opposite_layer,
+    ran_text,
+    told_ratio,
+)
 from profharness.render.document import comparison_text, range_text, time_text
 from profharness.rows import COLD, EAGER, EVENT, GRAPH
-from profharness.stats import THRESHOLD, beyond
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
@@ -34,15 +38,17 @@ MEASURED_BY = {
     PROFILED: " by kernel time",
 }
 """Maps a measurement to the words that name it after a comparison."""
+MODES = {"graph": "replays CUDA graphs", "compile": "runs compiled code"}
+"""Maps a mode that one side may not use to the words for its use."""
 WHOLE_CALL = ("call", "status", "kernels")
 """Roles of the rows that compare whole calls."""
 
 
 def diff_answer(diff: Diff) -> tuple[str, ...]:
     """Return the answer of `diff`: sentences about times, other costs and environments."""
-    texts = _layers(diff) if diff.layers else _cells(diff)
     if diff.phases:
-        return (*_phases(diff), *texts, *_environment(diff))
+        return (*_phases(diff), *_environment(diff))
+    texts = _layers(diff, diff.layers) if diff.layers else _cells(diff)
     return (*texts, *_steps(diff), *_environment(diff))
 
 
@@ -56,41 +62,43 @@ def _names(diff: Diff) -> tuple[str, str]:
     return ("the baseline", "the candidate") if before == after else (before, after)
 
 
-def _layers(diff: Diff) -> Iterator[str]:
+def _layers(diff: Diff, rows: Sequence[LayerDiff], lead: str = "") -> Iterator[str]:
+    """Yield sentences about layers. The first sentence begins with `lead`."""
     before, after = _names(diff)
-    both = [row for row in diff.layers if row.baseline and row.candidate]
+    both = [row for row in rows if row.baseline and row.candidate]
     timed = [row for row in both if row.ratio is not None]
     # If only one side computes a forward pass again, that takes a part of its attention time.
-    again = [row for row in diff.layers if row.direction == "recompute" and row not in both]
+    again = [row for row in rows if row.direction == "recompute" and row not in both]
     if not both:
-        yield f"{before} and {after} have no attention layers of equal size in common."
+        sized = all(row.first.sized for row in rows)
+        same = " of equal size" if sized else ""
+        yield _joined(lead, f"{before} and {after} have no attention layers{same} in common.")
         return
     if timed:
         times = [sum(_step_ns(row, side) for row in [*timed, *again]) for side in (0, 1)]
         speeds = {row.speed for row in timed}
-        some = len(both) + len(again) < len(diff.layers)
+        some = len(both) + len(again) < len(rows)
         whole = f"({time_text(times[0])} → {time_text(times[1])} per step"
         whole += ", without the unmatched layers)" if some else ")"
-        # Another GPU explains the difference, so there is no verdict. The answer still names it.
-        other_gpu = any(change.key == "gpu" for change in diff.environment)
         both_ways = any(row.basis != "forward" for row in timed)
         what = "attention" if both_ways else "the forward pass of attention"
         if (speeds == {"same"} and not again) or times[0] == times[1] > 0:
-            lead = f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before} {whole}"
-        elif not times[0] or not times[1] or (speeds == {"unknown"} and not other_gpu):
+            text = f"{what} takes as long in {after} as in {before} {whole}"
+        elif not times[0] or not times[1] or speeds == {"unknown"}:
             reason = next((row.reasons[-1] for row in timed if row.reasons), "")
-            lead = f"No verdict on {what} {whole}: {reason}"
+            text = f"no verdict on {what} {whole}: {reason}"
         else:
             alone = timed[0].ratio if len(timed) == 1 and not again else None
             ratio = told_ratio(times[1] / times[0], alone)
-            lead = f"{after} is {comparison_text(ratio)} than {before} in {what} {whole}"
-            lead += _opposite(timed, ratio)
+            text = f"{after} is {comparison_text(ratio)} than {before} in {what} {whole}"
+            text += _opposite(timed, ratio)
     else:
-        lead = f"The times of {before} and {after} cannot be compared"
-    yield f"{lead}{''.join(_backend_changes(both))}."
+        text = f"the times of {before} and {after} cannot be compared"
+    changes = (*_backend_changes(both), *_mode_changes(both, (before, after)))
+    yield _joined(lead, f"{text}{''.join(changes)}.")
     yield from _other_work(timed, before, after)
     yield from _recomputed(again, before, after)
-    unmatched = [row for row in diff.layers if row not in again]
+    unmatched = [row for row in rows if row not in again]
     gone = sum(row.candidate is None for row in unmatched)
     new = sum(row.baseline is None for row in unmatched)
     if gone or new:
@@ -102,14 +110,10 @@ def _layers(diff: Diff) -> Iterator[str]:
 
 def _opposite(rows: Sequence[LayerDiff], ratio: float) -> str:
     """Return a clause about the layer that differs most in the other direction than all of them."""
-    others = [row for row in rows if row.ratio and (row.ratio > 1) != (ratio > 1)]
-    others = [row for row in others if beyond(row.ratio or 1, THRESHOLD)]
-    if not others:
-        return ""
-    most = max(others, key=lambda row: abs(_step_ns(row, 1) - _step_ns(row, 0)))
-    side = most.baseline or most.candidate
-    name = short_module(side.module if side else None) or most.name
-    return f", but {comparison_text(most.ratio or 1)} in {name}"
+    names = layer_labels(rows, full=False)
+    steps = (_step_ns(row, 1) - _step_ns(row, 0) for row in rows)
+    most = opposite_layer(zip(names, (row.ratio for row in rows), steps, strict=True), ratio)
+    return f", but {comparison_text(most[1])} in {most[0]}" if most else ""
 
 
 def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
@@ -166,25 +170,39 @@ def _steps(diff: Diff) -> Iterator[str]:
 
 
 def _phases(diff: Diff) -> Iterator[str]:
-    """Yield one sentence with the median step of each phase that both engines have."""
+    """Yield sentences about each phase that both engines have, and name the other phases."""
     before, after = _names(diff)
-    both = [(row.baseline, row.candidate) for row in diff.phases if row.baseline and row.candidate]
-    for left, right in both:
+    shared = [
+        (row.baseline, row.candidate) for row in diff.phases if row.baseline and row.candidate
+    ]
+    for left, right in shared:
         tokens = [row.new_tokens for row in (left, right)]
         alike = (
-            "" if tokens[0] == tokens[1] else f", for {tokens[0]:,.0f} and {tokens[1]:,.0f} tokens"
+            "" if tokens[0] == tokens[1] else f" for {tokens[0]:,.0f} and {tokens[1]:,.0f} tokens"
         )
-        yield (
-            f"{left.phase.capitalize()} steps take {time_text(left.step_ns)} → "
-            f"{time_text(right.step_ns)}{alike}. Attention in these steps takes "
-            f"{time_text(left.attention_ns)} → {time_text(right.attention_ns)}."
-        )
-    if not both:
-        names = [
-            join_and([row.phase for row in diff.phases if getattr(row, side)])
-            for side in ("baseline", "candidate")
-        ]
-        yield f"{before} has only {names[0]} steps, and {after} has only {names[1]} steps."
+        steps = f"{left.phase.capitalize()} steps take {time_text(left.step_ns)} → {time_text(right.step_ns)}{alike}"
+        rows = [row for row in diff.layers if row.phase == left.phase]
+        if any(row.baseline and row.candidate for row in rows):
+            yield from _layers(diff, rows, steps)
+        else:
+            spent = f"{time_text(left.attention_ns)} → {time_text(right.attention_ns)}"
+            unpaired = "; its layers cannot be paired" if rows else ""
+            yield f"{steps}. Attention in these steps takes {spent}{unpaired}."
+    for name, own in (
+        (before, [row.phase for row in diff.phases if row.candidate is None]),
+        (after, [row.phase for row in diff.phases if row.baseline is None]),
+    ):
+        if own:
+            yield f"Only {name} has {join_and(own)} steps."
+
+
+def _joined(lead: str, text: str) -> str:
+    """Append a clause to the beginning of a sentence, or make a sentence of it."""
+    if lead:
+        return f"{lead}, and {text}"
+    # The names of files are not capitalized.
+    own_words = text.startswith(("the ", "no ", "attention "))
+    return f"{text[0].upper()}{text[1:]}" if own_words else text
 
 
 def _step_ns(row: LayerDiff, place: int) -> float:
@@ -215,6 +233,15 @@ def _backend_changes(rows: Sequence[LayerDiff]) -> Iterator[str]:
         yield f": {join_and(texts)}"
     elif all(row.baseline and row.baseline.ran for row in rows):
         yield "; every layer runs on the same backend on both sides"
+
+
+def _mode_changes(rows: Sequence[LayerDiff], names: tuple[str, str]) -> Iterator[str]:
+    """Yield a clause for each mode that only one side uses."""
+    modes = [{side.mode for row in rows if (side := row.sides[at])} for at in (0, 1)]
+    for mode, text in MODES.items():
+        users = [name for name, own in zip(names, modes, strict=True) if mode in own]
+        if len(users) == 1:
+            yield f"; only {users[0]} {text}"
 
 
 def _cells(diff: Diff) -> Iterator[str]:

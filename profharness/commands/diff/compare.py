@@ -459,12 +459,14 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
         baseline, candidate = (replace(side, backend=backend) for side in (baseline, candidate))
     sides = baseline, candidate
     base, cand = map(_cells, sides)
+    notes = _other_hardware(sides)
     rows: list[DiffRow] = []
     costs: list[Cost] = []
     # Use lists, because a union of sets would lose the order of the configs.
     for key in [*base, *(key for key in cand if key not in base)]:
         if key in base and key in cand:
-            rows += _paired_rows(sides, (base[key], cand[key]), threshold)
+            compared = _paired_rows(sides, (base[key], cand[key]), threshold)
+            rows += [replace(row, reasons=(*row.reasons, *notes)) for row in compared]
             costs += _costs(base[key], cand[key])
         else:
             rows += _one_sided_rows(base.get(key), cand.get(key))
@@ -581,9 +583,8 @@ def _paired_rows(
     kernels = base.of(profilers[0]), cand.of(profilers[1])
     if all(profilers) and profilers[0] != profilers[1]:
         text = f"the times come from different profilers ({profilers[0]}, {profilers[1]})"
-        yield from _role_rows(call, cells, kernels, (*doubts, text), threshold)
-    else:
-        yield from _role_rows(call, cells, kernels, doubts, threshold)
+        doubts = (*doubts, text)
+    yield from _role_rows(call, cells, kernels, doubts, threshold)
     # Kernel rows may be missing because the trace was deleted.
     if not all(kernels) and base.cell and cand.cell:
         samples = base.cell.samples, cand.cell.samples
@@ -636,7 +637,7 @@ def _role_rows(
             role=role,
             baseline=old,
             candidate=new,
-            ratio=times[1] / times[0] if times[0] and times[1] else None,
+            ratio=times[1] / times[0] if times[0] and times[1] and not doubts else None,
             verdict=verdict,
             reasons=reasons,
             changes=differing,
@@ -677,21 +678,30 @@ def _calls(rows: Kernels) -> int:
 
 
 def _incomparable(sides: tuple[Side, Side], cells: tuple[_Cell, _Cell]) -> tuple[str, ...]:
+    """Return the reasons why the times of two cells cannot be compared."""
     base, cand = (side.environment for side in sides)
-    reasons = []
-    for key, text in (("device_type", "kinds of device differ"), ("gpu", "the GPUs differ")):
-        if None not in (base.get(key), cand.get(key)) and base[key] != cand[key]:
-            reasons.append(f"{text} ({base[key]} and {cand[key]})")
-    on_cpu = base.get("device_type") == cand.get("device_type") == CPU
-    # On a CPU, the key `gpu` does not show which CPU it was.
-    if on_cpu and base.get("cpu") != cand.get("cpu"):
-        reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
+    if difference := _difference(base, cand, "device_type"):
+        return (f"the kinds of device differ {difference}",)
     clocks = [each.cell.clocks.get("sm_mhz", 0) if each.cell else 0 for each in cells]
-    if all(clocks) and max(clocks) / min(clocks) > MAX_CLOCK_RATIO:
-        reasons.append(
-            f"the SM clocks differ by more than 5 % ({clocks[0]:g} and {clocks[1]:g} MHz)"
-        )
-    return tuple(reasons)
+    other_gpu = _difference(base, cand, "gpu")  # its clocks may differ
+    if all(clocks) and max(clocks) / min(clocks) > MAX_CLOCK_RATIO and not other_gpu:
+        return (f"the SM clocks differ by more than 5 % ({clocks[0]:g} and {clocks[1]:g} MHz)",)
+    return ()
+
+
+def _other_hardware(sides: tuple[Side, Side]) -> tuple[str, ...]:
+    """Return a note if both sides ran on different GPUs or CPUs, which can explain their times."""
+    base, cand = (side.environment for side in sides)
+    # On a CPU, the key `gpu` does not show which CPU it was.
+    key, what = ("cpu", "CPUs") if base.get("device_type") == CPU else ("gpu", "GPUs")
+    difference = _difference(base, cand, key)
+    return (f"the {what} differ {difference}",) if difference else ()
+
+
+def _difference(base: Mapping[str, Any], cand: Mapping[str, Any], key: str) -> str | None:
+    """Return both values of a key as `(A and B)`, or None if they are equal or unknown."""
+    values = base.get(key), cand.get(key)
+    return None if None in values or values[0] == values[1] else f"({values[0]} and {values[1]})"
 
 
 def _status_or_call(
@@ -753,9 +763,9 @@ def _timed_row(
     compared = stats.compare(base, cand, threshold=threshold)
     return replace(
         row,
-        ratio=compared.ratio,
+        ratio=None if doubts else compared.ratio,
         verdict="unknown" if doubts else compared.verdict,
-        reasons=(*doubts, compared.reason),
+        reasons=doubts or (compared.reason,),
         baseline_ns=stats.summarize(base).median,
         candidate_ns=stats.summarize(cand).median,
         basis=basis,

@@ -9,7 +9,7 @@ from profharness.attention.config import SDPA_BACKENDS
 from profharness.commands.layers.savings import Change, main_change, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
-from profharness.measurements.agreement import ANOTHER_PACKAGE, OF_PACKAGES
+from profharness.measurements.agreement import backend_text
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow
 from profharness.program.phases import PhaseRow
@@ -22,7 +22,6 @@ ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
 IDLE = 0.1  # minimum idle share that the answer reports
 NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
-PACKAGE = f"{ANOTHER_PACKAGE}'s kernels"
 USE_SDPA = "use scaled_dot_product_attention"
 
 
@@ -178,8 +177,7 @@ def _every(count: float, noun: str) -> str:
 
 
 def _backend(name: str | None) -> str:
-    names = [PACKAGE if each == OF_PACKAGES else each for each in (name or "").split(" and ")]
-    return " and ".join(names) if name else "an unknown backend"
+    return backend_text(name) if name else "an unknown backend"
 
 
 def _calls(rows: Sequence[LayerRow]) -> float:

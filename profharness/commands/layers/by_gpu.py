@@ -24,12 +24,16 @@ from profharness.errors import NotFoundError, UsageError, counted, join_and, joi
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
 from profharness.program.gates import falls_back, is_unfused
-from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers, short_module
+from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers
 from profharness.program.matching import (
     LayerSide,
     MatchedLayers,
     find_program,
+    layer_labels,
+    layer_names,
     match_layers,
+    opposite_layer,
+    phases_distinguish,
     ran_text,
     told_ratio,
 )
@@ -454,13 +458,12 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     yield Heading("Runs compared", "median kernel time per call")
     rows = []
     ordered = sorted(answer.rows, key=lambda row: -_spent(row))
-    recomputed = any(row.direction != "forward" for row in ordered)
-    for row in ordered:
+    modules = layer_names(ordered, full=full, with_config=True)
+    phases = phases_distinguish(ordered, modules)
+    for row, module in zip(ordered, modules, strict=True):
         side = row.first
-        module = side.module if full else short_module(side.module)
-        phase = side.phase if row.direction == "forward" else row.direction
         line = {"module": module, "config": side.config, "calls": side.calls}
-        line["phase"] = phase if recomputed else None
+        line["phase"] = row.phase if phases else None
         ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
@@ -479,11 +482,11 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
             (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")), _kernels(answer, ordered)
         )
     yield from map(Note, _step_texts(answer))
-    for row, line in zip(ordered, rows, strict=True):
-        label = str(_name(row, full=full) or line["config"] or "a call")
+    for row, label in zip(ordered, layer_labels(ordered, full=full), strict=True):
         for name, each, reasons in zip(names, row.sides, row.reasons, strict=True):
             if each is None:
-                yield Note(f"{name} has no matching layer of this size", label)
+                size = " of this size" if row.first.sized else ""
+                yield Note(f"{name} has no matching layer{size}", label)
             elif reasons:
                 yield Note(f"{name}: {'; '.join(reasons)}", label)
         if row.basis == "forward" and any(
@@ -497,22 +500,16 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
 
 def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dict[str, Any]]:
     """Yield the forward kernels of each layer on each GPU, in the order of the rows."""
-    for row in rows:
+    for row, label in zip(rows, layer_labels(rows, full=True), strict=True):
         for each, side in zip(answer.classes, row.sides, strict=True):
             if side and side.kernels:
-                module = _name(row, full=True)
-                yield {"module": module, "gpu": each.name, "kernels": side.kernels}
+                yield {"module": label, "gpu": each.name, "kernels": side.kernels}
 
 
 def _short(names: Sequence[str]) -> list[str]:
     """Return the names of trace files without their suffixes, if they still differ."""
     stems = [SUFFIX.sub("", name) for name in names]
     return stems if len(set(stems)) == len(stems) else list(names)
-
-
-def _name(row: MatchedLayers, *, full: bool) -> str | None:
-    name = row.first.module if full else short_module(row.first.module)
-    return f"{name or ''} ({row.direction})" if row.direction != "forward" else name
 
 
 def _spent(row: MatchedLayers) -> float:
@@ -525,53 +522,71 @@ def _spent(row: MatchedLayers) -> float:
 
 
 def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
-    """Return a sentence that compares each other run with the first run."""
-    first, *others = answer.classes
+    """Return sentences that compare each other run with the first run.
+
+    If all runs are traces of an engine, compare them phase by phase.
+    """
     texts = []
-    for at, other in enumerate(others, 1):
-        before, after = first.layers.attention_ns, other.layers.attention_ns
+    first = answer.classes[0]
+    for at, other in enumerate(answer.classes[1:], 1):
         shared = [row for row in answer.rows if row.sides[0] and row.sides[at]]
         if not shared:
             text = f"{other.name} has no layer in common with {first.name}."
             texts.append(f"{text} Layers are compared by their names and the sizes of their calls.")
-        elif before and after:
-            (alone, *more) = answer.rows
-            here, there = alone.call_ns[0], alone.call_ns[at]
-            ratio = told_ratio(
-                before / after, here / there if here and there and not more else None
-            )
-            preposition = "on" if first.device != other.device else "in"
-            text = (
-                f"Attention of a step takes {time_text(before)} {preposition} {first.name} and "
-                f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, ratio)}"
-            )
-            gaps = [(_gap(row, at), row) for row in shared]
-            gap, row = max(gaps, key=lambda pair: abs(pair[0]))
-            if len(shared) > 1 and gap:
-                label = _name(row, full=False) or row.first.config or "one layer"
-                text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
-            text += _opposite(shared, at, ratio)
-            texts.append(f"{text}.")
+        elif all(each.layers.phases for each in answer.classes):
+            spent = {phase.phase: phase.attention_ns for phase in other.layers.phases}
+            texts += [
+                _compared(answer, at, f"a {phase.phase} step", (phase.attention_ns, after), rows)
+                for phase in first.layers.phases
+                if (rows := [row for row in shared if row.phase == phase.phase])
+                and (after := spent.get(phase.phase))
+            ]
+        elif (before := first.layers.attention_ns) and (after := other.layers.attention_ns):
+            texts.append(_compared(answer, at, "a step", (before, after), shared))
     return tuple(texts)
 
 
-def _opposite(rows: Sequence[MatchedLayers], at: int, ratio: float) -> str:
-    """Return a clause about the layer that differs most in the opposite direction."""
-    sign = 1 if ratio > 1 else -1
-    others = [(gap, row) for row in rows if (gap := sign * _gap(row, at)) < 0]
-    if not others:
-        return ""
-    _, row = min(others, key=lambda pair: pair[0])
+def _compared(
+    answer: LayersByGpu,
+    at: int,
+    what: str,
+    times: tuple[float, float],
+    rows: Sequence[MatchedLayers],
+) -> str:
+    """Return a sentence that compares the attention of the run `at` with the first run.
+
+    `times` are the times of attention in `what`, and `rows` are the layers that both runs have.
+    """
+    first, other = answer.classes[0], answer.classes[at]
+    before, after = times
+    preposition = "on" if first.device != other.device else "in"
+    alone = _call_ratio(rows[0], at) if len(answer.rows) == 1 else None
+    ratio = told_ratio(after / before, alone)
+    text = (
+        f"Attention of {what} takes {time_text(before)} {preposition} {first.name} and "
+        f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, ratio)}"
+    )
+    gaps = [_gap(row, at) for row in rows]
+    labels = layer_labels(rows, full=False)
+    gap, label = max(zip(gaps, labels, strict=True), key=lambda pair: abs(pair[0]))
+    if len(rows) > 1 and gap:
+        text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
+    ratios = [_call_ratio(row, at) for row in rows]
+    if most := opposite_layer(zip(labels, ratios, gaps, strict=True), ratio):
+        text += f"; it is {comparison_text(most[1])} in {most[0]}"
+    return f"{text}."
+
+
+def _call_ratio(row: MatchedLayers, at: int) -> float | None:
+    """Return the time of a call in the run `at`, divided by its time in the first run."""
     before, after = row.call_ns[0], row.call_ns[at]
-    if not before or not after or not stats.beyond(after / before, stats.THRESHOLD):
-        return ""
-    text = comparison_text(after / before)
-    return f"; it is {text} in {_name(row, full=False) or row.first.config}"
+    return after / before if before and after else None
 
 
 def _faster(name: str, ratio: float) -> str:
+    """Return a clause with the ratio of the times of run `name` and of the first run."""
     if stats.beyond(ratio, stats.THRESHOLD):
-        return f"{name} is {comparison_text(1 / ratio)}"
+        return f"{name} is {comparison_text(ratio)}"
     return "no difference"
 
 
@@ -659,16 +674,19 @@ def _bench_blocks(
         for each in benches
     ]
     yield Heading("Benches compared", f"µs of one call; {', '.join(timed)}")
-    layers = list(zip(rows, zip(*(each.calls for each in benches), strict=True), strict=True))
+    labels = layer_labels(rows, full=full, with_config=True)
+    layers = list(
+        zip(rows, labels, zip(*(each.calls for each in benches), strict=True), strict=True)
+    )
     lines = []
     # sort by the time on the first GPU that has a time for the layer
-    for row, calls in sorted(
-        layers, key=lambda pair: -next(filter(None, (call.total_ns for call in pair[1])), 0)
+    for row, label, calls in sorted(
+        layers, key=lambda layer: -next(filter(None, (call.total_ns for call in layer[2])), 0)
     ):
         points = row.first.points
         # Use the config that was timed, because only the forward pass of recomputed calls is timed.
         config = points[(len(points) - 1) // 2][0] if points else row.first.config
-        line = {"module": _name(row, full=full), "config": config}
+        line = {"module": label, "config": config}
         line |= figures([(call.backend, call.ns) for call in calls])
         for at, (call, each) in enumerate(zip(calls, benches, strict=True)):
             line |= {f"best{at}": call.best, f"best_us{at}": call.best_ns}
@@ -691,9 +709,9 @@ def _bench_blocks(
             yield Note(f"the benchmark on {each.name} also ran with different versions: {changes}")
         for doubt in each.doubts:
             yield Note(doubt, each.name, "warning")
-    for row, calls in layers:
+    for _, label, calls in layers:
         for text in dict.fromkeys(call.doubt for call in calls if call.doubt):
-            yield Note(text, _name(row, full=full) or "a call", "warning")
+            yield Note(text, label, "warning")
 
 
 def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> Iterator[str]:
