@@ -67,7 +67,7 @@ def test_layers_says_why_efficient_ran(store: Path) -> None:
     text = run_cli(store, "layers", str(MODELS / "bert_fp32.json.gz"))
     assert text.count(OF_BERT) == 1
     assert "does not record its PyTorch release, so 2.11.0 is assumed" in text
-    assert f"why profharness explain bert_fp32.json.gz --store {store}" in text
+    assert f"why: profharness explain bert_fp32.json.gz --store {store}" in text
 
 
 def test_the_reason_equals_that_of_explain(store: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_first_choice_needs_no_reason(store: Path) -> None:
     assert {row.ran for row in layers.rows} == {"cudnn"}
     assert not any(row.why or row.reasons for row in layers.rows)
     assert not layers.caveats  # nothing rests on the assumed release
-    assert "why profharness explain" in run_cli(store, "layers", str(MODELS / "unet.json.gz"))
+    assert "why: profharness explain" in run_cli(store, "layers", str(MODELS / "unet.json.gz"))
 
 
 def test_another_prediction_is_told_and_explains_nothing(store: Path) -> None:

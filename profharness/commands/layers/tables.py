@@ -117,7 +117,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
-        blocks.append(Note(layers.command("explain"), "why", "hint"))
+        blocks.append(Note(f"why: {layers.command('explain')}", level="hint"))
     if full:
         blocks += [Heading("Kernels", "in order of the first launch", 3)]
         named = zip(lines, layers.rows, strict=True)
