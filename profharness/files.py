@@ -174,13 +174,17 @@ def has_too_many_values(data: bytes) -> bool:
     return weight > JSON_WEIGHT
 
 
+def default_store() -> Path:
+    """Return the store that commands use without --store."""
+    return Path(os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
+
+
 def shell_command(*arguments: str, store: Path) -> str:
     """Format a command line that a user can copy from the output and run.
 
     The command line contains the option --store unless `store` is the default store.
     """
-    usual = Path(os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
-    option = () if store == usual else ("--store", str(store))
+    option = () if store == default_store() else ("--store", str(store))
     return shlex.join(["profharness", *arguments, *option])
 
 

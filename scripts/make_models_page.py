@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from profharness.commands.layers.tables import layers_document
@@ -30,7 +31,8 @@ def maps() -> str:
             (result,) = ingest_path(store, path)
             with open_store(store) as opened:
                 layers = find_layers(opened, result.run, torch=TORCH)
-            text = render_table(layers_document(layers), width=200).rstrip()
+            own = replace(layers, store=None)  # commands on the page use the default store
+            text = render_table(layers_document(own), width=200).rstrip()
             name = path.name.removesuffix(".json.gz")
             parts.append(f"### {name}\n\n```text\n{text}\n```\n")
     return "\n" + "\n".join(parts) + "\n"

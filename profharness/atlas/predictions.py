@@ -273,6 +273,11 @@ def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
     )
 
 
+def assumed_release(gpu: str | None) -> str:
+    """Return the release to assume for a program on a GPU, or on a CPU, whose release is unknown."""
+    return release_text(default_release() if gpu is None else release_for(known_atlases(), gpu)[0])
+
+
 def _default_gpu(entries: Sequence[Entry]) -> str:
     """Return this machine's GPU if it has an atlas. Otherwise, return the only GPU with an atlas.
 

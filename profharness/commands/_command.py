@@ -100,6 +100,8 @@ class Declaration:
         for each in self.parameters:
             if not (to := each.option.configs):
                 continue
+            if f"{to}_arguments" in given:  # the positional arguments on the command line
+                to = f"{to}_arguments"
             runs, configs = _texts(given.get(each.name)), _texts(given.get(to))
             if runs is None or configs is None:
                 continue  # such as Config objects

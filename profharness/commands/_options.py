@@ -46,8 +46,9 @@ class Option:
     old_flags: tuple[str, ...] = ()
     """Earlier spellings of the option, which keep working but are not shown by `--help` and completion.
     A positional argument has earlier spellings if it was an option before, such as `--run`."""
-    as_arguments: bool = False
-    """Whether the values of a repeatable option may also be given as positional arguments."""
+    as_arguments: str = ""
+    """The metavar of positional arguments that are values of a repeatable option too, or "" if there
+    are none."""
     configs: str = ""
     """The name of the parameter for configs, if the positional arguments may be runs or configs. A run
     in the parameter for configs becomes a value of this parameter."""
@@ -130,7 +131,7 @@ class Parameter:
             yield click.Argument(
                 [f"{self.name}_arguments"],
                 nargs=-1,
-                metavar=f"[{self.option.metavar}]...",
+                metavar=self.option.as_arguments,
                 shell_complete=self.option.complete,
             )
         names = (self.name, *self.option.flags)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 Reference = str | os.PathLike[str]
 FEW = 4  # maximum number of runs that an error lists
+# matches the path of a file, or `latest`, but no config
+RUN_TEXT = re.compile(r"latest(~\d+)?|[^,={}]*(/[^,={}]*|\.[a-z][\w-]*)")
 _CONFIG = re.compile(r"[\d{][^/]*,|b\d+-h\d+-")
 
 
@@ -53,6 +55,13 @@ def find_one(ref: Reference | None, store: Path) -> str | None:
         _require_run(text, store)
         return text
     return _only(text, _sources(text), store)
+
+
+def find_only(refs: Reference | tuple[Reference, ...] | None, store: Path) -> str | None:
+    """Like `find_one`, for a value that may be several runs. Raise UsageError for several runs."""
+    if isinstance(refs, tuple):
+        raise UsageError(f"name only one run, not {' and '.join(os.fspath(each) for each in refs)}")
+    return find_one(refs, store)
 
 
 def find_several(refs: Iterable[Reference], store: Path) -> tuple[str, ...]:
@@ -73,11 +82,15 @@ def separate(
     """Return the runs and the configs among texts that may be in the wrong place.
 
     A text in `runs` counts as a config if it looks like a config and no file has this name. A text in
-    `configs` counts as a run only if it selects a run.
+    `configs` counts as a run only if it selects a run or looks like a path.
     """
     texts = [*runs]
     as_configs = [os.fspath(each) for each in texts if _is_config(os.fspath(each))]
-    known = [each for each in configs if not _is_config(each) and _is_run(each, store)]
+    known = [
+        each
+        for each in configs
+        if not _is_config(each) and (RUN_TEXT.fullmatch(each) or _is_run(each, store))
+    ]
     return (
         [*(each for each in texts if os.fspath(each) not in as_configs), *known],
         [*as_configs, *(each for each in configs if each not in known)],

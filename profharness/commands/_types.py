@@ -27,10 +27,16 @@ from profharness.attention.config import (
 )
 from profharness.commands._options import Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, FULL_OPTION, OUTPUT_OPTION
-from profharness.commands._runs import find_one, find_several, find_side
+from profharness.commands._runs import RUN_TEXT, find_one, find_only, find_several, find_side
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
-from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
+from profharness.files import (
+    DEFAULT_STORE,
+    RUNS_FOLDER,
+    STORE_VARIABLE,
+    default_store,
+    read_input,
+)
 from profharness.rows import LAUNCH_PROFILERS
 from profharness.run import (
     DEVICES,
@@ -51,8 +57,6 @@ ConfigLike = str | Config | Iterable[str | Config] | None
 CONFIGS_BYTES = 10_000_000  # maximum size of a file of configs
 MAX_TOOL_CONFIGS = 1000  # maximum number of configs in a call of an MCP tool
 EVERY_PROFILER = "all"
-# matches the path of a file, or `latest`, but no config
-_RUN = re.compile(r"latest(~\d+)?|[^,={}]*(/[^,={}]*|\.[a-z][\w-]*)")
 
 
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]
@@ -201,7 +205,7 @@ def complete_sides(
 
 def store_path(store: PathLike | None) -> Path:
     """Return the path of the store. None means $PROFHARNESS_STORE or the default path."""
-    return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
+    return default_store() if store is None else Path(store)
 
 
 def config_list(configs: ConfigLike) -> list[Config]:
@@ -221,7 +225,7 @@ def config_list(configs: ConfigLike) -> list[Config]:
             raise UsageError(
                 f"{item!r} is not a config; write a string such as '2,8,512,64', or a Config"
             )
-        if isinstance(item, str) and _RUN.fullmatch(item):
+        if isinstance(item, str) and RUN_TEXT.fullmatch(item):
             # Whether the file exists is not checked, because an MCP client may have sent the text.
             raise UsageError(
                 f"{item} is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
@@ -343,7 +347,7 @@ Store = Annotated[
     ),
 ]
 Configs = Annotated[ConfigLike, config_option()]
-ConfigArguments = Annotated[ConfigLike, replace(config_option(), as_arguments=True)]
+ConfigArguments = Annotated[ConfigLike, replace(config_option(), as_arguments="[CONFIG]...")]
 """The type of the configs of a command whose positional arguments are configs."""
 OneConfig = Annotated[
     ConfigLike, config_option(" Only one config is allowed, because a script contains one cell.")
@@ -396,6 +400,24 @@ RunOrConfigs = Annotated[
     ),
 ]
 """Like `OneRun`, for a command whose arguments may also be configs."""
+RunAmongConfigs = Annotated[
+    PathLike | None,
+    replace(
+        ONE_RUN,
+        flags=("--run",),
+        old_flags=(),
+        find=find_only,
+        configs="configs",
+        tool="",
+        click={"hidden": True},
+    ),
+]
+"""The run of a command whose positional arguments are configs or one run."""
+ConfigOrRunArguments = Annotated[
+    ConfigLike,
+    replace(config_option(), as_arguments="[CONFIG|RUN]...", complete=complete_configs_and_runs),
+]
+"""Like `ConfigArguments`, for a command that has a parameter of the type `RunAmongConfigs`."""
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the parameter `*runs` of a command that shows several runs."""
 DEFAULT_RELEASE = (

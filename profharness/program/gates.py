@@ -14,13 +14,13 @@ from profharness.errors import GateError, UsageError, counted
 from profharness.measurements.agreement import FAMILY_BACKENDS
 from profharness.program.layer_map import (
     NO_MASK_EFFECT,
+    THROUGH_SDPA,
     LayerMap,
     LayerRow,
     any_length,
     join_numbered,
 )
 
-THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
 GATES = (
     *("math-fallback", "eager-attention", "noop-mask", "requested-not-run", "backend-changed"),

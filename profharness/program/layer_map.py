@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
-from profharness.attention.config import AUTO, Config, parse_config
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.advice import Advice
-from profharness.attention.dispatch.by_rule import Platform, explain_by_rule, named_platforms
-from profharness.attention.dispatch.machine import machine_of, rules_know
+from profharness.attention.dispatch.by_rule import (
+    Platform,
+    explain_by_rule,
+    named_platforms,
+    why_ran,
+)
+from profharness.attention.dispatch.machine import machine_of, release_text, rules_know
 from profharness.columns import column, pick
 from profharness.device_types import CPU
 from profharness.errors import NotFoundError, UsageError, join_and
-from profharness.files import shell_command
+from profharness.files import default_store, shell_command
 from profharness.measurements.agreement import (
     AMD_LIBRARIES,
     FAMILY_BACKENDS,
@@ -50,6 +56,15 @@ _MASKS = {
 Points = tuple[tuple[str, float], ...]  # config labels, each with a number of calls
 Text = str | None
 Number = float | None
+THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
+NO_CHOICE = {
+    "eager": "eager attention uses no backend of scaled_dot_product_attention",
+    "flex": "flex_attention uses no backend of scaled_dot_product_attention",
+    "custom": "another package computes the attention",
+    "fast_path": "the fast path of nn.TransformerEncoder calls an op of its own",
+    "replay": "the shapes of the replayed calls are unknown",
+}
+"""Maps a kind of call to the reason why the dispatch rules do not apply to it."""
 MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
 UNFUSED = "flex_attention without torch.compile computes and stores all scores"
 FUSE = "compile flex_attention, as in torch.compile(flex_attention), to get one fused kernel"
@@ -248,6 +263,13 @@ class LayerRow:
         Text,
         column(meaning="the library that contains the kernels (only on AMD GPUs)"),
     ] = None
+    why: Annotated[
+        Text,
+        column(
+            meaning="why PyTorch ran this backend according to the dispatch rules, which `reasons` "
+            "also contains; empty if the backend is PyTorch's first choice"
+        ),
+    ] = None
 
     @property
     def kernel_ns(self) -> float:
@@ -412,6 +434,15 @@ class LayerMap:
     phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
     benched: str | None = None  # the bench run that the phases are compared with
     engine: EngineLog | None = None  # the contents of the engine's log
+    assumed: str = ""  # a sentence about the release of `platform`, if the run does not record it
+    reference: str = ""  # the text that selects the run in a command line
+    store: Path | None = None  # the store that contains the run
+
+    def command(self, name: str, *options: str) -> str:
+        """Return the command line that runs a command on the run."""
+        return shell_command(
+            name, self.reference or self.name, *options, store=self.store or default_store()
+        )
 
     @property
     def busy_ns(self) -> float:
@@ -442,12 +473,18 @@ class LayerMap:
 
 
 def find_layers(
-    store: Store, run: str, *, step: int | None = None, torch: str | None = None
+    store: Store,
+    run: str,
+    *,
+    step: int | None = None,
+    torch: str | None = None,
+    assume: Callable[[str | None], str] | None = None,
 ) -> LayerMap:
     """Return the layer map of a run.
 
     `step` selects one step, counted from 0 over all traces. `torch` names the PyTorch release if
-    the run does not record it. Raise NotFoundError if there are no attention calls or no such step,
+    the run does not record it. If both are missing, `assume` returns the release to assume for a
+    GPU, or for the CPU if the GPU is None. Raise NotFoundError if there are no attention calls or no such step,
     and UsageError for an unknown release.
     """
     calls = store.calls(run)
@@ -479,7 +516,15 @@ def find_layers(
             raise UsageError(f"--step {step}: run {store.run_name(run)} has {there}")
         steps = [steps[step]]
         calls = _strictly_in(calls, steps)
+    gpu = next(
+        (device.name for device in store.devices(run)),
+        None if steps else store.environment(run).get("gpu"),
+    )
     platform = _platform(store, run, torch)
+    assumed = None
+    if platform is None and assume is not None and any(map(_through_sdpa, calls)):
+        busy = any(step.busy_ns for step in steps)
+        platform = assumed = _assumed_platform(store.environment(run), gpu, assume, busy=busy)
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
     groups = group_calls(calls, observed)
     counts = observed.counts(groups)
@@ -498,20 +543,20 @@ def find_layers(
         steps=tuple(steps),
         gaps=tuple(store.gaps(steps)),
         caveats=(
-            *_caveats(rows, platform, observed, outside),
+            *_caveats(rows, platform, observed, outside, assumed),
             *problems,
             *dict.fromkeys(doubt for phase in phases for doubt in phase.doubts),
             *store.warnings([run]).get(run, ()),
         ),
         platform=platform,
-        gpu=next(
-            (device.name for device in store.devices(run)),
-            None if steps else store.environment(run).get("gpu"),
-        ),
+        gpu=gpu,
         processes=observed.processes,
         name=store.run_name(run),
         phases=phases,
         engine=store.engine(run),
+        assumed=_assumption(assumed) if assumed is not None else "",
+        reference=store.run_reference(run),
+        store=store.path,
     )
 
 
@@ -585,6 +630,32 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
     device = str(environment["device_type"])
     # pinned is false, because the environment records the actual version of cuDNN
     return Platform(machine_of(environment), device, environment.get("gpu"), pinned=False)
+
+
+def _assumed_platform(
+    environment: Mapping[str, Any],
+    gpu: str | None,
+    assume: Callable[[str | None], str],
+    *,
+    busy: bool,
+) -> Platform | None:
+    """Return the platform with the release that `assume` returns for the GPU, or for the CPU.
+
+    Return None if the run records a release, whose rules are then unknown. Return None if the GPU is
+    unknown; `busy` says that there was one.
+    """
+    if environment.get("torch") or (gpu is None and busy):
+        return None
+    try:
+        (platform,) = named_platforms(assume(gpu), gpu or CPU)
+    except UsageError:  # a GPU whose capability is unknown
+        return None
+    return platform
+
+
+def _through_sdpa(call: CallRow) -> bool:
+    """Return whether PyTorch chose the backend of a call, and the config of the call is known."""
+    return call.kind in THROUGH_SDPA and call.config is not None
 
 
 def module_name(call: CallRow) -> str | None:
@@ -707,7 +778,8 @@ def _row(
     mask = observed.common_field(first, "mask")
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
         mask = NO_MASK
-    reasons, advice = _reasons_and_advice(first, middle, platform, ran, kind)
+    why = _why(first, middle, platform, ran, kind)
+    reasons, advice = _reasons_and_advice(first, middle, platform, ran, kind, why)
     has_kernels = any(call.kernels for call in group)
     busy, long = whole
     lengths = [config.seq_len_kv for config in configs]
@@ -745,6 +817,7 @@ def _row(
         dims=() if middle else first.dims,
         program_points=observed.points(group),
         library=library_of(group),
+        why=why,
     )
 
 
@@ -790,14 +863,48 @@ def median_config(configs: Sequence[Config]) -> Config | None:
     return ordered[(len(ordered) - 1) // 2]
 
 
+def is_explained(row: LayerRow) -> bool:
+    """Return whether the dispatch rules apply to the calls of a row, whose backend is known."""
+    return row.kind in THROUGH_SDPA and row.config is not None and row.ran in SDPA_BACKENDS
+
+
+def allowed_setting(asked: str | None) -> str:
+    """Return `auto`, or the allowed backends as a set such as `flash+math`, or "" if there are none.
+
+    `asked` is a value of `LayerRow.asked`. Unknown backends count as `auto`.
+    """
+    return AUTO if asked is None else asked.replace(",", "+")
+
+
+def _why(
+    call: CallRow,
+    config: Config | None,
+    platform: Platform | None,
+    ran: str | None,
+    kind: CallSignature | None,
+) -> str | None:
+    """Return the reason why PyTorch ran a backend according to the rules, or None.
+
+    If the rules predict another backend, say so, unless something else explains the difference.
+    """
+    setting = allowed_setting(kind.asked if kind else None)
+    if call.kind not in THROUGH_SDPA or None in (config, platform) or not setting:
+        return None
+    assert config is not None and platform is not None
+    answer = explain_by_rule(config, platform, advice=False, asked=setting)
+    explained = call.reason or setting != AUTO or (kind and kind.choice not in (None, ran))
+    return None if explained and answer.predicted != ran else why_ran(answer, ran)
+
+
 def _reasons_and_advice(
     call: CallRow,
     config: Config | None,
     platform: Platform | None,
     ran: str | None,
     kind: CallSignature | None,
+    why: str | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    reasons = [call.reason] if call.reason else []
+    reasons = list(filter(None, (why, call.reason)))
     advice: list[str] = []
     if kind:
         if ran == "math" and kind.asked not in (None, "math"):
@@ -826,20 +933,18 @@ def _reasons_and_advice(
     if call.kind == "flex" and not call.compiled:
         return (*reasons, UNFUSED), (FUSE,)
     if ran == "math" and config is not None and platform is not None:
-        for backend, refusal, item in suggestions(config, platform):
-            reasons.append(f"{backend}: {refusal}")
+        for backend, item in suggestions(config, platform):
             advice += [f"{backend}: {item.change}"] if item else []
     return tuple(reasons), tuple(advice)
 
 
-def suggestions(config: Config, platform: Platform) -> list[tuple[str, str, Advice | None]]:
+def suggestions(config: Config, platform: Platform) -> list[tuple[str, Advice | None]]:
     """Return the backends except math that the rules refuse.
 
-    Each backend comes with the first reason, and with the first change after which the backend
-    supports the config, or None.
+    Each backend comes with the first change after which the backend supports the config, or None.
     """
     return [
-        (side.backend, side.reasons[0].message, next(iter(side.advice), None))
+        (side.backend, next(iter(side.advice), None))
         for side in explain_by_rule(config, platform).backends
         if side.backend != "math" and side.eligible is False and side.reasons
     ]
@@ -850,6 +955,7 @@ def _caveats(
     platform: Platform | None,
     observed: ObservedCalls,
     outside: int,
+    assumed: Platform | None,
 ) -> list[str]:
     texts = []
     if outside:
@@ -870,12 +976,21 @@ def _caveats(
             "The trace has no modules. Record the trace with with_stack=True, or with "
             "`profharness observe` under nsys."
         )
+    if assumed is not None and any(row.why for row in rows):
+        texts.append(_assumption(assumed))
     if platform is None and any(row.ran == "math" for row in rows):
         texts.append(
             "Why math ran depends on the PyTorch release, which the trace does not record; to see "
             "the reason, name the release, such as torch 2.11."
         )
     return texts
+
+
+def _assumption(platform: Platform) -> str:
+    return (
+        "The run does not record its PyTorch release, so "
+        f"{release_text(platform.machine.torch)} is assumed; name another with --torch."
+    )
 
 
 def replay_lines(layers: LayerMap) -> list[str]:

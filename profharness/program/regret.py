@@ -157,7 +157,7 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[tuple[str, Advice]]:
     if row.ran != "math" or row.config is None or layers.platform is None:
         return []
     changes = suggestions(_median(row), layers.platform)
-    return [(backend, change) for backend, _, change in changes if change and change.config]
+    return [(backend, change) for backend, change in changes if change and change.config]
 
 
 def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:

@@ -26,7 +26,8 @@ NARROWEST = 20  # minimum width that is assumed for a terminal
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
 OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, most important first
-_LABEL = re.compile(r"b\d+-h\d+-\S+")
+CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
+_TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as 1e-05
 _REMARK = re.compile(
     r"(b\d+-h\d+-\S+) \(.*\)"
 )  # a label with a remark, such as the lengths of its calls
@@ -407,7 +408,7 @@ def _shortened(text: str, width: int) -> str:
         text = remark[1]
         if cell_len(text) < width:
             return f"{text}…"
-    if _LABEL.fullmatch(text):
+    if CONFIG_LABEL.fullmatch(text):
         head = fitting(text, width - 1)
         return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"
     start, last = text.find("<") + 1, text.rfind(",") + 1
@@ -430,7 +431,7 @@ def _common_prefix(group: Sequence[str]) -> str:
 
 def _from_difference(text: str, shared: str, width: int) -> str:
     """Shorten a text to the common prefix of its group, an ellipsis, and the part that differs."""
-    if _LABEL.fullmatch(text):
+    if CONFIG_LABEL.fullmatch(text):
         # The parts that configs have in common do not tell them apart.
         rest = text[shared.rfind("-") + 1 :]
         if cell_len(rest) < width:
@@ -461,10 +462,14 @@ def chunks(text: str, width: int) -> Iterator[str]:
     """Cut a text into lines.
 
     End each line after a blank or a comma in the second half of the line. If there is none, use
-    another separator in the second half, or else cut anywhere.
+    another separator in the second half, or else cut anywhere. Cut a config between its tokens.
     """
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
+        if CONFIG_LABEL.search(text) and (tokens := [*_TOKEN_END.finditer(line)]):
+            yield text[: tokens[-1].end()]
+            text = text[tokens[-1].end() :]
+            continue
         ends = (max(map(line.rfind, marks)) + 1 for marks in SEPARATORS)
         end = next((end for end in ends if end > len(line) // 2), len(line))
         yield text[:end].rstrip()

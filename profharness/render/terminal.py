@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -26,6 +27,7 @@ from profharness.render.document import (
     formatted_rows,
 )
 from profharness.render.fitting import (
+    CONFIG_LABEL,
     GAP,
     INDENT,
     Layout,
@@ -38,6 +40,7 @@ from profharness.render.fitting import (
 MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
 DEEPEST = 6  # the deepest level of a heading
 SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
+MAX_CONFIGS = 3  # maximum number of shortened configs that are repeated in full below the tables
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 Rows = list[list[str]]
@@ -61,9 +64,13 @@ def render_table(
     tables = [block for block in document.blocks if isinstance(block, Table)]
     rows = [formatted_rows(table) for table in tables]
     layouts = _layouts(tables, rows, width if cut else None, full=full)
+    pairs = list(zip(tables, rows, strict=True))
     last_cut = max(
         (at for at, each in enumerate(tables) if layouts[each.columns].hidden), default=-1
     )
+    short = [_shortened_configs(own, layouts[table.columns]) for table, own in pairs]
+    last_short = max((at for at, each in enumerate(short) if each), default=-1)
+    configs = dict.fromkeys(chain.from_iterable(short))
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -100,6 +107,8 @@ def render_table(
             _print_table(console, block.columns, rows[table_count], layouts[block.columns], width)
             if table_count == last_cut:
                 _print_hidden(console, layouts, width)
+            if table_count == last_short:
+                _print_configs(console, list(configs), document.configs_printed_by, width)
             table_count += 1
         else:
             _print_note(console, block, label_width, width)
@@ -165,9 +174,7 @@ def _print_table(
 ) -> None:
     for at in layout.shared if rows else ():
         lead = f"{one_line(columns[at].title)}{' ' * GAP}"
-        whole = rows[0][at]
-        text = whole if cell_len(lead + whole) <= width else without_strides(whole)
-        for line in chunks(f"{lead}{text}", width):
+        for line in chunks(f"{lead}{rows[0][at]}", width):
             console.print(Text(line), soft_wrap=True)
     for text in _title_lines(columns, layout):
         console.print(Text(text, style="dim"), soft_wrap=True)
@@ -234,6 +241,28 @@ def _print_hidden(console: Console, layouts: Layouts, width: int) -> None:
     end = f"(see{NO_BREAK}--full)"
     lines = "\n".join(_wrapped(f"hidden at {width} columns: {names} {end}", width))
     console.print(Text(lines.replace(NO_BREAK, " "), style="dim"), soft_wrap=True)
+
+
+def _shortened_configs(rows: Rows, layout: Layout) -> list[str]:
+    """Return the configs that a table shortens."""
+    return [
+        label[0]
+        for at, cuts in layout.cuts.items()
+        for text in dict.fromkeys(row[at] for row in rows)
+        if (label := CONFIG_LABEL.match(text)) and not cuts.get(text, text).startswith(label[0])
+    ]
+
+
+def _print_configs(console: Console, configs: Sequence[str], command: str, width: int) -> None:
+    """Print shortened configs in full. If there are many, print the command that prints them."""
+    lines = ["configs in full:"]
+    if len(configs) <= MAX_CONFIGS:
+        lines += [line for config in configs for line in chunks(config, width)]
+    elif command:
+        lines = _wrapped(f"configs in full: {command}", width)
+    else:
+        return
+    console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:

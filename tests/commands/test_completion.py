@@ -81,7 +81,10 @@ def test_backends_runs_and_sides_are_offered(folder: Path) -> None:
         (("capture", "--profiler", "torch,ns"), ["torch,nsys"]),
         (("capture", "--metrics", "ten"), ["tensor"]),
         (("verify", "--cases", "head_dim_o"), ["head_dim_odd"]),
-        (("explain", "2,8,512,64,bf16,ca"), ["2,8,512,64,bf16,causal"]),
+        (
+            ("explain", "2,8,512,64,bf16,ca"),
+            ["2,8,512,64,bf16,ca", "2,8,512,64,bf16,causal"],  # the first is a file
+        ),
         (("kernels", "--config", "2,8,512,64,mask=bool_"), ["2,8,512,64,mask=bool_2d"]),
         (("kernels", "--config", "2,8,512,64,causal,ca"), []),
         (("kernels", "--config", "2,8,{1,2},"), []),

@@ -201,7 +201,7 @@ def test_a_fallback_to_math_has_its_layers_and_the_saving(store: Path) -> None:
     layers = the_map(store, "llama_prefill", torch="2.11")
     assert layers.platform is not None
     config = "b2-h32-s1024-d65-bf16"
-    _, _, change = suggestions(parse_config(config), layers.platform)[0]
+    _, change = suggestions(parse_config(config), layers.platform)[0]
     assert change is not None
     advice = (f"cudnn: {change.change}",)
     rows = tuple(

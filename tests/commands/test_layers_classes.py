@@ -554,7 +554,7 @@ def test_advice_of_the_rules_has_its_measured_gain(folder: Path) -> None:
     layers = the_map(store, gpu="NVIDIA H200", platform=place)
     config = parse_config(str(layers.rows[0].config))
     advice = tuple(
-        f"{name}: {change.change}" for name, _, change in suggestions(config, place) if change
+        f"{name}: {change.change}" for name, change in suggestions(config, place) if change
     )
     layers = replace(layers, rows=(replace(layers.rows[0], advice=advice),))
     changed = [each for each in regret_configs(layers) if each.dtype == "bf16" and each.bwd]

@@ -100,6 +100,10 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         (("diff",), "error: missing argument 'BASELINE'; see: profharness diff --help"),
         (
             ("explain", "trace.json.gz"),
+            "error: trace.json.gz: no such file or folder",
+        ),
+        (
+            ("predict", "trace.json.gz"),
             "trace.json.gz is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
             "run, show its attention with: profharness layers trace.json.gz",
         ),

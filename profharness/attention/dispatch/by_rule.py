@@ -59,7 +59,7 @@ from profharness.attention.dispatch.rocm_rules import library, library_text
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.environment import gpu_name, no_gpu_text
-from profharness.errors import UsageError, join_few
+from profharness.errors import UsageError, join_and, join_few
 
 SCHEMA = "profharness.explain/1"
 
@@ -433,6 +433,39 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
         reasons = (*first, *(reason for reason in verdict.reasons if reason not in first))
         sides.append(BackendAnswer(name, verdict.eligible, reasons))
     return sides
+
+
+def refused_because(sides: Iterable[BackendAnswer]) -> dict[str, list[str]]:
+    """Map the first reason against each refused backend to the backends that it applies to.
+
+    The first sentence of PyTorch's message contains the condition. The values that PyTorch got, which
+    follow, are also in the config.
+    """
+    backends: dict[str, list[str]] = {}
+    for side in sides:
+        if side.eligible is False:
+            message = side.reasons[0].message if side.reasons else "the reason is unknown"
+            backends.setdefault(message.partition(". ")[0].rstrip("."), []).append(side.backend)
+    return backends
+
+
+def why_ran(answer: Explanation, ran: str | None) -> str | None:
+    """Return a clause that says why a backend ran, or that the rules predict another backend.
+
+    Return None if the backend is PyTorch's first choice, or if the rules do not determine the choice.
+    """
+    if ran not in SDPA_BACKENDS or answer.predicted in (None, "unknown"):
+        return None
+    if answer.predicted != ran:
+        predicted = "an error" if answer.predicted == "none" else answer.predicted
+        release = answer.environment["torch"]
+        return f"the dispatch rules of PyTorch {release} predict {predicted}, but {ran} ran"
+    setting, order = sdpa_setting(answer.asked), answer.priority_order
+    allowed = SDPA_BACKENDS if setting is None else setting.backends
+    before = order[: order.index(ran)] if ran in order else SDPA_BACKENDS
+    sides = [each for each in answer.backends if each.backend in before and each.backend in allowed]
+    refused = [f"{join_and(names)} ({reason})" for reason, names in refused_because(sides).items()]
+    return f"{ran} ran because PyTorch refuses {join_and(refused)}" if refused else None
 
 
 def choices_by_rule(configs: Sequence[Config], platform: Platform, asked: str = AUTO) -> list[str]:

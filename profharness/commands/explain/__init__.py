@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -59,9 +60,11 @@ from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, hint, hint_cpu
 from profharness.commands._types import (
     DEFAULT_RELEASE,
-    ConfigArguments,
+    ConfigOrRunArguments,
     Names,
+    PathLike,
     PositiveNumber,
+    RunAmongConfigs,
     Store,
     complete_backends,
     complete_engine_releases,
@@ -79,6 +82,7 @@ from profharness.commands.explain.tables import (
     explain_document,
     map_document,
     matrix_document,
+    program_document,
 )
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
 from profharness.devices import Gpu, find_gpu
@@ -98,6 +102,7 @@ from profharness.store import frame
 if TYPE_CHECKING:
     import pandas as pd
 
+    from profharness.commands.explain.calls import ProgramCalls
     from profharness.recording.probe import AskProgress
     from profharness.store import Store as OpenStore
 
@@ -574,6 +579,8 @@ class Question:
     timeout_s: float = Protocol.timeout_s
     engine: EngineChoice | None = None
     """The serving engine whose choice is explained. None if PyTorch's choice is explained."""
+    program: ProgramCalls | None = None
+    """The calls of a run, which are compared with the explanations. None if no run was given."""
     explanations: list[Explanation] = field(default_factory=list)
     """The explanations that `show` displayed, which `check` examines."""
 
@@ -587,6 +594,8 @@ class Question:
 
         Raise CaptureError if PyTorch is queried and no worker replies.
         """
+        if self.program is not None:
+            return self.program.explain(self.platforms[0], self.backends, advice=advice)
         if self.platforms:
             return [
                 explain_by_rule(
@@ -641,11 +650,12 @@ def _engine_frame(engine: EngineChoice, configs: Sequence[Config]) -> pd.DataFra
         "releases, the result shows where the choice changes. With bisect, the tool finds the "
         "values at which the choice changes."
     ),
-    tool_required=("gpu",),
+    tool_required=("config", "gpu"),
 )
 def explain(
-    configs: ConfigArguments,
+    configs: ConfigOrRunArguments = None,
     *,
+    run: RunAmongConfigs = None,
     backend: Backend = AUTO,
     torch: Releases = None,
     gpu: GpuName = None,
@@ -668,6 +678,10 @@ def explain(
     If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
     PyTorch was queried and gave no answer.
 
+    CONFIG|RUN are configs, or one trace file or stored run. For a run, each distinct config of its
+    attention calls is explained with the rules of the run's release and GPU, and compared with the
+    backend that ran.
+
     With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
     the output is a table that marks where the choice changes. If there is an atlas for the GPU and
     the release, the output for a single config includes its kernel time and the best backend.
@@ -684,6 +698,7 @@ def explain(
     \b
     Examples:
       profharness explain 2,8,512,100,fp32,mask=bool
+      profharness explain trace.json.gz
       profharness explain 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
       profharness explain 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
       profharness explain 2,8,512,256,bf16 --torch 2.5..2.13 --gpu MI300X
@@ -701,8 +716,13 @@ def explain(
     """
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
-    if not chosen_configs:
-        raise UsageError("explain requires a config, such as 2,8,512,64,bf16, or --configs FILE")
+    path = store_path(store)
+    if run is None and not chosen_configs:
+        raise UsageError(
+            "explain requires a config, such as 2,8,512,64,bf16, --configs FILE, or a trace file or run"
+        )
+    if run is not None and chosen_configs:
+        raise UsageError("explain accepts configs or a run; name only one of them")
     if engine is not None:
         name = gpu or gpu_name()
         if name is None:
@@ -710,27 +730,56 @@ def explain(
         require_one("explain --engine", "GPU")(name)
         there = rocm.find_amd_gpu(name) or find_gpu(name)
         choice = EngineChoice(engine, engine_releases(engine, engine_version), there)
-        path = store_path(store)
         return Question(chosen_configs, AUTO, (), [], path, engine=choice)
-    names = gpu_names(gpu) if gpu else ()
+    build = {
+        "cudnn": cudnn,
+        "cuda": cuda,
+        "cudnn_compiled": cudnn_compiled,
+        "aotriton": aotriton,
+        "fa_library": rocm_fa,
+        "experimental": aotriton_experimental,
+    }
+    if run is None:
+        platforms = _platforms(torch, gpu_names(gpu) if gpu else (), build)
+        return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
+    # Imported here because only a run needs the atlases, which load numpy.
+    from profharness.commands.explain.calls import find_calls
+
+    program = find_calls(path, os.fspath(run))
+    configs_of_run = list(dict.fromkeys(call.config for call in program.calls))
+    platforms = _platforms_of(program, torch, gpu, build)
+    # The backends that ran say nothing about another platform or setting.
+    elsewhere = gpu is not None or (torch is not None and not program.assumed)
+    if elsewhere or asked != AUTO or len(platforms) > 1:
+        return Question(configs_of_run, asked, backends, platforms, path, torch)
+    if torch is not None:
+        program = replace(program, assumed="")
+    return Question(configs_of_run, asked, backends, platforms, path, torch, program=program)
+
+
+def _platforms(torch: str | None, names: Sequence[str], build: Mapping[str, Any]) -> list[Platform]:
+    """Return the platforms for the releases and GPUs, or no platforms if neither is given."""
     release = torch or _default_release(names)
-    of_gpu = [
-        named_platforms(
-            release,
-            name,
-            cudnn,
-            cuda,
-            cudnn_compiled,
-            aotriton=aotriton,
-            fa_library=rocm_fa,
-            experimental=aotriton_experimental,
-        )
-        for name in names or (None,)
-    ]
+    of_gpu = [named_platforms(release, name, **build) for name in names or (None,)]
     require_distinct(names, [each[0].gpu or CPU for each in of_gpu if names])
-    platforms = list(itertools.chain.from_iterable(of_gpu))
-    path = store_path(store)
-    return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
+    return list(itertools.chain.from_iterable(of_gpu))
+
+
+def _platforms_of(
+    program: ProgramCalls, torch: str | None, gpu: str | None, build: Mapping[str, Any]
+) -> list[Platform]:
+    """Return the platform of a program, or the platforms that the options name instead."""
+    if gpu is not None:
+        return _platforms(torch, gpu_names(gpu), build)
+    own = program.platform
+    if own is not None and torch is None and not any(build.values()):
+        return [own]
+    if own is None and program.gpu is None:
+        raise UsageError(
+            f"run {program.name} does not record its GPU; name the GPU with --gpu, such as --gpu H100"
+        )
+    release = torch or (None if own is None else release_text(own.machine.torch))
+    return _platforms(release, (program.gpu or CPU,), build)
 
 
 def _default_release(names: Sequence[str]) -> str | None:
@@ -767,6 +816,7 @@ def check_options(
     bisect: str | None = None,
     full: bool = False,
     measure: bool = False,
+    run: PathLike | None = None,
 ) -> None:
     """Raise UsageError for options that exclude each other.
 
@@ -792,6 +842,15 @@ def check_options(
     if engine is not None and any(about_torch.values()):
         given = next(option for option, is_given in about_torch.items() if is_given)
         raise UsageError(f"{given} is about PyTorch's choice; it cannot be combined with --engine")
+    if run is not None:
+        of_configs = {
+            "--engine": engine is not None,
+            "--device": device != AUTO,
+            "--measure": measure,
+        }
+        for option, is_given in of_configs.items():
+            if is_given:
+                raise UsageError(f"{option} applies to configs, not to a run; name the configs")
     elsewhere = torch is not None or gpu is not None
     if device != AUTO and elsewhere:
         raise UsageError(
@@ -850,7 +909,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
             for group in _groups(platforms)
         ]
         return matrix_document(matrices, full=full, backends=backends)
-    single = len(configs) == 1
+    single = len(question.program.calls if question.program else configs) == 1
     if not platforms and not single:
         hint(f"asking PyTorch about {len(configs):,} configs")
     # several configs are shown as a map, which does not include advice
@@ -864,6 +923,8 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if not platforms:
         remedy = "the answer is for the CPU; name a GPU with --gpu, such as --gpu H200"
         hint_cpu(answers[0].environment, question.device, remedy)
+    if question.program is not None:
+        return program_document(question.program, answers, full=full, named=backends)
     if single:
         return explain_document(answers, full=full, named=backends)
     maps = draw_maps(

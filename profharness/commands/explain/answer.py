@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profharness.attention.backends import BACKENDS
 from profharness.attention.config import (
@@ -21,11 +21,15 @@ from profharness.attention.dispatch.by_rule import (
     Explanation,
     MatrixRow,
     chosen,
+    refused_because,
     unread,
 )
 from profharness.commands._answers import split_text
 from profharness.commands.explain.maps import Bisection
 from profharness.errors import counted, join_and
+
+if TYPE_CHECKING:
+    from profharness.commands.explain.calls import ProgramCalls
 
 SHOWN_REASONS = 2
 SHOWN_FLIPS = 3
@@ -108,11 +112,7 @@ def _others(answer: Explanation) -> Iterator[str]:
         parts.append(f"{join_and(able)} could also run")
     refused = [side for side in considered if side.eligible is False]
     refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
-    of_reason: dict[str, list[str]] = {}
-    for side in refused:
-        reason = side.reasons[0].message.rstrip(".") if side.reasons else "the reason is unknown"
-        of_reason.setdefault(reason, []).append(side.backend)
-    shown = list(of_reason.items())
+    shown = list(refused_because(refused).items())
     parts += [f"{join_and(names)} cannot: {reason}" for reason, names in shown[:SHOWN_REASONS]]
     if more := [name for _, names in shown[SHOWN_REASONS:] for name in names]:
         parts.append(f"neither can {join_and(more)}")
@@ -212,6 +212,31 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
     if lost["unknown"]:
         sentences.append(f"The choice is unknown on {counted(lost['unknown'], 'config')}.")
     return tuple(sentences)
+
+
+def program_answer(program: ProgramCalls, answers: Sequence[Explanation]) -> tuple[str, ...]:
+    """Return sentences on what a program ran, and on whether the rules predict it.
+
+    For one config, also return the sentences of `explain_answer` on the other backends.
+    """
+    torch, device = platform_text(answers[0].environment)
+    counts = Counter(str(answer.observed) for answer in answers)
+    ran = f"{program.name} ran {split_text(counts)}"
+    unlike = [answer for answer in answers if answer.agree is False]
+    unknown = [answer for answer in answers if answer.agree is None]
+    if unlike and len(answers) == 1:
+        ran += f", but the rules of {torch} predict {chosen(unlike[0])} for {device}"
+    elif unlike:
+        ran += (
+            f", but the rules of {torch} predict other backends for {device} on "
+            f"{counted(len(unlike), 'config')}"
+        )
+    elif unknown:
+        what = "the choice" if len(answers) == 1 else f"{counted(len(unknown), 'choice')}"
+        ran += f"; the rules of {torch} do not determine {what} on {device}"
+    else:
+        ran += f", as the rules of {torch} predict for {device}"
+    return (f"{ran}.", *(explain_answer(answers[0])[1:] if len(answers) == 1 else ()))
 
 
 def bisect_answer(bisections: Sequence[Bisection]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profharness.attention.config import AUTO
 from profharness.attention.dispatch.advice import THEN_SELECT, Advice, BackendAnswer
@@ -21,6 +21,7 @@ from profharness.attention.dispatch.by_rule import (
     environment_text,
     explanation_record,
     unread,
+    why_ran,
 )
 from profharness.columns import Column, pick
 from profharness.commands.explain.answer import (
@@ -30,11 +31,15 @@ from profharness.commands.explain.answer import (
     gpu_of,
     map_answer,
     matrix_answer,
+    program_answer,
 )
 from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
 from profharness.errors import counted, join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table, filled_columns
 from profharness.rows import Refusal
+
+if TYPE_CHECKING:
+    from profharness.commands.explain.calls import ProgramCalls
 
 VERDICTS = {True: "could run", False: "cannot", None: "unknown"}
 RUNS = "runs"
@@ -47,11 +52,18 @@ def _columns(title: str) -> tuple[Column, ...]:
 
 COLUMNS, PREDICTED_COLUMNS = _columns("verdict"), _columns("predicted")
 LIST_COLUMNS = (
-    Column("config", "config", importance="key"),
+    Column("config", "config", importance="key", shrink=True),
     Column("choice", "runs", importance="answer"),
     Column("others", "could also run", importance="detail"),
     Column("refused", "refused"),
 )
+PROGRAM_COLUMNS = (
+    LIST_COLUMNS[0],
+    Column("ran", "ran", importance="answer"),
+    replace(LIST_COLUMNS[1], title="predicted"),
+    *LIST_COLUMNS[2:],
+)
+FULL_HINT = Note("--full explains each config.", level="hint")
 GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 """Caveats that apply to every config."""
 NO_REASON = {"code": "", "source": "", "message": ""}
@@ -160,6 +172,7 @@ LETTERS: dict[str | None, str] = {
     "unknown": "?",
 }
 MEANINGS = {"none": "PyTorch raises", "unknown": "unknown"}
+CONFIGS_NAMED = 2  # maximum number of configs that the label of a note names
 MAX_EDGES = 40
 MAX_VALUES = 6
 MIN_REPEATS = 3
@@ -231,7 +244,7 @@ def map_document(
     """
     predicted = answers[0].source == "rules"
     if are_sparse(maps):
-        blocks = list(_list_blocks(answers, where, predicted=predicted))
+        blocks = [*_list_blocks(answers, where, predicted=predicted), FULL_HINT]
     else:
         blocks = [b for drawn in maps for b in map_blocks(drawn, where, predicted=predicted)]
     if full:
@@ -244,26 +257,77 @@ def map_document(
     return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra=extra, answer=told)
 
 
-def _list_blocks(answers: Sequence[Explanation], where: str, *, predicted: bool) -> Iterator[Block]:
-    """Yield a table with the choice for each config, and the backends that could and cannot run."""
+def program_document(
+    program: ProgramCalls,
+    answers: Sequence[Explanation],
+    *,
+    full: bool = False,
+    named: Sequence[str] = (),
+) -> Document:
+    """Return the document that explains the backends of a program, with one record per explanation.
+
+    A single config is explained in detail. Several configs are shown as a list, with a sentence for
+    each distinct reason.
+    """
+    if len(answers) == 1:
+        blocks = list(answer_blocks(answers[0], full=full, named=named))
+    else:
+        where = environment_text(replace(answers[0], asked=AUTO))
+        blocks = list(_list_blocks(answers, where, predicted=True, of_program=True))
+        whys: dict[str, list[str]] = {}
+        for answer in answers:
+            if why := why_ran(answer, answer.observed):
+                whys.setdefault(why, []).append(answer.config)
+        blocks += [
+            Note(why, "" if len(configs) == len(answers) else join_few(configs, CONFIGS_NAMED))
+            for why, configs in whys.items()
+        ]
+        for answer in answers if full else ():
+            blocks += answer_blocks(answer, full=True, named=named, summary=True)
+    blocks += [Note(f"Not explained: {text}.") for text in program.left_out]
+    if len(answers) > 1 and not full:
+        blocks.append(FULL_HINT)
+    if program.assumed:
+        blocks.append(Note(program.assumed, "", "warning"))
+    records = tuple(
+        explanation_record(answer) | {"modules": list(call.modules)}
+        for answer, call in zip(answers, program.calls, strict=True)
+    )
+    extra = {"run": program.run}
+    told = program_answer(program, answers)
+    fields = (*FIELDS, "modules")
+    return Document(SCHEMA, "Why these kernels", tuple(blocks), fields, records, extra, answer=told)
+
+
+def _refused(side: BackendAnswer) -> str:
+    """Return a backend with the code of the first reason against it, such as `flash: mask`."""
+    return f"{side.backend}: {side.reasons[0].code}" if side.reasons else side.backend
+
+
+def _list_blocks(
+    answers: Sequence[Explanation], where: str, *, predicted: bool, of_program: bool = False
+) -> Iterator[Block]:
+    """Yield a table with the choice for each config, and the backends that could and cannot run.
+
+    For a program, the table also has the backend that ran.
+    """
     yield Heading("Predicted backends" if predicted else "Backends", where)
     lines = []
     for answer in answers:
-        names = {
-            state: [side.backend for side in answer.backends if side.eligible is state]
-            for state in _STATES
+        sides = {
+            state: [side for side in answer.backends if side.eligible is state] for state in _STATES
         }
         choice = chosen(answer)
         lines.append(
             {
                 "config": answer.config,
+                "ran": answer.observed,
                 "choice": choice,
-                "others": ", ".join(name for name in names[True] if name != choice),
-                "refused": ", ".join(names[False]),
+                "others": ", ".join(side.backend for side in sides[True] if side.backend != choice),
+                "refused": ", ".join(map(_refused, sides[False])),
             }
         )
-    yield Table.of(LIST_COLUMNS, lines)
-    yield Note("--full explains each config.", level="hint")
+    yield Table.of(PROGRAM_COLUMNS if of_program else LIST_COLUMNS, lines)
 
 
 def map_record(drawn: Map) -> dict[str, Any]:

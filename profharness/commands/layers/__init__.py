@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from profharness.atlas.predictions import Place, find_place, known_atlases
+from profharness.atlas.predictions import Place, assumed_release, find_place, known_atlases
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
@@ -264,7 +264,8 @@ def layers(
             opened.find_run(Selection(run_text(each)), "attention calls") for each in run or (None,)
         ]
         if not several:
-            return LayersFound(path, (find_layers(opened, names[0], step=step, torch=torch),))
+            own = find_layers(opened, names[0], step=step, torch=torch, assume=assumed_release)
+            return LayersFound(path, (own,))
         unique = list(dict.fromkeys(names))
         if len(unique) < 2:
             raise UsageError(

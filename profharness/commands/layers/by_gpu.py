@@ -10,6 +10,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from profharness import stats
+from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import Column, pick
 from profharness.commands.layers.tables import (
@@ -166,7 +167,7 @@ def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
     maps = []
     for run in runs:
         with contextlib.suppress(NotFoundError):  # the run is a trace that contains no attention
-            maps += [] if store.cells(run) else [find_layers(store, run)]
+            maps += [] if store.cells(run) else [find_layers(store, run, assume=assumed_release)]
     return compare_maps(store, maps)
 
 

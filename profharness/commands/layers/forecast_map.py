@@ -12,26 +12,20 @@ from profharness.attention.dispatch.machine import from_config, permitted
 from profharness.attention.dispatch.predict import predict
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
+    NO_CHOICE,
+    THROUGH_SDPA,
     Forecast,
     LayerForecast,
     LayerMap,
     LayerRow,
+    allowed_setting,
     join_numbered,
     short_module,
 )
 from profharness.stats import THRESHOLD
 from profharness.traces.kernel_names import parse_kernel_name
 
-OF_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 SOURCES = ("measured", "model", "floor")  # sources of times, from the most to the least certain
-WHY_NOT = {
-    "eager": "eager attention uses no backend, and its shapes are unknown; record the trace with "
-    "record_shapes=True",
-    "flex": "flex_attention uses no backend of scaled_dot_product_attention",
-    "custom": "another package computes the attention",
-    "fast_path": "the fast path of nn.TransformerEncoder calls an op of its own",
-    "replay": "the shapes of the replayed calls are unknown",
-}
 CHOICES = {
     "none": "no backend supports the call on this GPU, so PyTorch raises an error",
     "unknown": "the rules do not determine PyTorch's choice on this GPU",
@@ -60,7 +54,7 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
         for row, why in zip(layers.rows, whys, strict=True)
     ]
     queries = [
-        [(parse_config(label), _allowed(row)) for label, _ in own]
+        [(parse_config(label), allowed_setting(row.asked)) for label, _ in own]
         for row, own in zip(layers.rows, points, strict=True)
     ]
     asked = dict.fromkeys(query for own in queries for query in own)
@@ -112,10 +106,6 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     return replace(layers, forecasts=(*layers.forecasts, result))
 
 
-def _allowed(row: LayerRow) -> str:
-    return AUTO if row.asked is None else row.asked.replace(",", "+")
-
-
 def _as_sdpa(row: LayerRow) -> Points:
     """Return the config of eager attention as a call of scaled_dot_product_attention."""
     if row.kind != "eager" or row.config is None:
@@ -127,8 +117,13 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
     """Return the reason why a row cannot be predicted, or None if it can."""
     if _as_sdpa(row):
         return None
-    if row.kind not in OF_SDPA:
-        return WHY_NOT.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
+    if row.kind == "eager":
+        return (
+            f"{NO_CHOICE[row.kind]}, and its shapes are unknown; record the trace with "
+            "record_shapes=True"
+        )
+    if row.kind not in THROUGH_SDPA:
+        return NO_CHOICE.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
     if by_step and row.calls is None:
         return "no recorded step contains these calls"
     if row.points or row.program_points:

@@ -84,7 +84,7 @@ def saved_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) ->
         changes = suggestions(config, layers.platform) if layers.platform else []
         found = [
             (backend, change.config)
-            for backend, _, change in changes
+            for backend, change in changes
             if change and change.config and f"{backend}: {change.change}" == text
         ]
         if not found:

@@ -18,6 +18,7 @@ from profharness.program.layer_map import (
     LayerForecast,
     LayerMap,
     LayerRow,
+    is_explained,
     short_module,
 )
 from profharness.program.matching import ran_text
@@ -115,6 +116,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if change and change.why_unknown and change.saves_ns is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
+    if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
+        blocks.append(Note(f"why: {layers.command('explain')}", level="hint"))
     if full:
         blocks += [Heading("Kernels", "in order of the first launch", 3)]
         named = zip(lines, layers.rows, strict=True)
@@ -140,7 +143,16 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         for row, prediction in zip(layers.rows, rows, strict=True)
     )
     answer = () if of_several else layers_answer(layers, change)
-    return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra, answer=answer)
+    return Document(
+        SCHEMA,
+        "Layers",
+        tuple(blocks),
+        FIELDS,
+        records,
+        extra,
+        answer=answer,
+        configs_printed_by="" if of_several else layers.command("layers", "--configs"),
+    )
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:

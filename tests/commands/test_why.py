@@ -1,0 +1,222 @@
+"""Why the backends of a program ran: the reasons in `layers`, and `explain` of a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import profharness
+from profharness.atlas.predictions import assumed_release
+from profharness.attention.config import parse_config
+from profharness.attention.dispatch.by_rule import explain_by_rule, named_platforms, why_ran
+from profharness.cli import cli
+from profharness.commands.layers.tables import layers_document
+from profharness.errors import ProfharnessError, UsageError
+from profharness.program.layer_map import LayerMap, find_layers
+from profharness.render.terminal import render_table
+from profharness.store import ingest_path, open_store
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "traces" / "models"
+OF_BERT = (
+    "efficient ran because PyTorch refuses cudnn (Expected query, key and value to all be of dtype: "
+    "{Half, BFloat16}) and flash (Flash Attention does not support non-null attn_mask)"
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("why") / "s.db"
+
+
+def the_map(store: Path, name: str, **options: Any) -> LayerMap:
+    (ingested,) = ingest_path(store, MODELS / name)
+    with open_store(store) as opened:
+        return find_layers(opened, ingested.run, **{"assume": assumed_release} | options)
+
+
+def run_cli(store: Path, *words: str) -> str:
+    done = CliRunner().invoke(cli, [*words, "--store", str(store)])
+    assert done.exit_code == 0, done.output
+    return " ".join(done.stdout.split())
+
+
+def refused(store: Path, path: Path) -> str:
+    done = CliRunner().invoke(cli, ["explain", str(path), "--store", str(store)])
+    assert isinstance(done.exception, ProfharnessError)
+    return str(done.exception)
+
+
+def explained(store: Path, name: str, *words: str) -> dict[str, Any]:
+    done = CliRunner().invoke(
+        cli, ["explain", str(MODELS / name), *words, "--format", "json", "--store", str(store)]
+    )
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_layers_says_why_efficient_ran(store: Path) -> None:
+    layers = the_map(store, "bert_fp32.json.gz")
+    (row,) = layers.rows
+    assert row.why == OF_BERT and row.reasons == (OF_BERT,)
+    text = run_cli(store, "layers", str(MODELS / "bert_fp32.json.gz"))
+    assert text.count(OF_BERT) == 1
+    assert "does not record its PyTorch release, so 2.11.0 is assumed" in text
+    assert f"why: profharness explain bert_fp32.json.gz --store {store}" in text
+
+
+def test_the_reason_equals_that_of_explain(store: Path) -> None:
+    (row,) = the_map(store, "bert_fp32.json.gz").rows
+    text = run_cli(store, "explain", str(row.config), "--gpu", "H200", "--torch", "2.11")
+    for backend, reason in (
+        ("cudnn", "Expected query, key and value to all be of dtype: {Half, BFloat16}"),
+        ("flash", "Flash Attention does not support non-null attn_mask"),
+    ):
+        assert f"{backend} ({reason})" in str(row.why)
+        assert f"{backend} cannot: {reason}" in text
+    (answer,) = explained(store, "bert_fp32.json.gz")["rows"]
+    first = {side["backend"]: side["reasons"][:1] for side in answer["backends"]}
+    assert all(
+        reason["message"].partition(". ")[0].rstrip(".") in str(row.why)
+        for backend in ("cudnn", "flash")
+        for reason in first[backend]
+    )
+
+
+def test_the_first_choice_needs_no_reason(store: Path) -> None:
+    layers = the_map(store, "unet.json.gz")
+    assert {row.ran for row in layers.rows} == {"cudnn"}
+    assert not any(row.why or row.reasons for row in layers.rows)
+    assert not layers.caveats  # nothing rests on the assumed release
+    assert "why: profharness explain" in run_cli(store, "layers", str(MODELS / "unet.json.gz"))
+
+
+def test_another_prediction_is_told_and_explains_nothing(store: Path) -> None:
+    (row,) = the_map(store, "llama_prefill.json.gz", torch="2.8").rows
+    assert row.why == "the dispatch rules of PyTorch 2.8.0 predict flash, but cudnn ran"
+    answer = explained(store, "llama_prefill.json.gz", "--torch", "2.8")["rows"][0]
+    assert (answer["predicted"], answer["observed"], answer["agree"]) == ("flash", "cudnn", False)
+    text = run_cli(store, "explain", str(MODELS / "llama_prefill.json.gz"), "--torch", "2.8")
+    assert text.startswith(
+        "llama_prefill.json.gz ran cudnn, but the rules of PyTorch 2.8 predict flash for an H200."
+    )
+    assert "mismatch: the rules predict flash, a stored run shows cudnn" in text
+
+
+def test_without_a_release_nothing_is_assumed_by_default(store: Path) -> None:
+    assert [row.why for row in the_map(store, "bert_fp32.json.gz", assume=None).rows] == [None]
+
+
+def test_a_set_of_backends_limits_the_reasons() -> None:
+    (platform,) = named_platforms("2.11", "H200")
+    config = parse_config("2,8,512,64,fp32,mask=bool")
+    answer = explain_by_rule(config, platform, asked="flash+math")
+    assert why_ran(answer, "math") == (
+        "math ran because PyTorch refuses flash (Flash Attention does not support non-null attn_mask)"
+    )
+    assert why_ran(answer, "eager") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "ran"),
+    [
+        ("bert_fp32", 1, "efficient"),
+        ("llama_prefill", 1, "cudnn"),
+        ("vit", 1, "cudnn"),
+        ("unet", 6, "cudnn"),
+        ("llama_train", 1, "cudnn"),  # the recomputed calls of a layer have the same config
+        ("llama_checkpoint", 1, "cudnn"),
+    ],
+)
+def test_explain_accepts_a_trace(store: Path, name: str, count: int, ran: str) -> None:
+    found = explained(store, f"{name}.json.gz")
+    assert len(found["rows"]) == count and found["run"].startswith("trace-")
+    for answer in found["rows"]:
+        assert (answer["predicted"], answer["observed"], answer["agree"]) == (ran, ran, True)
+        assert answer["environment"]["torch"] == "2.11.0" and answer["modules"]
+    text = run_cli(store, "explain", str(MODELS / f"{name}.json.gz"))
+    every = f" on all {count} configs" if count > 1 else ""
+    assert text.startswith(
+        f"{name}.json.gz ran {ran}{every}, as the rules of PyTorch 2.11 predict for an H200."
+    )
+
+
+def test_explain_uses_the_recorded_release_and_the_latest_run(store: Path) -> None:
+    ingest_path(store, MODELS / "llama_generate")
+    by_path = explained(store, "llama_generate")
+    assert {each["environment"]["gpu"] for each in by_path["rows"]} == {"NVIDIA H200"}
+    text = run_cli(store, "explain", "20261122-171834")
+    assert "ran cudnn on both configs" in text and "does not record" not in text
+
+
+def test_explain_of_another_gpu_does_not_compare(store: Path) -> None:
+    found = explained(store, "bert_fp32.json.gz", "--gpu", "A100", "--torch", "2.11")
+    (answer,) = found["rows"]
+    assert answer["observed"] is None and answer["environment"]["gpu"] == "A100"
+    several = run_cli(store, "explain", str(MODELS / "unet.json.gz"), "--torch", "2.10..2.11")
+    assert "choice changes for 6 of 6 configs" in several
+
+
+def test_explain_in_python(store: Path) -> None:
+    path = str(MODELS / "bert_fp32.json.gz")
+    for made in (
+        profharness.explain(path, store=store),
+        profharness.explain(run=path, store=store),
+    ):
+        assert list(made["observed"]) == ["efficient"] and list(made["agree"]) == [True]
+    with pytest.raises(UsageError, match="configs or a run"):
+        profharness.explain("2,8,512,64", run=path, store=store)
+    with pytest.raises(UsageError, match="name only one run"):
+        profharness.explain([path, str(MODELS / "vit.json.gz")], store=store)
+    with pytest.raises(UsageError, match="--measure applies to configs"):
+        run = CliRunner().invoke(
+            cli, ["explain", path, "--measure", "--store", str(store)], standalone_mode=False
+        )
+        raise run.exception or AssertionError(run.output)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (MODELS / "llama_eager.json.gz", "eager attention uses no backend"),
+        (MODELS / "llama_graph.json.gz", "the shapes of the replayed calls are unknown"),
+        (MODELS / "flex_compile", "flex_attention uses no backend"),
+        (ROOT / "traces" / "h200-torch2.11", "contains configs, not a program"),
+        (MODELS / "nothing.json.gz", "no such file or folder"),
+    ],
+)
+def test_runs_without_a_choice_are_refused(store: Path, path: Path, told: str) -> None:
+    assert told in refused(store, path)
+
+
+def test_a_trace_of_an_engine_or_without_attention_is_refused(store: Path, tmp_path: Path) -> None:
+    engine = ROOT / "traces" / "serving" / "eager.json.gz"
+    assert "the dispatch rules explain no call of run eager.json.gz" in refused(store, engine)
+    empty = tmp_path / "empty.json"
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2, "pid": 1, "tid": 1}
+    empty.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [event]}))
+    assert "contains no attention call" in refused(store, empty)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+@pytest.mark.parametrize("name", ["unet", "encoder", "llama_compile", "whisper", "bert_fp32"])
+def test_configs_can_be_copied_at_each_width(store: Path, name: str, width: int) -> None:
+    layers = the_map(store, f"{name}.json.gz")
+    text = render_table(layers_document(layers), width=width, cut=True)
+    assert max(map(len, text.splitlines())) <= max(width, len(layers.command("explain")) + 5)
+    joined = text.replace("-\n", "-")  # a config may continue on the next line after a token
+    for row in layers.rows:
+        assert str(row.config) in joined
+
+
+def test_many_shortened_configs_name_the_command_that_prints_them(store: Path) -> None:
+    layers = the_map(store, "unet.json.gz")
+    text = render_table(layers_document(layers), width=60, cut=True)
+    assert "configs in full: profharness layers unet.json.gz --configs" in " ".join(text.split())
+    printed = run_cli(store, "layers", "unet.json.gz", "--configs")
+    assert all(str(row.config) in printed for row in layers.rows)
