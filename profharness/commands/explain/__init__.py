@@ -83,7 +83,7 @@ from profharness.commands.explain.tables import (
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
 from profharness.devices import Gpu, find_gpu
 from profharness.environment import gpu_name, no_gpu_text
-from profharness.errors import CaptureError, UsageError
+from profharness.errors import CaptureError, UsageError, join_and
 from profharness.measurements.agreement import (
     backend_of_op,
     ran_backends,
@@ -209,7 +209,9 @@ class _StoredCells:
             for name in CALL_MEASUREMENTS if len(devices) == 1 else ():
                 if old.samples.get(name) and new.samples.get(name):
                     gain = median(old.samples[name]) / median(new.samples[name])
-                    return replace(advice, gain=gain)
+                    runs = dict.fromkeys(self.store.run_name(cell.run) for cell in (old, new))
+                    where = f"run{'s' if len(runs) > 1 else ''} {join_and(runs)}"
+                    return replace(advice, gain=gain, gain_source=f"{name} median in {where}")
         return advice
 
 
