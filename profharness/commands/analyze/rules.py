@@ -344,7 +344,7 @@ def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
             share("share", part, "trace"),
         )
         severity = _severity(part, SPLIT_MAJOR)
-        yield measured("split_overhead", text, severity, *evidence, factor=_gain(part))
+        yield measured("split_overhead", text, severity, *evidence)
 
 
 def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
