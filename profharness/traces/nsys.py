@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ from profharness.traces.ops import (
     has_arguments,
     is_detailed,
 )
+from profharness.traces.steps import PROFILER_STEP
 
 REPORT_SUFFIX = ".nsys-rep"
 NO_CONFIG = LaunchConfig(None, None)
@@ -412,6 +414,7 @@ class Reader:
             name = name[:MAX_RANGE_NAME]
             tables.range_names.append(names.setdefault(name, name))
             tables.ranges.extend((start, stop - start, number, wide))
+        self._separate_steps()
         self.flows, unclear = ops.finish()
         self._doubt("{n} ops have sizes that could not be read", ops.unread)
         text = (
@@ -419,6 +422,25 @@ class Reader:
             "ops are unknown"
         )
         self._doubt(text, unclear)
+
+    def _separate_steps(self) -> None:
+        """End each step of the profiler where the next one of its thread begins.
+
+        NVTX ranges are a stack. If a program begins a step inside another range, such as that of its
+        optimizer, the end of this range ends the step instead, and the previous step stays open.
+        """
+        tables = self._tables
+        rows = tables.ranges
+        steps = sorted(
+            (rows[4 * at + 2], rows[4 * at], 4 * at)  # thread, start, place in the rows
+            for at, name in enumerate(tables.range_names)
+            if name.startswith(PROFILER_STEP)
+        )
+        for (thread, start, at), (other, border, after) in pairwise(steps):
+            end = start + rows[at + 1]
+            if thread == other and border < end:
+                rows[at + 1] = border - start
+                rows[after + 1] = max(rows[after + 1], end - border)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
         """Return the prefix of the names of ranges for each (process, domain id)."""
