@@ -162,7 +162,7 @@ def _forecast_blocks(
 ) -> Iterator[Block]:
     where = forecast.machine or f"{forecast.gpu}, torch {forecast.torch}, no atlas"
     whole = "a step" if forecast.of == "step" else "the whole program"
-    yield Heading(f"Predicted for {where}", f"µs and saving of {whole}")
+    yield Heading(f"Predicted for {where}", f"kernel times of {whole}")
     rows = [
         {column.key: line[column.key] for column in GPU_LAYER} | record(row)
         for line, row in zip(lines, forecast.rows, strict=True)
