@@ -297,7 +297,9 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
             counts = counted(result.launches, "launch", "launches")
             counts += f", {counted(result.cells, 'cell')}" if result.cells else ""
             kept = f" (stored from {result.kept})" if result.kept else ""
-            line = f"{printable_path(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
+            run = "" if result.is_trace else f", run {result.run}"
+            # an archive contains several sources
+            line = f"{printable_path(result.source)}: {result.status}{run}{kept}: {counts}\n"
             stream.write(printable(line).encode())
 
 

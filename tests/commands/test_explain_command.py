@@ -245,7 +245,7 @@ def test_a_stored_run_is_a_witness_and_tells_the_gain(store: Path) -> None:
     sides = {side["backend"]: side["advice"] for side in row["backends"]}  # type: ignore[attr-defined]
     medians = [statistics.median(cells[name].samples["graph"]) for name in ("auto", "flash")]
     assert sides["flash"][0]["gain"] == pytest.approx(medians[0] / medians[1])
-    source = f"graph median in run {read_run(H200).run}"
+    source = f"graph median in run {H200.name}"
     assert sides["flash"][0]["gain_source"] == source
     assert f"x slower ({source})" in plain(told(*args))
 
