@@ -210,7 +210,8 @@ def _in_parallel(
     """Ingest the sources with one process per CPU, yield the outcomes, and show the progress."""
     from profharness.jobs.parallel_ingest import ingest_sources  # loads numpy
 
-    hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
+    sources, processes = len(paths), min(len(cpus), len(paths))
+    hint(f"reading {counted(sources, 'source')} in {counted(processes, 'process', 'processes')}")
     progress = _Countdown([_size(path) for path in paths])
     done = 0
     try:

@@ -83,7 +83,7 @@ from profharness.commands.explain.tables import (
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
 from profharness.devices import Gpu, find_gpu
 from profharness.environment import gpu_name, no_gpu_text
-from profharness.errors import CaptureError, UsageError, join_and
+from profharness.errors import CaptureError, UsageError, counted, join_and
 from profharness.measurements.agreement import (
     backend_of_op,
     ran_backends,
@@ -854,7 +854,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
         return matrix_document(matrices, full=full, backends=backends)
     single = len(configs) == 1
     if not platforms and not single:
-        hint(f"asking PyTorch about {len(configs):,} configs")
+        hint(f"asking PyTorch about {counted(len(configs), 'config')}")
     # several configs are shown as a map, which does not include advice
     answers = question.explain(advice=single or full or measure)
     if measure:
@@ -910,7 +910,7 @@ def _bisected(question: Question, name: str) -> Document:
         nonlocal where
         if platforms:
             return choices_by_rule(configs, platforms[0], question.asked)
-        hint(f"asking PyTorch about {len(configs):,} configs")
+        hint(f"asking PyTorch about {counted(len(configs), 'config')}")
         answers = replace(question, configs=list(configs), backends=()).explain(advice=False)
         # The first answers contain the environment of PyTorch.
         if where == "live":

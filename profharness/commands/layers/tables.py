@@ -297,7 +297,7 @@ def _summary(layers: LayerMap) -> str:
     if not layers.steps:
         made = sum(row.program_calls or 0 for row in layers.rows)
         processes = f" in {layers.processes} processes" if layers.processes > 1 else ""
-        return f"{made:,} calls{processes}" if made else ""
+        return f"{counted(made, 'call')}{processes}" if made else ""
     count = len(layers.steps)
     name = step_title(layers.steps[0].name) if count == 1 else f"{count} steps"
     each = " on average" if count > 1 else ""
