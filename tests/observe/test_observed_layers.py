@@ -241,7 +241,7 @@ def test_analyze_reports_what_a_run_without_a_trace_lacks(seen: Seen, tmp_path: 
     for run in ((), ("--run", "counted")):
         failed = CliRunner().invoke(cli, ["analyze", *run, "--store", str(store)]).exception
         assert isinstance(failed, NotFoundError)
-        assert "run counted has no recorded step" in str(failed) and "--warmup 0" in str(failed)
+        assert "run run has no recorded step" in str(failed) and "--warmup 0" in str(failed)
 
 
 def test_the_views_contain_observed_calls(store: Path) -> None:
