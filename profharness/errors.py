@@ -94,6 +94,15 @@ def counted(count: float, one: str, several: str = "") -> str:
     return f"{number} {one if count == 1 else several or f'{one}s'}"
 
 
+_FORMS = re.compile(r"\[([^|\]]*)\|([^|\]]*)\]")
+
+
+def with_count(text: str, count: int) -> str:
+    """Replace `{n}` in a text by a number, and `[row|rows]` by the form that fits the number."""
+    fitting = _FORMS.sub(r"\1" if count == 1 else r"\2", text)
+    return fitting.replace("{n}", f"{count:,}")
+
+
 class ProfharnessError(Exception):
     """Base class of all errors with a remedy in the message.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -53,6 +53,10 @@ ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 """Names of hardware counters in ncu."""
 
 
+DISABLED = "runtime_disabled"
+"""Code of a refusal whose cause is that the caller switched the backend off."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """One reason why a backend cannot compute a config."""
@@ -67,6 +71,14 @@ class Refusal:
             "source", importance="detail", meaning="`live` (from PyTorch), `rule` or `inferred`"
         ),
     ] = "live"
+
+
+def decisive(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
+    """Return the refusals without those of switched-off backends, unless there are no others.
+
+    A caller who switches a backend off wants to know why the remaining ones refuse the config.
+    """
+    return tuple(each for each in refusals if each.code != DISABLED) or tuple(refusals)
 
 
 NAIVE_COMPILED = "naive-compiled"
@@ -250,8 +262,9 @@ class CellRow:
     def reason(
         self,
     ) -> Annotated[str | None, column("reason", wrap=True, meaning="why the cell did not run")]:
-        """The message of the cell, or else the messages of all refusals of the cell."""
-        return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
+        """The decisive refusals of the cell, or else the message of the cell."""
+        texts = dict.fromkeys(refusal.message for refusal in decisive(self.refusals))
+        return "; ".join(texts) or self.message
 
 
 @dataclass(frozen=True, slots=True)

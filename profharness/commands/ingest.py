@@ -210,7 +210,8 @@ def _in_parallel(
     """Ingest the sources with one process per CPU, yield the outcomes, and show the progress."""
     from profharness.jobs.parallel_ingest import ingest_sources  # loads numpy
 
-    hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
+    sources, processes = len(paths), min(len(cpus), len(paths))
+    hint(f"reading {counted(sources, 'source')} in {counted(processes, 'process', 'processes')}")
     progress = _Countdown([_size(path) for path in paths])
     done = 0
     try:
@@ -297,7 +298,9 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
             counts = counted(result.launches, "launch", "launches")
             counts += f", {counted(result.cells, 'cell')}" if result.cells else ""
             kept = f" (stored from {result.kept})" if result.kept else ""
-            line = f"{printable_path(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
+            run = "" if result.is_trace else f", run {result.run}"
+            # an archive contains several sources
+            line = f"{printable_path(result.source)}: {result.status}{run}{kept}: {counts}\n"
             stream.write(printable(line).encode())
 
 

@@ -316,7 +316,7 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
             yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more; the JSON has them all")
     outside = Counter(row.outside for row in autos if row.outside)
     for reason, count in outside.most_common(SHOWN_OUTSIDE):
-        yield Note(f"{count:,} configs: {reason}", "no time", "warning")
+        yield Note(f"{counted(count, 'config')}: {reason}", "no time", "warning")
 
 
 Cells = list[list[Predicted | None]]  # the predictions in a map, row by row, None if missing

@@ -37,7 +37,7 @@ from profharness.render.fitting import (
     split_title,
 )
 
-MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
+MAX_LABEL = 16  # maximum width of the label column of notes; a longer label gets a line of its own
 DEEPEST = 6  # the deepest level of a heading
 SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
 MAX_CONFIGS = 3  # maximum number of shortened configs that are repeated in full below the tables
@@ -80,8 +80,8 @@ def render_table(
         # rich would read COLUMNS and NO_COLOR, which the caller already considered
         _environ={},
     )
-    labels = (len(b.label) for b in document.blocks if isinstance(b, Note))
-    label_width = min(max(labels, default=0), MAX_LABEL, width // 3)
+    labels = (len(one_line(block.label)) for block in document.blocks if isinstance(block, Note))
+    label_width = max((size for size in labels if size <= MAX_LABEL), default=0)
     for sentence in document.answer:
         _print_note(console, Note(sentence), 0, width)
     if document.answer and document.blocks:
@@ -266,12 +266,15 @@ def _print_configs(console: Console, configs: Sequence[str], command: str, width
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:
-    indent = label_width + GAP if note.label else 0
     label, text = one_line(note.label), one_line(note.text)
+    indent = label_width + GAP if label else 0
     lead = f"{label:<{label_width}}{' ' * GAP}" if label else ""
+    lines: list[str] = []
     if len(label) > label_width:
-        indent, lead, text = 2 * GAP, "", f"{label}{' ' * GAP}{text}"
-    body = textwrap.fill(
+        indent, lead = 2 * GAP, f"{label}{' ' * GAP}"
+        if len(lead) + len(text) > width:
+            lines, lead = _wrapped(label, width), " " * indent
+    lines += textwrap.wrap(
         text,
         width=max(width, indent + 20),
         initial_indent=lead,
@@ -279,5 +282,6 @@ def _print_note(console: Console, note: Note, label_width: int, width: int) -> N
         # A path that is broken into lines cannot be copied.
         break_long_words=False,
         break_on_hyphens=False,
-    )
-    console.print(Text(body, style=NOTE_STYLES.get(note.level, "")), soft_wrap=True)
+    ) or [lead]
+    style = NOTE_STYLES.get(note.level, "")
+    console.print(Text("\n".join(lines), style=style), soft_wrap=True)

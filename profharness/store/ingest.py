@@ -78,6 +78,7 @@ FEW = 5  # maximum number of sources or losses that a message lists
 MAX_COUNTS_SHOWN = 20
 MAX_INT = (1 << 63) - 1  # the largest integer in SQLite
 LAST_SECOND = 253402300799.0  # end of the year 9999, the latest time that datetime supports
+TRACE_ID = "trace-"  # start of the id of a run that was made from a trace file
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096; times in this range are Unix times
 
 
@@ -93,6 +94,11 @@ class IngestResult:
     warnings: tuple[str, ...] = ()
     """Warnings stored with the run. Each warning begins with the name of a trace or a cell."""
     kept: Path | None = None  # folder of the stored run if the source is a copy of this folder
+
+    @property
+    def is_trace(self) -> bool:
+        """Whether the source is a trace file, and not a run folder."""
+        return self.run.startswith(TRACE_ID)
 
 
 _Parsed = tuple[Raw, Trace]
@@ -435,7 +441,7 @@ def _write(
 ) -> IngestResult:
     run = source.run
     # the name depends only on the content, so a renamed copy of a trace is the same run
-    name = run.run if run else f"trace-{source.content_hash[:10]}"
+    name = run.run if run else f"{TRACE_ID}{source.content_hash[:10]}"
     query = "SELECT 1 FROM runs WHERE run = ?"
     status = "replaced" if connection.execute(query, (name,)).fetchone() else "new"
     before = _stored_contents(connection, name)

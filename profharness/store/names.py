@@ -1,6 +1,7 @@
 """Name stored runs.
 
-A captured run is named by its id. A run made from a trace file is named by the file.
+A run made from a trace file is named by the file. A run folder is named by the id of its run, or by
+the folder if the folder has another name.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ class StoredRun:
 def name_runs(runs: Iterable[StoredRun]) -> dict[str, str]:
     """Map the id of each run to its name. `runs` must be sorted, newest first.
 
-    The name of a trace is the shortest end of its path that no other stored trace has, at least the
-    file name. If the same path was ingested with different contents, only the newest run is named
-    by the path. Older runs are named by their ids.
+    The name of a trace, or of a folder that the user named, is the shortest end of its path that no
+    other of these runs has, at least the last part. If the same path was ingested with different
+    contents, only the newest run is named by the path. Older runs are named by their ids.
     """
     names: dict[str, str] = {}
     newest: dict[str, str] = {}
     for each in runs:
-        if each.source != TRACE or newest.setdefault(each.path, each.run) != each.run:
+        by_path = each.source == TRACE or Path(each.path).name not in ("", each.run)
+        if not by_path or newest.setdefault(each.path, each.run) != each.run:
             names[each.run] = each.run
     count = Counter(ending for path in newest for ending in _endings(path))
     for path, run in newest.items():

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from profharness.devices import Device
-from profharness.errors import TraceFormatError
+from profharness.errors import TraceFormatError, with_count
 from profharness.files import JSON_WEIGHT, has_too_many_values
 from profharness.rows import TORCH
 from profharness.trace import LaunchConfig, Trace
@@ -216,12 +216,19 @@ def _assemble(
         negative = (
             f", {tables.negative} of them because of a negative duration" if tables.negative else ""
         )
-        skipped = [f"{tables.skipped} events could not be read and were skipped{negative}"]
+        text = f"{{n}} [event|events] could not be read and [was|were] skipped{negative}"
+        skipped = [with_count(text, tables.skipped)]
     if not trace.num_launches:
         message = "traceEvents is empty"
         if tables.events or tables.skipped:
             message = "; ".join(
-                [f"the {tables.events:,} events in the file record no work", *skipped]
+                [
+                    with_count(
+                        "the {n} [event|events] in the file [records|record] no work",
+                        tables.events,
+                    ),
+                    *skipped,
+                ]
             )
         raise TraceFormatError(path, message, expected="at least one kernel, copy or ATen op")
     seen = np.sort(np.concatenate(hashes))
@@ -231,16 +238,16 @@ def _assemble(
     counts["repeated"] = repeated
     texts = {
         "unmatched": (
-            "{n:,} launches have no API call with the same correlation id, so their thread, range "
+            "{n} [launch has|launches have] no API call with the same correlation id, so the thread, range "
             "and op are unknown"
         ),
         "ambiguous": (
-            "{n:,} launches have several API calls with the same correlation id; the first one is "
+            "{n} [launch has|launches have] several API calls with the same correlation id; the first one is "
             "used"
         ),
-        "repeated": "{n:,} launches occur twice in the file and are counted twice",
+        "repeated": "{n} [launch occurs|launches occur] twice in the file and [is|are] counted twice",
     }
-    found = [text.format(n=counts[key]) for key, text in texts.items() if counts[key]]
+    found = [with_count(text, counts[key]) for key, text in texts.items() if counts[key]]
     if at.stacks.paths.deep:
         found.append(f"op stacks deeper than {MAX_DEPTH} are stored without their middle part")
     warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)

@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 
-from profharness.errors import TraceFormatError
+from profharness.errors import TraceFormatError, with_count
 from profharness.files import open_input
 from profharness.traces import NCU_HEADER, UTF_16
 
@@ -38,7 +38,7 @@ WRITTEN_COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Ti
 UNKNOWN_ID = "0"
 EXPECTED = "a table printed by `ncu --csv --page raw --print-units base`"
 AGAIN = "copy the file again, or create it again with: ncu --import REPORT.ncu-rep --csv --page raw"
-DAMAGED = "{n} lines look like damaged rows and are skipped"
+DAMAGED = "{n} [line looks like a damaged row and is|lines look like damaged rows and are] skipped"
 MAX_LINE = 1 << 22  # maximum length of a line, in characters
 WITNESSES = 1000  # maximum number of numbers that are read to find the decimal mark
 # Number of parts between the name of a range and its message. These parts contain the payload, the
@@ -197,7 +197,7 @@ class TableWarnings(Counter[str]):
     def texts(self) -> Iterator[str]:
         for text, count in self.items():
             at = f" (line {self.lines[text]} after the header)" if text in self.lines else ""
-            yield text.replace("{n}", str(count)) + at
+            yield with_count(text, count) + at
 
 
 def read_csv_text(source: str | Path, path: Path) -> NcuReport:
@@ -235,7 +235,10 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
     for line, launch in zip(lines, launches, strict=True):
         for name, text in launch.texts.items():
             if name in numeric and not _NO_VALUE.fullmatch(text):
-                doubts.add("{n} metric values are not numbers and are skipped", line)
+                doubts.add(
+                    "{n} metric [value is not a number and is|values are not numbers and are] skipped",
+                    line,
+                )
     counted = [*_doubt_ids(ids, table.profiled), *table.odd]
     return NcuReport(launches, units, warnings=(*table.doubts.texts(), *counted, *doubts.texts()))
 
@@ -339,7 +342,7 @@ class Table:
         for count, (line, ended) in enumerate(lines, start=1):
             cells = self._row(line, count, ended=ended)
             if cells == self.columns:
-                self.doubts.add("the header is repeated {n} times", count)
+                self.doubts.add("the header is repeated {n} [time|times]", count)
             elif cells is not None:
                 yield count, cells
             elif line.count('","') >= max(3, width // 2) or (
@@ -486,7 +489,11 @@ def _distinct_kernels(
     seen: set[int] = set()
     for line, cells in rows:
         if (key := hash(tuple(cells))) in seen:
-            table.doubts.add("{n} rows are exact copies of earlier rows and are skipped", line)
+            table.doubts.add(
+                "{n} [row is an exact copy of an earlier row and is|rows are exact copies of earlier "
+                "rows and are] skipped",
+                line,
+            )
             continue
         seen.add(key)
         metrics = zip(names, map(cells.__getitem__, places), strict=True)
@@ -511,7 +518,8 @@ def _gather(
         compactor.allocate(ENTRY_PLACES if metrics else LAUNCH_PLACES + ENTRY_PLACES * len(cells))
         if any(first[index] != cells[index] for key, index in own if key != "ID"):
             table.doubts.add(
-                "{n} rows disagree with the first row of their kernel; the first row is used", line
+                "{n} [row disagrees|rows disagree] with the first row of the same kernel; the first row is used",
+                line,
             )
         if not name:
             continue
@@ -528,7 +536,9 @@ def _gather(
             message = f"{message} with --page raw"
             raise TraceFormatError(table.path, message, expected=EXPECTED)
         if name in metrics:
-            table.doubts.add("{n} rows repeat a metric of a kernel; the first value is used", line)
+            table.doubts.add(
+                "{n} [row repeats|rows repeat] a metric of a kernel; the first value is used", line
+            )
         metrics.setdefault(name, cells[value_at])
     filled = [metrics for _, metrics in kernels.values()]
     check_shape(table.path, len(filled), len(units), sum(map(len, filled)))
@@ -537,7 +547,9 @@ def _gather(
     enough = max(2, min(len(filled) - 1, MOST * len(filled)))
     common = {name for name, count in have.items() if count >= enough}
     if missing := sum(len(common - metrics.keys()) for metrics in filled):
-        table.doubts["{n} values that nearly all other kernels have are missing"] = missing
+        table.doubts[
+            "{n} [value that nearly all other kernels have is|values that nearly all other kernels have are] missing"
+        ] = missing
     return units, [
         (line, {key: cells[index] for key, index in own}, metrics.items())
         for (line, cells), metrics in kernels.values()
@@ -548,10 +560,12 @@ def _doubt_ids(ids: list[int], profiled: int) -> Iterator[str]:
     """Yield warnings about gaps, repetitions and missing kernels in the IDs of the kernels."""
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
-        yield f"the kernel ids have gaps: {gaps} ids are missing"
+        yield with_count("the kernel ids have gaps: {n} [id is|ids are] missing", gaps)
     if again := len(ids) - len(distinct):
-        yield (
-            f"{again} kernels have the id of an earlier kernel; the file may contain several tables"
+        yield with_count(
+            "{n} [kernel has|kernels have] the id of an earlier kernel; the file may contain several "
+            "tables",
+            again,
         )
     if profiled > len(ids):
         yield f"ncu reports {profiled} profiled kernels, but the table has {len(ids)}"
@@ -571,7 +585,7 @@ def _launch(
         text = own.get(column, "").strip()
         match = _TRIPLE.fullmatch(text)
         if match is None and text:
-            doubts.add(f"{{n}} cells in the column {column} could not be read", line)
+            doubts.add(f"{{n}} [cell|cells] in the column {column} could not be read", line)
         return match and (int(match[1]), int(match[2]), int(match[3]))
 
     values: dict[str, float] = {}
@@ -587,7 +601,7 @@ def _launch(
     stream = own.get("Stream", "")
     is_number = bool(_WHOLE.fullmatch(stream))
     if stream and not is_number:
-        doubts.add("{n} cells in the column Stream could not be read", line)
+        doubts.add("{n} [cell|cells] in the column Stream could not be read", line)
     return NcuLaunch(
         name=own["Kernel Name"],
         values=values,

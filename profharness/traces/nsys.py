@@ -21,12 +21,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from profharness.errors import TraceFormatError
+from profharness.errors import TraceFormatError, with_count
 from profharness.recording.profilers import require_tool
 from profharness.recording.profilers.nsys import export_report
 from profharness.rows import NSYS
@@ -60,6 +61,7 @@ from profharness.traces.ops import (
     has_arguments,
     is_detailed,
 )
+from profharness.traces.steps import PROFILER_STEP
 
 REPORT_SUFFIX = ".nsys-rep"
 NO_CONFIG = LaunchConfig(None, None)
@@ -180,7 +182,11 @@ def _parse(path: Path, shown: Path) -> Trace:
                 f"{counts['lost']:,} {of} have no API call in the file, so their ranges are unknown"
             ): "lost",
             f"{counts['nameless']:,} {of} have no name in {schema.STRINGS}": "nameless",
-            f"{counts['copies']:,} launches are exact copies of others and are skipped": "copies",
+            with_count(
+                "{n} [launch is an exact copy of another and is|launches are exact copies of others "
+                "and are] skipped",
+                counts["copies"],
+            ): "copies",
         }
         warnings += [text for text, name in counted.items() if counts[name]]
         if at.stacks.paths.deep:
@@ -266,7 +272,9 @@ class Reader:
         launches, nodes = map(np.asarray, self._keys.values())
         launches.sort()
         shared = int(np.count_nonzero(launches[1:] == launches[:-1]))
-        self._doubt("{n} launches have the same API call id as an earlier launch", shared)
+        self._doubt(
+            "{n} [launch has|launches have] the same API call id as an earlier launch", shared
+        )
         every = np.sort(np.append(launches, nodes)) if len(nodes) else launches
         self._needed = every[np.append(True, every[1:] != every[:-1])]
         self._copies |= len(self._needed) < len(every)
@@ -288,7 +296,7 @@ class Reader:
 
     def notes(self) -> list[str]:
         """Return warnings about the rows that were read, and the warnings that nsys recorded."""
-        notes = [text.replace("{n}", f"{count:,}") for text, count in self._doubts.items()]
+        notes = [with_count(text, count) for text, count in self._doubts.items()]
         if self._tables.gpu:
             notes += schema.absent_tables(self._export)
         else:
@@ -306,7 +314,7 @@ class Reader:
 
     def _skip(self, table: str, count: int) -> None:
         self._tables.skipped += count
-        self._doubt(f"{{n}} rows of {table} could not be read and were skipped", count)
+        self._doubt(f"{{n}} [row|rows] of {table} could not be read and [was|were] skipped", count)
 
     def _read_needed_calls(self) -> None:
         """Read the API calls that started activities. If calls have no names, read all calls."""
@@ -335,11 +343,11 @@ class Reader:
             at = np.searchsorted(self._needed, key)
             hit = self._needed[at] == key
             lone = int((~hit & np.isin(name, kernel)).sum())
-            self._doubt("{n} kernel launches have no kernel in the export", lone)
+            self._doubt("{n} kernel [launch has|launches have] no kernel in the export", lone)
             needed = hit & ~self._found[at]
             repeated = int(hit.sum()) - len(distinct(at[needed]))
             text = (
-                f"{{n}} calls in {schema.RUNTIME} have the same id as an earlier call; the "
+                f"{{n}} [call|calls] in {schema.RUNTIME} [has|have] the same id as an earlier call; the "
                 "earlier call is used"
             )
             self._doubt(text, repeated)
@@ -360,7 +368,7 @@ class Reader:
             keep &= (end - start < MAX_DURATION_NS) & (device >= NONE) & (device < MAX_SMALL)
             self._skip(table, int((~keep).sum()))
             early = int((start[keep] < 0).sum())
-            self._doubt(f"{{n}} rows of {table} begin before the capture", early)
+            self._doubt(f"{{n}} [row|rows] of {table} [begins|begin] before the capture", early)
             key = self._to_keys(correlation, process)
             self._copies |= bool((key[keep] < 0).any())
             for is_node in (False, True):
@@ -396,11 +404,14 @@ class Reader:
                 self._skip(schema.NVTX, 1)
                 continue
             message = (text if string is None else self._string(string)) or ""
-            self._doubt("{n} ranges have no name in the export", not message)
+            self._doubt("{n} [range has|ranges have] no name in the export", not message)
             prefix, wide = domains.get((thread >> 24, domain), ""), kind in START_END
             name = f"{prefix}{message}"
             if (key := hash((name, start, stop, thread, wide))) in seen:
-                self._doubt("{n} ranges are exact copies of others and are skipped", 1)
+                self._doubt(
+                    "{n} [range is an exact copy of another and is|ranges are exact copies of others and are] skipped",
+                    1,
+                )
                 continue
             seen.add(key)
             number = self._thread(thread)
@@ -412,13 +423,33 @@ class Reader:
             name = name[:MAX_RANGE_NAME]
             tables.range_names.append(names.setdefault(name, name))
             tables.ranges.extend((start, stop - start, number, wide))
+        self._separate_steps()
         self.flows, unclear = ops.finish()
-        self._doubt("{n} ops have sizes that could not be read", ops.unread)
+        self._doubt("{n} [op has|ops have] sizes that could not be read", ops.unread)
         text = (
-            "{n} backward ops have a sequence number that several threads use, so their forward "
+            "{n} backward [op has|ops have] a sequence number that several threads use, so their forward "
             "ops are unknown"
         )
         self._doubt(text, unclear)
+
+    def _separate_steps(self) -> None:
+        """End each step of the profiler where the next one of its thread begins.
+
+        NVTX ranges are a stack. If a program begins a step inside another range, such as that of its
+        optimizer, the end of this range ends the step instead, and the previous step stays open.
+        """
+        tables = self._tables
+        rows = tables.ranges
+        steps = sorted(
+            (rows[4 * at + 2], rows[4 * at], 4 * at)  # thread, start, place in the rows
+            for at, name in enumerate(tables.range_names)
+            if name.startswith(PROFILER_STEP)
+        )
+        for (thread, start, at), (other, border, after) in pairwise(steps):
+            end = start + rows[at + 1]
+            if thread == other and border < end:
+                rows[at + 1] = border - start
+                rows[after + 1] = max(rows[after + 1], end - border)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
         """Return the prefix of the names of ranges for each (process, domain id)."""
@@ -464,7 +495,7 @@ class Reader:
         name = self._string(string)
         if name is None and string not in self._nameless:
             self._nameless.add(string)
-            self._doubt(f"{{n}} API call names are missing from {schema.STRINGS}", 1)
+            self._doubt(f"{{n}} API call [name is|names are] missing from {schema.STRINGS}", 1)
         return self._tables.apis[_API_VERSION.sub("", name or NO_NAME)]
 
     def _write(self, rows: GpuRows | LaunchRows) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from profharness.attention.config import AUTO
 from profharness.dtypes import OF_TORCH
-from profharness.errors import UsageError, counted
+from profharness.errors import UsageError, counted, with_count
 from profharness.run import observed_journals, observed_rows
 from profharness.trace import AttentionCall, TensorArgument
 from profharness.traces.ops import OUTER, replay_config
@@ -125,8 +125,8 @@ class _Counts:
 
 
 CUT_SHORT = (
-    "{n} process(es) did not write final counts (recording failed, or the files are "
-    "incomplete), so some of their calls are not counted"
+    "{n} [process|processes] did not write final counts (recording failed, or the files are "
+    "incomplete), so some calls are not counted"
 )
 _EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "counts": _Counts}
 
@@ -154,7 +154,7 @@ def read_journals(folder: Path) -> Journals:
         if damaged:
             warnings.append(f"{path.name}: skipped {counted(damaged, 'line')} that cannot be read")
     if cut_short:
-        warnings.append(CUT_SHORT.format(n=cut_short))
+        warnings.append(with_count(CUT_SHORT, cut_short))
     if not calls:
         warnings.append("none of the program's processes recorded an attention call")
     return tuple(calls), warnings

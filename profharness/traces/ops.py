@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from profharness.attention.config import Config, parse_config
 from profharness.dtypes import CONFIG_DTYPES, OF_CPP_TYPE
-from profharness.errors import UsageError
+from profharness.errors import UsageError, with_count
 from profharness.trace import TensorArgument
 
 OUTER = "aten::scaled_dot_product_attention"
@@ -78,14 +78,17 @@ NO_STRIDES = "the trace does not record the strides of query, key and value"
 NO_CAUSAL = "the trace does not record is_causal"
 BY_ITSELF = "{op} was called directly, but a config describes only scaled_dot_product_attention"
 ORPHANS = (
-    "{n} attention backward ops have no arrow from a forward op in the trace, so their time is "
-    "not assigned to a layer"
+    "{n} attention backward [op has|ops have] no arrow from a forward op in the trace, so [its|their] "
+    "time is not assigned to a layer"
 )
 CONTRADICTED = (
-    "the arrows of {n} attention calls lead to backward ops of other ops, so the backward pass of "
-    "these calls is unknown"
+    "the arrows of {n} attention [call|calls] lead to backward ops of other ops, so the backward pass "
+    "of [this call|these calls] is unknown"
 )
-OVERLAPS = "{n} module calls begin inside another call and end after it, so the layers may be wrong"
+OVERLAPS = (
+    "{n} module [call begins inside another call and ends|calls begin inside another call and end] "
+    "after it, so the layers may be wrong"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +214,7 @@ def warnings(
     """
     counts = Counter(reasons)
     texts = [
-        f"{counts[text]:,} attention calls: {text}"
+        with_count(f"{{n}} attention [call|calls]: {text}", counts[text])
         for text in (UNREADABLE, NO_STRIDES, NO_CAUSAL)
         if counts[text]
     ]
@@ -221,7 +224,7 @@ def warnings(
             "others do"
         )
     numbers = {**counted, OVERLAPS: overlaps}
-    return (*texts, *(text.format(n=f"{n:,}") for text, n in numbers.items() if n))
+    return (*texts, *(with_count(text, n) for text, n in numbers.items() if n))
 
 
 def replay_config(

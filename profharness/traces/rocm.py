@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from profharness.devices import CU_LIMITS, Device, find_instinct
-from profharness.errors import TraceFormatError
+from profharness.errors import TraceFormatError, with_count
 from profharness.trace import NONE, HardwareMetrics, LaunchConfig, Trace
 from profharness.traces.attribution import Attribution, Chunk, linked_chunks
 from profharness.traces.columns import (
@@ -186,7 +186,7 @@ class Recording:
     def skip(self, what: str, count: int) -> None:
         """Count rows that cannot be read."""
         self.tables.skipped += count
-        self.doubt(f"{{n}} rows of {what} could not be read and were skipped", count)
+        self.doubt(f"{{n}} [row|rows] of {what} could not be read and [was|were] skipped", count)
 
     def add_activities(self, rows: Sequence[Row], what: str) -> Flags:
         """Add activities. Return which of the rows could be read.
@@ -271,10 +271,10 @@ class Recording:
         of this form never contain API calls.
         """
         flows, unclear = self._ops.finish()
-        self.doubt("{n} ops have sizes that could not be read", self._ops.unread)
+        self.doubt("{n} [op has|ops have] sizes that could not be read", self._ops.unread)
         self.doubt(
             (
-                "{n} backward ops have a sequence number that several threads use, so their "
+                "{n} backward [op has|ops have] a sequence number that several threads use, so their "
                 "forward ops are unknown"
             ),
             unclear,
@@ -320,7 +320,7 @@ class Recording:
             )
         self.doubt(f"{{n}} {of} have several API calls; the first one is used", counts["ambiguous"])
         self.doubt(f"{{n}} {of} have no name in the file", counts["nameless"])
-        notes = [text.replace("{n}", f"{count:,}") for text, count in self._doubts.items()]
+        notes = [with_count(text, count) for text, count in self._doubts.items()]
         if not trace.num_launches:
             notes.append("the file contains no kernel dispatches or copies")
         warnings = (*notes, *intricate, *at.calls.warnings)

@@ -284,7 +284,7 @@ class Reader:
                 try:
                     facts = json.loads(text)
                 except (ValueError, RecursionError):
-                    self._recording.doubt("the properties of {n} GPUs could not be read")
+                    self._recording.doubt("the properties of {n} [GPU|GPUs] could not be read")
             device, doubts = gpu(
                 agent["type_index"],
                 [agent[key] for key in ("product_name", "user_name", "model_name", "name")],

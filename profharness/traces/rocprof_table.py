@@ -200,7 +200,7 @@ class _Table:
                 if value is not None:
                     values.append((ordinal, str(self._cell(row, "counter"))[:200], value))
                 else:
-                    recording.doubt("{n} counter values could not be read")
+                    recording.doubt("{n} counter [value|values] could not be read")
         first = recording.count
         for keep in recording.add_activities(activities, "the table").tolist():
             positions.append(first if keep else -1)

@@ -234,7 +234,7 @@ class _Reader:
                 if isinstance(name, str) and isinstance(record.value, int | float):
                     counters.add(cast(int, position), name[:200], float(record.value))
                 else:
-                    self._recording.doubt("{n} counter values could not be read")
+                    self._recording.doubt("{n} counter [value|values] could not be read")
         for copies in _batches(records.memory_copy):
             self._recording.add_activities([self._copy(copy) for copy in copies], "memory_copy")
 

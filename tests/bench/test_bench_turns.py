@@ -397,6 +397,7 @@ def test_the_store_and_the_answer_know_the_processes(captured: Captured) -> None
     assert row.processes == 2 and row.between_processes_ns is not None
     text = RENDERERS["table"](bench_document(found), width=160)
     assert "in 2 processes" in text and "±% processes" in text
+    assert "±% processes is the part due to differences between processes" in " ".join(text.split())
     told = json.loads(RENDERERS["json"](bench_document(found, raw=True)))["rows"][0]
     assert told["turns"] == list(map(list, samples.turns))
     assert sum(turn[2] for turn in told["turns"]) == len(told["samples_ns"])

@@ -308,3 +308,23 @@ def test_a_phone_shows_the_times_of_kernels_and_low_headers(
         kernels = [dict(titles) for _, *titles in heads if titles[0][0] == "kernel"]
         assert kernels and all(max(each[time], each[share]) <= 390 for each in kernels)
         assert max(height for height, *_ in heads) < 50
+
+
+def test_a_wide_table_on_a_phone_keeps_its_first_column_and_shows_that_it_continues(
+    new_browser: Any, program_pages: dict[str, Path]
+) -> None:
+    browser = new_browser(390, 844)
+    browser.get(program_pages["training"].as_uri())
+    found = """
+        const box = [...document.querySelectorAll("main > .scroll")]
+            .find((box) => box.scrollWidth > box.clientWidth);
+        box.scrollLeft = arguments[0];
+        const done = arguments[1];
+        requestAnimationFrame(() => requestAnimationFrame(() => done([
+            box.querySelector("td").getBoundingClientRect().left - box.getBoundingClientRect().left,
+            getComputedStyle(box).maskImage !== "none",
+        ])));
+    """
+    for place, continues in ((0, True), (100, True), (10_000, False)):
+        left, fades = browser.execute_async_script(found, place)
+        assert 0 <= left <= 1 and fades == continues

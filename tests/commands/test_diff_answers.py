@@ -81,7 +81,7 @@ def diff(store: Path, *words: str) -> Any:
         ),
         (
             ("20261121-151544-59c7", "20261121-165619-f5ef"),
-            "Compared with 20261121-151544-59c7 in CUDA-graph replays, 20261121-165619-f5ef is slower "
+            "Compared with h200-torch2.11 in CUDA-graph replays, h200-torch-nsys-ncu is slower "
             "in 2 of 24 cells (3.2 %) and the same in 22 cells. The environments are the same.",
         ),
     ],

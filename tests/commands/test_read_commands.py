@@ -67,6 +67,15 @@ def test_kernels_says_why_a_backend_has_none(store: Path) -> None:
     assert "math       crashed: the worker died of SIGABRT" in result.stdout
 
 
+def test_bench_and_kernels_show_the_same_decisive_refusal(tmp_path: Path) -> None:
+    folder, store = Path(__file__).parents[2] / "traces" / "h200-torch2.11", tmp_path / "s.db"
+    for name in ("bench", "kernels"):
+        output = " ".join(invoke(name, folder, "--store", store).stdout.split())
+        _, shown = re.split("all-disabled refused[:,]", output)
+        assert "cudnn: head_dim should be a multiple of 8" in shown
+        assert "runtime disabled" not in shown
+
+
 def test_json_is_the_whole_of_stdout(store: Path) -> None:
     read = json.loads(invoke("kernels", "--store", store, "--format", "json").stdout)
     assert read["schema"] == "profharness.kernels/1"

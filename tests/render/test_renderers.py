@@ -107,11 +107,21 @@ def test_color_is_only_used_on_request() -> None:
 
 
 def test_long_label_does_not_indent_other_notes() -> None:
-    notes = (Note("a b " * 30, "short"), Note("said", "long " * 19 + "long"))
-    text = RENDERERS["table"](Document("t/1", "t", notes, ("a",), ()))
-    assert len(text.splitlines()) == 4
-    assert max(map(len, text.splitlines())) <= 100
-    assert text.endswith("\n    said\n")
+    label = "efficient refused, 2 configs"
+    notes = (
+        Note("word " * 19 + "word", "short"),
+        Note("word " * 19 + "word", label),
+        Note("brief", label),
+    )
+    document = Document("t/1", "t", notes, ("a",), ())
+    lines = RENDERERS["table"](document, width=80).splitlines()
+    assert [line.partition("word")[0].rstrip() for line in lines] == [
+        *("short", ""),
+        *(label, "", ""),
+        f"{label}  brief",
+    ]
+    assert lines[1].startswith("       word") and lines[3].startswith("    word")
+    assert max(map(len, lines)) <= 80
 
 
 def _document(text: str) -> Document:

@@ -12,6 +12,7 @@ from profharness.attention.config import parse_config
 from profharness.errors import NotFoundError
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import Need, Selection, ingest_path, open_store
+from profharness.store.names import StoredRun, name_runs
 
 Folder = Callable[..., Path]
 HALF = parse_config("2,8,512,64,fp16")
@@ -141,3 +142,18 @@ def test_a_run_that_is_stored_while_runs_are_listed_has_a_name(
         monkeypatch.setattr(type(store), "stored_runs", lambda _: [])
         assert {row.run: row.name for row in store.runs()} == whole
         assert store.run_name(CAPTURED) == store.run_reference(CAPTURED) == CAPTURED
+
+
+def test_a_folder_that_the_user_named_names_its_run() -> None:
+    runs = [
+        StoredRun("20260101-000000-aaaa", "run", "/runs/20260101-000000-aaaa"),
+        StoredRun("20260101-000000-bbbb", "run", "/models/flex"),
+        StoredRun("trace-1", "trace", "/old/flex/trace.json"),
+        StoredRun("20260101-000000-cccc", "run", "/old/flex"),
+    ]
+    assert name_runs(runs) == {
+        "20260101-000000-aaaa": "20260101-000000-aaaa",
+        "20260101-000000-bbbb": "models/flex",
+        "trace-1": "trace.json",
+        "20260101-000000-cccc": "old/flex",
+    }

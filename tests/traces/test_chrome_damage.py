@@ -177,7 +177,7 @@ def test_one_bad_event_is_skipped_and_counted(case: str, layout: str, tmp_path: 
     trace = parse_chrome(path)
     assert trace.num_launches == 4
     assert trace.skipped == 1
-    assert "1 events could not be read" in trace.warnings[0]
+    assert "1 event could not be read" in trace.warnings[0]
     trace.close()
 
 
@@ -261,13 +261,13 @@ def test_a_file_without_launches_or_ops_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("events", "warning"),
     [
-        ([GOOD], "1 launches have no API call with the same correlation id"),
-        ([CALL, CALL.replace(b"4.0", b"4.1"), GOOD], "1 launches have several API calls"),
-        ([CALL, GOOD] * 2, "1 launches occur twice in the file"),
-        ([OP] * 2, "1 launches occur twice in the file"),
+        ([GOOD], "1 launch has no API call with the same correlation id"),
+        ([CALL, CALL.replace(b"4.0", b"4.1"), GOOD], "1 launch has several API calls"),
+        ([CALL, GOOD] * 2, "1 launch occurs twice in the file"),
+        ([OP] * 2, "1 launch occurs twice in the file"),
         (
             [CALL, GOOD, BROKEN["negative"]],
-            "were skipped, 1 of them because of a negative duration",
+            "was skipped, 1 of them because of a negative duration",
         ),
     ],
 )

@@ -355,13 +355,13 @@ def test_a_row_with_a_damaged_start_is_counted(tmp_path: Path, sign: str, at: in
     count, texts = warnings(tmp_path, WHOLE[:start] + sign + WHOLE[start + 1 :])
     if sign == "5" and at == 1:
         assert (count, len(texts)) == (6, 2)
-        assert texts[0] == "the kernel ids have gaps: 1 ids are missing"
-        assert "have the id of an earlier kernel" in texts[1]
+        assert texts[0] == "the kernel ids have gaps: 1 id is missing"
+        assert "the id of an earlier kernel" in texts[1]
         return
     assert count == 5
     assert texts == (
-        "1 lines look like damaged rows and are skipped (line 5 after the header)",
-        "the kernel ids have gaps: 1 ids are missing",
+        "1 line looks like a damaged row and is skipped (line 5 after the header)",
+        "the kernel ids have gaps: 1 id is missing",
     )
 
 
@@ -376,14 +376,14 @@ def test_missing_and_repeated_rows_are_counted(tmp_path: Path) -> None:
     count, texts = warnings(tmp_path, WHOLE + row(2, 99))
     assert count == 7
     assert texts == (
-        "1 kernels have the id of an earlier kernel; the file may contain several tables",
+        "1 kernel has the id of an earlier kernel; the file may contain several tables",
     )
 
 
 def test_a_file_written_twice_counts_once(tmp_path: Path) -> None:
     count, texts = warnings(tmp_path, WHOLE + WHOLE)
     assert count == 6
-    assert texts[0] == "the header is repeated 1 times (line 8 after the header)"
+    assert texts[0] == "the header is repeated 1 time (line 8 after the header)"
     assert texts[1].startswith("7 rows are exact copies") or texts[1].startswith("6 rows are")
 
 
@@ -404,7 +404,7 @@ def test_an_invalid_time_is_left_out(tmp_path: Path, duration: str) -> None:
     assert batch.duration_ns.tolist() == [2500, NONE] and (batch.start_ns >= 0).all()
     lost = value(trace, "gpu__time_duration.sum", 1)
     assert lost != lost
-    words = "not numbers" if len(duration) > 9 else "negative or implausible"
+    words = "not a number" if len(duration) > 9 else "negative or implausible"
     assert words in trace.warnings[0]
 
 
@@ -424,8 +424,8 @@ def test_numbers_of_any_size_are_handled(tmp_path: Path) -> None:
     (batch,) = trace.batches()
     assert batch.stream.tolist() == [7, NONE]
     assert trace.warnings == (
-        "1 cells in the column Grid Size could not be read (line 2 after the header)",
-        "1 cells in the column Stream could not be read (line 3 after the header)",
+        "1 cell in the column Grid Size could not be read (line 2 after the header)",
+        "1 cell in the column Stream could not be read (line 3 after the header)",
     )
     registers = row().replace('"168"', '"1e300"') + row(1).replace('"168"', '"-4"')
     trace = read(tmp_path, HEADER + registers)
@@ -437,7 +437,7 @@ def test_values_other_than_numbers_are_counted(tmp_path: Path) -> None:
     text = HEADER + row() + row(1).replace('"5.25"', '"5.X5"') + row(2).replace('"5.25"', '"n/a"')
     trace = read(tmp_path, text)
     assert trace.warnings == (
-        "1 metric values are not numbers and are skipped (line 3 after the header)",
+        "1 metric value is not a number and is skipped (line 3 after the header)",
     )
 
 
@@ -474,11 +474,11 @@ def test_contradictions_in_the_long_form_are_reported(tmp_path: Path) -> None:
     )
     assert warnings(tmp_path, whole) == (4, (untimed,))
     cut = warnings(tmp_path, whole.removesuffix(rows[-1]))
-    assert cut == (4, ("1 values that nearly all other kernels have are missing", untimed))
+    assert cut == (4, ("1 value that nearly all other kernels have is missing", untimed))
     doubled = warnings(tmp_path, whole + "".join(rows))[1]
     assert doubled[0].startswith("12 rows repeat a metric of a kernel; the first value is used")
     other = warnings(tmp_path, whole + metric(3, "a__4", kernel="other"))[1]
-    assert other[0].startswith("1 rows disagree with the first row of their kernel")
+    assert other[0].startswith("1 row disagrees with the first row of the same kernel")
 
 
 def test_the_long_form_takes_linear_time(tmp_path: Path) -> None:

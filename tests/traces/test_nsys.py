@@ -388,3 +388,15 @@ def test_ranges_equal_those_of_a_naive_search(
                     names.get(int(batch.cell_range[i])),
                 )
     assert [found[number] for number in range(len(made))] == expected
+
+
+def test_steps_that_nvtx_nested_follow_each_other() -> None:
+    """In the file, step 0 lasts to the end of step 1, and step 1 only 35 µs."""
+    folder = Path(__file__).parents[2] / "traces" / "models" / "llama_train_nsys"
+    with closing(parse_nsys(folder / "nsys-1.sqlite")) as trace:
+        ranges = {row.name: row for row in trace.ranges}
+        counts = Counter(row["range"] for row in launches(trace))
+    first, second = ranges["ProfilerStep#0"], ranges["ProfilerStep#1"]
+    assert first.start_ns + first.duration_ns == second.start_ns
+    assert second.duration_ns > 25_000_000
+    assert counts["ProfilerStep#0"] == counts["ProfilerStep#1"] > 0

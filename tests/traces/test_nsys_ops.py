@@ -171,7 +171,7 @@ def test_an_ambiguous_sequence_number_is_resolved_by_the_op_name(tmp_path: Path)
     with parsed(maker.write(tmp_path / "unclear.sqlite")) as trace:
         assert spans(trace) == [(0, "forward"), None, None]
         assert any(
-            text.startswith("1 backward ops have a sequence number") for text in trace.warnings
+            text.startswith("1 backward op has a sequence number") for text in trace.warnings
         )
 
 

@@ -114,7 +114,7 @@ def test_counters_belong_to_dispatches(tmp_path: Path) -> None:
     (result,) = ingest_path(tmp_path / "s.db", path)
     assert result.launches == 2
     assert any(TOTALS in text for text in result.warnings)
-    assert any("1 counter values could not be read" in text for text in result.warnings)
+    assert any("1 counter value could not be read" in text for text in result.warnings)
     with closing(sqlite3.connect(tmp_path / "s.db")) as db:
         values = db.execute(
             "SELECT l.start_ns, m.name, m.value FROM metrics m JOIN launches l ON l.id = launch_id "

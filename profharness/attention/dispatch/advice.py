@@ -507,6 +507,8 @@ class Advice:
     """The speed-up, which is the time before the change divided by the time after the change. None
     if the times were not measured.
     """
+    gain_source: str | None = None
+    """The measurement and the runs that the gain was computed from."""
     steps: tuple[str, ...] = ()
     """The names of the changes that make up this advice, in order."""
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from profharness.attention.dispatch.machine import OLDEST, AttentionParams, Machine, Release
 from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES, HALF
+from profharness.rows import DISABLED
 
 Condition = Callable[[AttentionParams, Machine], bool | None]
 """The condition of a check. It returns True if the backend refuses the call, False if it accepts
@@ -372,7 +373,7 @@ SQUARE_CAUSAL = Rule(
 
 def disabled(backend: str, name: str, since: Release = OLDEST, until: Release = NEVER) -> Rule:
     text = f"{name} attention has been runtime disabled."
-    code = "runtime_disabled"
+    code = DISABLED
     return Rule(code, code, lambda p, _: backend not in p.enabled, text, since, until)
 
 

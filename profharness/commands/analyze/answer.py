@@ -110,5 +110,5 @@ def _remedy(remedy: Remedy) -> str:
     text = remedy.text.removesuffix(".")
     if not remedy.factor:
         return f"{text}."
-    most = "measured" if remedy.findings == ("faster_backend",) else "at most"
+    most = "measured" if remedy.measured else "at most"
     return f"{text}: {most} {remedy.factor:.2f} times faster."

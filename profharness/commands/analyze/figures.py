@@ -85,6 +85,11 @@ class Remedy:
     factor: float | None  # the largest possible gain, or None if it is unknown
     grade: str  # MEASURED or DERIVED
 
+    @property
+    def measured(self) -> bool:
+        """Whether `factor` was measured, and is not only an upper bound."""
+        return self.findings == ("faster_backend",)
+
 
 @dataclass(frozen=True, slots=True)
 class RunMachine:

@@ -117,7 +117,9 @@ def _is_math(backend: str) -> bool:
 
 
 def _fused(_: Config, backend: str) -> str:
-    if _is_math(backend):
+    if backend == "math":
+        return "Use a fused backend; `profharness explain` shows which ones support the config."
+    if pytorch_chooses(backend):
         return "Use a fused backend; `profharness explain` shows why none was used."
     if backend == "eager":
         return (
@@ -147,6 +149,9 @@ def _more_blocks(config: Config, _: str) -> str:
 
 # Maps codes of findings to a remedy. The remedy is given if the cell has the finding with the first
 # code, and it refers to all of these findings that the cell has.
+#
+# `split_overhead` has no remedy: without the split, the main kernel has fewer blocks and takes longer,
+# and the measurements do not show by how much.
 REMEDIES: Mapping[tuple[str, ...], Text] = {
     ("launch_gap",): lambda config, _: (
         "Capture the call into a CUDA graph, or compile the model with mode='reduce-overhead'"
@@ -158,10 +163,6 @@ REMEDIES: Mapping[tuple[str, ...], Text] = {
     ("tail",): (
         "Change batch, heads or the query tile so that the blocks fill whole waves, or use a "
         "persistent kernel."
-    ),
-    ("split_overhead",): (
-        "Use a kernel that does not split the keys, or use fewer splits. With longer queries or "
-        "a larger batch, no split is needed."
     ),
     ("copies",): lambda config, _: (
         (
@@ -201,8 +202,8 @@ PyTorch's own kernels get no such remedy.
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
     """Return remedies for all findings of severity major or minor.
 
-    Remedies with a known gain come first, the largest gain at the top. Of the others, remedies for
-    major findings come first.
+    A faster backend comes first, because its gain was measured. Remedies with an upper bound of the
+    gain follow, the largest at the top. Of the others, remedies for major findings come first.
     """
     relevant = {code for code, finding in findings.items() if finding.severity != "note"}
     of_pytorch = backend in SDP_BACKENDS or pytorch_chooses(backend)
@@ -213,6 +214,8 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
             continue
         if of_pytorch and codes[0] in OF_AN_AUTHOR:
             continue
+        if of_pytorch and codes[0] == "score_traffic" and "faster_backend" in findings:
+            continue  # the faster backend is named below
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         advice = text if isinstance(text, str) else text(config, backend)
         if codes[0] == "few_blocks" and "split_overhead" in findings:
@@ -224,8 +227,9 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
         advice = f"Use {name}{how if name in SDP_BACKENDS else ''}."
         helpful.append(Remedy(advice, ("faster_backend",), faster.factor, MEASURED))
 
-    def rank(remedy: Remedy) -> tuple[bool, float, bool, bool]:
+    def rank(remedy: Remedy) -> tuple[bool, bool, float, bool, bool]:
         major = any(findings[code].severity == "major" for code in remedy.findings)
-        return (remedy.factor is None, -(remedy.factor or 0), not major, remedy.grade == DERIVED)
+        gain = remedy.factor is None, -(remedy.factor or 0)
+        return (not remedy.measured, *gain, not major, remedy.grade == DERIVED)
 
     return tuple(sorted(helpful, key=rank))

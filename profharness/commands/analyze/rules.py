@@ -344,7 +344,7 @@ def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
             share("share", part, "trace"),
         )
         severity = _severity(part, SPLIT_MAJOR)
-        yield measured("split_overhead", text, severity, *evidence, factor=_gain(part))
+        yield measured("split_overhead", text, severity, *evidence)
 
 
 def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
@@ -740,7 +740,8 @@ def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding
         return
     text = (
         f"No kernel runs during at least {percent(gap, 1)} of a call of {event / 1000.0:.1f} µs: its "
-        f"{figures.launches:.0f} launches take {busy / 1000.0:.1f} µs even with cold caches"
+        f"{counted(round(figures.launches), 'launch takes', 'launches take')} "
+        f"{busy / 1000.0:.1f} µs even with cold caches"
     )
     graph = figures.graph_ns
     if graph:

@@ -499,18 +499,22 @@ def cell_notes(
     most: int | None = None,
     covered: Covered = frozenset(),
 ) -> Iterator[Note]:
-    """Yield notes with the first findings and remedies of one cell, except those in `covered`."""
+    """Yield notes with the first findings and remedies of one cell, except those in `covered`.
+
+    The remedy whose gain was measured precedes all others.
+    """
     if analysis.status != "ok":
         yield status_note(analysis.status, analysis.message or "no reason recorded", label)
         return
     cell = (analysis.run, analysis.cell)
     remedies = [each for each in analysis.remedies[:most] if (*cell, each) not in covered]
-    for finding in shown_findings(analysis, full=full)[:most]:
+    shown = shown_findings(analysis, full=full)[:most]
+    for finding in sorted(shown, key=lambda each: each.code != "faster_backend"):
         if (*cell, finding) in covered:
             continue
         yield _finding_note(finding, label, full=full)
         codes = _causes(finding, analysis)
-        for remedy in [each for each in remedies if codes.intersection(each.findings)]:
+        for remedy in [r for r in remedies if r.measured or codes.intersection(r.findings)]:
             yield _remedy_note(remedy, label, "Remedy: ", full=full)
             remedies.remove(remedy)
     for remedy in remedies:
@@ -565,7 +569,7 @@ def _remedy_note(
     measured: str = "Measured:",
     full: bool = False,
 ) -> Note:
-    most = measured if remedy.findings == ("faster_backend",) else "At most"
+    most = measured if remedy.measured else "At most"
     gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
     codes = f" [{', '.join(remedy.findings)}]" if full else ""
     return Note(f"{prefix}{remedy.text}{gain}{codes}", label)

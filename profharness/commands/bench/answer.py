@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import sdpa_setting
+from profharness.attention.config import ALL_DISABLED, AUTO, pytorch_chooses, sdpa_setting
 from profharness.attention.dispatch.advice import setting_code
-from profharness.commands._answers import refused_and_failed
+from profharness.commands._answers import refused_and_failed, split_text
 from profharness.device_types import device_name
 from profharness.errors import counted, join_and
 from profharness.measurements.evaluation import BenchResult, Loss
@@ -46,11 +46,11 @@ def bench_answer(answer: BenchResult) -> tuple[str, ...]:
     losses = answer.sound_losses()
     if all(row.busy for row in figures):
         return (_measurement(answer), *_problems(figures))
-    verdict = _of_auto(losses) if losses else _of_winners(answer)
+    verdict = _of_auto(answer, losses) if losses else _of_winners(answer)
     return (verdict, _measurement(answer), *_problems(figures))
 
 
-def _of_auto(losses: Sequence[Loss]) -> str:
+def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
     much, total = share_text(NOTABLE_LOSS), len(losses)
     notable = [loss for loss in losses if loss.regret > NOTABLE_LOSS and not loss.same_backend]
     real = [loss for loss in notable if loss.real]
@@ -60,11 +60,12 @@ def _of_auto(losses: Sequence[Loss]) -> str:
         if total > 1 and noise > NOTABLE_LOSS:
             return (
                 f"auto runs the fastest backend, or one within {much} of it, on {_all(total)}; two "
-                f"measurements of the same backend differ by up to {share_text(noise)}."
+                f"measurements of the same backend differ by up to {share_text(noise)}. "
+                f"{_of_winners(answer)}"
             )
         if total > 1:
-            return f"auto is within {much} of the fastest backend on {_all(total)}."
-        return _good_choice(losses[0])
+            return f"auto is within {much} of the fastest backend on {_all(total)}. {_of_winners(answer)}"
+        return _good_choice(answer, losses[0])
     worst, may = found[0], "" if real else "may "
     times = f"{_time(worst.chosen_ns, worst.choice)} against {_time(worst.best_ns, worst.best)}"
     where = _all(total) if len(found) == total else f"{len(found)} of {total} configs"
@@ -80,19 +81,20 @@ def _of_auto(losses: Sequence[Loss]) -> str:
     return f"{lead}. {_instead(worst.best)}"
 
 
-def _good_choice(loss: Loss) -> str:
-    """Return a sentence for a single config on which `auto` is about as fast as the fastest backend."""
-    lead = f"auto takes {_time(loss.chosen_ns, loss.choice)}"
+def _good_choice(answer: BenchResult, loss: Loss) -> str:
+    """Return the fastest backend of a single config on which `auto` is about as fast."""
+    lead = _of_winners(answer)
     if loss.same_backend and loss.regret > NOTABLE_LOSS:
         return (
-            f"{lead}, which is the fastest backend; the same backend requested by name "
-            f"took {time_text(loss.best_ns)}, so the times vary by {share_text(loss.regret)}."
+            f"{lead} auto runs {loss.best} too, but takes {time_text(loss.chosen_ns)}, so the times "
+            f"vary by {share_text(loss.regret)}."
         )
+    if any(each.backend == AUTO for each in answer.winners if each.config == loss.config):
+        return lead
     if loss.same_backend:
-        return f"{lead}, which is the fastest backend."
-    if loss.chosen_ns <= loss.best_ns:
-        return f"{lead}; no other backend is faster ({_time(loss.best_ns, loss.best)})."
-    return f"{lead}, within {share_text(NOTABLE_LOSS)} of the fastest ({_time(loss.best_ns, loss.best)})."
+        return f"{lead} auto runs {loss.best}."
+    chosen = _time(loss.chosen_ns, loss.choice)
+    return f"{lead} auto takes {chosen}, within {share_text(NOTABLE_LOSS)} of that."
 
 
 def _all(count: int) -> str:
@@ -105,7 +107,10 @@ def _time(ns: float, backend: str | None) -> str:
 
 def _longer(regret: float) -> str:
     """Return how much longer a call takes: `34 % longer`, or `6.4 times as long`."""
-    return f"{share_text(regret)} longer" if regret < 1 else f"{1 + regret:,.3g} times as long"
+    if regret < 1:
+        return f"{share_text(regret)} longer"
+    times = f"{1 + regret:.3g}" if regret < 999 else f"{1 + regret:,.0f}"
+    return f"{times} times as long"
 
 
 def _instead(backend: str) -> str:
@@ -116,9 +121,8 @@ def _instead(backend: str) -> str:
 
 
 def _of_winners(answer: BenchResult) -> str:
-    """Return a sentence on the fastest backends, for a bench without a comparison of `auto`."""
-    figures = answer.figures()
-    ranked = [row for row in figures if row.ranked and not row.busy]
+    """Return a sentence on the fastest backends."""
+    ranked = [row for row in answer.figures() if row.ranked and not row.busy]
     if not answer.winners:
         return "No backend has a correct result, so none is ranked."
     winners = answer.sound_winners()
@@ -126,25 +130,36 @@ def _of_winners(answer: BenchResult) -> str:
         return "The fastest backend is unknown."
     if len({row.backend for row in ranked}) == 1:
         return _of_one_backend(ranked)
+    choices = {loss.config: loss.choice or AUTO for loss in answer.losses}
     if len(winners) > 1:
-        first, *others = Counter(winner.backend for winner in winners).most_common()
-        parts = [f"{first[0]} is the fastest on {first[1]} of {len(winners)} configs"]
-        parts += [f"{name} on {count}" for name, count in others]
-        return f"{join_and(parts)}."
-    (winner,) = winners
-    lead = f"{winner.backend} is the fastest: {time_text(winner.median_ns)}"
-    if winner.open:
-        unclear = join_and(winner.open)
-        lead = (
-            f"{winner.backend} has the lowest median, {time_text(winner.median_ns)}, but "
-            f"is not significantly faster than {unclear}"
+        counts = Counter(
+            choices[each.config] if each.backend == AUTO else each.backend for each in winners
         )
-    elif winner.ties:
-        lead += f", and {join_and(winner.ties)} as fast"
+        first = counts.most_common(1)[0][0]
+        return f"{first} is the fastest{split_text(counts).removeprefix(first)}."
+    (winner,) = winners
+    name, choice = winner.backend, choices.get(winner.config)
+    # auto and the backend that it runs are one backend, and all-disabled is not a backend to choose.
+    same = {ALL_DISABLED, *((AUTO, choice) if name in (AUTO, choice) else (name,))}
+    ties, unclear = (
+        [each for each in names if each not in same] for names in (winner.ties, winner.open)
+    )
+    if name == AUTO and choice != AUTO:
+        name = f"auto, which runs {choice},"
+    time = time_text(winner.median_ns)
+    if unclear:
+        lead = (
+            f"{name} has the lowest median, {time}, but is not significantly faster than "
+            f"{join_and(unclear)}"
+        )
+    else:
+        lead = f"{name} is the fastest: {time}" + (
+            f", and {join_and(ties)} as fast" if ties else ""
+        )
     slowest = max(ranked, key=lambda row: row.median_ns or 0)
-    if slowest.backend in (winner.backend, *winner.ties, *winner.open):
+    if slowest.backend in (*same, *ties, *unclear) or pytorch_chooses(slowest.backend):
         return f"{lead}."
-    return f"{lead}; {slowest.backend} is the slowest: {time_text(slowest.median_ns or 0)}."
+    return f"{lead}; {slowest.backend} takes {_longer((slowest.median_ns or 0) / winner.median_ns - 1)}."
 
 
 def _of_one_backend(rows: Sequence[BenchRow]) -> str:

@@ -261,9 +261,10 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
 def _legend(answer: BenchResult) -> Iterator[Note]:
     """Yield notes on the columns, and on what each measurement is good for."""
     means = MEANS.get(answer.ranking, answer.ranking)
-    yield Note(
-        f"median of {answer.ranking} ({means}); ±% is half the width of its 95 % interval", "median"
-    )
+    text = f"median of {answer.ranking} ({means}); ±% is half the width of its 95 % interval"
+    if any(row.half_between_processes is not None for row in answer.figures()):
+        text += ", and ±% processes is the part due to differences between processes"
+    yield Note(text, "median")
     measured = {str(row.measurement) for row in answer.rows}
     if text := trust_note([*measured]):
         yield Note(text, "measurements")
@@ -398,7 +399,7 @@ def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
     """
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
-        texts = [] if cell.status == "ok" else [_opening(cell.message or cell.status)]
+        texts = [] if cell.status == "ok" else [_opening(cell.reason or cell.status)]
         if explain and texts and cell.refusals:
             config = parse_config(cell.config)
             texts = [

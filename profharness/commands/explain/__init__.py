@@ -87,7 +87,7 @@ from profharness.commands.explain.tables import (
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
 from profharness.devices import Gpu, find_gpu
 from profharness.environment import gpu_name, no_gpu_text
-from profharness.errors import CaptureError, UsageError
+from profharness.errors import CaptureError, UsageError, counted, join_and
 from profharness.measurements.agreement import (
     backend_of_op,
     ran_backends,
@@ -214,7 +214,9 @@ class _StoredCells:
             for name in CALL_MEASUREMENTS if len(devices) == 1 else ():
                 if old.samples.get(name) and new.samples.get(name):
                     gain = median(old.samples[name]) / median(new.samples[name])
-                    return replace(advice, gain=gain)
+                    runs = dict.fromkeys(self.store.run_name(cell.run) for cell in (old, new))
+                    where = f"run{'s' if len(runs) > 1 else ''} {join_and(runs)}"
+                    return replace(advice, gain=gain, gain_source=f"{name} median in {where}")
         return advice
 
 
@@ -911,7 +913,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
         return matrix_document(matrices, full=full, backends=backends)
     single = len(question.program.calls if question.program else configs) == 1
     if not platforms and not single:
-        hint(f"asking PyTorch about {len(configs):,} configs")
+        hint(f"asking PyTorch about {counted(len(configs), 'config')}")
     # several configs are shown as a map, which does not include advice
     answers = question.explain(advice=single or full or measure)
     if measure:
@@ -969,7 +971,7 @@ def _bisected(question: Question, name: str) -> Document:
         nonlocal where
         if platforms:
             return choices_by_rule(configs, platforms[0], question.asked)
-        hint(f"asking PyTorch about {len(configs):,} configs")
+        hint(f"asking PyTorch about {counted(len(configs), 'config')}")
         answers = replace(question, configs=list(configs), backends=()).explain(advice=False)
         # The first answers contain the environment of PyTorch.
         if where == "live":

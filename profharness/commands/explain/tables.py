@@ -153,7 +153,8 @@ def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
     if advice.gain is not None:
         factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
         parts.append(
-            f"The measured call is {factor:.2f}x {word}, without the time to prepare its inputs"
+            f"The measured call is {factor:.2f}x {word} ({advice.gain_source}), without the time "
+            "to prepare its inputs"
         )
     # flex_attention runs its own kernels, not those of the backend.
     lead = "instead of" if advice.steps == ("flex",) else "for"

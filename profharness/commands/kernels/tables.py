@@ -341,7 +341,7 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
     """Return the notes below a table: missing kernels, replacements, disagreements and warnings."""
     notes: list[Note] = []
     if cell.status != "ok":
-        notes.append(status_note(cell.status, _reason(cell), cell.backend))
+        notes.append(status_note(cell.status, cell.reason or "no reason recorded", cell.backend))
     elif not rows:
         text = cell.message or "the requested profilers recorded no kernels"
         notes.append(Note(text, cell.backend, "warning"))
@@ -349,14 +349,6 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
     if (backend := replaced_by(cell, rows)) is not None:
         warnings.insert(0, replacement_text(backend))
     return [*notes, *(Note(text, cell.backend, "warning") for text in warnings)]
-
-
-def _reason(cell: CellRow) -> str:
-    texts = [refusal.message for refusal in cell.refusals]
-    # the message of a refused cell repeats its first reason
-    if cell.message and (cell.status != "refused" or not texts):
-        texts.insert(0, cell.message)
-    return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
 
 
 MAX_TIME_RATIO = 1.25

@@ -174,7 +174,7 @@ def _forecast_blocks(
 ) -> Iterator[Block]:
     where = forecast.machine or f"{forecast.gpu}, torch {forecast.torch}, no atlas"
     whole = "a step" if forecast.of == "step" else "the whole program"
-    yield Heading(f"Predicted for {where}", f"µs and saving of {whole}")
+    yield Heading(f"Predicted for {where}", f"kernel times of {whole}")
     rows = [
         {column.key: line[column.key] for column in GPU_LAYER} | record(row)
         for line, row in zip(lines, forecast.rows, strict=True)
@@ -309,7 +309,7 @@ def _summary(layers: LayerMap) -> str:
     if not layers.steps:
         made = sum(row.program_calls or 0 for row in layers.rows)
         processes = f" in {layers.processes} processes" if layers.processes > 1 else ""
-        return f"{made:,} calls{processes}" if made else ""
+        return f"{counted(made, 'call')}{processes}" if made else ""
     count = len(layers.steps)
     name = step_title(layers.steps[0].name) if count == 1 else f"{count} steps"
     each = " on average" if count > 1 else ""

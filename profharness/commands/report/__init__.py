@@ -89,7 +89,7 @@ from profharness.render.document import (
     record,
 )
 from profharness.render.renderers import RENDERERS
-from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow, decisive
 from profharness.stats import THRESHOLD
 from profharness.store import Store, open_store
 
@@ -484,8 +484,7 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     for cell in cells:
         ran, reasons = backend_that_ran(cell), ""
         if cell.status != "ok":
-            messages = [cell.message, *(refusal.message for refusal in cell.refusals)]
-            ran, reasons = "", "; ".join(dict.fromkeys(filter(None, messages)))
+            ran, reasons = "", cell.reason or ""
         rows.append(({"ran": ran, "reason": reasons}, cell))
     yield Table.of(CELL_COLUMNS, rows)
 
@@ -611,7 +610,7 @@ def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[li
     refusals = []
     for backend, own in backends.items():
         refused = [cell for cell in own if cell.status == "refused"]
-        codes = dict.fromkeys(reason.code for cell in refused for reason in cell.refusals)
+        codes = dict.fromkeys(reason.code for cell in refused for reason in decisive(cell.refusals))
         if refused:
             why = ", ".join(codes) or "no reason recorded"
             refusals.append(f"{backend} {len(refused)} of {len(own)} ({why})")

@@ -44,7 +44,7 @@ from profharness.recording.worker.failures import (
 )
 from profharness.recording.worker.program import Stage, run_each
 from profharness.recording.worker.timing import Workspace
-from profharness.rows import Refusal
+from profharness.rows import DISABLED, Refusal
 from profharness.run import Cell
 
 NO_ADVICE = "--no-advice"
@@ -243,7 +243,7 @@ def _deterministic(config: Config) -> Iterator[None]:
 
 
 def _disabled(backend: str) -> Refusal:
-    return Refusal("runtime_disabled", f"{backend} attention has been runtime disabled.")
+    return Refusal(DISABLED, f"{backend} attention has been runtime disabled.")
 
 
 def _failure(error: BaseException, config: Config) -> str:

@@ -18,7 +18,7 @@ from profharness.attention.dispatch.rules import CAUSAL_MASK
 from profharness.device_types import is_gpu
 from profharness.recording.worker.program import DeadContextError
 from profharness.recording.worker.timing import Workspace
-from profharness.rows import Refusal
+from profharness.rows import DISABLED, Refusal, decisive
 from profharness.run import Cell
 
 REFUSALS = ("No available kernel", "No viable backend", CAUSAL_MASK)
@@ -125,7 +125,7 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
     if reasons:
         return tuple(reasons)
     if REFUSALS[1] in str(error):
-        return (Refusal("runtime_disabled", first_line),)
+        return (Refusal(DISABLED, first_line),)
     return (Refusal("no_text", f"PyTorch gave no reason: {first_line}", "inferred"),)
 
 
@@ -138,7 +138,9 @@ def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception
         return replace(cell, status="refused", message=str(error), refusals=error.refusals)
     if is_refusal(error):
         reasons = refusals(cell.backend, texts, error)
-        return replace(cell, status="refused", message=reasons[0].message, refusals=reasons)
+        return replace(
+            cell, status="refused", message=decisive(reasons)[0].message, refusals=reasons
+        )
     text, file = str(error).strip(), None
     if cell.backend in workspace.sources:
         file = find_backend(cell.backend, workspace.sources).file

@@ -77,4 +77,13 @@
       }
     });
   }
+  // A table that continues to the right fades out at its right edge.
+  const observer = new ResizeObserver((entries) => entries.forEach(({ target }) => fade(target)));
+  const fade = (box) => {
+    box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  };
+  for (const box of document.querySelectorAll(".scroll")) {
+    box.addEventListener("scroll", () => fade(box), { passive: true });
+    observer.observe(box);
+  }
 })();
