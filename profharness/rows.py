@@ -331,7 +331,7 @@ class KernelRow:
         int | None,
         column(
             "median µs",
-            "us",
+            "time",
             importance="answer",
             scale="launch",
             meaning="median time of one launch",
@@ -341,7 +341,7 @@ class KernelRow:
         int | None,
         column(
             "total µs",
-            "us",
+            "time",
             importance="answer",
             meaning="total time of all launches in all profiled calls",
         ),
@@ -433,8 +433,8 @@ class KernelRow:
     ) -> Annotated[
         float | None,
         column(
-            "mean µs/call",
-            "us",
+            "µs/call",
+            "time",
             importance="answer",
             scale="launch",
             meaning="mean time of the kernel's launches in one call",

@@ -20,9 +20,9 @@ from profharness.commands.diff.compare import (
 from profharness.errors import counted, join_and
 from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff, ran_text, told_ratio
-from profharness.render.document import comparison_text, range_text, time_text
 from profharness.rows import COLD, EAGER, EVENT, GRAPH
 from profharness.stats import THRESHOLD, beyond
+from profharness.units import as_fast, ratio_text, time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
@@ -83,7 +83,7 @@ def _layers(diff: Diff) -> Iterator[str]:
         else:
             alone = timed[0].ratio if len(timed) == 1 and not again else None
             ratio = told_ratio(times[1] / times[0], alone)
-            lead = f"{after} is {comparison_text(ratio)} than {before} in {what} {whole}"
+            lead = f"{after} is {as_fast(1 / ratio)} as {before} in {what} {whole}"
             lead += _opposite(timed, ratio)
     else:
         lead = f"The times of {before} and {after} cannot be compared"
@@ -109,7 +109,7 @@ def _opposite(rows: Sequence[LayerDiff], ratio: float) -> str:
     most = max(others, key=lambda row: abs(_step_ns(row, 1) - _step_ns(row, 0)))
     side = most.baseline or most.candidate
     name = short_module(side.module if side else None) or most.name
-    return f", but {comparison_text(most.ratio or 1)} in {name}"
+    return f", but {as_fast(1 / (most.ratio or 1))} in {name}"
 
 
 def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
@@ -242,7 +242,7 @@ def _most(costs: Sequence[Cost]) -> str:
     if not ratios:
         return ""
     most = max(ratios)
-    return f" (up to {range_text(most, most)}{' more' if most < 2 else ''})"
+    return f" (up to {ratio_text(most)})"
 
 
 def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
@@ -257,7 +257,7 @@ def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
 
 
 def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
-    """Return a sentence such as `math is slower than flash in all 9 configs, 3.4 to 13 times.`"""
+    """Return a sentence such as `Compared with flash, math is slower in all 9 configs (0.08 to 0.29 times as fast).`"""
     bases = {row.basis for row in rows if row.ratio}
     measured = MEASURED_BY.get(bases.pop() or "", "") if len(bases) == 1 else ""
     parts = []
@@ -265,10 +265,10 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         found = [row for row in rows if row.verdict == verdict and row.ratio]
         if not found:
             continue
-        factors = sorted(max(row.ratio or 1, 1 / (row.ratio or 1)) for row in found)
-        amount = range_text(factors[0], factors[-1])
+        speed_ups = [1 / (row.ratio or 1) for row in found]
+        amount = as_fast(min(speed_ups), max(speed_ups))
         if len(rows) == 1:
-            return f"{after} is {comparison_text(found[0].ratio or 1)} than {before}{measured}."
+            return f"{after} is {amount} as {before}{measured}."
         count = (
             f"{len(found):,} of {len(rows):,}"
             if len(found) < len(rows)

@@ -40,14 +40,12 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
-    comparison_text,
     filled_columns,
     merged_notes,
     record,
-    share_text,
-    time_text,
 )
 from profharness.store import Selection, Store
+from profharness.units import as_fast, ratio_text, share_text, time_text
 
 GPU = Column("gpu", "GPU", importance="key")
 FEW_RUNS = 4  # if more runs are named, one row for each replaces their layers
@@ -55,10 +53,10 @@ NAMES_SHOWN = 3
 OVERVIEW = (
     Column("run", "run", importance="key", shrink=True),
     replace(GPU, importance="normal"),
-    Column("step", "step µs", "us", right=True),
+    Column("step", "step µs", "time", right=True),
     Column("busy", "GPU busy %", "percent", right=True),
-    Column("attention", "attention µs", "us", importance="answer", right=True),
-    Column("share", "% of busy", "percent", importance="answer", right=True),
+    Column("attention", "attention µs", "time", importance="answer", right=True),
+    Column("share", "% of GPU time", "percent", importance="answer", right=True),
     Column("ran", "ran", importance="answer", shrink=True),
 )
 SUFFIX = re.compile(r"\.(?:pt\.trace\.)?json(?:\.gz)?$|\.(?:sqlite|nsys-rep)$")
@@ -565,13 +563,13 @@ def _opposite(rows: Sequence[MatchedLayers], at: int, ratio: float) -> str:
     before, after = row.call_ns[0], row.call_ns[at]
     if not before or not after or not stats.beyond(after / before, stats.THRESHOLD):
         return ""
-    text = comparison_text(after / before)
+    text = as_fast(before / after)
     return f"; it is {text} in {_name(row, full=False) or row.first.config}"
 
 
 def _faster(name: str, ratio: float) -> str:
     if stats.beyond(ratio, stats.THRESHOLD):
-        return f"{name} is {comparison_text(1 / ratio)}"
+        return f"{name} is {as_fast(ratio)}"
     return "no difference"
 
 
@@ -658,7 +656,7 @@ def _bench_blocks(
         else f"{each.name}: no benchmark"
         for each in benches
     ]
-    yield Heading("Benches compared", f"µs of one call; {', '.join(timed)}")
+    yield Heading("Benches compared", f"times of one call; {', '.join(timed)}")
     layers = list(zip(rows, zip(*(each.calls for each in benches), strict=True), strict=True))
     lines = []
     # sort by the time on the first GPU that has a time for the layer
@@ -679,8 +677,8 @@ def _bench_blocks(
         column
         for at, name in enumerate(names)
         for column in (
-            Column(f"best{at}", f"{name} best"),
-            Column(f"best_us{at}", f"{name} best µs", "us", scale="call"),
+            Column(f"best{at}", f"{name} fastest"),
+            Column(f"best_us{at}", f"{name} fastest µs", "time", scale="call"),
         )
     ]
     yield Table.of((*GPU_LAYER, *figure_columns(names, "runs"), *best), lines)
@@ -717,8 +715,8 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
             continue
         here, there = map(sum, zip(*shared, strict=True))
         yield (
-            f"in these benchmarks, attention of {whole} takes {here / 1000000.0:,.3f} ms on "
-            f"{first.name} and {there / 1000000.0:,.3f} ms on {other.name} ({here / there:.2f}x), "
+            f"in these benchmarks, attention of {whole} takes {time_text(here)} on "
+            f"{first.name} and {time_text(there)} on {other.name} ({ratio_text(here / there)}), "
             f"summed over {len(shared)} of {counted(len(rows), 'row')}"
         )
     for each in benches:
@@ -729,6 +727,6 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
         )
         if saved > 0:
             yield (
-                f"on {each.name}, the fastest correct backends save {saved / 1000000.0:,.3f} ms of the "
+                f"on {each.name}, the fastest correct backends save {time_text(saved)} of the "
                 f"kernel time of {whole}"
             )
