@@ -1,7 +1,7 @@
 """Declare the title, the format and the description of each field of a result row.
 
 The dataclass of a row declares each field once, as
-`Annotated[int | None, column("µs", "us", meaning="…")]`. Tables, CSV, JSON, pages, the glossary and
+`Annotated[int | None, column("µs", "time", meaning="…")]`. Tables, CSV, JSON, pages, the glossary and
 docs/reference.md are derived from these declarations.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
-    "count", "figures", "short", "tenths", "us", "ms", "ms3", "ms4", "kib", "mib", "percent",
-    "spread", "load", "triple", "ratio", "inverse", "thousandths", "mega", "millions", "giga", "tera",
+    "count", "figures", "short", "tenths", "time", "time figure", "kib", "mib", "percent",
+    "spread", "load", "triple", "ratio", "inverse", "excess", "thousandths", "mega", "millions", "giga", "tera",
     "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
@@ -41,7 +41,7 @@ class Column:
     spare: int = 0  # order in which `detail` columns are hidden, greatest first
     shrink: bool = False  # whether the values may be cut in a narrow terminal
     wrap: bool = False  # whether long values continue on further lines in a narrow terminal
-    scale: str = ""  # columns of times with the same scale have the same unit, µs or ms
+    scale: str = ""  # columns of times with the same scale show units in the same way
     repeat: bool = True  # whether to print a value that is equal to the value above it
     optional: bool = False  # whether tables omit the column if no row has a value
     meaning: str = ""  # short description for the glossary and the reference page

@@ -344,7 +344,7 @@ class KernelRow:
         int | None,
         column(
             "median µs",
-            "us",
+            "time",
             importance="answer",
             scale="launch",
             meaning="median time of one launch",
@@ -354,7 +354,7 @@ class KernelRow:
         int | None,
         column(
             "total µs",
-            "us",
+            "time",
             importance="answer",
             meaning="total time of all launches in all profiled calls",
         ),
@@ -446,8 +446,8 @@ class KernelRow:
     ) -> Annotated[
         float | None,
         column(
-            "mean µs/call",
-            "us",
+            "µs/call",
+            "time",
             importance="answer",
             scale="launch",
             meaning="mean time of the kernel's launches in one call",

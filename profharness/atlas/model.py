@@ -168,6 +168,7 @@ class Estimate:
     graph_us: float | None = None
     bottleneck: str | None = None
     outside: str | None = None  # reason why the model cannot predict the config
+    timed_as: Config | None = None  # the config that the times belong to, if it is another one
 
 
 class Dispatch:
@@ -201,7 +202,7 @@ class Dispatch:
         comparisons in the rules.
         """
         queries, keys, dim = config.seq_len_q, config.seq_len_kv, config.head_dim
-        broadcast = config.mask != "none" or config.layout != "contiguous"
+        broadcast = config.mask != "none" or config != config.contiguous()
         return (
             *variant_of(config), dim % 8, dim if dim > 128 else 0,
             (min(config.batch, 2), min(config.num_heads, 2)) if broadcast else (),
@@ -298,6 +299,19 @@ def _as_measured(config: Config) -> Config:
     letters = letters.rjust(4, "1")
     kind = config.mask.removesuffix("_2d").removesuffix("_bh")
     return replace(config, mask=kind, mask_shape=None if letters == "11qk" else letters)
+
+
+def as_sampled(config: Config) -> Config:
+    """Return the config with contiguous tensors and the default scale, as atlases contain it.
+
+    A backend runs the same kernels for both, except that `math` copies other tensors first. Return
+    the config itself if its layout changes the kernels of other backends too: if the elements of a
+    head are not adjacent, or if the tensors are not aligned.
+    """
+    params = from_config(config)
+    if params.last_stride != 1 or params.storage_offset_bytes:
+        return config
+    return replace(config.contiguous(), mask_strides=None, scale=None)
 
 
 def _fill(

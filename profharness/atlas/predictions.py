@@ -29,7 +29,13 @@ from profharness.atlas.data import (
     packaged_atlases,
     read_atlas,
 )
-from profharness.atlas.model import Estimate, estimate, measured_estimate, measured_rows
+from profharness.atlas.model import (
+    Estimate,
+    as_sampled,
+    estimate,
+    measured_estimate,
+    measured_rows,
+)
 from profharness.atlas.shards import read_shards
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
 from profharness.attention.dispatch import rocm
@@ -55,19 +61,24 @@ from profharness.errors import (
     ProfharnessError,
     UnknownNameError,
     UsageError,
-    percent,
     printable_path,
 )
 from profharness.rows import Refusal
 from profharness.traces.kernel_names import parse_kernel_name
+from profharness.units import as_long, time_text
 
 PACKAGE, USER = "package", "user"
 MEASURED = "measured"
 REPEATS = 0.03  # 90 % of times differ by at most this share if measured again on another H200
+CONTIGUOUS = (
+    "The backends are predicted from the strides of the calls, but the times assume contiguous "
+    "tensors."
+)
+MATH_COPIES = "math also copies tensors that are not contiguous, which takes longer."
 MAX_EXAMPLES = 3  # maximum number of cells that a message lists
 TIMED = (
     *("source", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "bottleneck"),
-    *("best", "best_ns", "regret", "certain", "outside"),
+    *("best", "best_ns", "regret", "certain", "outside", "timed_as"),
 )
 
 
@@ -337,8 +348,50 @@ def place_estimates(
 ) -> list[Estimate]:
     """Return an estimate for each config on each backend, sorted by config and then by backend.
 
-    Measurements in the user's own atlases take precedence.
+    Measurements in the user's own atlases take precedence. If the layout of a config has no times,
+    the rules for this layout determine the backend, and the times are those of `as_sampled`.
     """
+    estimates = _exact_estimates(place, configs, backends)
+    sampled = list(map(as_sampled, configs))
+    wanted = [
+        (at, config)
+        for at, estimate in enumerate(estimates)
+        if (config := sampled[at // len(backends)]) != configs[at // len(backends)]
+        and estimate.choice is not None
+        and estimate.kernel_us is None
+    ]
+    others = list({config: None for _, config in wanted})
+    found = iter(_exact_estimates(place, others, BACKENDS) if others else ())
+    times = {config: _times_by_choice([next(found) for _ in BACKENDS]) for config in others}
+    for at, config in wanted:
+        own, other = estimates[at], times[config].get(str(estimates[at].choice))
+        if other is not None and other.kernel_us is None:
+            estimates[at] = replace(estimates[at], outside=other.outside)
+        elif other is not None:
+            asked = configs[at // len(backends)]
+            estimates[at] = replace(
+                other,
+                backend=own.backend,
+                choice=own.choice,
+                status=own.status,
+                # The scale does not change the time.
+                timed_as=None if replace(asked, scale=None) == config else config,
+            )
+    return estimates
+
+
+def _times_by_choice(estimates: Iterable[Estimate]) -> dict[str, Estimate]:
+    """Map each backend to the estimate for one config, which may come from a call of `auto`."""
+    found = {each.backend: each for each in estimates}
+    auto = found.pop(AUTO)
+    if auto.choice in found and auto.source == MEASURED != found[auto.choice].source:
+        found[auto.choice] = auto
+    return found
+
+
+def _exact_estimates(
+    place: Place, configs: Sequence[Config], backends: Sequence[str]
+) -> list[Estimate]:
     asked = (place.atlas, configs, backends, place.asked, place.release)
     estimates = estimate(*asked, rules=place.rules)
     for atlas in place.own:
@@ -400,13 +453,15 @@ class Predicted:
     reasons: Annotated[tuple[Refusal, ...], column(meaning="why the backend refuses the config")]
     kernel_ns: Annotated[
         int | None,
-        column("µs", "us", importance="answer", scale="call", meaning="kernel time of the call"),
+        column(
+            "µs/call", "time", importance="answer", scale="call", meaning="kernel time of the call"
+        ),
     ]
     low_ns: Annotated[
         int | None,
         column(
             "from µs",
-            "us",
+            "time",
             importance="detail",
             scale="call",
             meaning="lower end of the 90 % interval of the time; if the source is `floor`, the "
@@ -417,7 +472,7 @@ class Predicted:
         int | None,
         column(
             "to µs",
-            "us",
+            "time",
             importance="detail",
             scale="call",
             meaning="upper end of the 90 % interval of the time",
@@ -428,7 +483,7 @@ class Predicted:
         int | None,
         column(
             "graph µs",
-            "us",
+            "time",
             importance="detail",
             scale="call",
             meaning="time of a CUDA graph replay of the call",
@@ -439,14 +494,19 @@ class Predicted:
     ]
     best: Annotated[
         str | None,
-        column("best", importance="answer", meaning="the fastest backend whose time is known"),
+        column("fastest", importance="answer", meaning="the fastest backend whose time is known"),
     ] = None
     best_ns: Annotated[
-        int | None, column("its µs", "us", scale="call", meaning="time of `best`")
+        int | None, column("its µs", "time", scale="call", meaning="time of `best`")
     ] = None
     regret: Annotated[
         float | None,
-        column("% slower", "percent", importance="answer", meaning="kernel_ns / best_ns - 1"),
+        column(
+            "vs fastest",
+            "excess",
+            importance="answer",
+            meaning="kernel_ns / best_ns - 1; tables show the ratio",
+        ),
     ] = None
     certain: Annotated[
         bool | None,
@@ -454,6 +514,13 @@ class Predicted:
     ] = None
     """The interval of a measured time t in this comparison is t * (1 ± REPEATS)."""
     outside: Annotated[str | None, column(meaning="why the time is unknown")] = None
+    timed_as: Annotated[
+        str | None,
+        column(
+            meaning="the config with contiguous tensors that the times belong to; null if it is "
+            "`config`"
+        ),
+    ] = None
     kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None
 
 
@@ -590,6 +657,7 @@ def _row(config: Config, estimated: Estimate, best: Estimate | None, place: Plac
         regret=regret,
         certain=certain,
         outside=estimated.outside or None,
+        timed_as=None if estimated.timed_as is None else estimated.timed_as.label,
         kernels=tuple(estimated.launches) or None,
     )
 
@@ -617,7 +685,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     runs = "runs" if auto.source == MEASURED else "is predicted to run"
     lead = f"auto {runs} {auto.choice!s}"
     if auto.kernel_ns is None:
-        bound = f", at least {_us(auto.low_ns)} by the roofline" if auto.low_ns else ""
+        bound = f", at least {time_text(auto.low_ns)} by the roofline" if auto.low_ns else ""
         return f"{lead}; its time is unknown{bound}."
     lead = f"{lead} in {_time(auto)}"
     if auto.best is None or auto.regret is None:
@@ -628,23 +696,29 @@ def statement(answer: Sequence[Predicted]) -> str:
     fastest = str(auto.best)
     if not auto.certain:
         return f"{lead}; {fastest} may be faster: {_time(best)}, but the intervals overlap."
-    lost = percent(auto.regret)
-    loses = f"loses {lost}" if auto.regret < 1 else f"takes {1 + auto.regret:,.3g} times as long"
-    return f"{lead}; {fastest} is the fastest: {_time(best)}. auto {loses}."
+    return (
+        f"{lead}; {fastest} is the fastest: {_time(best)}. auto takes {as_long(1 + auto.regret)}."
+    )
 
 
 def _time(row: Predicted) -> str:
-    """Format a time such as `41.20 µs (measured)`, or a predicted time with its interval."""
-    text = _us(row.kernel_ns)
+    """Format a time such as `41.2 µs (measured)`, or a predicted time with its interval."""
+    text = time_text(row.kernel_ns or 0)
     if row.source != "model" or row.low_ns is None or row.high_ns is None:
         return f"{text} ({row.source})"
-    return f"{text} ({_us(row.low_ns)} to {_us(row.high_ns)})"
+    return f"{text} ({time_text(row.low_ns)} to {time_text(row.high_ns)})"
 
 
-def _us(ns: int | None) -> str:
-    if ns is None:
-        return "-"
-    return f"{ns / 1e6:,.2f} ms" if ns >= 1_000_000 else f"{ns / 1e3:.2f} µs"
+def timing_note(rows: Iterable[Predicted]) -> str:
+    """Return a text about rows with the times of contiguous tensors, or "" if there are none."""
+    return contiguous_note(row.backend for row in rows if row.timed_as)
+
+
+def contiguous_note(backends: Iterable[str]) -> str:
+    """Return a text about backends with the times of contiguous tensors, or "" if there are none."""
+    names = set(backends)
+    texts = [CONTIGUOUS] if names else []
+    return " ".join([*texts, MATH_COPIES] if "math" in names else texts)
 
 
 def predicted_record(row: Predicted) -> dict[str, Any]:

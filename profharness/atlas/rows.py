@@ -17,6 +17,7 @@ from profharness.atlas.predictions import (
     place_at,
     predict_all,
     predicted,
+    timing_note,
 )
 from profharness.attention.config import Config, parse_config
 from profharness.columns import column
@@ -43,7 +44,8 @@ def predicted_rows(
     found = predicted(configs, backends, gpu, torch, folder, driver)
     prediction = [row for answer in found.answers for row in found.of(answer)]
     rows = [row for each in prediction for row in _kernel_rows(each, found.place)]
-    return rows, [_cell_row(each, found.place) for each in prediction], found.doubt
+    doubt = "\n".join(filter(None, (found.doubt, timing_note(prediction))))
+    return rows, [_cell_row(each, found.place) for each in prediction], doubt
 
 
 def _cell_row(prediction: Predicted, place: Place) -> CellRow:
@@ -141,20 +143,21 @@ class AtlasComparison:
         int,
         column(
             "ran µs",
-            "us",
+            "time",
             importance="answer",
             scale="call",
             meaning="measured kernel time of the call",
         ),
     ]
     kernel_ns: Annotated[
-        int, column("atlas µs", "us", scale="call", meaning="kernel time of the call in the atlas")
+        int,
+        column("atlas µs", "time", scale="call", meaning="kernel time of the call in the atlas"),
     ]
     low_ns: Annotated[
         int | None,
         column(
             "from µs",
-            "us",
+            "time",
             importance="detail",
             scale="call",
             meaning="lower end of the 90 % interval of `kernel_ns`",
@@ -164,7 +167,7 @@ class AtlasComparison:
         int | None,
         column(
             "to µs",
-            "us",
+            "time",
             importance="detail",
             scale="call",
             meaning="upper end of the 90 % interval of `kernel_ns`",
@@ -194,13 +197,14 @@ class AtlasComparison:
             meaning="whether the kernels that ran are the same as in the atlas",
         ),
     ]
-    best: Annotated[str | None, column("atlas best", meaning="the fastest backend in the atlas")]
+    best: Annotated[str | None, column("atlas fastest", meaning="the fastest backend in the atlas")]
     regret: Annotated[
         float | None,
         column(
-            "% slower",
-            "percent",
-            meaning="how much longer the backend takes in the atlas than `best`",
+            "vs fastest",
+            "excess",
+            meaning="how much longer the backend takes in the atlas than `best`; tables show the "
+            "ratio of the times",
         ),
     ]
 
@@ -230,7 +234,7 @@ def against(
     found = []
     for cell in ran:
         prediction = predictions[cell.config, cell.backend]
-        if prediction.kernel_ns:
+        if prediction.kernel_ns and prediction.timed_as is None:
             found.append(_compared(prediction, prediction.kernel_ns, by_cell[cell.cell]))
     return found
 

@@ -20,6 +20,7 @@ from profharness.atlas.predictions import (
     predicted,
     predicted_record,
     statement,
+    timing_note,
 )
 from profharness.attention.config import AUTO, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
@@ -52,13 +53,13 @@ from profharness.render.document import (
     Note,
     Table,
     filled_columns,
-    share_text,
     status_note,
 )
 from profharness.rows import MEASURED, KernelRow, sourced
 from profharness.run import gpu_names, require_distinct
 from profharness.stats import NOTABLE_LOSS
 from profharness.store import frame
+from profharness.units import as_long, ratio_text, share_text, time_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,11 +93,11 @@ SHOWN_LOSSES = 12
 SHOWN_CHARTS = 4  # maximum number of maps that are drawn as charts
 SHOWN_OUTSIDE = 4
 REGRETS = (
-    (0.01, "under 1 %"),
-    (0.1, "1 to 10 %"),
-    (0.5, "10 to 50 %"),
-    (1.0, "50 to 100 %"),
-    (math.inf, "over 100 %"),
+    (0.01, "under 1.01x"),
+    (0.1, "1.01x to 1.10x"),
+    (0.5, "1.10x to 1.50x"),
+    (1.0, "1.50x to 2.00x"),
+    (math.inf, "over 2.00x"),
 )
 UNKNOWN = "unknown"
 MARK = "*"  # marks a time that the atlas measured
@@ -224,15 +225,11 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
     unsure = sum((row.regret or 0) > NOTABLE_LOSS for row in known) - len(lossy)
     if lossy:
         worst = lossy[0]
-        regret = worst.regret or 0
-        longer = f"{1 + regret:,.3g} times as long as"
-        if regret < 1:
-            longer = f"{share_text(regret)} longer than"
         may = f" (and perhaps on {unsure:,} more)" if unsure else ""
         sentences.append(
             f"On {len(lossy):,} of {counted(len(known), 'config')}{may}, auto takes more than "
             f"{much} longer than the fastest backend. The worst case is {worst.config}, where auto "
-            f"takes {longer} {worst.best!s}."
+            f"takes {as_long(1 + (worst.regret or 0))} as {worst.best!s}."
         )
     elif unsure:
         sentences.append(
@@ -300,6 +297,8 @@ def _config_blocks(
             elif not row.reasons and row.source == MEASURED:
                 reasons = "PyTorch refused the config when the atlas was measured"
             yield status_note(row.status, reasons, row.backend)
+    if note := timing_note(shown):
+        yield Note(note, "layout")
     for text in dict.fromkeys(row.outside for row in shown):
         if text:
             yield Note(text, "no time", "warning")
@@ -314,6 +313,8 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
         yield Table.of(LOSS_COLUMNS, lossy[:SHOWN_LOSSES])
         if len(lossy) > SHOWN_LOSSES:
             yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more; the JSON has them all")
+    if note := timing_note(autos):
+        yield Note(note, "layout")
     outside = Counter(row.outside for row in autos if row.outside)
     for reason, count in outside.most_common(SHOWN_OUTSIDE):
         yield Note(f"{counted(count, 'config')}: {reason}", "no time", "warning")
@@ -340,17 +341,15 @@ def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
     marks = ["- means unknown"] if any(row.kernel_ns is None for row in shown) else []
     measured = any(row.source == MEASURED for row in shown)
     marks += [f"{MARK} is measured"] if measured else []
-    yield Heading("Predicted kernel time in µs", ", ".join(marks), level=3)
+    yield Heading("Predicted kernel time", ", ".join(marks), level=3)
     yield map_table(axes, [[_time_cell(row) for row in line] for line in cells])
     marks = ["? means that the intervals overlap"] if any(r.certain is False for r in shown) else []
-    yield Heading(
-        "Predicted slowdown relative to the best backend, in %", ", ".join(marks), level=3
-    )
+    yield Heading("Predicted time vs fastest backend", ", ".join(marks), level=3)
     yield map_table(
         axes,
         [
             [
-                f"{100 * row.regret:.0f}{'' if row.certain else '?'}"
+                f"{ratio_text(1 + row.regret)}{'' if row.certain else '?'}"
                 if row and row.regret is not None
                 else None
                 for row in line
@@ -376,7 +375,7 @@ def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str)
 def _time_cell(row: Predicted | None) -> str | None:
     if row is None or row.kernel_ns is None:
         return None
-    return f"{row.kernel_ns / 1e3:,.4g}{MARK if row.source == MEASURED else ''}"
+    return f"{time_text(row.kernel_ns)}{MARK if row.source == MEASURED else ''}"
 
 
 def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:
@@ -390,7 +389,7 @@ def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:
                 points.append(cell | {"choice": row.choice or UNKNOWN, "lost": lost})
     for key, what in (
         ("choice", "What auto chooses"),
-        ("lost", "Slowdown relative to the best backend"),
+        ("lost", "Time vs fastest backend"),
     ):
         title = f"{what}, {axes.title}".rstrip(", ")
         names = ("x", "y", key, axes.columns, axes.rows)

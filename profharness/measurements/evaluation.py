@@ -34,6 +34,7 @@ from profharness.errors import NotFoundError, UsageError, join_and, percent
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.measurements import (
     CHOSEN,
+    MOST,
     REFERENCES,
     Baseline,
     BenchRow,
@@ -51,6 +52,7 @@ from profharness.measurements.measurements import (
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION
 from profharness.store import Need, Selection, Store
+from profharness.units import as_fast, ratio_text, time_text
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
@@ -160,7 +162,7 @@ class Loss:
     ]
     chosen_ns: Annotated[
         float,
-        column("auto µs", "us", importance="answer", scale="call", meaning="median of `auto`"),
+        column("auto µs", "time", importance="answer", scale="call", meaning="median of `auto`"),
     ]
     best: Annotated[
         str,
@@ -171,16 +173,16 @@ class Loss:
         ),
     ]
     best_ns: Annotated[
-        float, column("µs", "us", importance="answer", scale="call", meaning="median of `best`")
+        float, column("µs", "time", importance="answer", scale="call", meaning="median of `best`")
     ]
     regret: Annotated[
         float,
         column(
-            "% slower",
-            "percent",
+            "vs fastest",
+            "excess",
             importance="answer",
             meaning="how much longer `auto` took than the fastest other backend with correct "
-            "output",
+            "output; tables show the ratio of the times",
         ),
     ]
     # True if the samples show that `auto` is slower than `best`. False if both are known to have
@@ -235,6 +237,7 @@ class BenchResult:
     samples: Samples = field(default_factory=dict)
     created: str = ""
     protocol: dict[str, Any] = field(default_factory=dict)  # keys are fields of `run.Protocol`
+    baseline: Baseline | None = None  # the baseline that the user named
     sweeps: tuple[Sweep, ...] = ()
     dtypes: tuple[DtypePair, ...] = ()
     others: tuple[str, ...] = ()  # ids of runs with the same cells on other GPU models
@@ -357,6 +360,7 @@ def evaluate_bench(
         samples=samples,
         created=stored.created,
         protocol=store.protocol(name),
+        baseline=baseline,
         sweeps=sweeps(sound, samples_of, ran),
         dtypes=dtype_pairs(sound, samples_of),
     )
@@ -483,8 +487,8 @@ def _conclude(
 
 def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
     quick = _best(ranked)
-    latency = (quick.median_ns or 0) / 1e3
-    yield f"lowest latency: {quick.config} on {quick.backend}, {latency:,.2f} µs"
+    latency = time_text(quick.median_ns or 0)
+    yield f"lowest latency: {quick.config} on {quick.backend}, {latency}"
     sound = [row for row in ranked if row.flops_per_s and not (row.efficiency or 0) > 1]
     if sound:
         best = max(sound, key=lambda row: row.flops_per_s or 0)
@@ -512,10 +516,10 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> Iterato
             continue
         verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
         if verdict == "slower":
-            yield f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"
+            yield f"{row.config}: auto is {as_fast(row.speedup, str(row.baseline))}"
         elif verdict == "unknown" and row.speedup < 1:
             yield (
-                f"{row.config}: the median of auto is {1 / row.speedup:.2f}x the median "
+                f"{row.config}: the median of auto is {ratio_text(1 / row.speedup)} the median "
                 f"of {row.baseline}, but the difference is not significant: {_why_open(plain, row)}"
             )
 
@@ -541,9 +545,8 @@ def _against_backend(
             most = ""
             if verdict in ("faster", "slower"):
                 extreme = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
-                ratio = extreme.speedup or 1
-                factor = ratio if verdict == "faster" else 1 / ratio
-                most = f" ({'up to ' if len(rows) > 1 else ''}{factor:.2f}x, {extreme.config})"
+                ratio = as_fast(extreme.speedup or 1)
+                most = f" ({MOST[verdict] if len(rows) > 1 else ''}{ratio}, {extreme.config})"
             parts.append(f"{words} on {len(rows)}{most}")
         if parts:
             counted = f"{len(own)} config{'s' if len(own) > 1 else ''}"

@@ -36,6 +36,7 @@ from profharness.rows import (
     CellRow,
 )
 from profharness.store import Store
+from profharness.units import as_fast
 
 CLOCK_MOVED = 0.05
 # The machine is reported as busy if the worker waited for a CPU for more than this share of time.
@@ -175,7 +176,11 @@ class BenchRow:
     median_ns: Annotated[
         float | None,
         column(
-            "median µs", "us", importance="answer", scale="samples", meaning="median of the samples"
+            "median µs",
+            "time",
+            importance="answer",
+            scale="samples",
+            meaning="median of the samples",
         ),
     ] = None
     low_ns: Annotated[
@@ -187,14 +192,14 @@ class BenchRow:
     mean_ns: Annotated[
         float | None,
         column(
-            "mean µs", "us", importance="detail", scale="samples", meaning="mean of the samples"
+            "mean µs", "time", importance="detail", scale="samples", meaning="mean of the samples"
         ),
     ] = None
     std_ns: Annotated[
         float | None,
         column(
             "std µs",
-            "us",
+            "time",
             importance="detail",
             scale="samples",
             meaning="standard deviation of the samples",
@@ -239,7 +244,14 @@ class BenchRow:
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
     regret: Annotated[
         float | None,
-        column(meaning="median divided by the median of the fastest correct backend, minus 1"),
+        column(
+            "vs fastest",
+            "excess",
+            importance="answer",
+            optional=True,
+            meaning="median divided by the median of the fastest correct backend, minus 1; tables "
+            "show the ratio",
+        ),
     ] = None
     verified: Annotated[
         bool | None,
@@ -847,6 +859,8 @@ WORDS: dict[str, str] = {
     "slower": "slower",
     "unknown": "not significantly different",
 }
+MOST = {"faster": "up to ", "slower": "down to "}
+"""Words before the most extreme of several speed-ups."""
 
 
 def dtype_pairs(rows: Sequence[BenchRow], samples_of: SamplesOf) -> tuple[DtypePair, ...]:
@@ -882,10 +896,9 @@ def _dtype_pair(
         text = f"{words} in {len(own)}"
         if verdict in ("faster", "slower"):
             old, new = max(own, key=lambda pair: abs(math.log(_ns(pair[1]) / _ns(pair[0]))))
-            ratio = _ns(new) / _ns(old)
-            factor = ratio if verdict == "slower" else 1 / ratio
-            most = "up to " if len(own) > 1 else ""
-            text += f" ({most}{factor:.2f}x, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
+            speed_up = as_fast(_ns(old) / _ns(new))
+            most = MOST[verdict] if len(own) > 1 else ""
+            text += f" ({most}{speed_up}, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
         parts.append(text)
     counted = f"{len(both)} pair{'s' if len(both) > 1 else ''} of cells"
     statement = f"{dtype} compared with {other} in {counted}: {', '.join(parts)}"

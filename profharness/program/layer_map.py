@@ -144,7 +144,7 @@ class LayerRow:
         Number,
         column(
             "forward µs",
-            "us",
+            "time",
             importance="answer",
             scale="layer",
             meaning="forward kernel time per step",
@@ -154,7 +154,7 @@ class LayerRow:
         Number,
         column(
             "backward µs",
-            "us",
+            "time",
             importance="answer",
             scale="layer",
             meaning="backward kernel time per step",
@@ -163,7 +163,7 @@ class LayerRow:
     share: Annotated[
         Number,
         column(
-            "% of busy",
+            "% of GPU time",
             "percent",
             importance="answer",
             meaning="the kernels' share of the GPU's busy time",
@@ -203,7 +203,7 @@ class LayerRow:
     best: Annotated[
         Text,
         column(
-            "best",
+            "fastest",
             importance="answer",
             meaning="the fastest backend with correct output (only with `--bench`)",
         ),
@@ -218,7 +218,7 @@ class LayerRow:
         Number,
         column(
             "saves µs/step",
-            "us",
+            "time",
             importance="answer",
             meaning="time that the best backend saves per step, in the forward and backward pass",
         ),
@@ -330,13 +330,13 @@ class LayerForecast:
         column("kernels", "names", meaning="kernels of the call with the median length"),
     ] = ()
     predicted_ns: Annotated[
-        Number, column("µs/call", "us", scale="prediction", meaning="mean time of one call")
+        Number, column("µs/call", "time", scale="prediction", meaning="mean time of one call")
     ] = None
     predicted_low_ns: Annotated[
         Number,
         column(
             "from µs",
-            "us",
+            "time",
             importance="detail",
             scale="prediction",
             meaning="lower end of the 90 % interval of the mean time of one call",
@@ -346,7 +346,7 @@ class LayerForecast:
         Number,
         column(
             "to µs",
-            "us",
+            "time",
             importance="detail",
             scale="prediction",
             meaning="upper end of the 90 % interval of the mean time of one call",
@@ -356,7 +356,7 @@ class LayerForecast:
         Number,
         column(
             "predicted µs",
-            "us",
+            "time",
             importance="answer",
             scale="program",
             meaning="time of all calls in a step, or in the whole program if there are no steps",
@@ -369,7 +369,7 @@ class LayerForecast:
     predicted_best: Annotated[
         Text,
         column(
-            "best",
+            "fastest",
             importance="answer",
             meaning="the fastest backend with a known time that supports the call",
         ),
@@ -380,8 +380,8 @@ class LayerForecast:
     predicted_saves_ns: Annotated[
         Number,
         column(
-            "best saves µs",
-            "us",
+            "saves µs",
+            "time",
             importance="answer",
             scale="program",
             meaning="time that the best backend saves in all calls",

@@ -89,9 +89,11 @@ class LayerSide:
     sdpa_op: str | None
     forward_ns: Annotated[
         float | None,
-        column("forward median µs/call", right=True, meaning="median kernel time of one call"),
+        column(
+            "forward median µs/call", "time", scale="call", meaning="median kernel time of one call"
+        ),
     ]
-    backward_ns: Annotated[float | None, column("backward median µs/call", right=True)]
+    backward_ns: Annotated[float | None, column("backward median µs/call", "time", scale="call")]
     # Only the observer records the following values.
     asked: Annotated[
         str | None,

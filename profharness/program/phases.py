@@ -46,15 +46,15 @@ class PhaseRow:
     step_ns: Annotated[
         float,
         column(
-            "median step µs", "us", importance="answer", scale="step", meaning="median duration"
+            "median step µs", "time", importance="answer", scale="step", meaning="median duration"
         ),
     ]
     mean_ns: Annotated[float, column(meaning="mean duration")]
     step_p90_ns: Annotated[
         float,
         column(
-            "90th pct. µs",
-            "us",
+            "p90 µs",
+            "time",
             importance="detail",
             scale="step",
             meaning="90th percentile of the step duration",
@@ -72,7 +72,7 @@ class PhaseRow:
         float,
         column(
             "attention µs",
-            "us",
+            "time",
             importance="answer",
             scale="step",
             meaning="mean attention kernel time per step",
@@ -80,7 +80,7 @@ class PhaseRow:
     ]
     attention_share: Annotated[
         Number,
-        column("% of busy", "percent", meaning="attention's share of the GPU's busy time"),
+        column("% of GPU time", "percent", meaning="attention's share of the GPU's busy time"),
     ]
     flops: Annotated[
         Number,
@@ -138,7 +138,7 @@ class PhaseRow:
         Number,
         column(
             "its µs",
-            "us",
+            "time",
             scale="step",
             optional=True,
             meaning="with --bench: attention time per step on the fastest backend",
@@ -147,8 +147,8 @@ class PhaseRow:
     saves_ns: Annotated[
         Number,
         column(
-            "saves µs",
-            "us",
+            "saves µs/step",
+            "time",
             scale="step",
             optional=True,
             meaning="with --bench: attention time that the fastest backend saves per step",

@@ -25,6 +25,7 @@ from profharness.measurements.evaluation import BenchResult
 from profharness.program.layer_map import LayerMap, LayerRow, Regret, suggestions
 from profharness.program.phases import PhaseRow
 from profharness.rows import COLD, KERNEL
+from profharness.units import as_fast, time_text
 
 # measurements of a benchmark; the first one that is available ranks the backends
 MEASUREMENTS = KERNEL, COLD
@@ -287,7 +288,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
     else:
         how = f"call {row.best} instead"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
-    return f"{how}: {speed:.2f}x as fast, {_saves(layers)} {_saved_text(row)} a step"
+    return f"{how}: {as_fast(speed)}, {_saves(layers)} {_saved_text(row)} a step"
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
@@ -299,8 +300,8 @@ def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
         before = times.median(_median(row).label, "math")
         after = times.median(str(change.config), backend)
         if before and after and text in result:
-            saved = f", {_saves(layers)} {_time((before - after) * calls)} a step"
-            gain = f"{before / after:.2f}x as fast{saved if after < before else ''}"
+            saved = f", {_saves(layers)} {time_text((before - after) * calls)} a step"
+            gain = f"{as_fast(before / after)}{saved if after < before else ''}"
             result[text] = f"{text} ({gain})"
     return list(result.values())
 
@@ -310,15 +311,11 @@ def _saves(layers: LayerMap) -> str:
 
 
 def _saved_text(figures: LayerRow | Regret) -> str:
-    text = _time(figures.saves_ns or 0.0)
+    text = time_text(figures.saves_ns or 0.0)
     forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
     if forward is None or backward is None:
         return text
-    return f"{text} ({_time(forward)} forward, {_time(backward)} backward)"
-
-
-def _time(ns: float) -> str:
-    return f"{ns / 1e6:,.2f} ms" if abs(ns) >= 1e6 else f"{ns / 1e3:,.1f} µs"
+    return f"{text} ({time_text(forward)} forward, {time_text(backward)} backward)"
 
 
 def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
@@ -382,8 +379,8 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
         alone = (row.ran_ns or 0) * row.calls
         if seen and alone and not 1 / UNLIKE <= seen / alone <= UNLIKE:
             texts.append(
-                f"{name}: {row.ran} takes {_time(seen / row.calls)} per call in the trace, but "
-                f"{_time(alone / row.calls)} in run {benched.run} ({benched.ranking})"
+                f"{name}: {row.ran} takes {time_text(seen / row.calls)} per call in the trace, but "
+                f"{time_text(alone / row.calls)} in run {benched.run} ({benched.ranking})"
             )
     return [*texts, *bench_doubts(benched)]
 

@@ -50,7 +50,7 @@ class KernelTime:
     ]
     launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
     total_ns: Annotated[
-        float, column("µs/step", "us", meaning="total time of the kernel's launches per step")
+        float, column("µs/step", "time", meaning="total time of the kernel's launches per step")
     ]
     share: Annotated[
         float,

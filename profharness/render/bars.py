@@ -8,7 +8,7 @@ from typing import Any
 
 from profharness.errors import one_line
 from profharness.render.colors import IDLE, ink_on, series_colors
-from profharness.render.document import Chart
+from profharness.render.document import Chart, axis_text, axis_title
 
 LETTERED = 0.03  # minimum share of a bar for which a text is drawn inside; CSS hides longer texts
 
@@ -29,11 +29,11 @@ def draw_bars(chart: Chart) -> str:
     longest = max((sum(row["x"] for row in parts) for parts in bars.values()), default=0) or 1
     lines = "".join(
         f'<li><span class="name">{_text(name)}</span><span class="track">'
-        f"{_parts(parts, longest, colors)}</span>"
-        f'<span class="value">{_text(_label(parts))}</span></li>'
+        f"{_parts(parts, longest, colors, chart.x_title)}</span>"
+        f'<span class="value">{_text(_label(parts, chart.x_title))}</span></li>'
         for name, parts in bars.items()
     )
-    unit = f' <span class="unit">{_text(chart.x_title)}</span>' if chart.x_title else ""
+    unit = f' <span class="unit">{_text(axis_title(chart.x_title))}</span>' if chart.x_title else ""
     return f'{legend(colors)}<ul class="bars">{lines}</ul>{unit}'
 
 
@@ -68,25 +68,23 @@ def _single(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> str
     )
 
 
-def _parts(parts: Iterable[Mapping[str, Any]], longest: float, colors: Mapping[str, str]) -> str:
+def _parts(
+    parts: Iterable[Mapping[str, Any]], longest: float, colors: Mapping[str, str], axis: str
+) -> str:
     return "".join(
-        f'<i class="{_class(row["series"])}" title="{_text(_title(row))}" '
+        f'<i class="{_class(row["series"])}" title="{_text(_title(row, axis))}" '
         f'style="width:{100 * row["x"] / longest:.3f}%;background-color:{colors[row["series"]]}"></i>'
         for row in parts
     )
 
 
-def _title(row: Mapping[str, Any]) -> str:
-    return f"{row['series']}: {row['label'] or _figure(row['x'])}"
+def _title(row: Mapping[str, Any], axis: str) -> str:
+    return f"{row['series']}: {row['label'] or axis_text(row['x'], axis)}"
 
 
-def _label(parts: Sequence[Mapping[str, Any]]) -> str:
+def _label(parts: Sequence[Mapping[str, Any]], axis: str) -> str:
     labels = [row["label"] for row in parts if row["label"]]
-    return ", ".join(labels) if labels else _figure(sum(row["x"] for row in parts))
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    return ", ".join(labels) if labels else axis_text(sum(row["x"] for row in parts), axis)
 
 
 def _class(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from profharness.errors import MissingExtraError, one_line
 from profharness.render.colors import DARK, LIGHT, SHAPES, backend_styles, series_colors
-from profharness.render.document import Chart
+from profharness.render.document import Chart, axis_text, axis_title
 
 # Altair imports jsonschema, which would spend 2 seconds compiling a grammar with this optional
 # package. Charts do not need the package, so hide it from jsonschema.
@@ -42,6 +42,10 @@ INK = "#0a0b0c"  # placeholder for the text colour of the page
 WIDTH, NARROW = 1200, 336  # pixels; a phone has at least 360
 FITTED = alt.AutoSizeParams(type="fit-x", contains="padding")  # WIDTH includes the labels
 LINES_HEIGHT, TEXT_HEIGHT = 340, 15  # heights of a `lines` chart and of a text in it, in pixels
+TIME_LABEL = (
+    "datum.value >= 1e6 ? format(datum.value / 1e6, '~g') + ' s' : "
+    "datum.value >= 1e3 ? format(datum.value / 1e3, '~g') + ' ms' : format(datum.value, '~g') + ' µs'"
+)  # the text of a tick on an axis in µs
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
@@ -150,9 +154,16 @@ def _rows(chart: Chart) -> list[dict[str, Any]]:
     for row in rows:
         row["place"] = names.index(row["series"])
         about = f" at {row['label']}" if row["label"] else ""
+        # An interval belongs to the values of `lines` on the y axis, and of other charts on the x axis.
+        interval = chart.y_title if chart.kind == "lines" else chart.x_title
         y, x, low, high = (
-            f"{value:,.4g}" if isinstance(value, float) else str(value)
-            for value in (row["y"], row["x"], row["low"], row["high"])
+            axis_text(value, title) if isinstance(value, float) else str(value)
+            for value, title in (
+                (row["y"], chart.y_title),
+                (row["x"], chart.x_title),
+                (row["low"], interval),
+                (row["high"], interval),
+            )
         )
         between = "" if row["low"] is None else f", {low} to {high}"
         row["text"] = f"{row['series']}{about}: {y}, {x}{between}"
@@ -192,8 +203,10 @@ def _log(
         axis["values"] = list(values)
     if ends:
         scale["domain"] = list(ends)
+    if title.startswith("µs"):
+        axis["labelExpr"] = TIME_LABEL
     return getattr(alt, channel)(
-        f"{name}:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(**axis)
+        f"{name}:Q", title=axis_title(title), scale=alt.Scale(**scale), axis=alt.Axis(**axis)
     )
 
 
@@ -293,11 +306,12 @@ def _dots(chart: Chart) -> Any:
 
 def _stack(chart: Chart) -> Any:
     labels, height = _label_axis(chart)
+    axis = alt.Axis(labelExpr=TIME_LABEL) if chart.x_title.startswith("µs") else alt.Undefined
     return (
         alt.Chart(DATA)
         .mark_bar()
         .encode(
-            x=alt.X("x:Q", title=chart.x_title, stack="zero"),
+            x=alt.X("x:Q", title=axis_title(chart.x_title), axis=axis, stack="zero"),
             y=labels,
             color=_color(chart),
             order=alt.Order("place:Q"),

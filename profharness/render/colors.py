@@ -49,11 +49,11 @@ STYLES = {
 }
 """The colour and the shape of each backend in all charts. Each combination occurs only once."""
 LOSS_COLORS = {
-    "under 1 %": GREEN,
-    "1 to 10 %": BLUE,
-    "10 to 50 %": BROWN,
-    "50 to 100 %": ORANGE,
-    "over 100 %": RED,
+    "under 1.01x": GREEN,
+    "1.01x to 1.10x": BLUE,
+    "1.10x to 1.50x": BROWN,
+    "1.50x to 2.00x": ORANGE,
+    "over 2.00x": RED,
     "unknown": GREY,
 }
 """The colour of each class of losses in the maps of `predict`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 from profharness.columns import Column
 from profharness.errors import one_line
 from profharness.logs import duration
+from profharness.units import ratio_text, time_figure, time_text, time_unit
 
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, with one line and one kind of mark per series",
@@ -93,6 +94,18 @@ class Chart:
                 }
             )
         return plain
+
+
+def axis_text(value: float, title: str) -> str:
+    """Format a value of the axis with this title. Format a value in µs like a time in a sentence."""
+    if title.startswith("µs"):
+        return time_text(1e3 * value)
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def axis_title(title: str) -> str:
+    """Return the title of an axis as a chart shows it, without µs if the values show their units."""
+    return title.replace("µs", "time")
 
 
 MISSING = "-"
@@ -287,56 +300,6 @@ def _rate(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _ms(value: float, digits: int) -> str:
-    least = 10.0**-digits
-    return f"<{least:.{digits}f}" if 0 < value < least / 2 * 1e6 else f"{value / 1e6:,.{digits}f}"
-
-
-def time_text(ns: float, like: float | None = None) -> str:
-    """Format a time for a sentence with three significant figures, in µs, ms or s: `7.44 µs`.
-
-    If `like` is given, use the unit of the time `like`, such as the total of several times.
-    """
-    if not ns or not math.isfinite(ns):
-        return f"{ns:g} µs"
-    # Round first, so that 999.9 µs becomes 1.00 ms.
-    rounded = float(f"{ns:.3g}")
-    size = abs(float(f"{like:.3g}") if like else rounded)
-    unit, factor = ("s", 1e9) if size >= 1e9 else ("ms", 1e6) if size >= 1e6 else ("µs", 1e3)
-    digits = min(max(2 - math.floor(math.log10(abs(rounded) / factor)), 0), 3)
-    small = "<" if like and 0 < rounded / factor < 0.0005 else ""
-    return f"{small}{0.001 if small else rounded / factor:,.{digits}f} {unit}"
-
-
-def share_text(share: float) -> str:
-    """Format a share for a sentence: `6 %`, `0.4 %`. Show a decimal only near 0 and 1."""
-    percent = 100 * share
-    if 0 < percent < 0.05:
-        return "<0.1 %"
-    if 99.95 <= percent < 100:
-        return ">99.9 %"
-    digits = 1 if percent < 1.95 or 99 < percent < 100 else 0
-    return f"{percent:.{digits}f}".removesuffix(".0") + " %"
-
-
-def comparison_text(ratio: float) -> str:
-    """Format the ratio of two times, such as `24.5 % slower` for 1.245 or `4.0 times faster` for 0.25."""
-    factor = max(ratio, 1 / ratio)
-    amount = range_text(factor, factor, digits=3)
-    return f"{amount} {'slower' if ratio > 1 else 'faster'}"
-
-
-def range_text(low: float, high: float, digits: int = 2) -> str:
-    """Return factors as text: `20 to 90 %` above 1, or `1.2 to 3.0 times`."""
-    percents = [f"{100 * (factor - 1):.{digits}g}" for factor in (low, high)]
-    # A greater percentage would have an exponent.
-    if high < 2 and float(percents[1]) < 100:
-        (low_text, high_text), unit = percents, " %"
-    else:
-        low_text, high_text, unit = f"{low:,.1f}", f"{high:,.1f}", " times"
-    return f"{low_text}{unit}" if low_text == high_text else f"{low_text} to {high_text}{unit}"
-
-
 def _price(value: float) -> str:
     if value >= 0.1:
         return f"{value:,.2f}"
@@ -349,8 +312,14 @@ def _duration(time_ns: float) -> str:
     return f"{time_ns / 1e9:.1f} s" if time_ns < 1e10 else duration(time_ns / 1e9)
 
 
-def _ratio(value: float) -> str:
-    return f"{value:.2f}x" if value >= 0.1 else f"{value:.3g}x"
+def _times(value: Any, each: Callable[[float], str]) -> str:
+    """Format a time. Format a pair of times as `before → after`, or as one time if they are equal."""
+    texts = [MISSING if time is None else each(time) for time in _numbers(value)]
+    return " → ".join(dict.fromkeys(texts))
+
+
+def _numbers(value: Any) -> tuple[float | None, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
@@ -359,10 +328,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "figures": _figures,
     "tenths": lambda value: f"{value:,.1f}".removesuffix(".0"),
     "short": lambda value: f"{value:.3g}",
-    "us": lambda value: f"{value / 1e3:.2f}",
-    "ms": lambda value: f"{value / 1e6:,.2f}",
-    "ms3": functools.partial(_ms, digits=3),
-    "ms4": functools.partial(_ms, digits=4),
+    "time": functools.partial(_times, each=time_text),
+    "time figure": functools.partial(_times, each=time_figure),
     "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
     "percent": lambda value: "<0.1" if 0 < value < 0.0005 else f"{100 * value:.1f}",
@@ -370,8 +337,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
     "flag": lambda value: "yes" if value else "no",
     "triple": lambda value: ",".join(map(str, value)),
-    "ratio": _ratio,
-    "inverse": lambda value: _ratio(1 / value) if value else MISSING,
+    "ratio": ratio_text,
+    "inverse": lambda value: ratio_text(1 / value) if value else MISSING,
+    "excess": lambda value: ratio_text(1 + value),
     "thousandths": lambda value: f"{value:.3f}x",
     "millions": lambda value: _count(value / 1e6),
     "mega": lambda value: _rate(value / 1e6),
@@ -422,19 +390,21 @@ def for_reading(document: Document) -> Document:
 
 
 def with_time_units(document: Document) -> Document:
-    """Return the document with ms instead of µs in columns that contain a value of 1 ms or more.
+    """Return the document with the units of times in titles where a whole column has the same unit.
 
-    Use the same units for tables with the same columns. Renderers for people call this function.
+    A time has the same text in a table as in a sentence. If the times of a column have different
+    units, each cell shows its unit. Tables with the same columns, and columns with the same scale,
+    show units in the same way. Renderers for people call this function.
     """
     tables = [block for block in document.blocks if isinstance(block, Table)]
-    times: dict[tuple[Column, ...], list[list[float]]] = {}
+    units: dict[tuple[Column, ...], dict[str, set[str]]] = {}
     for table in tables:
-        own = times.setdefault(table.columns, [[] for _ in table.columns])
-        for place, column in enumerate(table.columns):
-            if column.format == "us":
-                values = (row[place] for row in table.rows)
-                own[place] += [value for value in values if isinstance(value, int | float)]
-    shown = {columns: _in_units(columns, values) for columns, values in times.items()}
+        own = units.setdefault(table.columns, {})
+        for place, scale in enumerate(_scales(table.columns)):
+            if scale is not None:
+                found = own.setdefault(scale, set())
+                found.update(unit for row in table.rows for unit in _units(row[place]))
+    shown = {columns: _in_units(columns, own) for columns, own in units.items()}
     blocks = (
         replace(block, columns=shown[block.columns]) if isinstance(block, Table) else block
         for block in document.blocks
@@ -442,36 +412,28 @@ def with_time_units(document: Document) -> Document:
     return replace(document, blocks=tuple(blocks))
 
 
-def _in_units(columns: Sequence[Column], times: Sequence[Sequence[float]]) -> tuple[Column, ...]:
-    scales: list[str] = []
-    scale = ""
-    for column in columns:
-        # A column without a unit in its title, such as the end of an interval, has the unit of the
-        # column before it.
-        if column.format == "us" and (column.scale or "µs" in column.title):
-            scale = column.scale or column.key
-        scales.append(scale)
-    values: dict[str, list[float]] = {}
-    for scale, own in zip(scales, times, strict=True):
-        values.setdefault(scale, []).extend(own)
+def _scales(columns: Sequence[Column]) -> list[str | None]:
+    """Return the scale of each column of times, and None for other columns."""
+    return [each.scale or each.key if each.format == "time" else None for each in columns]
+
+
+def _units(value: Any) -> Iterator[str]:
+    # 0 has no unit.
+    return (time_unit(each) for each in _numbers(value) if each and not isinstance(each, str))
+
+
+def _in_units(columns: Sequence[Column], units: Mapping[str, set[str]]) -> tuple[Column, ...]:
     return tuple(
-        _in_ms(column, own)
-        if column.format == "us" and max(values[scale], default=0) >= 1e6
-        else column
-        for column, scale, own in zip(columns, scales, times, strict=True)
+        column if scale is None else _in_unit(column, units[scale])
+        for column, scale in zip(columns, _scales(columns), strict=True)
     )
 
 
-def _decimals(ns: float) -> int:
-    """Return how many decimals a time in ms needs for three figures, from 2 to 4."""
-    return min(max(2 - math.floor(math.log10(ns / 1e6)), 2), 4) if ns > 0 else 4
-
-
-def _in_ms(column: Column, values: Iterable[float]) -> Column:
-    # Show three figures of the smallest value, if four decimals are enough for them.
-    least = min((value for value in values if value > 0), default=0.0)
-    kind = {2: "ms", 3: "ms3", 4: "ms4"}[_decimals(least)]
-    return replace(column, title=column.title.replace("µs", "ms"), format=kind)
+def _in_unit(column: Column, units: Collection[str]) -> Column:
+    if len(units) > 1:
+        return replace(column, title=column.title.replace("µs", "time"))
+    (unit,) = units or ("µs",)
+    return replace(column, title=column.title.replace("µs", unit), format="time figure")
 
 
 def field_names(row_type: Any) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["20261121-165619-f5ef", "--config", "2,8,512,64"],
             "cudnn, the fastest backend of b2-h8-s512-d64-fp16 (8.22 µs per call), is limited by too "
             "few thread blocks to fill the GPU. Batch more sequences or heads into one call, or use a "
-            "kernel with smaller query tiles: at most 2.06 times faster.",
+            "kernel with smaller query tiles: at most 2.06 times as fast.",
         ),
         (
             ["20261121-165619-f5ef"],

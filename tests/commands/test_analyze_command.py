@@ -59,7 +59,7 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
         "at least 68 SMs are idle. (derived)",
         "flash, efficient Bottleneck: latency. Neither the fp16 rate (4.9 to 8.5 % of the peak)",
         "flash, efficient, math Remedy: Use cudnn",
-        "1.36 to 10.93 times faster",
+        "1.36 to 10.93 times as fast",
     ):
         assert text in " ".join(result.stdout.split())
     full = run(analyze, "--store", store, "--config", "2,8,512,64", "--full")
@@ -146,16 +146,16 @@ def test_steps_of_math_add_up_to_the_call(store: Path) -> None:
     )
 
 
-def test_steps_show_memory_growth_and_speed_up(store: Path) -> None:
+def test_steps_show_memory_growth_and_relative_times(store: Path) -> None:
     args = ("--store", store, "--config", "2,8,512,64", "--steps")
     lines = run(kernels, *args).stdout.splitlines()
     below = lines[next(n for n, line in enumerate(lines) if "peak MiB" in line) :]
     math = next(line.split() for line in below if line.startswith("math"))
     cudnn = next(line.split() for line in below if line.startswith("cudnn"))
     assert math[-1] == "S^2"
-    assert math[4:8] == ["1.00x", "76.01", "76.01", "4.75"]  # 79,700,480 B; output 1 MiB
+    assert math[4:8] == ["12.36x", "76.01", "76.01", "4.75"]  # 79,700,480 B; output 1 MiB
     assert cudnn[-1] == "S"
-    assert cudnn[4] == "12.31x"
+    assert cudnn[4] == "1.00x"
 
 
 def test_steps_of_forward_and_backward_have_no_rest(store: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_table_of_a_program_does_not_contradict_its_findings(tmp_path: Path)
     assert eager["bottleneck"] == "score traffic" and eager["bandwidth_share"] < 0.01
     text = run(analyze, "--run", "llama_eager.json.gz", "--store", path).stdout
     assert "GB/s " not in text and "% of peak GB/s" not in text
-    assert " mean µs/call " in text and "unrolled_elementwise<direct_copy>  131,072" in text
+    assert " µs/call " in text and "unrolled_elementwise<direct_copy>  131,072" in text
     assert "% of peak GB/s" in run(analyze, "--run", "unet.json.gz", "--store", path).stdout
 
 

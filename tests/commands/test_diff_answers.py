@@ -15,9 +15,10 @@ from profharness.commands.diff import diff_document
 from profharness.commands.diff.answer import _most, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
 from profharness.program.matching import LayerDiff, LayerSide, layer_labels, layer_names
-from profharness.render.document import Note, range_text
+from profharness.render.document import Note
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
+from profharness.units import as_fast
 
 TRACES = Path(__file__).parents[2] / "traces"
 UNTOLD = "The environments cannot be compared: the traces do not record their PyTorch versions."
@@ -47,8 +48,8 @@ def diff(store: Path, *words: str) -> Any:
     [
         (
             ("llama_prefill", "llama_eager"),
-            "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward pass "
-            "of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
+            "llama_eager.json.gz is 0.0442 times as fast as llama_prefill.json.gz in the forward "
+            "pass of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
             "per step. The configs differ (kv8 and causal only in llama_prefill.json.gz), because "
             "a trace of eager attention shows neither the mask nor the number of key heads. The "
             "step takes 9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "
@@ -68,16 +69,16 @@ def diff(store: Path, *words: str) -> Any:
         ),
         (
             ("llama_train", "llama_checkpoint"),
-            "llama_checkpoint.json.gz is 23.2 % slower than llama_train.json.gz in attention (440 µs "
-            "→ 542 µs per step); every layer runs on the same backend on both sides. Only "
+            "llama_checkpoint.json.gz is 0.81 times as fast as llama_train.json.gz in attention (440 "
+            "µs → 542 µs per step); every layer runs on the same backend on both sides. Only "
             "llama_checkpoint.json.gz uses checkpointing: the backward pass computes the forward "
             "pass of 3 calls per step again, in 103 µs. The step takes",
         ),
         (
             ("flash", "math"),
-            "Compared with flash in CUDA-graph replays, math is slower in all 4 configs (3.1 to 12.7 "
-            "times). Math uses more memory in 4 configs (up to 437.5 times) and launches more kernels "
-            "in 4 configs (up to 8.0 times). The environments are the same.",
+            "Compared with flash in CUDA-graph replays, math is slower in all 4 configs (0.0788 "
+            "to 0.32 times as fast). Math uses more memory in 4 configs (up to 437.53x) and launches more "
+            "kernels in 4 configs (up to 8.00x). The environments are the same.",
         ),
         (
             ("20261121-151544-59c7", "20261121-165619-f5ef"),
@@ -103,21 +104,21 @@ def test_a_single_trace_without_a_version_is_named(store: Path) -> None:
 @pytest.mark.parametrize(
     ("low", "high", "text"),
     [
-        (1.2, 1.997, "1.2 to 2.0 times"),
-        (1.05, 1.05, "5 %"),
-        (1.03, 1.5, "3 to 50 %"),
-        (1000, 13_000, "1,000.0 to 13,000.0 times"),
+        (1.2, 1.997, "1.20 to 2.00 times as fast"),
+        (1.05, 1.05, "1.05 times as fast"),
+        (0.0442, 0.97, "0.0442 to 0.97 times as fast"),
+        (1000, 13_000, "1,000.00 to 13,000.00 times as fast"),
     ],
 )
 def test_factors_have_no_exponent(low: float, high: float, text: str) -> None:
     """Bug: `slower in all 2 configs (20 to 1e+02 %)`."""
-    assert range_text(low, high) == text
+    assert as_fast(low, high) == text
 
 
-def test_a_small_increase_of_memory_is_a_percentage() -> None:
+def test_a_small_increase_of_memory_has_two_decimals() -> None:
     """Bug: `uses more memory in 1 config (up to 1.0 times)`."""
     costs = [Cost("c", "flash", "math", MEMORY, 100, 103, "more", 1.03)]
-    assert _most(costs) == " (up to 3 % more)"
+    assert _most(costs) == " (up to 1.03x)"
 
 
 def test_the_kernels_of_a_program_need_full(store: Path) -> None:

@@ -137,7 +137,7 @@ def test_several_configs_make_maps_of_choice_time_and_loss(tmp_path: Path) -> No
         assert [len(line) for line in drawn[key]] == [2, 2], key
     assert len(document["rows"]) == 4 * 5
     text = told("--config", RANGE, "--gpu", "H200")
-    assert "\nPredicted kernel time in µs" in text
+    assert "\nPredicted kernel time\n" in text
     assert "\nPredicted backend: " in text
     assert "legend" in text
     told("--config", RANGE, "--gpu", "H200", "-o", tmp_path / "maps.html")
@@ -344,3 +344,41 @@ def test_the_line_on_a_written_file_names_the_machine(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     last = result.stderr.splitlines()[-1]
     assert last.startswith(f"wrote {path}: NVIDIA H200, torch 2.")
+
+
+TIMES_OF_A_CALL = ("kernel_ns", "low_ns", "high_ns", "regret")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "broadcast_batch"])
+def test_a_layout_without_times_has_those_of_contiguous_tensors(layout: str) -> None:
+    """Bug: the time was unknown, although `layers --gpu` printed one for the same call."""
+    plain = answer("--config", "2,8,512,64", "--gpu", "H200")["rows"]
+    rows = answer("--config", f"2,8,512,64,layout={layout}", "--gpu", "H200")["rows"]
+    for row, other in zip(rows, plain, strict=True):
+        assert [row[key] for key in TIMES_OF_A_CALL] == [other[key] for key in TIMES_OF_A_CALL]
+        assert row["timed_as"] == other["config"] and other["timed_as"] is None
+    text = " ".join(told("--config", f"2,8,512,64,layout={layout}", "--gpu", "H200").split())
+    assert text.count("the times assume contiguous tensors.") == 1
+
+
+def test_no_backend_that_refuses_a_layout_has_a_time() -> None:
+    config = "2,8,512,64,kv_heads=2,layout=bshd"
+    rows = {row["backend"]: row for row in answer("--config", config, "--gpu", "H200")["rows"]}
+    refused = rows["efficient"]
+    assert refused["status"] == "refused" and refused["kernels"] is None
+    assert refused["kernel_ns"] is refused["timed_as"] is None
+    assert rows["flash"]["timed_as"] == "b2-h8-kv2-s512-d64-fp16"
+
+
+@pytest.mark.parametrize("layout", ["strided_last", "offset1"])
+def test_a_layout_that_changes_the_kernels_has_no_time(layout: str) -> None:
+    rows = answer("--config", f"2,8,512,64,layout={layout}", "--gpu", "H200")["rows"]
+    assert all(row["kernel_ns"] is row["timed_as"] is None for row in rows)
+    assert rows[0]["outside"] == f"the atlas has no configs with layout={layout}"
+
+
+def test_a_scale_does_not_change_the_time() -> None:
+    plain = answer("--config", "2,8,512,64", "--gpu", "H200")["rows"]
+    rows = answer("--config", "2,8,512,64,scale=0.5", "--gpu", "H200")["rows"]
+    assert [row["kernel_ns"] for row in rows] == [row["kernel_ns"] for row in plain]
+    assert all(row["timed_as"] is None for row in rows)

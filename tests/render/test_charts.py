@@ -102,7 +102,7 @@ def test_intervals_are_drawn_and_marks_show_their_config() -> None:
     rules = [draw_svg(each).count("mark-rule") for each in (without, chart)]
     assert rules[1] > rules[0]
     svg = draw_svg(chart)
-    assert "flash at b2-h8-s256-d64-fp16: 256, 256, 230.4 to 307.2" in svg
+    assert "flash at b2-h8-s256-d64-fp16: 256 µs, 256, 230 µs to 307 µs" in svg
     assert "b2-h8-s128-d64-fp16" in svg
 
 

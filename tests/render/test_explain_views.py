@@ -123,7 +123,10 @@ def test_disagreeing_witness_is_a_warning() -> None:
 
 @pytest.mark.parametrize(
     ("gain", "text"),
-    [(1.5, "The measured call is 1.50x faster"), (0.5, "The measured call is 2.00x slower")],
+    [
+        (1.5, "The measured call is 1.50 times as fast"),
+        (0.5, "The measured call is 0.50 times as fast"),
+    ],
 )
 def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> None:
     advice = Advice("pad it.", CODE, None, True, "cudnn", gain)

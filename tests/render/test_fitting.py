@@ -43,6 +43,7 @@ from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
 from profharness.store import Selection, ingest_path, open_store
+from profharness.units import time_text
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (80, 100, 120, 200)
@@ -445,7 +446,7 @@ def test_columns_without_values_are_left_out() -> None:
         Column("k", "kernel"),
         Column("g", "grid"),
         Column("r", "regs", "count"),
-        Column("a", "µs", "us", importance="answer"),
+        Column("a", "µs", "time", importance="answer"),
     )
     first = Table(columns, (("mm", None, None, None),))
     alone = Document("t/1", "t", (first,), ("k", "g"), ({"k": "mm", "g": None},))
@@ -487,7 +488,7 @@ def test_repeated_values_get_their_own_line_before_columns_are_hidden() -> None:
     columns = [
         Column("config", "config", repeat=False),
         Column("backend", "backend", importance="key"),
-        Column("time", "µs", "us"),
+        Column("time", "µs", "time"),
     ]
     rows = [("b" * 30, "flash", 1000), ("b" * 30, "math", 2000)]
     assert fitted(columns, *rows) == [
@@ -528,9 +529,9 @@ def test_one_line_per_document_names_the_hidden_columns() -> None:
 
 TIMES = (
     Column("k", "layer"),
-    Column("a", "forward µs", "us"),
-    Column("b", "low", "us"),
-    Column("c", "total µs", "us"),
+    Column("a", "forward µs", "time"),
+    Column("b", "low µs", "time"),
+    Column("c", "total µs", "time"),
 )
 
 
@@ -538,27 +539,52 @@ def times(*rows: tuple[object, ...]) -> Document:
     return Document("t/1", "t", (Table(TIMES, rows),), ("k", "a"), ({"k": "attn", "a": 7_440},))
 
 
-def test_times_are_in_ms_from_1000_us_on() -> None:
-    small, large = ("attn", 7_440, 7_000, 999_999), ("mlp", 440, 300, 2_345_678)
+def test_a_title_has_the_unit_if_all_times_of_the_column_have_the_same() -> None:
+    small, large = ("attn", 7_440, 7_000, 999_999), ("mlp", 440, 0, 2_345_678)
     lines = render_table(times(small, large)).splitlines()
-    assert lines[0].split() == ["layer", "forward", "µs", "low", "total", "ms"]
-    assert lines[1].split() == ["attn", "7.44", "7.00", "1.000"]
-    assert lines[2].split() == ["mlp", "0.44", "0.30", "2.346"]
-    whole = render_table(times(("attn", 7_440, 7_000, 2_000_000))).splitlines()
-    assert whole[1].split()[-1] == "2.00"
-    tiny = render_table(times(("attn", 7_440, 7_000, 2_000_000), ("mlp", 1, 1, 30))).splitlines()
-    assert tiny[2].split()[-1] == "<0.0001"
-    # a title without a unit has that of the time before it, and no time becomes 0.000
-    long = render_table(times(("attn", 2_000_000, 200, 5_000))).splitlines()
-    assert long[0].split() == ["layer", "forward", "ms", "low", "total", "µs"]
-    assert long[1].split() == ["attn", "2.00", "0.0002", "5.00"]
+    assert lines[0].split() == ["layer", "forward", "µs", "low", "µs", "total", "ms"]
+    assert lines[1].split() == ["attn", "7.44", "7.00", "1.00"]
+    assert lines[2].split() == ["mlp", "0.440", "0", "2.35"]
+    seconds = render_table(times(("attn", 7_440, 7_000, 2e9))).splitlines()
+    assert seconds[0].split()[-2:] == ["total", "s"] and seconds[1].split()[-1] == "2.00"
 
 
-def test_columns_with_the_same_scale_have_the_same_unit() -> None:
+def test_a_time_shows_its_unit_if_the_times_of_the_column_have_several() -> None:
+    """Bug: a column in ms had 0.0074 for a time that the answer called 7.44 µs."""
+    lines = render_table(times(("attn", 7_440, 7_000, 1), ("mlp", 2_345_678, 0, 1))).splitlines()
+    assert lines[0].split() == ["layer", "forward", "time", "low", "µs", "total", "µs"]
+    assert lines[1].split()[:3] == ["attn", "7.44", "µs"]
+    assert lines[2].split()[:3] == ["mlp", "2.35", "ms"]
+
+
+@pytest.mark.parametrize("values", [(7_440,), (7_440, 2_345_678), (1_000_000,), (0.4, 999_600)])
+def test_a_time_is_the_same_in_a_table_and_in_a_sentence(values: tuple[float, ...]) -> None:
+    table = Table((TIMES[1],), tuple((value,) for value in values))
+    shown = with_time_units(Document("t/1", "t", (table,), (), ())).blocks[0]
+    assert isinstance(shown, Table)
+    for value, (text,) in zip(values, formatted_rows(shown), strict=True):
+        unit = "" if text.endswith(("µs", "ms")) else f" {shown.columns[0].title.split()[-1]}"
+        assert f"{text}{unit}" == time_text(value)
+
+
+def test_two_times_of_a_cell_have_one_unit_or_show_both() -> None:
+    columns = (Column("a", "call µs", "time"),)
+
+    def lines(*values: object) -> list[str]:
+        table = Table(columns, tuple((value,) for value in values))
+        return render_table(Document("t/1", "t", (table,), (), ())).splitlines()
+
+    assert lines((7_440, 8_000)) == ["    call µs", "7.44 → 8.00"]
+    assert lines((7_440, 2_000_000))[1] == "7.44 µs → 2.00 ms"
+    assert lines((7_440, None), (5_000, 5_000)) == [" call µs", "7.44 → -", "    5.00"]
+
+
+def test_columns_with_the_same_scale_show_units_in_the_same_way() -> None:
     columns = tuple(replace(each, scale="call") for each in TIMES[1:])
     table = Table(columns, ((7_440, 7_000, 2_000_000),))
-    text = render_table(Document("t/1", "t", (table,), (), ()))
-    assert text.split() == ["forward", "ms", "low", "total", "ms", "0.0074", "0.0070", "2.00"]
+    lines = render_table(Document("t/1", "t", (table,), (), ())).splitlines()
+    assert lines[0].split() == ["forward", "time", "low", "time", "total", "time"]
+    assert lines[1].split() == ["7.44", "µs", "7.00", "µs", "2.00", "ms"]
 
 
 def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:
@@ -573,13 +599,13 @@ def test_an_interval_has_the_unit_of_its_time() -> None:
     columns = pick(LayerForecast, "predicted_ns", "predicted_low_ns", "predicted_high_ns")
     table = Table(columns, ((1_200_000, 900_000, 1_400_000),))
     text = render_table(Document("t/1", "t", (table,), (), ()))
-    assert text.split()[:5] == ["ms/call", "from", "ms", "to", "ms"]
+    assert text.split()[:5] == ["time/call", "from", "time", "to", "time"]
 
 
 def test_tables_with_the_same_columns_have_the_same_units() -> None:
     first, second = times(("attn", 7_440, 1, 1)), times(("mlp", 7_440_000, 1, 1))
     document = replace(first, blocks=first.blocks + second.blocks)
-    assert render_table(document).count("forward ms") == 2
+    assert render_table(document).count("forward time") == 2
 
 
 def test_pages_and_markdown_have_the_units_of_the_terminal_and_json_has_ns() -> None:

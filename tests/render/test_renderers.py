@@ -38,13 +38,12 @@ from profharness.render.document import (
     Table,
     filled_columns,
     format_value,
-    share_text,
-    time_text,
 )
 from profharness.render.fitting import MIN_SHRUNK, distinct_cuts
 from profharness.render.renderers import RENDERERS, escape_markdown, harmless
 from profharness.rows import CellRow, KernelRow, RunRow
 from profharness.traces.kernel_names import parse_kernel_name
+from profharness.units import share_text, time_text
 
 GOLDEN = Path(__file__).parent / "golden"
 DATA = Path(__file__).parents[1] / "data"
@@ -85,7 +84,7 @@ def test_empty_answer_has_all_keys() -> None:
 def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
     text = RENDERERS["table"](kernels_document(*sample()), width=100, cut=True)
     assert max(map(len, text.splitlines())) <= 100
-    for number in ("65535,16,1", "1.2346", "2.5"):
+    for number in ("65535,16,1", "1.23 ms", "2.5"):
         assert number in text
     assert "…" in text
     assert "hidden at 100 columns: block, smem KiB" in text
@@ -94,7 +93,7 @@ def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
 @pytest.mark.parametrize("width", range(30, 200, 10))
 def test_important_numbers_survive_any_width(width: int) -> None:
     text = RENDERERS["table"](kernels_document(*sample()), width=width, cut=True)
-    assert {"1.2346", "0.0185", "50.0"} <= set(text.split())
+    assert {"1.23", "18.5", "50.0"} <= set(text.split())
 
 
 def test_color_is_only_used_on_request() -> None:
@@ -306,20 +305,6 @@ def test_reference_page_is_current() -> None:
 )
 def test_a_time_in_a_sentence_has_three_figures(ns: float, text: str) -> None:
     assert time_text(ns) == text
-
-
-@pytest.mark.parametrize(
-    ("ns", "text"),
-    [
-        (32_900_000, "32.9 ms"),
-        (440_000, "0.440 ms"),
-        (7_360, "0.007 ms"),
-        (400, "<0.001 ms"),
-        (999_600, "1.00 ms"),
-    ],
-)
-def test_a_part_has_the_unit_of_its_whole(ns: float, text: str) -> None:
-    assert time_text(ns, 32_900_000) == text
 
 
 @pytest.mark.parametrize(

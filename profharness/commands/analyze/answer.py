@@ -9,7 +9,7 @@ from profharness.attention.config import OWN_CHOICE, pytorch_chooses
 from profharness.commands.analyze.figures import CellAnalysis, Remedy
 from profharness.errors import join_and
 from profharness.program.layer_map import short_module
-from profharness.render.document import time_text
+from profharness.units import as_fast, time_text
 
 LIMITS = {
     "launch": "the overhead of launching kernels",
@@ -111,4 +111,4 @@ def _remedy(remedy: Remedy) -> str:
     if not remedy.factor:
         return f"{text}."
     most = "measured" if remedy.measured else "at most"
-    return f"{text}: {most} {remedy.factor:.2f} times faster."
+    return f"{text}: {most} {as_fast(remedy.factor)}."

@@ -43,6 +43,7 @@ from profharness.program.phases import described_calls
 from profharness.program.roles import AUTOGRAD
 from profharness.rows import CALL_MEASUREMENTS, TORCH, CallKernel, CallRow, CellRow, KernelRow
 from profharness.store import ALL_RUNS, Need, Selection, open_store
+from profharness.units import as_long, time_text
 
 FASTER = 1.1  # A backend is reported as faster if it is more than this many times faster.
 MEASURE = "measure"
@@ -152,8 +153,8 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     return [
         measured(
             "faster_backend",
-            f"{best.backend} takes {least / 1e3:.1f} µs for the same config, which is "
-            f"{factor:.2f} times faster than {cell.backend} ({name} samples).",
+            f"{best.backend} takes {time_text(least)} for the same config, and {cell.backend} takes "
+            f"{as_long(factor)} ({name} samples).",
             "major" if factor >= 1.5 else "minor",
             Evidence("fastest backend", best.backend, "", f"{name} samples of this run"),
             us(f"{best.backend} {name} time", least, "median"),

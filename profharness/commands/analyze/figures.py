@@ -238,7 +238,7 @@ class Figures:
         float | None,
         column(
             "median µs",
-            "us",
+            "time",
             importance="answer",
             meaning="median of the measurement that `basis` names",
         ),

@@ -27,6 +27,7 @@ from profharness.errors import counted, percent
 from profharness.program.roles import FUSED_ROLES, GEMMS
 from profharness.recording.profilers import ncu
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
+from profharness.units import time_text
 
 Rule = Callable[[CellAnalysis, Figures], Iterator[Finding]]
 KernelRule = Callable[[CellAnalysis, KernelFigures], Iterator[Finding]]
@@ -336,7 +337,7 @@ def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if kernels and part >= SPLIT_MINOR:
         text = (
             f"The keys are split, so a second kernel combines the partial results: {kernels[0]} "
-            f"takes {percent(part, 1)} of the kernel time ({time_ns / 1000.0:.1f} µs)."
+            f"takes {percent(part, 1)} of the kernel time ({time_text(time_ns)})."
         )
         evidence = (
             us("combine time", time_ns, "trace"),
@@ -353,7 +354,7 @@ def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     if part >= HELPERS_MINOR and any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
         text = (
             f"Copies around the attention kernel take {percent(part, 1)} of the kernel time "
-            f"({time_ns / 1e3:.1f} µs): {', '.join(sorted(set(kernels)))}"
+            f"({time_text(time_ns)}): {', '.join(sorted(set(kernels)))}"
         )
         dims = (cell.config.head_dim, cell.config.value_dim)
         if any(dim % 8 for dim in dims):
@@ -694,11 +695,11 @@ def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     gap = 1 - busy / eager
     without = "replayed as a CUDA graph, it takes" if basis == GRAPH else "its kernels take"
     text = (
-        f"The GPU waits for the CPU during {percent(gap, 1)} of an eager call of {eager / 1000.0:.1f} "
-        f"µs: {without} {busy / 1000.0:.1f} µs"
+        f"The GPU waits for the CPU during {percent(gap, 1)} of an eager call of "
+        f"{time_text(eager)}: {without} {time_text(busy)}"
     )
     if host:
-        text += f", and the CPU needs {host / 1000.0:.1f} µs to launch it"
+        text += f", and the CPU needs {time_text(host)} to launch it"
     yield measured(
         "launch_gap",
         f"{text}.",
@@ -739,13 +740,13 @@ def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding
     if gap < GAP_MINOR:
         return
     text = (
-        f"No kernel runs during at least {percent(gap, 1)} of a call of {event / 1000.0:.1f} µs: its "
-        f"{counted(round(figures.launches), 'launch takes', 'launches take')} "
-        f"{busy / 1000.0:.1f} µs even with cold caches"
+        f"No kernel runs during at least {percent(gap, 1)} of a call of {time_text(event)}: its "
+        f"{counted(round(figures.launches), 'launch takes', 'launches take')} {time_text(busy)} "
+        "even with cold caches"
     )
     graph = figures.graph_ns
     if graph:
-        text += f", and a CUDA-graph replay of the call takes {graph / 1000.0:.1f} µs"
+        text += f", and a CUDA-graph replay of the call takes {time_text(graph)}"
     yield measured(
         "launch_gap",
         f"{text}.",

@@ -13,6 +13,7 @@ from profharness.columns import column
 from profharness.commands.analyze.figures import CellAnalysis, Figures, Finding, Remedy
 from profharness.errors import counted
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
+from profharness.units import time_text
 
 # Matches a number such as `1,234.5`, but no digits inside a kernel name or a dtype such as `fp16`.
 NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
@@ -149,7 +150,7 @@ class ScenarioChoice:
         """The time or memory of the best backend, formatted with its unit."""
         if self.scenario == LITTLE_MEMORY:
             return f"{self.value / MIB:,.1f} MiB"
-        return f"{self.value / 1e3:,.2f} µs"
+        return time_text(self.value)
 
 
 def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:

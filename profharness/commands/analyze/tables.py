@@ -51,6 +51,7 @@ from profharness.render.document import (
     status_note,
 )
 from profharness.rows import KERNEL
+from profharness.units import as_fast
 
 MB = 1e6
 _RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
@@ -258,7 +259,7 @@ def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> 
     if all(each.figures.basis == KERNEL for each in cells if each.figures):
         # Unlike the other measurements, the time of the kernels is a mean.
         columns = tuple(
-            replace(each, title="mean µs/call") if each.key == "duration_ns" else each
+            replace(each, title="µs/call") if each.key == "duration_ns" else each
             for each in columns
         )
     if rows := [_row_parts(analysis) for analysis in cells if analysis.figures]:
@@ -570,7 +571,7 @@ def _remedy_note(
     full: bool = False,
 ) -> Note:
     most = measured if remedy.measured else "At most"
-    gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
+    gain = f" {most} {as_fast(remedy.factor)}." if remedy.factor else ""
     codes = f" [{', '.join(remedy.findings)}]" if full else ""
     return Note(f"{prefix}{remedy.text}{gain}{codes}", label)
 

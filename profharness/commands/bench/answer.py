@@ -12,9 +12,9 @@ from profharness.device_types import device_name
 from profharness.errors import counted, join_and
 from profharness.measurements.evaluation import BenchResult, Loss
 from profharness.measurements.measurements import BenchRow
-from profharness.render.document import share_text, time_text
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, KERNEL, WALL
 from profharness.stats import NOTABLE_LOSS
+from profharness.units import as_long, share_text, time_text
 
 CALLS = {
     COLD: "cold calls (with the caches flushed before each call)",
@@ -69,12 +69,12 @@ def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
     worst, may = found[0], "" if real else "may "
     times = f"{_time(worst.chosen_ns, worst.choice)} against {_time(worst.best_ns, worst.best)}"
     where = _all(total) if len(found) == total else f"{len(found)} of {total} configs"
-    lead = f"auto {may}{'take' if may else 'takes'} {_longer(worst.regret)}: {times}"
+    lead = f"auto {may}{'take' if may else 'takes'} {as_long(1 + worst.regret)}: {times}"
     if total > 1:
         lead = (
             f"On {where}, auto {may}{'take' if may else 'takes'} more than {much} longer than the "
             f"fastest backend. The worst case is {worst.config}, where auto {may}"
-            f"{'take' if may else 'takes'} {_longer(worst.regret)} ({times})"
+            f"{'take' if may else 'takes'} {as_long(1 + worst.regret)} ({times})"
         )
     if not real:
         return f"{lead}. The difference is not significant: {worst.why_open}."
@@ -103,14 +103,6 @@ def _all(count: int) -> str:
 
 def _time(ns: float, backend: str | None) -> str:
     return f"{time_text(ns)} on {backend}" if backend else time_text(ns)
-
-
-def _longer(regret: float) -> str:
-    """Return how much longer a call takes: `34 % longer`, or `6.4 times as long`."""
-    if regret < 1:
-        return f"{share_text(regret)} longer"
-    times = f"{1 + regret:.3g}" if regret < 999 else f"{1 + regret:,.0f}"
-    return f"{times} times as long"
 
 
 def _instead(backend: str) -> str:
@@ -159,7 +151,9 @@ def _of_winners(answer: BenchResult) -> str:
     slowest = max(ranked, key=lambda row: row.median_ns or 0)
     if slowest.backend in (*same, *ties, *unclear) or pytorch_chooses(slowest.backend):
         return f"{lead}."
-    return f"{lead}; {slowest.backend} takes {_longer((slowest.median_ns or 0) / winner.median_ns - 1)}."
+    return (
+        f"{lead}; {slowest.backend} takes {as_long((slowest.median_ns or 0) / winner.median_ns)}."
+    )
 
 
 def _of_one_backend(rows: Sequence[BenchRow]) -> str:

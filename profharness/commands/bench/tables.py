@@ -140,16 +140,16 @@ SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: ""}
 LOG_LINES = 6
 """The maximum number of lines of compiler output that are shown for a failed cell."""
-RATIOS = ("speedup", "efficiency")
+RATIOS = ("speedup", "regret", "efficiency")
 """Keys of the columns that are left empty if a figure they depend on comes from a busy machine."""
 BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 """Measurements with a column of their own in the main table."""
 COLUMNS = (
     *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
-    *(Column(name, f"{name} µs", "us", scale="call", optional=True) for name in BESIDE),
+    *(Column(name, f"{name} µs", "time", scale="call", optional=True) for name in BESIDE),
     *pick(BenchRow, "flops_per_s", "bytes_per_s", "efficiency", "queries_per_s"),
-    *pick(BenchRow, "sequences_per_s", "speedup", "verified"),
+    *pick(BenchRow, "sequences_per_s", "regret", "speedup", "verified"),
     Column("mark", "", importance="answer", optional=True),
 )
 LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "regret", "remark")
@@ -281,7 +281,8 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     yield Note(
         f"FLOPs are counted as {answer.convention}, bytes are compulsory; {ceiling}", "rates"
     )
-    if baselines := dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline):
+    named = answer.figures() if answer.baseline is not None else ()
+    if baselines := dict.fromkeys(str(row.baseline) for row in named if row.baseline):
         yield Note(f"relative to {'; '.join(baselines)}", "speed-up")
 
 
@@ -326,8 +327,11 @@ def _main_table(answer: BenchResult) -> Table:
         for cell in cells:
             numbers.setdefault(cell, []).append(f"[{number}]")
     busy, marked = answer.busy(), not _mostly_wide(answer)
+    ranked = answer.ranking_rows()
+    fastest = {row.config: (row.config, row.backend) for row in ranked if row.regret == 0}
+    sound = Counter(row.config for row in answer.figures() if row.ranked and not row.busy)
     lines: list[tuple[Any, ...]] = []
-    for row in answer.ranking_rows():
+    for row in ranked:
         cell = row.config, row.backend
         if row.median_ns is None:
             empty = dict.fromkeys((column.key for column in COLUMNS), "")
@@ -337,13 +341,26 @@ def _main_table(answer: BenchResult) -> Table:
         marks = ["[~]" if marked and row.is_wide(answer.precision) else "", *numbers.get(cell, ())]
         values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
         values["mark"] = " ".join(filter(None, marks))
-        if busy & {cell, (row.config, str(row.baseline)), tuple(str(row.baseline).split(" "))}:
+        baseline = tuple(str(row.baseline).split(" "))
+        if busy & {cell, fastest.get(row.config), (row.config, str(row.baseline)), baseline}:
             values |= dict.fromkeys(RATIOS, "")
+        if sound[row.config] < 2:
+            values["regret"] = ""
         # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
         if len(batches) < 2:
             values["sequences_per_s"] = ""
         lines.append((values, row))
-    return Table.of(COLUMNS, lines)
+    return Table.of(_columns(answer), lines)
+
+
+def _columns(answer: BenchResult) -> tuple[Column, ...]:
+    """Return the columns of the main table. Only a named baseline has a column of speed-ups."""
+    if answer.baseline is None:
+        return tuple(each for each in COLUMNS if each.key != "speedup")
+    if not isinstance(answer.baseline, str):
+        return COLUMNS
+    title = f"speed-up vs {answer.baseline}"
+    return tuple(replace(each, title=title) if each.key == "speedup" else each for each in COLUMNS)
 
 
 def _mostly_wide(answer: BenchResult) -> bool:
@@ -611,7 +628,7 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
     columns += [
-        Column(f"us{at}", f"{name} µs", "us", scale="call") for at, name in enumerate(names)
+        Column(f"us{at}", f"{name} µs", "time", scale="call") for at, name in enumerate(names)
     ]
     columns += [
         Column(f"times{at}", f"{name} speed-up", "ratio") for at, name in enumerate(names[1:], 1)

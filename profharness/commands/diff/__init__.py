@@ -90,17 +90,18 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
     "program_calls": "{:,}".format,
     "asked": str,
     "ran": str,
-    "forward_ns": lambda ns: f"{ns / 1e3:,.2f}",
-    "backward_ns": lambda ns: f"{ns / 1e3:,.2f}",
     "roofline_share": lambda share: f"{100 * share:.1f}",
 }
 """Maps a field of LayerSide to a function that formats it for the table of layers."""
+SIDE_TIMES = ("forward_ns", "backward_ns")
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
     PHASE,
     *(
         replace(each, importance="answer") if each.key == "forward_ns" else each
-        for each in pick(LayerSide, *SIDE_TEXTS)
+        for each in pick(
+            LayerSide, "calls", "program_calls", "asked", "ran", *SIDE_TIMES, "roofline_share"
+        )
     ),
     *pick(LayerDiff, "ratio", "verdict"),
 )
@@ -248,6 +249,12 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
     severe: set[str] = set()
     for row, name, label in zip(ordered, names, labels, strict=True):
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
+        texts |= {
+            key: tuple(getattr(each, key, None) for each in row.sides)
+            if any(getattr(each, key, None) is not None for each in row.sides)
+            else None
+            for key in SIDE_TIMES
+        }
         texts["ran"] = _change(*(ran_text(each) if each else None for each in row.sides))
         texts["phase"] = row.phase if phases else None
         if not shares:

@@ -25,8 +25,8 @@ from profharness.program.matching import (
     ran_text,
     told_ratio,
 )
-from profharness.render.document import comparison_text, range_text, time_text
 from profharness.rows import COLD, EAGER, EVENT, GRAPH
+from profharness.units import as_fast, ratio_text, time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
@@ -90,7 +90,7 @@ def _layers(diff: Diff, rows: Sequence[LayerDiff], lead: str = "") -> Iterator[s
         else:
             alone = timed[0].ratio if len(timed) == 1 and not again else None
             ratio = told_ratio(times[1] / times[0], alone)
-            text = f"{after} is {comparison_text(ratio)} than {before} in {what} {whole}"
+            text = f"{after} is {as_fast(1 / ratio, before)} in {what} {whole}"
             text += _opposite(timed, ratio)
     else:
         text = f"the times of {before} and {after} cannot be compared"
@@ -113,7 +113,7 @@ def _opposite(rows: Sequence[LayerDiff], ratio: float) -> str:
     names = layer_labels(rows, full=False)
     steps = (_step_ns(row, 1) - _step_ns(row, 0) for row in rows)
     most = opposite_layer(zip(names, (row.ratio for row in rows), steps, strict=True), ratio)
-    return f", but {comparison_text(most[1])} in {most[0]}" if most else ""
+    return f", but {as_fast(1 / most[1])} in {most[0]}" if most else ""
 
 
 def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _most(costs: Sequence[Cost]) -> str:
     if not ratios:
         return ""
     most = max(ratios)
-    return f" (up to {range_text(most, most)}{' more' if most < 2 else ''})"
+    return f" (up to {ratio_text(most)})"
 
 
 def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
@@ -284,7 +284,7 @@ def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
 
 
 def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
-    """Return a sentence such as `math is slower than flash in all 9 configs, 3.4 to 13 times.`"""
+    """Return a sentence such as `Compared with flash, math is slower in all 9 configs (3.40 to 13.00 times).`"""
     bases = {row.basis for row in rows if row.ratio}
     measured = MEASURED_BY.get(bases.pop() or "", "") if len(bases) == 1 else ""
     parts = []
@@ -292,10 +292,10 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         found = [row for row in rows if row.verdict == verdict and row.ratio]
         if not found:
             continue
-        factors = sorted(max(row.ratio or 1, 1 / (row.ratio or 1)) for row in found)
-        amount = range_text(factors[0], factors[-1])
+        speed_ups = [1 / (row.ratio or 1) for row in found]
         if len(rows) == 1:
-            return f"{after} is {comparison_text(found[0].ratio or 1)} than {before}{measured}."
+            return f"{after} is {as_fast(speed_ups[0], before)}{measured}."
+        amount = as_fast(min(speed_ups), most=max(speed_ups)).removesuffix(" slower")
         count = (
             f"{len(found):,} of {len(rows):,}"
             if len(found) < len(rows)

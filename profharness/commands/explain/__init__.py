@@ -920,7 +920,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
         _measure(answers, question)
     answers = with_store(answers, question.store)
     if single and platforms and is_gpu(platforms[0].device) and question.asked == AUTO:
-        answers = [replace(answers[0], prediction=_predict(configs[0], platforms[0]))]
+        answers = [_with_prediction(answers[0], configs[0], platforms[0])]
     question.explanations.extend(answers)
     if not platforms:
         remedy = "the answer is for the CPU; name a GPU with --gpu, such as --gpu H200"
@@ -943,18 +943,21 @@ def _groups(platforms: Sequence[Platform]) -> list[list[Platform]]:
     return [[each for each in platforms if each.gpu == gpu] for gpu in gpus]
 
 
-def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
-    """Return the kernel time and the best backend according to the atlas of the platform.
+def _with_prediction(answer: Explanation, config: Config, platform: Platform) -> Explanation:
+    """Add the kernel time and the best backend according to the atlas of the platform.
 
-    Return None if there is no atlas of this GPU and release. In this case, print a hint if the GPU
-    has an atlas of another release.
+    If the GPU has only atlases of other releases, print a hint.
     """
-    from profharness.atlas.predictions import timed  # slow to import, because it loads numpy
+    # slow to import, because it loads numpy
+    from profharness.atlas.predictions import contiguous_note, timed
 
     prediction, doubt = timed(config, str(platform.gpu), platform.machine)
     if doubt:
         hint(doubt)
-    return prediction
+    if prediction is None or prediction["timed_as"] is None:
+        return replace(answer, prediction=prediction)
+    note = contiguous_note([str(prediction["choice"])])
+    return replace(answer, prediction=prediction, caveats=(*answer.caveats, note))
 
 
 def _bisected(question: Question, name: str) -> Document:

@@ -37,6 +37,7 @@ from profharness.commands.explain.maps import Bisection, Map, Stretch, are_spars
 from profharness.errors import counted, join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table, filled_columns
 from profharness.rows import Refusal
+from profharness.units import as_fast
 
 if TYPE_CHECKING:
     from profharness.commands.explain.calls import ProgramCalls
@@ -151,9 +152,8 @@ def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
         lead = "Without sdpa_kernel PyTorch" if asked == AUTO else f"Without it {asked}"
         parts.append(f"{lead} still picks {advice.choice}")
     if advice.gain is not None:
-        factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
         parts.append(
-            f"The measured call is {factor:.2f}x {word} ({advice.gain_source}), without the time "
+            f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}), without the time "
             "to prepare its inputs"
         )
     # flex_attention runs its own kernels, not those of the backend.

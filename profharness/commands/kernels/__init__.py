@@ -111,9 +111,9 @@ Steps = Annotated[
         old_flags=("--steps",),
         tool_name="steps",
         help="Break each call down into steps (QK^T, softmax, PV, casts, launch gaps). Also show "
-        "the memory and the speed-up of each backend.",
+        "the memory and the relative time of each backend.",
         tool="Group the kernels by step (QK^T, softmax, PV, casts, launch gaps), and add "
-        "speed-ups.",
+        "the times relative to the fastest backend.",
     ),
 ]
 Full = Annotated[
@@ -202,10 +202,10 @@ def kernels(
 
     The column "smem KiB" is the shared memory of a block, and "% of smem" is this amount as a share
     of an SM's shared memory. The column "launches" is the number of launches per call, "median µs"
-    is the median time of one launch, and "mean µs/call" is the time of all launches in a call. The
+    is the median time of one launch, and "µs/call" is the time of all launches in a call. The
     column "% of call" is the share of the cell's time on the device, and "% occupancy" is the
     theoretical occupancy. The table of a program's trace has "total µs" and "% of range" instead of
-    "mean µs/call" and "% of call". `-` means that the profiler does not record the value.
+    "µs/call" and "% of call". `-` means that the profiler does not record the value.
 
     --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,
     the counters of the kernel, and every disagreement between the profilers. For each profiler, the

@@ -19,9 +19,9 @@ from profharness.measurements.agreement import (
     ran_backends,
     witnesses,
 )
-from profharness.render.document import share_text, time_text
 from profharness.rows import MODEL, CellRow, KernelRow, preferred_profiler_rows
 from profharness.stats import NOTABLE_LOSS
+from profharness.units import share_text, time_text
 
 KINDS = {"memcpy": "copy", "op": "ATen op"}
 

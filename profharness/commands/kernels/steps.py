@@ -29,12 +29,11 @@ from profharness.render.document import (
     Table,
     field_names,
     filled_columns,
-    share_text,
     status_note,
-    time_text,
 )
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, WALL, CellRow, KernelRow, Triple
 from profharness.traces.kernel_names import parse_kernel_name
+from profharness.units import share_text, time_text
 
 CALL_TIMES = (EAGER, HOST, COLD, EVENT, WALL)
 LAUNCH = ("grid", "block", "shared_bytes", "occupancy")
@@ -86,14 +85,18 @@ class Step:
     mean_ns: Annotated[
         float | None,
         column(
-            "µs each", "us", importance="detail", scale="launch", meaning="mean time of one launch"
+            "µs each",
+            "time",
+            importance="detail",
+            scale="launch",
+            meaning="mean time of one launch",
         ),
     ]
     call_ns: Annotated[
         float | None,
         column(
             "µs/call",
-            "us",
+            "time",
             importance="answer",
             scale="launch",
             meaning="time of the step's launches per call",
@@ -133,28 +136,38 @@ class CallFigures:
     kernels_ns: Annotated[
         float | None,
         column(
-            "kernel µs", "us", importance="answer", scale="call", meaning="sum of the kernel times"
+            "kernel µs",
+            "time",
+            importance="answer",
+            scale="call",
+            meaning="sum of the kernel times",
         ),
     ]
     """None on a CPU, because the times of its ops do not add up to a latency."""
     graph_ns: Annotated[
-        float | None, column("graph µs", "us", scale="call", meaning="CUDA-graph replay")
+        float | None, column("graph µs", "time", scale="call", meaning="CUDA-graph replay")
     ]
-    eager_ns: Annotated[float | None, column("eager µs", "us", scale="call", meaning="eager call")]
+    eager_ns: Annotated[
+        float | None, column("eager µs", "time", scale="call", meaning="eager call")
+    ]
     host_ns: Annotated[
         float | None,
         column(
-            "host µs", "us", importance="detail", scale="call", meaning="CPU time of an eager call"
+            "host µs",
+            "time",
+            importance="detail",
+            scale="call",
+            meaning="CPU time of an eager call",
         ),
     ]
     cold_ns: Annotated[
-        float | None, column("cold µs", "us", scale="call", meaning="call with a flushed L2")
+        float | None, column("cold µs", "time", scale="call", meaning="call with a flushed L2")
     ]
     event_ns: Annotated[
         float | None,
         column(
             "event µs",
-            "us",
+            "time",
             importance="normal",
             scale="call",
             meaning="time of a cold call in older runs",
@@ -164,7 +177,7 @@ class CallFigures:
         float | None,
         column(
             "wall µs",
-            "us",
+            "time",
             importance="normal",
             scale="call",
             meaning="wall-clock time of a call on the CPU",
@@ -173,10 +186,16 @@ class CallFigures:
     speedup: Annotated[
         float | None,
         column(
-            "speed-up",
+            meaning="speed-up relative to the slowest backend",
+        ),
+    ]
+    vs_fastest: Annotated[
+        float | None,
+        column(
+            "vs fastest",
             "ratio",
             importance="answer",
-            meaning="speed-up relative to the slowest backend",
+            meaning="time divided by the time of the fastest backend",
         ),
     ]
     peak_memory_bytes: Annotated[
@@ -303,6 +322,7 @@ def _compare_calls(
             kernels_ns=kernels_ns,
             **{f"{name}_ns": _median_ns(cell, name) for name in (GRAPH, *CALL_TIMES)},
             speedup=None,
+            vs_fastest=None,
             peak_memory_bytes=peak,
             peak_over_output=peak and peak / tensor_bytes(config).output,
             score_matrices=peak / matrix if peak and conclusive else None,
@@ -312,9 +332,12 @@ def _compare_calls(
         cell: row.kernels_ns or row.cold_ns or row.event_ns or row.wall_ns
         for cell, row in figures.items()
     }
-    slowest = max((time for time in basis.values() if time), default=None)
+    timed = {cell: time for cell, time in basis.items() if time}
+    least, most = min(timed.values(), default=0), max(timed.values(), default=0)
     return {
-        cell: replace(row, speedup=slowest / time) if slowest and (time := basis[cell]) else row
+        cell: replace(row, speedup=most / timed[cell], vs_fastest=timed[cell] / least)
+        if cell in timed
+        else row
         for cell, row in figures.items()
     }
 
@@ -353,7 +376,7 @@ MATH_COLUMNS = (
     *pick(Step, "backend", "step", "launches_per_call", "call_ns"),
     replace(columns_of(Step)["share"], meaning="share of the cell's kernel time"),
 )
-CALL_COLUMNS = tuple(columns_of(CallFigures).values())
+CALL_COLUMNS = pick(CallFigures)
 
 
 def steps_document(
@@ -447,7 +470,7 @@ def _explanations(
         )
     if any(WALL in cell.samples for cell in cells):
         yield Note(
-            "speed-up compares the wall-clock time of each backend with that of the slowest",
+            "vs fastest compares the wall-clock time of each backend with that of the fastest",
             "times",
         )
         return
@@ -455,7 +478,7 @@ def _explanations(
     if any(EAGER in cell.samples for cell in cells):
         parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
     text = (
-        "speed-up compares the kernel time of each backend with that of the slowest; "
+        "vs fastest compares the kernel time of each backend with that of the fastest; "
         f"{', '.join(parts)}"
     )
     yield Note(text, "times")

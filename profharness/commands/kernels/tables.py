@@ -24,9 +24,7 @@ from profharness.render.document import (
     format_value,
     merged_notes,
     record,
-    share_text,
     status_note,
-    time_text,
 )
 from profharness.rows import (
     ACTIVE_WARPS,
@@ -41,6 +39,7 @@ from profharness.rows import (
     KernelRow,
     sourced,
 )
+from profharness.units import share_text, time_text
 
 SCHEMA = "profharness.kernels/1"
 KERNEL = columns_of(KernelRow)
@@ -90,7 +89,7 @@ OF_RANGE = {
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
     *pick(KernelRow, "registers_per_thread", "launches_per_call"),
-    *(Column(name, f"{name} µs", "us", scale="call") for name in TRACE_PROFILERS),
+    *(Column(name, f"{name} µs", "time", scale="call") for name in TRACE_PROFILERS),
     Column("achieved", "achieved%", "percent"),
     Column("dram", "DRAM KiB", "kib"),
     Column("dram_rate", "DRAM GB/s", "giga"),

@@ -13,8 +13,9 @@ from profharness.measurements.agreement import backend_text
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow
 from profharness.program.phases import PhaseRow
-from profharness.render.document import FORMATS, share_text, time_text
+from profharness.render.document import FORMATS
 from profharness.rows import STEP_END, WHOLE_TRACE, GapRow
+from profharness.units import share_text, time_text
 
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 LIMITING = 0.1  # minimum share of attention in a step that attention limits

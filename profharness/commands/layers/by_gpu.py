@@ -45,14 +45,12 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
-    comparison_text,
     filled_columns,
     merged_notes,
     record,
-    share_text,
-    time_text,
 )
 from profharness.store import Selection, Store
+from profharness.units import as_fast, ratio_text, share_text, time_text
 
 GPU = Column("gpu", "GPU", importance="key")
 FEW_RUNS = 4  # if more runs are named, one row for each replaces their layers
@@ -60,10 +58,10 @@ NAMES_SHOWN = 3
 OVERVIEW = (
     Column("run", "run", importance="key", shrink=True),
     replace(GPU, importance="normal"),
-    Column("step", "step µs", "us", right=True),
+    Column("step", "step µs", "time", right=True),
     Column("busy", "GPU busy %", "percent", right=True),
-    Column("attention", "attention µs", "us", importance="answer", right=True),
-    Column("share", "% of busy", "percent", importance="answer", right=True),
+    Column("attention", "attention µs", "time", importance="answer", right=True),
+    Column("share", "% of GPU time", "percent", importance="answer", right=True),
     Column("ran", "ran", importance="answer", shrink=True),
 )
 SUFFIX = re.compile(r"\.(?:pt\.trace\.)?json(?:\.gz)?$|\.(?:sqlite|nsys-rep)$")
@@ -574,7 +572,7 @@ def _compared(
         text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
     ratios = [_call_ratio(row, at) for row in rows]
     if most := opposite_layer(zip(labels, ratios, gaps, strict=True), ratio):
-        text += f"; it is {comparison_text(most[1])} in {most[0]}"
+        text += f"; it is {as_fast(1 / most[1])} in {most[0]}"
     return f"{text}."
 
 
@@ -587,7 +585,7 @@ def _call_ratio(row: MatchedLayers, at: int) -> float | None:
 def _faster(name: str, ratio: float) -> str:
     """Return a clause with the ratio of the times of run `name` and of the first run."""
     if stats.beyond(ratio, stats.THRESHOLD):
-        return f"{name} is {comparison_text(ratio)}"
+        return f"{name} is {as_fast(1 / ratio)}"
     return "no difference"
 
 
@@ -674,7 +672,7 @@ def _bench_blocks(
         else f"{each.name}: no benchmark"
         for each in benches
     ]
-    yield Heading("Benches compared", f"µs of one call; {', '.join(timed)}")
+    yield Heading("Benches compared", f"times of one call; {', '.join(timed)}")
     labels = layer_labels(rows, full=full, with_config=True)
     layers = list(
         zip(rows, labels, zip(*(each.calls for each in benches), strict=True), strict=True)
@@ -698,8 +696,8 @@ def _bench_blocks(
         column
         for at, name in enumerate(names)
         for column in (
-            Column(f"best{at}", f"{name} best"),
-            Column(f"best_us{at}", f"{name} best µs", "us", scale="call"),
+            Column(f"best{at}", f"{name} fastest"),
+            Column(f"best_us{at}", f"{name} fastest µs", "time", scale="call"),
         )
     ]
     yield Table.of((*GPU_LAYER, *figure_columns(names, "runs"), *best), lines)
@@ -736,8 +734,8 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
             continue
         here, there = map(sum, zip(*shared, strict=True))
         yield (
-            f"in these benchmarks, attention of {whole} takes {here / 1000000.0:,.3f} ms on "
-            f"{first.name} and {there / 1000000.0:,.3f} ms on {other.name} ({here / there:.2f}x), "
+            f"in these benchmarks, attention of {whole} takes {time_text(here)} on "
+            f"{first.name} and {time_text(there)} on {other.name} ({ratio_text(here / there)}), "
             f"summed over {len(shared)} of {counted(len(rows), 'row')}"
         )
     for each in benches:
@@ -748,6 +746,6 @@ def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> I
         )
         if saved > 0:
             yield (
-                f"on {each.name}, the fastest correct backends save {saved / 1000000.0:,.3f} ms of the "
+                f"on {each.name}, the fastest correct backends save {time_text(saved)} of the "
                 f"kernel time of {whole}"
             )

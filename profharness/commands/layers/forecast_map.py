@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from profharness.atlas.model import Estimate
-from profharness.atlas.predictions import Place, disagreement, machine_text, place_estimates
+from profharness.atlas.model import Estimate, as_sampled
+from profharness.atlas.predictions import (
+    Place,
+    contiguous_note,
+    disagreement,
+    machine_text,
+    place_estimates,
+)
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config, sdpa_setting
 from profharness.attention.dispatch.machine import from_config, permitted
 from profharness.attention.dispatch.predict import predict
@@ -61,8 +67,7 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     if not asked:
         reasons = "; ".join(dict.fromkeys(filter(None, whys)))
         raise NotFoundError(f"no call of run {layers.name} can be predicted: {reasons}")
-    sampled = [_as_sampled(config) for config, _ in asked]
-    answers = dict(zip(asked, _predictions(asked, sampled, place), strict=True))
+    answers = dict(zip(asked, _predictions(list(asked), place), strict=True))
     rows, made = [], []
     for row, why, own, weights in zip(layers.rows, whys, queries, points, strict=True):
         calls = sum(weight for _, weight in weights)
@@ -96,10 +101,12 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
         conclusions=(),
         rows=tuple(rows),
     )
+    configs = [as_sampled(config) for config, _ in asked]
     texts = (
         *_conclusions(result, layers.processes),
-        *filter(None, (doubt, place.others, disagreement(place, sampled))),
-        *_doubts(layers, asked, sampled),
+        *filter(None, (doubt, place.others, disagreement(place, configs))),
+        *_doubts(layers, configs),
+        *filter(None, [_contiguous(answers.values())]),
         *_left_out(layers, rows),
     )
     result = replace(result, conclusions=texts)
@@ -131,11 +138,9 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
     return "; ".join(row.reasons[:1]) or NO_CONFIG
 
 
-def _predictions(
-    asked: Iterable[ForecastQuery], sampled: Sequence[Config], place: Place
-) -> Iterator[Prediction]:
+def _predictions(asked: Sequence[ForecastQuery], place: Place) -> Iterator[Prediction]:
     names = (AUTO, *SDPA_BACKENDS)
-    found = iter(place_estimates(place, sampled, names))
+    found = iter(place_estimates(place, [config for config, _ in asked], names))
     for config, allowed in asked:
         estimates = {name: next(found) for name in names}
         params = from_config(config)
@@ -149,11 +154,6 @@ def _predictions(
             estimates[choice] = own  # as in `predict`
         supported = {name: each for name, each in estimates.items() if backends[name].eligible}
         yield choice, estimates, supported
-
-
-def _as_sampled(config: Config) -> Config:
-    """Return the config as atlases measure it, with contiguous tensors and the default scale."""
-    return replace(config.contiguous(), mask_strides=None, scale=None)
 
 
 def _row(predictions: Sequence[Prediction], weights: Sequence[float]) -> LayerForecast:
@@ -226,20 +226,22 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
     yield "Times are kernel times with a warm L2 cache, without launches and gaps."
 
 
-def _doubts(
-    layers: LayerMap, asked: Iterable[ForecastQuery], sampled: Sequence[Config]
-) -> Iterator[str]:
+def _contiguous(predictions: Iterable[Prediction]) -> str:
+    """Return a note on the chosen backends whose times are those of contiguous tensors, or ""."""
+    return contiguous_note(
+        choice
+        for choice, estimates, _ in predictions
+        if choice in estimates and estimates[choice].timed_as
+    )
+
+
+def _doubts(layers: LayerMap, configs: Sequence[Config]) -> Iterator[str]:
     if any(map(_as_sdpa, layers.rows)):
         yield (
             "Eager attention is predicted as a call of scaled_dot_product_attention without a mask, "
             "because its mask is unknown."
         )
-    if [config for config, _ in asked] != sampled:
-        yield (
-            "The backends are predicted from the strides of the calls, but the times assume "
-            "contiguous tensors."
-        )
-    if layers.gpu is None and all(config.dtype == "fp32" for config in sampled):
+    if layers.gpu is None and all(config.dtype == "fp32" for config in configs):
         yield (
             "All calls use fp32, as is usual on a CPU. If the program uses fp16 or bf16 on a GPU, "
             "observe it with that dtype."

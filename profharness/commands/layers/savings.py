@@ -13,7 +13,7 @@ from profharness.devices import short_gpu_name
 from profharness.errors import ProfharnessError
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import LayerMap, LayerRow, suggestions
-from profharness.render.document import time_text
+from profharness.units import time_text
 
 
 @dataclass(frozen=True, slots=True)

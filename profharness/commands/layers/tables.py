@@ -33,10 +33,9 @@ from profharness.render.document import (
     field_names,
     filled_columns,
     record,
-    share_text,
-    time_text,
 )
 from profharness.traces.engine_log import EngineLog
+from profharness.units import share_text, time_text
 
 SCHEMA = "profharness.layers/1"
 EAGER = "eager"
@@ -52,10 +51,10 @@ OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "s
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "kernels")
 GAPS = (
-    Column("duration_ns", "idle µs", "us"),
+    Column("duration_ns", "idle µs", "time"),
     Column("kernel_short", "ended by", shrink=True),
     Column("op", "launched by", shrink=True),
-    Column("late", "requested, µs into the gap", right=True),
+    Column("late", "requested, time into the gap", right=True),
 )
 PHASES = pick(PhaseRow)
 REGRET = pick(LayerRow, "best", "saves_ns")
@@ -242,7 +241,7 @@ def figure_columns(
     """
     columns = [Column("ran", backend, importance="answer")]
     columns += [
-        Column(f"us{at}", f"{name} µs", "us", importance="answer", scale="call")
+        Column(f"us{at}", f"{name} µs", "time", importance="answer", scale="call")
         for at, name in enumerate(names)
     ]
     columns += [
@@ -358,8 +357,8 @@ def _merged(
 def _gaps(layers: LayerMap) -> Table:
     rows = []
     for gap in layers.gaps:
-        late = None if gap.launch_ns is None else (gap.launch_ns - gap.start_ns) / 1e3
+        late = None if gap.launch_ns is None else gap.launch_ns - gap.start_ns
         op = gap.op_path.rpartition(";")[2] if gap.op_path else None
-        lateness = None if late is None else f"{late:,.1f}" if late > 0 else "before it"
+        lateness = None if late is None else time_text(late) if late > 0 else "before it"
         rows.append(gap._asdict() | {"op": op, "late": lateness})
     return Table.of(GAPS, rows)

@@ -29,9 +29,9 @@ from profharness.render.document import (
     field_names,
     filled_columns,
     record,
-    share_text,
 )
 from profharness.store import frame, open_store
+from profharness.units import share_text
 
 if TYPE_CHECKING:
     import pandas as pd

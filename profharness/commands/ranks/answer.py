@@ -14,7 +14,7 @@ from profharness.commands.ranks.comparison import (
     usual_ranks,
 )
 from profharness.errors import counted, join_and, join_few
-from profharness.render.document import share_text
+from profharness.units import share_text
 
 LABELS_SHOWN = 8
 OF_PACE = (SLOW_GPU, SLOW_KERNELS)

@@ -75,13 +75,20 @@ class RankFigures:
     """Collectives are excluded. Kernels are weighted by time."""
     compute_ns: Annotated[
         int,
-        column("compute ms", "ms", importance="answer", meaning="kernel time without collectives"),
+        column(
+            "compute µs",
+            "time",
+            importance="answer",
+            scale="rank",
+            meaning="kernel time without collectives",
+        ),
     ]
     span_ns: Annotated[
         int | None,
         column(
-            "span ms",
-            "ms",
+            "span µs",
+            "time",
+            scale="rank",
             meaning="time from the start of the first launch to the end of the last launch",
         ),
     ]

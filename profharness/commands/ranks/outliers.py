@@ -29,12 +29,12 @@ from profharness.commands.ranks.comparison import (
 )
 from profharness.errors import NotFoundError, UsageError, counted, join_few, percent
 from profharness.program.changes import environment_changes
-from profharness.render.document import share_text
 from profharness.rows import RankKernel, RankLaunches, RankRow
 from profharness.stats import THRESHOLD
 from profharness.store.names import name_runs
 from profharness.store.ranks import rank_launches, rank_rows
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, COLLECTIVE
+from profharness.units import share_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

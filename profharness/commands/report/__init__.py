@@ -92,6 +92,7 @@ from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow, decisive
 from profharness.stats import THRESHOLD
 from profharness.store import Store, open_store
+from profharness.units import as_long, time_text
 
 SCHEMA = "profharness.report/1"
 
@@ -108,16 +109,17 @@ class Latency:
         float,
         column(
             "median µs",
-            "us",
+            "time",
             importance="answer",
             scale="call",
             meaning="median of the samples; 80 % of the samples are between p10 and p90",
         ),
     ]
-    p10_ns: Annotated[float, column("p10 µs", "us", scale="call", meaning="10th percentile")]
-    p90_ns: Annotated[float, column("p90 µs", "us", scale="call", meaning="90th percentile")]
+    p10_ns: Annotated[float, column("p10 µs", "time", scale="call", meaning="10th percentile")]
+    p90_ns: Annotated[float, column("p90 µs", "time", scale="call", meaning="90th percentile")]
     min_ns: Annotated[
-        float, column("min µs", "us", importance="detail", scale="call", meaning="shortest sample")
+        float,
+        column("min µs", "time", importance="detail", scale="call", meaning="shortest sample"),
     ]
 
 
@@ -134,7 +136,7 @@ CELL_COLUMNS = (
 )
 TO_FASTEST = Column(
     "to_fastest",
-    "to fastest",
+    "vs fastest",
     "ratio",
     importance="answer",
     meaning="the median divided by the fastest backend's median for the same config",
@@ -180,7 +182,6 @@ GLOSSARY = {
             *pick(KernelRow, "registers_per_thread", "occupancy", "share"),
             *pick(DiffRow, "role", "ratio"),
             *pick(BenchRow, "half", "efficiency", "speedup"),
-            *pick(Loss, "regret"),
         )
     },
 }
@@ -659,8 +660,8 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
     worst = real[0]
     yield (
         f"On {len(real)} of {compared}, auto was slower than the fastest other backend{doubt}. The "
-        f"largest difference is {percent(worst.regret, 1)} on {worst.config}, where auto takes "
-        f"{worst.chosen_ns / 1e3:,.2f} µs and {worst.best} takes {worst.best_ns / 1e3:,.2f} µs."
+        f"largest difference is on {worst.config}, where auto takes {time_text(worst.chosen_ns)} and "
+        f"{worst.best} takes {time_text(worst.best_ns)}. auto takes {as_long(1 + worst.regret)}."
     )
     yield (
         f"Select {named(Counter(loss.best for loss in real))}. The code below selects the fastest "

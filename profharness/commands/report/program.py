@@ -38,12 +38,11 @@ from profharness.render.document import (
     Table,
     Timeline,
     record,
-    share_text,
-    time_text,
 )
 from profharness.rows import CallRow, RangeRow, StepLaunch
 from profharness.store import Store
 from profharness.traces.ops import EVALUATION
+from profharness.units import share_text, time_text
 
 MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
 MOST_KERNELS = 15
@@ -53,13 +52,13 @@ OBSERVED = "profharness-attention:"  # ranges that the observer opens around att
 RANGES, CPU = "range", "CPU"
 PARTS = (
     *pick(KernelTime, "kind"),
-    Column("ns", "µs/step", "us", meaning="time per step"),
+    Column("ns", "µs/step", "time", meaning="time per step"),
     *pick(LayerRow, "step_share"),
 )
 TOP_KERNELS = pick(KernelTime, "kernel_short", "total_ns", "share", "launches", "kind", "layer")
 LISTED = (
-    Column("start_ns", "start µs", "us", scale="timeline", meaning="time since the step began"),
-    Column("duration_ns", "µs", "us", meaning="duration of the launch"),
+    Column("start_ns", "start µs", "time", scale="timeline", meaning="time since the step began"),
+    Column("duration_ns", "µs", "time", meaning="duration of the launch"),
     Column("lane", "stream", optional=True),
     Column("name", "kernel", shrink=True),
     Column("series", "kind"),
@@ -120,14 +119,13 @@ def compared_steps(programs: Mapping[str, ProgramTimes | None]) -> list[Block]:
     timed = {name: times for name, times in programs.items() if times is not None}
     if len(timed) < 2:
         return []
-    longest = max(times.step_ns for times in timed.values())
     # The last part of each bar has its label.
     rows = tuple(
         {
             "run": name,
-            "ms": times.parts.get(part, 0) / 1e6,
+            "µs": times.parts.get(part, 0) / 1e3,
             "kind": _series(*part),
-            "label": time_text(times.step_ns, longest) if part[0] == IDLE else "",
+            "label": time_text(times.step_ns) if part[0] == IDLE else "",
         }
         for part in sorted(
             dict.fromkeys(
@@ -138,7 +136,7 @@ def compared_steps(programs: Mapping[str, ProgramTimes | None]) -> list[Block]:
         for name, times in timed.items()
         if times.parts.get(part)
     )
-    chart = Chart("stack", "", rows, "ms", "run", "kind", label="label")
+    chart = Chart("stack", "", rows, "µs", "run", "kind", "µs per step", label="label")
     return [Heading("The steps compared"), chart]
 
 
@@ -157,15 +155,15 @@ def _step_bar(times: ProgramTimes) -> Iterator[Block]:
     rows = tuple(
         {
             "step": "step",
-            "ms": ns / 1e6,
+            "µs": ns / 1e3,
             "kind": _series(kind, backend),
-            "label": f"{time_text(ns, times.step_ns)} · {share_text(ns / times.step_ns)}",
+            "label": f"{time_text(ns)} · {share_text(ns / times.step_ns)}",
         }
         for (kind, backend), ns in _ordered(times)
     )
     yield Heading("The step", f"{time_text(times.step_ns)}, {name}")
     caption = "The shares refer to the whole step, including the time in which the GPU is idle."
-    yield Chart("stack", "", rows, "ms", "step", "kind", "ms", label="label", caption=caption)
+    yield Chart("stack", "", rows, "µs", "step", "kind", "µs", label="label", caption=caption)
     yield Heading("The step as a table", level=3, folded=True)
     parts = [
         {"kind": _series(kind, backend), "ns": ns, "step_share": ns / times.step_ns}
@@ -197,13 +195,12 @@ def _layer_bars(
             own = spent.setdefault(short_module(row.module) or row.config or row.kind, {})
             own[row.ran or UNKNOWN] = own.get(row.ran or UNKNOWN, 0) + row.kernel_ns
     busy = (layers.gpu_ns if layers else 0) or times.step_ns - times.parts.get((IDLE, None), 0)
-    longest = max((ns for own in spent.values() for ns in own.values()), default=0) / count
     rows = tuple(
         {
             "layer": name,
-            "ms": ns / count / 1e6,
+            "µs": ns / count / 1e3,
             "backend": backend,
-            "label": f"{backend} {time_text(ns / count, longest)} · {share_text(ns / count / busy)} of busy",
+            "label": f"{backend} {time_text(ns / count)} · {share_text(ns / count / busy)} of GPU time",
         }
         for name, own in spent.items()
         for backend, ns in own.items()
@@ -215,7 +212,7 @@ def _layer_bars(
             "stack",
             "Attention by layer",
             rows,
-            "ms",
+            "µs",
             "layer",
             "backend",
             label="label",

@@ -77,6 +77,7 @@ from profharness.files import atomic_file, check_output, shell_command
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import DEVICES, Protocol
 from profharness.store import Selection, open_store
+from profharness.units import time_text
 
 SHOWN = 6  # maximum number of candidates that an error lists
 _OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
@@ -204,7 +205,7 @@ def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterator[str]:
         yield f"Choice: {cell.choice}"
     for name, samples in cell.samples.items():
         if samples:
-            yield f"Time, {name}: median {statistics.median(samples) / 1e3:.2f} us of {len(samples)}"
+            yield f"Time, {name}: median {time_text(statistics.median(samples))} of {len(samples)}"
     yield f"Environment: {place}"
     if environment.get("env"):
         texts = (f"{name}={value}" for name, value in environment["env"].items())

@@ -7,7 +7,12 @@
     const digits = Math.max(0, Math.ceil(-Math.log10(step / size) - 1e-9));
     return `${(value / size).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
   };
-  const brief = (value) => ns(value, value >= 1e6 ? 1e4 : value >= 1e3 ? 10 : 1);
+  const brief = (value) => { // as in the tables: three significant figures
+    const rounded = Number(value.toPrecision(3));
+    const [unit, size] = rounded >= 1e9 ? ["s", 1e9] : rounded >= 1e6 ? ["ms", 1e6] : ["µs", 1e3];
+    const digits = rounded ? Math.min(Math.max(2 - Math.floor(Math.log10(rounded / size)), 0), 3) : 0;
+    return `${(rounded / size).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+  };
 
   for (const figure of document.querySelectorAll("figure.timeline")) {
     const data = JSON.parse(figure.querySelector("script").textContent);

@@ -1,0 +1,79 @@
+"""Format times, shares and ratios. Tables, sentences and charts show a value with the same digits."""
+
+from __future__ import annotations
+
+import math
+
+UNITS = {"µs": 1e3, "ms": 1e6, "s": 1e9}
+"""Maps each unit of time to its length in ns. A time has the largest unit in which it is 1 or more."""
+
+
+def time_unit(ns: float) -> str:
+    """Return the unit in which a time is shown: µs below 1,000 µs, ms below 1,000 ms, or else s."""
+    # Round first, so that 999.9 µs becomes 1.00 ms.
+    size = abs(float(f"{ns:.3g}"))
+    return "s" if size >= UNITS["s"] else "ms" if size >= UNITS["ms"] else "µs"
+
+
+def time_figure(ns: float) -> str:
+    """Format a time with three significant figures in its own unit: `7.44`."""
+    if not ns or not math.isfinite(ns):
+        return f"{ns:g}"
+    value = float(f"{ns:.3g}") / UNITS[time_unit(ns)]
+    digits = min(max(2 - math.floor(math.log10(abs(value))), 0), 3)
+    return f"{value:,.{digits}f}"
+
+
+def time_text(ns: float) -> str:
+    """Format a time with its unit: `7.44 µs`, `724 µs` or `9.63 ms`."""
+    return f"{time_figure(ns)} {time_unit(ns)}"
+
+
+def share_text(share: float) -> str:
+    """Format a share for a sentence: `6 %`, `0.4 %`. Show a decimal only near 0 and 1."""
+    percent = 100 * share
+    if 0 < percent < 0.05:
+        return "<0.1 %"
+    if 99.95 <= percent < 100:
+        return ">99.9 %"
+    digits = 1 if percent < 1.95 or 99 < percent < 100 else 0
+    return f"{percent:.{digits}f}".removesuffix(".0") + " %"
+
+
+def ratio_figure(ratio: float) -> str:
+    """Format a ratio with two decimals, or with three significant figures below 0.1: `1.40`."""
+    return f"{ratio:,.2f}" if ratio >= 0.1 else f"{ratio:.3g}"
+
+
+def ratio_text(ratio: float) -> str:
+    """Format a ratio for a table or a clause: `1.40x`."""
+    return f"{ratio_figure(ratio)}x"
+
+
+def as_fast(speed_up: float, than: str = "", most: float | None = None) -> str:
+    """Describe a speed-up, which is an old time divided by a new time.
+
+    At 1 and above, return `1.40 times as fast as flash`. Below, return `15 % slower than flash`, or
+    `3.20 times slower than flash` if the new time is twice the old time or more. `than` names the
+    side with the old time. If `most` is given, describe the speed-ups from `speed_up` to `most`.
+    """
+    high = speed_up if most is None else most
+    if high >= 1:
+        return f"{_range(ratio_figure(speed_up), ratio_figure(high))} times as fast" + (
+            f" as {than}" if than else ""
+        )
+    factors = 1 / high, 1 / speed_up
+    if factors[1] < 2:
+        amount = f"{_range(*(f'{100 * (each - 1):.2g}' for each in factors))} %"
+    else:
+        amount = f"{_range(*map(ratio_figure, factors))} times"
+    return f"{amount} slower" + (f" than {than}" if than else "")
+
+
+def as_long(ratio: float) -> str:
+    """Describe a time divided by the time of the fastest backend: `1.40 times as long`."""
+    return f"{ratio_figure(ratio)} times as long"
+
+
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"

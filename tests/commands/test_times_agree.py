@@ -1,0 +1,183 @@
+"""Check that the answers of commands quote times and ratios with the digits of their tables."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from written_benches import bench_run
+
+import profharness.commands._command as command_module
+from profharness.cli import find_command
+from profharness.commands import bench
+from profharness.render.document import Document, Heading, Note, Table, for_reading, formatted_rows
+from profharness.store import ingest_path
+from profharness.units import UNITS, as_fast, as_long, ratio_text, time_text, time_unit
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "traces" / "models"
+NAMES = tuple(sorted(path.name for path in MODELS.glob("*.json.gz")))
+GPU = ("--gpu", "H200")
+CONFIGS = ("2,8,512,64", "2,8,512,64,layout=bshd", "1,8,16384,64,fp16,seq_q=9", "4,32,8192,128,bwd")
+SWEEP = "2,8,{64:8192:*2},64"
+TIME = re.compile(r"([\d,]+(?:\.\d+)?) (µs|ms|s)\b")
+RATIO = re.compile(r"(\d[\d,.]*) times as (?:fast|long)")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The times and ratios in the answer of a document, and those in its tables and headings."""
+
+    quoted: tuple[str, ...]
+    ratios: tuple[str, ...]
+    texts: frozenset[str]  # times with their units, and ratios
+    times_ns: tuple[float, ...]  # raw times in tables
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "s.db"
+    for name in ("h200-torch2.11", "h200-torch-nsys-ncu"):
+        ingest_path(path, ROOT / "traces" / name)
+    for name in NAMES:
+        ingest_path(path, MODELS / name)
+    return path
+
+
+def document_of(*words: str) -> Document:
+    shown: list[Document] = []
+
+    def emit(document: Document, *_: object, **__: object) -> None:
+        shown.append(document)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (command_module, bench):
+            patch.setattr(module, "emit", emit)
+        find_command(words[0]).main(list(words[1:]), standalone_mode=False)
+    return shown[0]
+
+
+def texts_of(table: Table) -> Iterator[str]:
+    for row in formatted_rows(table):
+        for column, cell in zip(table.columns, row, strict=True):
+            unit = next((unit for unit in UNITS if re.search(rf"\b{unit}\b", column.title)), "")
+            yield from (
+                f"{each} {unit}" if column.format == "time figure" else each
+                for each in cell.rstrip("*?").split(" → ")
+            )
+
+
+def shown_by(*words: str) -> Shown:
+    raw = document_of(*words)
+    document = for_reading(raw)
+    answer = " ".join(document.answer)
+    texts: set[str] = set()
+    for block in document.blocks:
+        if isinstance(block, Table):
+            texts.update(texts_of(block))
+        elif isinstance(block, Heading | Note):
+            own = block.detail if isinstance(block, Heading) else block.text
+            texts.update(match[0] for match in TIME.finditer(own))
+    times = [
+        float(value)
+        for block in raw.blocks
+        if isinstance(block, Table)
+        for row in block.rows
+        for column, cell in zip(block.columns, row, strict=True)
+        if column.format == "time"
+        for value in (cell if isinstance(cell, tuple) else (cell,))
+        if isinstance(value, int | float) and value
+    ]
+    quoted = tuple(match[0] for match in TIME.finditer(answer))
+    return Shown(quoted, tuple(RATIO.findall(answer)), frozenset(texts), tuple(times))
+
+
+def ns_of(text: str) -> float:
+    number, unit = text.split()
+    return float(number.replace(",", "")) * UNITS[unit]
+
+
+def check_equal_times(shown: Shown) -> None:
+    """Check that a time of a table that is equal to a quoted time has the same text."""
+    for text in shown.quoted:
+        equal = [ns for ns in shown.times_ns if float(f"{ns:.3g}") == round(ns_of(text), 3)]
+        assert not equal or text in shown.texts, (text, equal)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_time_of_a_prediction_is_in_its_table(config: str) -> None:
+    shown = shown_by("predict", "--config", config, *GPU)
+    assert shown.quoted and set(shown.quoted) <= shown.texts
+    assert {f"{ratio}x" for ratio in shown.ratios} <= shown.texts
+
+
+def test_every_ratio_of_a_map_of_predictions_is_in_its_tables() -> None:
+    shown = shown_by("predict", "--config", SWEEP, *GPU)
+    assert {f"{ratio}x" for ratio in shown.ratios} <= shown.texts
+    check_equal_times(shown)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"auto": 42_123, "flash": 30_049, "math": 3_210_000},
+        {"auto": 30_100, "flash": 30_049, "math": 999_700},
+        {"flash": 1_234_567, "cudnn": 987_654},
+        {"math": 2_345_678_901},
+    ],
+)
+def test_every_time_of_a_benchmark_is_in_its_table(times: dict[str, int], tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    bench_run(
+        path, "times", {("1,2,64,16,fp32", name): ns for name, ns in times.items()}, choice="math"
+    )
+    shown = shown_by("bench", "latest", "--store", str(path))
+    assert shown.quoted and set(shown.quoted) <= shown.texts
+    assert {f"{ratio}x" for ratio in shown.ratios} <= shown.texts
+
+
+@pytest.mark.parametrize("sides", [("flash", "math"), ("flash", "cudnn")])
+def test_every_ratio_of_a_diff_is_in_its_tables(sides: tuple[str, str], store: Path) -> None:
+    shown = shown_by("diff", *sides, "--config", "2,8,512,64", "--store", str(store))
+    assert shown.ratios and {f"{ratio}x" for ratio in shown.ratios} <= shown.texts
+    check_equal_times(shown)
+
+
+@pytest.mark.parametrize("extra", [(), GPU])
+def test_equal_times_of_layers_have_equal_texts(extra: tuple[str, ...], store: Path) -> None:
+    quoted = 0
+    for name in NAMES:
+        if extra and name.startswith("llama_graph.json"):
+            continue  # the shapes of its calls are unknown, so nothing is predicted
+        shown = shown_by("layers", name, *extra, "--store", str(store))
+        check_equal_times(shown)
+        quoted += len(shown.quoted)
+    assert quoted > len(NAMES)
+
+
+def test_equal_times_of_compared_programs_have_equal_texts(store: Path) -> None:
+    for before, after in pairwise(name for name in NAMES if name.startswith("llama")):
+        for command in ("diff", "layers"):
+            check_equal_times(shown_by(command, before, after, "--store", str(store)))
+
+
+@pytest.mark.parametrize(
+    ("ns", "unit"), [(1, "µs"), (999_499, "µs"), (999_600, "ms"), (9.996e8, "s"), (-2e6, "ms")]
+)
+def test_a_time_has_the_largest_unit_in_which_it_is_1_or_more(ns: float, unit: str) -> None:
+    assert time_unit(ns) == unit and time_text(ns).endswith(f" {unit}")
+    assert math.isclose(ns_of(time_text(ns)), ns, rel_tol=0.006)
+
+
+def test_sentences_have_the_digits_of_ratios() -> None:
+    for ratio in (0.0123, 0.714, 1, 1.399, 18.4931):
+        digits = ratio_text(ratio).removesuffix("x")
+        assert as_long(ratio) == f"{digits} times as long"
+        assert as_fast(ratio) == f"{digits} times as fast"
+    assert as_fast(0.076, 0.294) == "0.076 to 0.29 times as fast"
+    assert as_fast(1.401, 1.399) == "1.40 times as fast"
