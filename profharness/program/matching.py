@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
@@ -26,11 +26,18 @@ from profharness.program.layer_map import (
     merge_numbered,
     module_name,
     module_names,
-    phase_of,
     points_of,
 )
 from profharness.program.observed_calls import ObservedCalls
-from profharness.program.phases import PhaseRow, find_phases
+from profharness.program.phases import (
+    PhaseRow,
+    Place,
+    find_phases,
+    phase_of,
+    step_phases,
+    step_place,
+    steps_by_phase,
+)
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
 
@@ -49,7 +56,9 @@ class Program:
     # one representative call for each observed kind of which some calls are in no trace
     untraced: tuple[CallRow, ...] = ()
     observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
-    phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
+    phases: tuple[PhaseRow, ...] = ()
+    step_phases: Mapping[Place, str] = field(default_factory=dict)
+    step_phase: str | None = None  # the phase of all steps, in a part of a program with phases
     peaks: Peaks | None = None  # the limits of the program's GPU, if known
 
 
@@ -117,6 +126,9 @@ class LayerSide:
     forward_step_ns: float | None = None
     backward_step_ns: float | None = None
     library: str | None = None  # the AMD library whose kernels computed the backend
+    # The phase of the steps that the values per step refer to. None if the programs are not compared
+    # by phase, so that the values are means over all steps.
+    step_phase: str | None = None
 
 
 def told_ratio(of_sums: float, of_calls: float | None) -> float:
@@ -159,6 +171,11 @@ class MatchedLayers:
         """The first side that is not None."""
         return next(filter(None, self.sides))
 
+    @property
+    def step_phase(self) -> str | None:
+        """The phase of the steps that contain the calls, or None if phases are not compared."""
+        return self.first.step_phase
+
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
@@ -196,6 +213,12 @@ class LayerDiff:
         side = self.baseline or self.candidate
         assert side is not None
         return side.module or side.config or "a call"
+
+    @property
+    def step_phase(self) -> str | None:
+        """The phase of the steps that contain the calls, or None if phases are not compared."""
+        side = self.baseline or self.candidate
+        return side.step_phase if side else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +272,7 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
     steps = store.steps(run) if calls else []
     observed = ObservedCalls(store.templates(run), calls)
     calls = calls_in_steps(calls, steps)
+    of_steps = step_phases(steps, calls)
     untraced = observed.untraced()
     if configs:
         labels = {call.config for call in (*calls, *untraced) if call.config}
@@ -263,9 +287,16 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
     devices = store.devices(run)
     device = (devices[0].name or "a GPU without a name") if devices else None
     peaks = store.peaks(run)
-    phases = find_phases(steps, calls, peaks)
-    traced = tuple(steps) if calls else ()
-    return Program(tuple(calls), traced, device, tuple(untraced), observed, phases, peaks)
+    return Program(
+        calls=tuple(calls),
+        steps=tuple(steps) if calls else (),
+        device=device,
+        untraced=tuple(untraced),
+        observed=observed,
+        phases=find_phases(steps, calls, of_steps, peaks),
+        step_phases=of_steps,
+        peaks=peaks,
+    )
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
@@ -274,6 +305,17 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     A layer counts as faster or slower if the relative change of its time exceeds `threshold`.
     """
     doubts = _doubts(baseline, candidate)
+    return tuple(
+        chain.from_iterable(
+            _diff_part(one, other, doubts, threshold)
+            for one, other in _parts((baseline, candidate))
+        )
+    )
+
+
+def _diff_part(
+    baseline: Program, candidate: Program, doubts: Sequence[str], threshold: float
+) -> Iterator[LayerDiff]:
     groups = _equal_layers((baseline, candidate))
 
     def order(group: _Group) -> tuple[bool, bool, int, int]:
@@ -282,29 +324,52 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
         return not left, not right, first.trace, first.call
 
     groups.sort(key=order)
-    rows = []
     for direction, (left, right) in groups:
         if left and right:
             sides = _side(baseline, left), _side(candidate, right)
-            rows.append(_diff(direction, sides, (left, right), doubts, threshold))
+            yield _diff(direction, sides, (left, right), doubts, threshold)
         elif left:
             why = ("the candidate has no matching layer with the same size",)
-            row = LayerDiff(
+            yield LayerDiff(
                 direction, baseline=_side(baseline, left), verdict="removed", reasons=why
             )
-            rows.append(row)
         else:
             why = ("the baseline has no matching layer with the same size",)
-            row = LayerDiff(
+            yield LayerDiff(
                 direction, candidate=_side(candidate, right), verdict="added", reasons=why
             )
-            rows.append(row)
-    return tuple(rows)
+
+
+def _parts(programs: Sequence[Program]) -> list[Sequence[Program]]:
+    """Divide programs by phase, because only steps of the same phase can be compared.
+
+    The programs are one part if one of them has no phases.
+    """
+    if not all(program.step_phases for program in programs):
+        return [programs]
+    groups = [steps_by_phase(program.steps, program.step_phases) for program in programs]
+    phases = dict.fromkeys(chain.from_iterable(groups))
+    return [[_part(program, phase) for program in programs] for phase in phases]
+
+
+def _part(program: Program, phase: str | None) -> Program:
+    """Return the part of a program that consists of the steps of a phase."""
+    of_steps = program.step_phases
+    return replace(
+        program,
+        calls=tuple(c for c in program.calls if of_steps.get((c.trace, c.step)) == phase),
+        steps=tuple(s for s in program.steps if of_steps.get(step_place(s)) == phase),
+        untraced=(),
+        step_phase=phase,
+    )
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
     """Return one row per group of equal layers, starting with the layers of the first program."""
-    rows = []
+    return tuple(chain.from_iterable(map(_match_part, _parts(programs))))
+
+
+def _match_part(programs: Sequence[Program]) -> Iterator[MatchedLayers]:
     for direction, calls in _equal_layers(programs):
         sides = [
             _side(program, own) if own else None
@@ -314,7 +379,7 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
         timed = [side for side in present if side.forward_ns is not None]
         both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
         samples = [_samples(own, both_ways=both_ways) for own in calls]
-        row = MatchedLayers(
+        yield MatchedLayers(
             direction=direction,
             sides=tuple(sides),
             call_ns=tuple(median(own) if own else None for own in samples),
@@ -324,8 +389,6 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
                 for side in sides
             ),
         )
-        rows.append(row)
-    return tuple(rows)
 
 
 def _equal_layers(programs: Sequence[Program]) -> list[_Group]:
@@ -493,6 +556,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         points=points,
         kernels=_forward_kernels(middle),
         library=library_of(calls),
+        step_phase=program.step_phase,
         roofline_share=_roofline_share(program.peaks, middle, forward_ns),
         **recorded,
     )

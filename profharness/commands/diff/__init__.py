@@ -44,9 +44,9 @@ from profharness.commands.diff.compare import (
 )
 from profharness.errors import GateError, NotFoundError, counted, join_few
 from profharness.program.changes import VERDICTS, EnvChange
-from profharness.program.layer_map import PHASE, short_module
+from profharness.program.layer_map import PHASE, LayerRow, short_module
 from profharness.program.matching import LayerDiff, LayerSide, ran_text
-from profharness.program.phases import PhaseRow
+from profharness.program.phases import PhaseRow, phases_detail
 from profharness.render.document import (
     FORMATS,
     MISSING,
@@ -90,6 +90,7 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
 """Maps a field of LayerSide to a function that formats it for the table of layers."""
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
+    *pick(LayerRow, "step_phase"),
     PHASE,
     *(
         replace(each, importance="answer") if each.key == "forward_ns" else each
@@ -204,7 +205,7 @@ def _phase_blocks(phases: Sequence[PhaseDiff]) -> Iterator[Block]:
         for mark, row in ((MARKS[0], each.baseline), (MARKS[1], each.candidate))
         if row
     ]
-    yield Heading("Phases of the engine", "", 3)
+    yield Heading("Phases", phases_detail(row for _, row in lines), 3)
     yield Table.of((SIDE, *pick(PhaseRow)), [{"side": mark} | record(row) for mark, row in lines])
 
 
@@ -236,7 +237,8 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
     lines: list[dict[str, Any]] = []
     notes: dict[tuple[str, str], list[str]] = {}  # names of layers by reason and level
     recomputed = any(row.direction != "forward" for row in layers)
-    for row in sorted(layers, key=lambda row: -_step_ns(row)):
+    phases = list(dict.fromkeys(row.step_phase for row in layers))
+    for row in sorted(layers, key=lambda row: (phases.index(row.step_phase), -_step_ns(row))):
         side = row.baseline or row.candidate
         name = row.name if full else short_module(side.module if side else None) or row.name
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
@@ -244,10 +246,12 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
         sides = (row.baseline, row.candidate)
         texts["ran"] = _change(*(ran_text(each) if each else None for each in sides))
         texts["phase"] = phase if recomputed else None
+        texts["step_phase"] = row.step_phase if len(phases) > 1 else None
         if not shares:
             texts["roofline_share"] = None
         lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
         name = name if row.direction == "forward" else f"{name} ({row.direction})"
+        name = f"{name} ({row.step_phase})" if len(phases) > 1 and row.step_phase else name
         if row.verdict != "same" or len(row.reasons) > 1:
             odd = {row.verdict, row.speed} & {"slower", "removed", "added"}
             level = "warning" if odd else "note"

@@ -20,6 +20,7 @@ from profharness.commands.diff.compare import (
 from profharness.errors import counted, join_and
 from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff, ran_text, told_ratio
+from profharness.program.phases import in_phase
 from profharness.render.document import comparison_text, range_text, time_text
 from profharness.rows import COLD, EAGER, EVENT, GRAPH
 from profharness.stats import THRESHOLD, beyond
@@ -65,29 +66,14 @@ def _layers(diff: Diff) -> Iterator[str]:
     if not both:
         yield f"{before} and {after} have no attention layers of equal size in common."
         return
-    if timed:
-        times = [sum(_step_ns(row, side) for row in [*timed, *again]) for side in (0, 1)]
-        speeds = {row.speed for row in timed}
-        some = len(both) + len(again) < len(diff.layers)
-        whole = f"({time_text(times[0])} → {time_text(times[1])} per step"
-        whole += ", without the unmatched layers)" if some else ")"
-        # Another GPU explains the difference, so there is no verdict. The answer still names it.
-        other_gpu = any(change.key == "gpu" for change in diff.environment)
-        both_ways = any(row.basis != "forward" for row in timed)
-        what = "attention" if both_ways else "the forward pass of attention"
-        if (speeds == {"same"} and not again) or times[0] == times[1] > 0:
-            lead = f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before} {whole}"
-        elif not times[0] or not times[1] or (speeds == {"unknown"} and not other_gpu):
-            reason = next((row.reasons[-1] for row in timed if row.reasons), "")
-            lead = f"No verdict on {what} {whole}: {reason}"
-        else:
-            alone = timed[0].ratio if len(timed) == 1 and not again else None
-            ratio = told_ratio(times[1] / times[0], alone)
-            lead = f"{after} is {comparison_text(ratio)} than {before} in {what} {whole}"
-            lead += _opposite(timed, ratio)
-    else:
-        lead = f"The times of {before} and {after} cannot be compared"
-    yield f"{lead}{''.join(_backend_changes(both))}."
+    for phase in dict.fromkeys(row.step_phase for row in both):
+        rows, repeated, every = (
+            [row for row in group if row.step_phase == phase]
+            for group in (both, again, diff.layers)
+        )
+        some = len(rows) + len(repeated) < len(every)
+        lead = _compared_times(diff, rows, repeated, phase, some=some)
+        yield in_phase(phase, f"{lead}{''.join(_backend_changes(rows))}.")
     yield from _other_work(timed, before, after)
     yield from _recomputed(again, before, after)
     unmatched = [row for row in diff.layers if row not in again]
@@ -98,6 +84,45 @@ def _layers(diff: Diff) -> Iterator[str]:
             f"{count} only in {name}" for count, name in ((gone, before), (new, after)) if count
         ]
         yield f"Unmatched layers: {join_and(parts)}."
+
+
+def _compared_times(
+    diff: Diff,
+    both: Sequence[LayerDiff],
+    again: Sequence[LayerDiff],
+    phase: str | None,
+    *,
+    some: bool,
+) -> str:
+    """Return a clause that compares the attention time of a step.
+
+    `both` are the layers of both sides, and `again` are forward passes that only one side computes
+    again. `some` tells whether there are other layers. The times of a phase are left out, because
+    the sentences about phases contain them.
+    """
+    before, after = _names(diff)
+    timed = [row for row in both if row.ratio is not None]
+    if not timed:
+        return f"The times of {before} and {after} cannot be compared"
+    times = [sum(_step_ns(row, side) for row in [*timed, *again]) for side in (0, 1)]
+    speeds = {row.speed for row in timed}
+    whole = ""
+    if phase is None:
+        whole = f" ({time_text(times[0])} → {time_text(times[1])} per step"
+        whole += ", without the unmatched layers)" if some else ")"
+    # Another GPU explains the difference, so there is no verdict. The answer still names it.
+    other_gpu = any(change.key == "gpu" for change in diff.environment)
+    both_ways = any(row.basis != "forward" for row in timed)
+    what = "attention" if both_ways else "the forward pass of attention"
+    if (speeds == {"same"} and not again) or times[0] == times[1] > 0:
+        return f"{what[0].upper()}{what[1:]} takes as long in {after} as in {before}{whole}"
+    if not times[0] or not times[1] or (speeds == {"unknown"} and not other_gpu):
+        reason = next((row.reasons[-1] for row in timed if row.reasons), "")
+        return f"No verdict on {what}{whole}: {reason}"
+    alone = timed[0].ratio if len(timed) == 1 and not again else None
+    ratio = told_ratio(times[1] / times[0], alone)
+    faster = f"{after} is {comparison_text(ratio)} than {before} in {what}{whole}"
+    return f"{faster}{_opposite(timed, ratio)}"
 
 
 def _opposite(rows: Sequence[LayerDiff], ratio: float) -> str:
@@ -166,18 +191,18 @@ def _steps(diff: Diff) -> Iterator[str]:
 
 
 def _phases(diff: Diff) -> Iterator[str]:
-    """Yield one sentence with the median step of each phase that both engines have."""
+    """Yield the median step and the attention time of each phase that both sides have."""
     before, after = _names(diff)
     both = [(row.baseline, row.candidate) for row in diff.phases if row.baseline and row.candidate]
     for left, right in both:
         tokens = [row.new_tokens for row in (left, right)]
-        alike = (
-            "" if tokens[0] == tokens[1] else f", for {tokens[0]:,.0f} and {tokens[1]:,.0f} tokens"
-        )
+        differ = tokens[0] != tokens[1] and None not in tokens
+        counts = " and ".join(f"{count or 0:,.0f}" for count in tokens)
         yield (
-            f"{left.phase.capitalize()} steps take {time_text(left.step_ns)} → "
-            f"{time_text(right.step_ns)}{alike}. Attention in these steps takes "
-            f"{time_text(left.attention_ns)} → {time_text(right.attention_ns)}."
+            f"The median {left.phase} step takes {time_text(left.step_ns)} → "
+            f"{time_text(right.step_ns)}{f', for {counts} tokens' if differ else ''}. Attention in "
+            f"{left.phase} steps takes {time_text(left.attention_ns)} → "
+            f"{time_text(right.attention_ns)} on average."
         )
     if not both:
         names = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
@@ -33,6 +33,7 @@ from profharness.program.matching import (
     ran_text,
     told_ratio,
 )
+from profharness.program.phases import in_phase
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.render.document import (
     Block,
@@ -455,12 +456,15 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     rows = []
     ordered = sorted(answer.rows, key=lambda row: -_spent(row))
     recomputed = any(row.direction != "forward" for row in ordered)
+    phases = _phases(ordered)
+    ordered.sort(key=lambda row: phases.index(row.step_phase))
     for row in ordered:
         side = row.first
         module = side.module if full else short_module(side.module)
         phase = side.phase if row.direction == "forward" else row.direction
         line = {"module": module, "config": side.config, "calls": side.calls}
         line["phase"] = phase if recomputed else None
+        line["step_phase"] = row.step_phase if len(phases) > 1 else None
         ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
@@ -476,7 +480,8 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     if full:
         yield Heading("Kernels compared", "kernels of one call, the longest first", 3)
         yield Table.of(
-            (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")), _kernels(answer, ordered)
+            (*pick(LayerRow, "module", "step_phase"), GPU, *pick(LayerSide, "kernels")),
+            _kernels(answer, ordered),
         )
     yield from map(Note, _step_texts(answer))
     for row, line in zip(ordered, rows, strict=True):
@@ -501,7 +506,8 @@ def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dic
         for each, side in zip(answer.classes, row.sides, strict=True):
             if side and side.kernels:
                 module = _name(row, full=True)
-                yield {"module": module, "gpu": each.name, "kernels": side.kernels}
+                line = {"module": module, "gpu": each.name, "kernels": side.kernels}
+                yield line | {"step_phase": row.step_phase}
 
 
 def _short(names: Sequence[str]) -> list[str]:
@@ -529,30 +535,51 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
     first, *others = answer.classes
     texts = []
     for at, other in enumerate(others, 1):
-        before, after = first.layers.attention_ns, other.layers.attention_ns
         shared = [row for row in answer.rows if row.sides[0] and row.sides[at]]
         if not shared:
             text = f"{other.name} has no layer in common with {first.name}."
             texts.append(f"{text} Layers are compared by their names and the sizes of their calls.")
-        elif before and after:
-            (alone, *more) = answer.rows
-            here, there = alone.call_ns[0], alone.call_ns[at]
-            ratio = told_ratio(
-                before / after, here / there if here and there and not more else None
-            )
-            preposition = "on" if first.device != other.device else "in"
-            text = (
-                f"Attention of a step takes {time_text(before)} {preposition} {first.name} and "
-                f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, ratio)}"
-            )
-            gaps = [(_gap(row, at), row) for row in shared]
-            gap, row = max(gaps, key=lambda pair: abs(pair[0]))
-            if len(shared) > 1 and gap:
-                label = _name(row, full=False) or row.first.config or "one layer"
-                text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
-            text += _opposite(shared, at, ratio)
-            texts.append(f"{text}.")
+            continue
+        for phase in _phases(shared):
+            rows = [row for row in answer.rows if row.step_phase == phase]
+            before, after = (each.layers.of_phase(phase).attention_ns for each in (first, other))
+            if before and after:
+                text = _compared_times(first, other, rows, at, before, after)
+                texts.append(in_phase(phase, text))
     return tuple(texts)
+
+
+def _phases(rows: Iterable[MatchedLayers]) -> list[str | None]:
+    return list(dict.fromkeys(row.step_phase for row in rows))
+
+
+def _compared_times(
+    first: GpuLayers,
+    other: GpuLayers,
+    rows: Sequence[MatchedLayers],
+    at: int,
+    before: float,
+    after: float,
+) -> str:
+    """Return a sentence that compares the attention times of a step in two runs.
+
+    `rows` are all layers in these steps, and `at` is the number of the run `other`.
+    """
+    shared = [row for row in rows if row.sides[0] and row.sides[at]]
+    (alone, *more) = rows
+    here, there = alone.call_ns[0], alone.call_ns[at]
+    ratio = told_ratio(before / after, here / there if here and there and not more else None)
+    preposition = "on" if first.device != other.device else "in"
+    text = (
+        f"Attention of a step takes {time_text(before)} {preposition} {first.name} and "
+        f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, ratio)}"
+    )
+    gaps = [(_gap(row, at), row) for row in shared]
+    gap, row = max(gaps, key=lambda pair: abs(pair[0]))
+    if len(shared) > 1 and gap:
+        label = _name(row, full=False) or row.first.config or "one layer"
+        text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
+    return f"{text}{_opposite(shared, at, ratio)}."
 
 
 def _opposite(rows: Sequence[MatchedLayers], at: int, ratio: float) -> str:
@@ -660,6 +687,7 @@ def _bench_blocks(
     ]
     yield Heading("Benches compared", f"µs of one call; {', '.join(timed)}")
     layers = list(zip(rows, zip(*(each.calls for each in benches), strict=True), strict=True))
+    several = len(_phases(rows)) > 1
     lines = []
     # sort by the time on the first GPU that has a time for the layer
     for row, calls in sorted(
@@ -669,6 +697,7 @@ def _bench_blocks(
         # Use the config that was timed, because only the forward pass of recomputed calls is timed.
         config = points[(len(points) - 1) // 2][0] if points else row.first.config
         line = {"module": _name(row, full=full), "config": config}
+        line["step_phase"] = row.step_phase if several else None
         line |= figures([(call.backend, call.ns) for call in calls])
         for at, (call, each) in enumerate(zip(calls, benches, strict=True)):
             line |= {f"best{at}": call.best, f"best_us{at}": call.best_ns}
@@ -698,8 +727,19 @@ def _bench_blocks(
 
 def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> Iterator[str]:
     """Yield sentences about the total time on each GPU, and about the savings of other backends."""
+    for phase in _phases(rows):
+        places = [at for at, row in enumerate(rows) if row.step_phase == phase]
+        own = [replace(each, calls=tuple(each.calls[at] for at in places)) for each in benches]
+        yield from _sums_of_phase([rows[at] for at in places], own, phase)
+
+
+def _sums_of_phase(
+    rows: Sequence[MatchedLayers], benches: Sequence[GpuBench], phase: str | None
+) -> Iterator[str]:
     sides = [side for row in rows for side in row.sides if side]
-    whole = "a step" if all(side.calls is not None for side in sides) else "the whole program"
+    whole = f"a {phase} step" if phase else "a step"
+    if any(side.calls is None for side in sides):
+        whole = "the whole program"
     first, *others = benches
     for other in others:
         if first.bench and other.bench and first.measurement != other.measurement:
