@@ -14,6 +14,11 @@ from click.testing import CliRunner
 from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.layers.answer import layers_answer
+from profharness.commands.layers.by_gpu import (
+    compare_maps,
+    layers_by_gpu_document,
+    runs_answer,
+)
 from profharness.commands.layers.tables import layers_document
 from profharness.program.gates import parse_gates, passed_gates
 from profharness.program.layer_map import LayerMap, find_layers
@@ -207,6 +212,19 @@ def test_a_diff_compares_the_steps_of_a_phase(tmp_path: Path) -> None:
     ]
     for side, row in zip(sides, layers.rows, strict=True):
         assert side["forward_step_ns"] == pytest.approx(row.forward_ns)
+
+
+def test_runs_are_compared_by_phase(tmp_path: Path) -> None:
+    layers = layers_of(GENERATE, tmp_path)
+    with open_store(tmp_path / "store.db") as store:
+        compared = compare_maps(store, [layers, layers])
+    assert [row.step_phase for row in compared.rows] == ["decode", "prefill"]
+    told = runs_answer(compared)
+    assert [text.split(",")[0] for text in told] == ["In decode steps", "In prefill steps"]
+    page = render_table(layers_by_gpu_document(compared), width=200, cut=True)
+    lines = page.partition("Runs compared")[2].splitlines()
+    rows = [line.split() for line in lines if line.startswith("layers.")]
+    assert [row[1] for row in rows] == ["decode", "prefill"]
 
 
 def test_a_diff_of_an_engine_and_a_generate_loop(tmp_path: Path) -> None:

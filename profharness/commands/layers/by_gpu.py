@@ -456,7 +456,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     rows = []
     ordered = sorted(answer.rows, key=lambda row: -_spent(row))
     recomputed = any(row.direction != "forward" for row in ordered)
-    phases = _phases(ordered)
+    phases = _phases(answer.rows)
     ordered.sort(key=lambda row: phases.index(row.step_phase))
     for row in ordered:
         side = row.first
