@@ -116,7 +116,7 @@ def passed_gates(layers: LayerMap, gates: Gates) -> str | None:
     Return None if there are no gates.
     """
     rows = layers.rows
-    calls = sum(row.program_calls or round((row.calls or 0) * len(layers.steps)) for row in rows)
+    calls = sum(row.program_calls or round((row.calls or 0) * (row.steps or 0)) for row in rows)
     checked = f"({counted(calls, 'call')} checked)" if calls else ""
     texts = []
     for name in gates.fail_on:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,10 +30,17 @@ from profharness.measurements.agreement import (
     backend_of_op,
 )
 from profharness.program.observed_calls import ObservedCalls
-from profharness.program.phases import PhaseRow, find_phases
+from profharness.program.phases import (
+    PhaseRow,
+    Place,
+    find_phases,
+    phase_of,
+    step_phases,
+    step_place,
+    steps_by_phase,
+)
 from profharness.rows import (
     UNTRACED,
-    WHOLE_TRACE,
     CallRow,
     CallSignature,
     GapRow,
@@ -75,7 +82,8 @@ class LayerRow:
     """Equal calls of equal layers.
 
     Numbers of calls and times are averages per step, or None for observed calls that are in no
-    trace. An observed call of this kind has the config of the first call.
+    trace. In a program with phases, they refer to the steps of one phase. An observed call of this
+    kind has the config of the first call.
     """
 
     run: Annotated[str, column(meaning="id of the run")]
@@ -166,7 +174,7 @@ class LayerRow:
             "% of GPU time",
             "percent",
             importance="answer",
-            meaning="the kernels' share of the GPU's busy time",
+            meaning="the kernels' share of the GPU's busy time in the steps of the row",
         ),
     ]
     step_share: Annotated[
@@ -176,7 +184,7 @@ class LayerRow:
             "percent",
             importance="detail",
             spare=1,
-            meaning="the kernels' share of the step's duration",
+            meaning="the kernels' share of the duration of the steps of the row",
         ),
     ]
     reasons: Annotated[
@@ -270,11 +278,29 @@ class LayerRow:
             "also contains; empty if the backend is PyTorch's first choice"
         ),
     ] = None
+    step_phase: Annotated[
+        Text,
+        column(
+            "step phase",
+            importance="key",
+            optional=True,
+            meaning="phase of the steps that the row refers to; empty if the program has no phases",
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        column(meaning="number of steps that the row refers to; empty if none was recorded"),
+    ] = None
 
     @property
     def kernel_ns(self) -> float:
         """The time of all kernels of the row per step, or 0 if it has no kernels."""
         return (self.forward_ns or 0) + (self.backward_ns or 0)
+
+    @property
+    def total_ns(self) -> float:
+        """The time of all kernels of the row in all its steps, or 0 if it has no kernels."""
+        return self.kernel_ns * (self.steps or 0)
 
 
 PHASE = replace(pick(LayerRow, "phase")[0], importance="key")
@@ -283,7 +309,7 @@ PHASE = replace(pick(LayerRow, "phase")[0], importance="key")
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """The time per step that the fastest correct backends would save.
+    """The time per step that the fastest correct backends would save, averaged over all steps.
 
     The savings of the forward and of the backward pass are None if a forward pass was not timed
     separately. The savings of the backward pass are also None if no call has a backward pass.
@@ -399,8 +425,22 @@ class LayerForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedTime:
+    """The predicted attention time of a step of a phase, or of the program if it has no phases."""
+
+    phase: Text
+    ns: float
+    low_ns: float
+    high_ns: float
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
-    """The predictions for all rows on another GPU, in the order of the rows of the layer map."""
+    """The predictions for all rows on another GPU, in the order of the rows of the layer map.
+
+    If the program has phases, the times and calls are averages over all steps, and `groups` contains
+    the times of a step of each phase.
+    """
 
     gpu: str
     torch: str
@@ -414,11 +454,72 @@ class Forecast:
     unpredicted_calls: float  # calls for which no time was predicted
     conclusions: tuple[str, ...]
     rows: tuple[LayerForecast, ...]
+    groups: tuple[PredictedTime, ...] = ()
+
+
+class StepTimes:
+    """The average times of some steps, and of the attention in them."""
+
+    __slots__ = ()
+    rows: tuple[LayerRow, ...]
+    steps: tuple[StepRow, ...]
+
+    @property
+    def step_ns(self) -> float:
+        """The average duration of a step."""
+        return sum(step.duration_ns for step in self.steps) / max(len(self.steps), 1)
+
+    @property
+    def busy_ns(self) -> float:
+        """The average time per step in which a GPU was busy."""
+        return sum(step.busy_ns for step in self.steps) / max(len(self.steps), 1)
+
+    @property
+    def attention_ns(self) -> float:
+        """The time of all attention kernels per step."""
+        return self.mean((row, row.kernel_ns) for row in self.rows)
+
+    @property
+    def gpu_ns(self) -> float:
+        """The sum of the busy times of all GPUs per step. The sum includes attention."""
+        return self._whole_ns()[0]
+
+    @property
+    def gpu_step_ns(self) -> float:
+        """The average duration of a step, summed over all GPUs. The sum includes attention."""
+        return self._whole_ns()[1]
+
+    def mean(self, figures: Iterable[tuple[LayerRow, Number]]) -> float:
+        """Return the sum of figures per step, given for each row its figure per step of the row."""
+        total = sum((value or 0) * (row.steps or 0) for row, value in figures)
+        return total / max(len(self.steps), 1)
+
+    def _whole_ns(self) -> tuple[float, float]:
+        count = max(len(self.steps), 1)
+        busy, long = _whole_ns(self.steps, self.attention_ns * count)
+        return busy / count, long / count
 
 
 @dataclass(frozen=True, slots=True)
-class LayerMap:
-    """The layer map of one run. The rows with the longest kernel times come first."""
+class StepGroup(StepTimes):
+    """The steps of one phase, and the rows that refer to them.
+
+    In a program without phases, these are all steps, and `phase` is None.
+    """
+
+    phase: Text
+    steps: tuple[StepRow, ...]
+    rows: tuple[LayerRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMap(StepTimes):
+    """The layer map of one run.
+
+    The phase that takes the most time comes first. In a phase, the rows with the longest kernel
+    times come first. The times of the map are averages over all steps. The times of each phase are
+    in `groups`.
+    """
 
     run: str
     rows: tuple[LayerRow, ...]
@@ -431,7 +532,8 @@ class LayerMap:
     processes: int = 0  # number of observed processes
     forecasts: tuple[Forecast, ...] = ()  # predictions for other GPUs
     name: str = ""  # the file of a trace, otherwise the id of the run
-    phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
+    phases: tuple[PhaseRow, ...] = ()
+    step_phases: Mapping[Place, str] = field(default_factory=dict)
     benched: str | None = None  # the bench run that the phases are compared with
     engine: EngineLog | None = None  # the contents of the engine's log
     assumed: str = ""  # a sentence about the release of `platform`, if the run does not record it
@@ -445,31 +547,21 @@ class LayerMap:
         )
 
     @property
-    def busy_ns(self) -> float:
-        """The average time per step in which a GPU was busy."""
-        return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
+    def groups(self) -> tuple[StepGroup, ...]:
+        """The steps of each phase with their rows, or all steps if the program has no phases."""
+        groups = steps_by_phase(self.steps, self.step_phases)
+        if any(row.steps and row.step_phase is None for row in self.rows):
+            groups.setdefault(None, list(self.steps))
+        return tuple(
+            StepGroup(
+                phase, tuple(steps), tuple(row for row in self.rows if row.step_phase == phase)
+            )
+            for phase, steps in groups.items()
+        )
 
-    @property
-    def gpu_ns(self) -> float:
-        """The sum of the busy times of all GPUs per step. The sum includes attention."""
-        count = max(len(self.steps), 1)
-        return _whole_ns(self.steps, self.attention_ns * count)[0] / count
-
-    @property
-    def gpu_step_ns(self) -> float:
-        """The average duration of a step, summed over all GPUs. The sum includes attention."""
-        count = max(len(self.steps), 1)
-        return _whole_ns(self.steps, self.attention_ns * count)[1] / count
-
-    @property
-    def attention_ns(self) -> float:
-        """The time of all attention kernels per step."""
-        return sum(row.kernel_ns for row in self.rows)
-
-    @property
-    def step_ns(self) -> float:
-        """The average duration of a step."""
-        return sum(step.duration_ns for step in self.steps) / len(self.steps) if self.steps else 0
+    def of_phase(self, phase: str | None) -> StepTimes:
+        """Return the times of a phase, or those of all steps if `phase` is None."""
+        return next((group for group in self.groups if group.phase == phase), self)
 
 
 def find_layers(
@@ -525,18 +617,26 @@ def find_layers(
     if platform is None and assume is not None and any(map(_through_sdpa, calls)):
         busy = any(step.busy_ns for step in steps)
         platform = assumed = _assumed_platform(store.environment(run), gpu, assume, busy=busy)
-    name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
-    groups = group_calls(calls, observed)
+    of_steps = step_phases(steps, calls)
+    by_phase = steps_by_phase(steps, of_steps)
+    wholes = _wholes(calls, steps, of_steps)
+    groups = group_calls(calls, observed, of_steps)
     counts = observed.counts(groups)
-    whole = _whole_ns(steps, sum(kernel.total_ns for call in calls for kernel in call.kernels))
-    rows = [
-        _row(run, name, group, steps, whole, platform, observed, made)
-        for group, made in zip(groups, counts, strict=True)
-    ]
+    rows = []
+    for group, made in zip(groups, counts, strict=True):
+        phase = of_steps.get((group[0].trace, group[0].step))
+        of_phase = by_phase.get(phase, steps)
+        rows.append(_row(run, phase, group, of_phase, wholes[phase], platform, observed, made))
     # Rows with the longest times come first. Rows without times are sorted by number of calls.
-    rows.sort(key=lambda row: (-row.kernel_ns, row.calls is None, -(row.program_calls or 0)))
+    order = {phase: place for place, phase in enumerate(by_phase)}
+    rows.sort(
+        key=lambda row: (
+            *(order.get(row.step_phase, len(order)), -row.kernel_ns),
+            *(row.calls is None, -(row.program_calls or 0)),
+        )
+    )
     problems = [f"{problem.message}; {problem.remedy}" for problem in store.problems(run)]
-    phases = find_phases(steps, calls, store.peaks(run))
+    phases = find_phases(steps, calls, of_steps, store.peaks(run))
     return LayerMap(
         run=run,
         rows=tuple(rows),
@@ -553,6 +653,7 @@ def find_layers(
         processes=observed.processes,
         name=store.run_name(run),
         phases=phases,
+        step_phases=of_steps,
         engine=store.engine(run),
         assumed=_assumption(assumed) if assumed is not None else "",
         reference=store.run_reference(run),
@@ -571,23 +672,37 @@ def _whole_ns(steps: Sequence[StepRow], kernel_ns: float) -> tuple[float, float]
     return max(busy, kernel_ns) if busy else 0, max(long, kernel_ns) if long else 0
 
 
+def _wholes(
+    calls: Iterable[CallRow], steps: Sequence[StepRow], phases: Mapping[Place, str]
+) -> dict[str | None, tuple[float, float]]:
+    """Return the result of `_whole_ns` for each phase of the calls."""
+    spent: Counter[str | None] = Counter()
+    for call in calls:
+        own = sum(kernel.total_ns for kernel in call.kernels)
+        spent[phases.get((call.trace, call.step))] += own
+    groups = steps_by_phase(steps, phases)
+    return {phase: _whole_ns(groups.get(phase, steps), ns) for phase, ns in spent.items()}
+
+
 def calls_in_steps(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
     """Return the calls that are in a step. If there are none, return all calls."""
     return _strictly_in(calls, steps) or list(calls)
 
 
 def _strictly_in(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
-    # A trace without steps counts as one step, but the `step` of its calls is None.
-    places = {(step.trace, None if step.name == WHOLE_TRACE else step.step) for step in steps}
+    places = set(map(step_place, steps))
     return [call for call in calls if (call.trace, call.step) in places]
 
 
 def group_calls(
-    calls: Iterable[CallRow], observed: ObservedCalls | None = None
+    calls: Iterable[CallRow],
+    observed: ObservedCalls | None = None,
+    phases: Mapping[Place, str] | None = None,
 ) -> list[list[CallRow]]:
     """Group equal calls, in the order of the first calls.
 
-    Decoding calls of a group may differ in the number of keys.
+    Decoding calls of a group may differ in the number of keys. If `phases`, the result of
+    `step_phases`, is given, the calls of a group are in steps of the same phase.
     """
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
@@ -600,6 +715,7 @@ def group_calls(
             *(pattern, call.kind, call.op, call.sdpa_op, config, shapes, call.mode),
             *(call.recompute, call.backward, actual_backend(call)),
             *(call.trace == UNTRACED, recorded),
+            phases.get((call.trace, call.step)) if phases else None,
         )
         groups.setdefault(key, []).append(call)
     return list(groups.values())
@@ -677,22 +793,6 @@ def any_length(config: Config, phase: str | None) -> Config:
     return replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
 
 
-def phase_of(call: CallRow) -> str | None:
-    """Return the phase of a call: `train`, `decode`, `prefill`, `self` or `cross`.
-
-    `self` is attention over a whole sequence without a known causal mask, as in an encoder. Return
-    None if the shapes of the call are unknown.
-    """
-    if call.backward or call.recompute:
-        return "train"
-    if call.config is None:
-        return None
-    config = parse_config(call.config)
-    if config.seq_len_q == config.seq_len_kv:
-        return "prefill" if config.causal else "self"
-    return "decode" if config.seq_len_q == 1 else "cross"
-
-
 def actual_backend(call: CallRow) -> str | None:
     """Return the backend that computed a call, or None if it is unknown.
 
@@ -757,7 +857,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 def _row(
     run: str,
-    step: str,
+    phase: str | None,
     group: Sequence[CallRow],
     steps: Sequence[StepRow],
     whole: tuple[float, float],
@@ -765,7 +865,7 @@ def _row(
     observed: ObservedCalls,
     made: int | None,
 ) -> LayerRow:
-    """Return the row of a group of calls. `whole` is the result of `_whole_ns`."""
+    """Return the row of a group of calls in steps of a phase. `whole` is the result of `_whole_ns`."""
     # `count` is at least 1, because an observed program may have no recorded step.
     first, count = group[0], max(len(steps), 1)
     kind, traced = observed.kind(first), first.trace != UNTRACED
@@ -787,7 +887,7 @@ def _row(
         lengths = observed.lengths(group) or lengths
     return LayerRow(
         run=run,
-        step=step if traced else WHOLE_PROGRAM,
+        step=_steps_name(steps, phase) if traced else WHOLE_PROGRAM,
         module=merge_numbered(module_names(group)),
         module_class=NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
         kind=first.kind,
@@ -818,7 +918,16 @@ def _row(
         program_points=observed.points(group),
         library=library_of(group),
         why=why,
+        step_phase=phase,
+        steps=count if traced else None,
     )
+
+
+def _steps_name(steps: Sequence[StepRow], phase: str | None) -> str:
+    """Return the name of one step, or text such as `5 decode steps`."""
+    if len(steps) == 1:
+        return steps[0].name
+    return f"{len(steps)} {phase} steps" if phase else f"{len(steps)} steps"
 
 
 def points_of(calls: Iterable[CallRow], count: int) -> Points:

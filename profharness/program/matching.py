@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
@@ -26,12 +26,19 @@ from profharness.program.layer_map import (
     library_of,
     module_name,
     module_names,
-    phase_of,
     points_of,
     short_module,
 )
 from profharness.program.observed_calls import ObservedCalls
-from profharness.program.phases import PhaseRow, find_phases, phases_by_step
+from profharness.program.phases import (
+    PhaseRow,
+    Place,
+    find_phases,
+    phase_of,
+    step_phases,
+    step_place,
+    steps_by_phase,
+)
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
 
@@ -50,19 +57,10 @@ class Program:
     # one representative call for each observed kind of which some calls are in no trace
     untraced: tuple[CallRow, ...] = ()
     observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
-    phases: tuple[PhaseRow, ...] = ()  # the phases of a serving engine
-    # the phase of each step of an engine, by trace and number; empty if the phases are not compared
-    step_phases: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    phases: tuple[PhaseRow, ...] = ()
+    step_phases: Mapping[Place, str] = field(default_factory=dict)
+    step_phase: str | None = None  # the phase of all steps, in a part of a program with phases
     peaks: Peaks | None = None  # the limits of the program's GPU, if known
-
-    def phase(self, call: CallRow) -> str | None:
-        """Return the phase of the engine's step that contains a call."""
-        return None if call.step is None else self.step_phases.get((call.trace, call.step))
-
-    def step_count(self, phase: str | None) -> int:
-        """Return the number of steps of a phase, or of all steps. Return at least 1."""
-        named = [each for each in self.step_phases.values() if each == phase]
-        return max(len(named) if phase else len(self.steps), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +131,9 @@ class LayerSide:
     library: str | None = None  # the AMD library whose kernels computed the backend
     # the sizes of query, key, value and mask if no config describes them
     dims: tuple[tuple[int, ...] | None, ...] = ()
+    # The phase of the steps that the values per step refer to. None if the programs are not compared
+    # by phase, so that the values are means over all steps.
+    step_phase: str | None = None
 
     @property
     def sized(self) -> bool:
@@ -337,7 +338,6 @@ class _Site:
     shape: Hashable
     core: Hashable  # None if the sizes are unknown
     direction: str
-    phase: str | None  # the phase of an engine, if both programs have phases
     dotted: bool  # whether the name is a module path instead of class names
     calls: tuple[CallRow, ...] = ()
     calls_per_step: float = 0
@@ -392,6 +392,7 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
     steps = store.steps(run) if calls else []
     observed = ObservedCalls(store.templates(run), calls)
     calls = calls_in_steps(calls, steps)
+    of_steps = step_phases(steps, calls)
     untraced = observed.untraced()
     if configs:
         labels = {call.config for call in (*calls, *untraced) if call.config}
@@ -412,17 +413,10 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
         device=device,
         untraced=tuple(untraced),
         observed=observed,
-        phases=find_phases(steps, calls, peaks),
-        step_phases=phases_by_step(steps),
+        phases=find_phases(steps, calls, of_steps, peaks),
+        step_phases=of_steps,
         peaks=peaks,
     )
-
-
-def with_shared_phases(programs: Sequence[Program]) -> list[Program]:
-    """Return the programs. Remove the phases of their steps unless all programs have phases."""
-    if all(program.step_phases for program in programs):
-        return list(programs)
-    return [replace(program, step_phases={}) for program in programs]
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
@@ -431,7 +425,17 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     A layer counts as faster or slower if the relative change of its time exceeds `threshold`.
     """
     doubt, note = _doubt(baseline, candidate), _other_gpu(baseline, candidate)
-    baseline, candidate = with_shared_phases((baseline, candidate))
+    return tuple(
+        chain.from_iterable(
+            _diff_part(one, other, doubt, note, threshold)
+            for one, other in _parts((baseline, candidate))
+        )
+    )
+
+
+def _diff_part(
+    baseline: Program, candidate: Program, doubt: str | None, note: str | None, threshold: float
+) -> Iterator[LayerDiff]:
     groups = _equal_layers((baseline, candidate))
 
     def order(group: _Group) -> tuple[bool, bool, int, int]:
@@ -440,34 +444,57 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
         return not left, not right, first.trace, first.call
 
     groups.sort(key=order)
-    rows = []
     for direction, (left, right) in groups:
         if left and right:
             sides = _side(baseline, left), _side(candidate, right)
-            rows.append(_diff(direction, sides, (left, right), doubt, note, threshold))
+            yield _diff(direction, sides, (left, right), doubt, note, threshold)
         elif left:
             side = _side(baseline, left)
             why = (_why_unmatched(side, "candidate", candidate),)
-            rows.append(LayerDiff(direction, baseline=side, verdict="removed", reasons=why))
+            yield LayerDiff(direction, baseline=side, verdict="removed", reasons=why)
         else:
             side = _side(candidate, right)
             why = (_why_unmatched(side, "baseline", baseline),)
-            rows.append(LayerDiff(direction, candidate=side, verdict="added", reasons=why))
-    return tuple(rows)
+            yield LayerDiff(direction, candidate=side, verdict="added", reasons=why)
+
+
+def _parts(programs: Sequence[Program]) -> list[Sequence[Program]]:
+    """Divide programs by phase, because only steps of the same phase can be compared.
+
+    The programs are one part if one of them has no phases.
+    """
+    if not all(program.step_phases for program in programs):
+        return [programs]
+    groups = [steps_by_phase(program.steps, program.step_phases) for program in programs]
+    phases = dict.fromkeys(chain.from_iterable(groups))
+    return [[_part(program, phase) for program in programs] for phase in phases]
+
+
+def _part(program: Program, phase: str | None) -> Program:
+    """Return the part of a program that consists of the steps of a phase."""
+    of_steps = program.step_phases
+    return replace(
+        program,
+        calls=tuple(c for c in program.calls if of_steps.get((c.trace, c.step)) == phase),
+        steps=tuple(s for s in program.steps if of_steps.get(step_place(s)) == phase),
+        untraced=(),
+        step_phase=phase,
+    )
 
 
 def _why_unmatched(side: LayerSide, name: str, other: Program) -> str:
     """Return why the program `other`, which is called `name`, has no layer that matches a side."""
-    phases = set(other.step_phases.values())
-    if phases and side.phase not in phases:
-        return f"the {name} has no {side.phase} steps"
+    if side.step_phase and not other.steps:
+        return f"the {name} has no {side.step_phase} steps"
     return f"the {name} has no matching layer{' with the same size' if side.sized else ''}"
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
     """Return one row per group of equal layers, starting with the layers of the first program."""
-    programs = with_shared_phases(programs)
-    rows = []
+    return tuple(chain.from_iterable(map(_match_part, _parts(programs))))
+
+
+def _match_part(programs: Sequence[Program]) -> Iterator[MatchedLayers]:
     for direction, calls in _equal_layers(programs):
         sides = [
             _side(program, own) if own else None
@@ -477,7 +504,7 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
         timed = [side for side in present if side.forward_ns is not None]
         both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
         samples = [_samples(own, both_ways=both_ways) for own in calls]
-        row = MatchedLayers(
+        yield MatchedLayers(
             direction=direction,
             sides=tuple(sides),
             call_ns=tuple(median(own) if own else None for own in samples),
@@ -487,8 +514,6 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
                 for side in sides
             ),
         )
-        rows.append(row)
-    return tuple(rows)
 
 
 def _equal_layers(programs: Sequence[Program]) -> list[_Group]:
@@ -536,12 +561,11 @@ def _sites(program: Program, whole: bool) -> list[_Site]:
             number = seen[where]
             seen[where] += 1
         dotted = call.path is not None
-        site = _Site(name, number, shape, core, direction, program.phase(call), dotted)
+        site = _Site(name, number, shape, core, direction, dotted)
         calls_by_site.setdefault(site, []).append(call)
+    steps = max(len(program.steps), 1)
     return [
-        replace(
-            site, calls=tuple(calls), calls_per_step=len(calls) / program.step_count(site.phase)
-        )
+        replace(site, calls=tuple(calls), calls_per_step=len(calls) / steps)
         for site, calls in calls_by_site.items()
     ]
 
@@ -622,7 +646,7 @@ def _may_pair(key: Sequence[str], sites: Sequence[_Site], others: Sequence[_Site
 def _by(key: Sequence[str], sites: Iterable[_Site]) -> dict[Hashable, list[_Site]]:
     groups: dict[Hashable, list[_Site]] = {}
     for site in sites:
-        value = tuple(getattr(site, name) for name in (*key, "direction", "phase"))
+        value = tuple(getattr(site, name) for name in (*key, "direction"))
         groups.setdefault(value, []).append(site)
     return groups
 
@@ -630,7 +654,7 @@ def _by(key: Sequence[str], sites: Iterable[_Site]) -> dict[Hashable, list[_Site
 def _group_key(program: Program, site: _Site, calls: Sequence[CallRow]) -> Hashable:
     first = calls[0]
     return (
-        *(site.pattern, site.shape, site.direction, site.phase, first.kind),
+        *(site.pattern, site.shape, site.direction, first.kind),
         *(first.config and parse_config(first.config).dtype, _ran(program, calls), first.mode),
         *(_recorded(program, calls, name) for name in RECORDED),
     )
@@ -655,22 +679,17 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     spent = [times for call in calls if (times := _kernel_times(call))]
     backward = [times[1] for times in spent if times[1] is not None]
     traced = [call for call in calls if call.trace != UNTRACED]
-    phase = program.phase(middle)
-    steps = program.step_count(phase)
+    steps = max(len(program.steps), 1)
     points: tuple[tuple[str, float], ...] = ()
     if all(call.config and not call.reason for call in calls):
-        points = (
-            points_of(traced, program.step_count(None))
-            if program.calls
-            else program.observed.points(calls)
-        )
+        points = points_of(traced, steps) if program.calls else program.observed.points(calls)
     recorded = {name: _recorded(program, calls, name) for name in RECORDED}
     forward_ns = median(times[0] for times in spent) if spent else None
     return LayerSide(
         module=join_numbered(module_names(calls)) or None,
         config=middle.config,
         calls=len(traced) / steps if program.calls else None,
-        phase=phase or phase_of(middle),
+        phase=program.step_phase or phase_of(middle),
         mode=middle.mode,
         ran=_ran(program, calls),
         sdpa_op=middle.sdpa_op,
@@ -683,6 +702,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         kernels=_forward_kernels(middle),
         library=library_of(calls),
         dims=() if middle.config else middle.dims,
+        step_phase=program.step_phase,
         roofline_share=_roofline_share(program.peaks, middle, forward_ns),
         **recorded,
     )

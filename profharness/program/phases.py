@@ -1,11 +1,11 @@
-"""Group the steps of a serving engine by phase, and compute the work of attention in each phase."""
+"""Group the steps of a program by phase, and compute the work of attention in each phase."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Annotated, NamedTuple
 
 from profharness.attention.config import CACHE_DTYPES, Config, parse_config
@@ -13,10 +13,20 @@ from profharness.columns import column
 from profharness.devices import Peaks, roofline_ns
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
 from profharness.errors import counted
-from profharness.rows import CallRow, StepRow
-from profharness.traces.engine_steps import BatchPart, EngineStep, parse_engine_step
+from profharness.rows import WHOLE_TRACE, CallRow, StepRow
+from profharness.traces.engine_steps import (
+    DECODE,
+    MIXED,
+    PREFILL,
+    VERIFY,
+    BatchPart,
+    EngineStep,
+    parse_engine_step,
+)
 
 Number = float | None
+Place = tuple[int, int | None]  # the trace and the step of a call
+TRAIN, OTHER = "train", "other"  # phases of steps without an annotation
 USUAL_PAGE = 16  # vLLM's default
 PAGES = (8, 16, 32, 64, 128, 256)
 OVER = 1.02  # a rate above this share of the data sheet's is doubtful
@@ -32,24 +42,27 @@ class PhaseRow:
             "phase",
             importance="key",
             meaning="`prefill`, `decode`, `mixed`, `verify` (decoding that checks drafted tokens), "
-            "`draft`, `diffusion` or `idle`, from the annotations of the engine",
+            "`draft`, `diffusion` or `idle`, from the annotations of the engine; without "
+            "annotations, `prefill`, `decode`, `mixed`, `train` or `other`, from the calls",
         ),
     ]
     steps: Annotated[int, column("steps", "count", importance="answer", meaning="number of steps")]
-    requests: Annotated[
-        Number, column("requests", "tenths", meaning="median number of requests per step")
+    requests: Annotated[Number, column(meaning="median number of requests per step")]
+    new_tokens: Annotated[Number, column(meaning="median number of tokens that a step computes")]
+    mean_requests: Annotated[
+        Number, column("requests", "tenths", meaning="mean number of requests per step")
     ]
-    new_tokens: Annotated[
+    mean_new_tokens: Annotated[
         Number,
-        column("new tokens", "tenths", meaning="median number of tokens that a step computes"),
+        column("new tokens", "tenths", meaning="mean number of tokens that a step computes"),
+    ]
+    mean_ns: Annotated[
+        float,
+        column("mean step µs", "time", importance="answer", scale="step", meaning="mean duration"),
     ]
     step_ns: Annotated[
-        float,
-        column(
-            "median step µs", "time", importance="answer", scale="step", meaning="median duration"
-        ),
+        float, column("median µs", "time", scale="step", meaning="median duration of a step")
     ]
-    mean_ns: Annotated[float, column(meaning="mean duration")]
     step_p90_ns: Annotated[
         float,
         column(
@@ -74,7 +87,7 @@ class PhaseRow:
             "attention µs",
             "time",
             importance="answer",
-            scale="step",
+            scale="attention",
             meaning="mean attention kernel time per step",
         ),
     ]
@@ -115,8 +128,9 @@ class PhaseRow:
         column(
             "tokens/s",
             "figures",
-            meaning="new tokens divided by the duration of the steps; empty if drafted tokens are "
-            "checked, because some of them are rejected",
+            meaning="new tokens of all steps divided by the time of all steps, which is `new tokens` "
+            "divided by `mean step`; empty if drafted tokens are checked, because some of them are "
+            "rejected",
         ),
     ]
     points: Annotated[
@@ -139,7 +153,7 @@ class PhaseRow:
         column(
             "its µs",
             "time",
-            scale="step",
+            scale="attention",
             optional=True,
             meaning="with --bench: attention time per step on the fastest backend",
         ),
@@ -149,7 +163,7 @@ class PhaseRow:
         column(
             "saves µs/step",
             "time",
-            scale="step",
+            scale="attention",
             optional=True,
             meaning="with --bench: attention time that the fastest backend saves per step",
         ),
@@ -184,28 +198,101 @@ class Work(NamedTuple):
     bytes: int | None
 
 
-def find_phases(
-    steps: Sequence[StepRow], calls: Iterable[CallRow], peaks: Peaks | None
-) -> tuple[PhaseRow, ...]:
-    """Return the phases of a program in the order of their first steps.
+def step_phases(steps: Sequence[StepRow], calls: Iterable[CallRow]) -> dict[Place, str]:
+    """Return the phase of each step. Return an empty dict if the program has no phases.
 
-    Return no phases if no step has the annotation of an engine. `peaks` are the limits of the GPU,
-    or None if they are unknown.
+    The phases are those in the annotations of an engine. Without annotations, the attention calls
+    of a step give its phase. Then the program has phases only if some steps do nothing but decode,
+    and others prefill.
     """
-    of_steps: dict[tuple[int, int | None], list[CallRow]] = defaultdict(list)
+    batches = {step_place(step): parse_engine_step(step.name) for step in steps}
+    if any(batches.values()):
+        return {place: batch.phase if batch else OTHER for place, batch in batches.items()}
+    found: dict[Place, set[str | None]] = defaultdict(set)
+    for call in calls:
+        found[call.trace, call.step].add(phase_of(call))
+    phases = {place: _phase_of_calls(found[place]) for place in batches}
+    names = set(phases.values())
+    return phases if DECODE in names and names & {PREFILL, MIXED} else {}
+
+
+def step_place(step: StepRow) -> Place:
+    """Return the place of the calls in a step.
+
+    A trace without steps counts as one step, but the `step` of its calls is None.
+    """
+    return step.trace, None if step.name == WHOLE_TRACE else step.step
+
+
+def phase_of(call: CallRow) -> str | None:
+    """Return the phase of a call: `train`, `decode`, `prefill`, `self` or `cross`.
+
+    `self` is attention over a whole sequence without a known causal mask, as in an encoder. Return
+    None if the shapes of the call are unknown.
+    """
+    if call.backward or call.recompute:
+        return TRAIN
+    if call.config is None:
+        return None
+    config = parse_config(call.config)
+    if config.seq_len_q == config.seq_len_kv:
+        return PREFILL if config.causal else "self"
+    return DECODE if config.seq_len_q == 1 else "cross"
+
+
+def _phase_of_calls(phases: set[str | None]) -> str:
+    """Return the phase of a step whose calls have these phases."""
+    if TRAIN in phases:
+        return TRAIN
+    known = phases - {None}
+    if DECODE in known:
+        return DECODE if known == {DECODE} else MIXED
+    # The calls of a prefill with a padding mask are `self`.
+    return PREFILL if known & {PREFILL, "self"} else OTHER
+
+
+def steps_by_phase(
+    steps: Iterable[StepRow], phases: Mapping[Place, str]
+) -> dict[str | None, list[StepRow]]:
+    """Return the steps of each phase. The phase that takes the most time comes first.
+
+    All steps have the phase None if `phases`, the result of `step_phases`, is empty.
+    """
+    groups: dict[str | None, list[StepRow]] = {}
+    for step in steps:
+        groups.setdefault(phases.get(step_place(step)), []).append(step)
+    longest = sorted(groups, key=lambda name: -sum(step.duration_ns for step in groups[name]))
+    return {name: groups[name] for name in longest}
+
+
+def find_phases(
+    steps: Sequence[StepRow],
+    calls: Iterable[CallRow],
+    phases: Mapping[Place, str],
+    peaks: Peaks | None,
+) -> tuple[PhaseRow, ...]:
+    """Return the phases of a program. The phase that takes the most time comes first.
+
+    `phases` is the result of `step_phases`. `peaks` are the limits of the GPU, or None if they are
+    unknown.
+    """
+    of_steps: dict[Place, list[CallRow]] = defaultdict(list)
     for call in calls:
         of_steps[call.trace, call.step].append(call)
-    phases: dict[str, list[tuple[StepRow, EngineStep]]] = {}
-    for step in steps:
-        if batch := parse_engine_step(step.name):
-            phases.setdefault(batch.phase, []).append((step, batch))
-    return tuple(_phase(name, group, of_steps, peaks) for name, group in phases.items())
+    groups = steps_by_phase(steps, phases)
+    return tuple(_phase(name, group, of_steps, peaks) for name, group in groups.items() if name)
 
 
-def phases_by_step(steps: Iterable[StepRow]) -> dict[tuple[int, int], str]:
-    """Return the phase of each step of an engine, by trace and number of the step."""
-    batches = {(step.trace, step.step): parse_engine_step(step.name) for step in steps}
-    return {step: batch.phase for step, batch in batches.items() if batch}
+def phases_detail(phases: Iterable[PhaseRow]) -> str:
+    """Return the text beside the heading of a table of phases."""
+    has_tokens = any(phase.tokens_per_s is not None for phase in phases)
+    tokens = "; tokens/s is new tokens divided by mean step" if has_tokens else ""
+    return f"means per step{tokens}"
+
+
+def in_phase(phase: str | None, sentence: str) -> str:
+    """Return a sentence that begins with the phase that it describes, if there is one."""
+    return sentence if phase is None else f"In {phase} steps, {sentence[0].lower()}{sentence[1:]}"
 
 
 def step_title(name: str) -> str:
@@ -220,19 +307,21 @@ def step_title(name: str) -> str:
 
 def _phase(
     name: str,
-    group: Sequence[tuple[StepRow, EngineStep]],
-    of_steps: Mapping[tuple[int, int | None], Sequence[CallRow]],
+    group: Sequence[StepRow],
+    of_steps: Mapping[Place, Sequence[CallRow]],
     peaks: Peaks | None,
 ) -> PhaseRow:
     count = len(group)
-    calls = [of_steps.get((step.trace, step.step), ()) for step, _ in group]
-    durations = [step.duration_ns for step, _ in group]
-    busy = sum(step.busy_ns * step.devices for step, _ in group)
-    long = sum(step.duration_ns * step.devices for step, _ in group)
+    calls = [of_steps.get(step_place(step), ()) for step in group]
+    annotated = [parse_engine_step(step.name) for step in group]
+    batches = [batch for batch in annotated if batch]
+    durations = [step.duration_ns for step in group]
+    busy = sum(step.busy_ns * step.devices for step in group)
+    long = sum(step.duration_ns * step.devices for step in group)
     attention = sum(kernel.total_ns for each in calls for call in each for kernel in call.kernels)
     works, doubts = [], set()
-    for (_, batch), each in zip(group, calls, strict=True):
-        work, missing = step_work(batch, each)
+    for batch, each in zip(annotated, calls, strict=True):
+        work, missing = step_work(batch, each) if batch else (None, None)
         works.append(work)
         doubts.update([missing] if missing else [])
     done = [work for work in works if work]
@@ -243,10 +332,9 @@ def _phase(
     moved = None if not sizes or None in sizes else sum(size or 0 for size in sizes)
     dtype = _dtype(calls)
     limit = roofline_ns(peaks, dtype, flops, moved)
-    tokens = [batch.new_tokens for _, batch in group]
-    rows = [each for each in tokens if each is not None]
-    requests = [batch.requests for _, batch in group if batch.requests is not None]
-    whole_tokens = sum(rows) if len(rows) == count and name != "verify" else None
+    tokens = [batch.new_tokens for batch in batches if batch.new_tokens is not None]
+    requests = [batch.requests for batch in batches if batch.requests is not None]
+    whole_tokens = sum(tokens) if len(tokens) == count and name != VERIFY else None
     if limit and limit > OVER * attention:
         doubts.add(
             f"attention in {name} steps seems {limit / attention:.1f} times as fast as the data sheet "
@@ -256,7 +344,9 @@ def _phase(
         phase=name,
         steps=count,
         requests=median(requests) if requests else None,
-        new_tokens=median(rows) if rows else None,
+        new_tokens=median(tokens) if tokens else None,
+        mean_requests=fmean(requests) if requests else None,
+        mean_new_tokens=fmean(tokens) if tokens else None,
         step_ns=median(durations),
         mean_ns=sum(durations) / count,
         step_p90_ns=quantiles(durations, n=10, method="inclusive")[-1]
@@ -271,7 +361,7 @@ def _phase(
         bytes_per_s=None if moved is None else 1e9 * moved / attention,
         roofline_share=limit / attention if limit else None,
         tokens_per_s=None if whole_tokens is None else 1e9 * whole_tokens / sum(durations),
-        points=_median_points(group, calls, works) if whole else (),
+        points=_median_points(batches, calls, works) if whole else (),
         doubts=tuple(sorted(doubts)),
     )
 
@@ -333,16 +423,16 @@ def _call_parts(batch: EngineStep, call: CallRow) -> list[BatchPart]:
 
 
 def _median_points(
-    group: Sequence[tuple[StepRow, EngineStep]],
+    batches: Sequence[EngineStep],
     calls: Sequence[Sequence[CallRow]],
     works: Sequence[Work | None],
 ) -> tuple[tuple[str, float], ...]:
     """Return (config, number of calls) pairs of the step with the median FLOPs."""
-    order = sorted(range(len(group)), key=lambda at: works[at] or Work(0, None))
+    order = sorted(range(len(batches)), key=lambda at: works[at] or Work(0, None))
     at = order[len(order) // 2]
     counts: Counter[str] = Counter()
     for call in calls[at]:
-        for part in _call_parts(group[at][1], call):
+        for part in _call_parts(batches[at], call):
             config = part_config(part, call)
             if config is None:
                 return ()

@@ -6,8 +6,9 @@ The times come from a benchmark of the program's configs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from profharness import stats
 from profharness.attention.backends.serving import SERVING_BACKENDS
@@ -22,8 +23,15 @@ from profharness.attention.dispatch.advice import Advice
 from profharness.errors import NotFoundError, percent
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.evaluation import BenchResult
-from profharness.program.layer_map import LayerMap, LayerRow, Regret, suggestions
-from profharness.program.phases import PhaseRow
+from profharness.program.layer_map import (
+    LayerMap,
+    LayerRow,
+    Regret,
+    StepGroup,
+    StepTimes,
+    suggestions,
+)
+from profharness.program.phases import PhaseRow, in_phase
 from profharness.rows import COLD, KERNEL
 from profharness.units import as_fast, time_text
 
@@ -35,6 +43,14 @@ LAUNCH_BOUND = 0.9
 # A warning is reported if the times of a call in the trace and in the benchmark differ by more than
 # this factor.
 UNLIKE = 1.5
+
+
+class Saved(NamedTuple):
+    """The time that the fastest correct backends save per step, as in `Regret`."""
+
+    saves_ns: float
+    saves_forward_ns: float | None
+    saves_backward_ns: float | None
 
 
 class BenchTimes:
@@ -186,30 +202,32 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
             f"run {benched.run} contains no times of the backends that ran in run {layers.name}: "
             f"{configs or 'no replayable config'} on {', '.join(regret_backends(layers))}"
         )
-    saves = sum(row.saves_ns or 0.0 for row in timed)
-    apart = [row.saves_forward_ns for row in timed if row.saves_forward_ns is not None]
-    forward = sum(apart) if len(apart) == len(timed) else None
-    trained = any(row.saves_backward_ns is not None for row in timed)
+    layers = replace(layers, rows=tuple(rows), phases=phases, benched=benched.run)
+    saves, forward, backward = saved(layers)
+    untimed = [row for row in rows if row.saves_ns is None]
     regret = Regret(
         run=benched.run,
         measurement=benched.ranking,
         gpu=layers.gpu,
         saves_ns=saves,
         saves_forward_ns=forward,
-        saves_backward_ns=saves - forward if trained and forward is not None else None,
-        timed_calls=sum(row.calls or 0 for row in timed),
-        untimed_calls=sum(row.calls or 0 for row in rows if row.saves_ns is None),
-        launch_bound=is_launch_bound(layers),
-        conclusions=(),
+        saves_backward_ns=backward,
+        timed_calls=layers.mean((row, row.calls) for row in timed),
+        untimed_calls=layers.mean((row, row.calls) for row in untimed),
+        launch_bound=is_launch_bound(layers, layers.gpu),
+        conclusions=(*_conclusions(layers), *_doubts(rows, benched, times)),
     )
-    lines = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
-    return replace(
-        layers,
-        rows=tuple(rows),
-        phases=phases,
-        benched=benched.run,
-        regret=replace(regret, conclusions=lines),
-    )
+    return replace(layers, regret=regret)
+
+
+def saved(times: StepTimes) -> Saved:
+    """Return the time that the fastest backends of the rows save per step."""
+    timed = [row for row in times.rows if row.saves_ns is not None]
+    saves = times.mean((row, row.saves_ns) for row in timed)
+    apart = [(row, row.saves_forward_ns) for row in timed if row.saves_forward_ns is not None]
+    forward = times.mean(apart) if len(apart) == len(timed) else None
+    trained = any(row.saves_backward_ns is not None for row in timed)
+    return Saved(saves, forward, saves - forward if trained and forward is not None else None)
 
 
 def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
@@ -234,9 +252,12 @@ def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
     )
 
 
-def is_launch_bound(layers: LayerMap) -> bool:
-    """Return whether faster kernels may not shorten the step, because the GPU is often idle."""
-    return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
+def is_launch_bound(times: StepTimes, gpu: str | None) -> bool:
+    """Return whether faster kernels may not shorten a step, because the GPU is often idle.
+
+    `gpu` is the name of the GPU, or None for a CPU.
+    """
+    return gpu is not None and times.busy_ns < LAUNCH_BOUND * times.step_ns
 
 
 def _with_best(
@@ -288,7 +309,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
     else:
         how = f"call {row.best} instead"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
-    return f"{how}: {as_fast(speed)}, {_saves(layers)} {_saved_text(row)} a step"
+    return f"{how}: {as_fast(speed)}, {_saves(row, layers)} {_saved_text(row)} a {_step(row)}"
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
@@ -300,17 +321,23 @@ def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
         before = times.median(_median(row).label, "math")
         after = times.median(str(change.config), backend)
         if before and after and text in result:
-            saved = f", {_saves(layers)} {time_text((before - after) * calls)} a step"
-            gain = f"{as_fast(before / after)}{saved if after < before else ''}"
+            saved_time = time_text((before - after) * calls)
+            saves = f", {_saves(row, layers)} {saved_time} a {_step(row)}"
+            gain = f"{as_fast(before / after)}{saves if after < before else ''}"
             result[text] = f"{text} ({gain})"
     return list(result.values())
 
 
-def _saves(layers: LayerMap) -> str:
-    return "saves at most" if is_launch_bound(layers) else "saves"
+def _saves(row: LayerRow, layers: LayerMap) -> str:
+    launch_bound = is_launch_bound(layers.of_phase(row.step_phase), layers.gpu)
+    return "saves at most" if launch_bound else "saves"
 
 
-def _saved_text(figures: LayerRow | Regret) -> str:
+def _step(row: LayerRow) -> str:
+    return f"{row.step_phase} step" if row.step_phase else "step"
+
+
+def _saved_text(figures: LayerRow | Saved) -> str:
     text = time_text(figures.saves_ns or 0.0)
     forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
     if forward is None or backward is None:
@@ -318,36 +345,49 @@ def _saved_text(figures: LayerRow | Regret) -> str:
     return f"{text} ({time_text(forward)} forward, {time_text(backward)} backward)"
 
 
-def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
-    step, busy = layers.gpu_step_ns, layers.gpu_ns
-    saved = _saved_text(regret)
-    texts = []
-    shares = (
-        [f"{percent(regret.saves_ns / busy, 1)} of the time in which the GPU is busy"]
-        if busy
-        else []
-    )
-    shares += [f"{percent(regret.saves_ns / step, 1)} of the traced step"] if step else []
-    parts = f", {' and '.join(shares)}" if shares else ""
-    if regret.saves_ns <= 0:
-        texts.append(
+def _conclusions(layers: LayerMap) -> list[str]:
+    timed = [row for row in layers.rows if row.saves_ns is not None]
+    if saved(layers).saves_ns <= 0:
+        texts = [
             "No backend with correct output is significantly faster than the backend that ran."
-        )
-    elif regret.launch_bound:
-        waits = "The trace has no kernels, so it is unknown how busy the GPU is."
-        if busy:
-            waits = f"The GPU is busy for only {percent(layers.busy_ns / layers.step_ns)} of the traced step."
-        texts.append(
-            f"{waits} Faster kernels save time only while the GPU is busy: at most {saved} a "
-            f"step{parts}."
-        )
+        ]
     else:
-        texts.append(f"The fastest correct backends save {saved} a step{parts}.")
-    if step:
+        phases = {row.step_phase for row in timed if row.saves_ns}
+        texts = [
+            in_phase(group.phase, text)
+            for group in layers.groups
+            if group.phase in phases
+            for text in _of_steps(group, layers.gpu)
+        ]
+    if layers.gpu_step_ns:
         texts.append(
             "The profiler lengthens the traced step. The step time without a profiler is unknown."
         )
     return texts
+
+
+def _of_steps(steps: StepGroup, gpu: str | None) -> Iterator[str]:
+    step, busy = steps.gpu_step_ns, steps.gpu_ns
+    saves = saved(steps)
+    shares = (
+        [f"{percent(saves.saves_ns / busy, 1)} of the time in which the GPU is busy"]
+        if busy
+        else []
+    )
+    shares += [f"{percent(saves.saves_ns / step, 1)} of the traced step"] if step else []
+    parts = f", {' and '.join(shares)}" if shares else ""
+    if not is_launch_bound(steps, gpu):
+        yield f"The fastest correct backends save {_saved_text(saves)} a step{parts}."
+        return
+    waits = "The trace has no kernels, so it is unknown how busy the GPU is."
+    if busy:
+        waits = (
+            f"The GPU is busy for only {percent(steps.busy_ns / steps.step_ns)} of the traced step."
+        )
+    yield (
+        f"{waits} Faster kernels save time only while the GPU is busy: at most "
+        f"{_saved_text(saves)} a step{parts}."
+    )
 
 
 def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -> list[str]:
@@ -366,7 +406,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
                     f"run {benched.run} has no times of {row.ran} with correct output for the calls"
                 )
             texts.append(
-                f"There are no times for {row.calls:g} calls per step of {name}, because {why}."
+                f"There are no times for {row.calls:g} calls per {_step(row)} of {name}, because {why}."
             )
             continue
         fastest = times.fastest(row.points)

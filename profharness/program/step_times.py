@@ -10,6 +10,7 @@ from typing import Annotated
 from profharness.columns import column
 from profharness.measurements.agreement import backend_of_kernel, backend_text, computes_attention
 from profharness.program.layer_map import actual_backend, join_numbered, module_name, short_module
+from profharness.program.phases import Place, step_place, steps_by_phase
 from profharness.rows import CallRow, StepLaunch, StepRow
 from profharness.store import Store
 from profharness.traces.kernel_names import COLLECTIVE
@@ -104,69 +105,99 @@ def program_times(
 
     `calls` are the attention calls of the run.
     """
+    return times_by_phase(store, steps, calls, {}).get(None)
+
+
+def times_by_phase(
+    store: Store,
+    steps: Sequence[StepRow],
+    calls: Sequence[CallRow],
+    phases: Mapping[Place, str],
+) -> dict[str | None, ProgramTimes]:
+    """Return the times of all steps under the key None, and the times of the steps of each phase.
+
+    `phases` is the result of `step_phases`. Leave out phases without kernels on a GPU.
+    """
     owners = {
         (call.trace, call.call): LaunchOwner(module_name(call), _shown(actual_backend(call)))
         for call in calls
     }
-    ordered = sorted(steps, key=lambda step: step.duration_ns)
-    middle = ordered[(len(ordered) - 1) // 2] if ordered else None
-    shown: tuple[StepLaunch, ...] = ()
-    used: list[StepRow] = []
-    parts: Counter[tuple[str, str | None]] = Counter()
-    kernels: dict[tuple[str, str, str | None], list[float]] = {}
-    places: dict[tuple[str, str, str | None], dict[str, None]] = {}
+    groups = {None: steps, **steps_by_phase(steps, phases)}
+    sums = {phase: _Sums(own) for phase, own in groups.items()}
     for step, started in zip(steps, store.step_launches(steps), strict=True):
-        launches = _busiest(started)
-        if not launches:
-            continue
-        used.append(step)
-        own = [
-            owners.get((step.trace, each.call)) if each.call is not None else None
-            for each in launches
-        ]
-        parts.update(split_step(step, launches, own))
-        for launch, owner in zip(launches, own, strict=True):
-            backend = _backend(launch, owner)
-            key = launch.kernel_short, kind_of(launch), backend
-            figures = kernels.setdefault(key, [0, 0])
+        if launches := _busiest(started):
+            own = [
+                owners.get((step.trace, each.call)) if each.call is not None else None
+                for each in launches
+            ]
+            for phase in {None, phases.get(step_place(step))}:
+                sums[phase].add(step, launches, own)
+    return {phase: each.times(store, owners) for phase, each in sums.items() if each.used}
+
+
+_Kernel = tuple[str, str, str | None]  # the short name, the kind and the backend of a kernel
+
+
+class _Sums:
+    """The sums of the times of some steps, to which the launches of one step at a time are added."""
+
+    def __init__(self, steps: Sequence[StepRow]) -> None:
+        ordered = sorted(steps, key=lambda step: step.duration_ns)
+        self.middle = ordered[(len(ordered) - 1) // 2] if ordered else None
+        self.shown: tuple[StepLaunch, ...] = ()  # the launches of the step of median duration
+        self.used: list[StepRow] = []
+        self.parts: Counter[tuple[str, str | None]] = Counter()
+        self.kernels: dict[_Kernel, list[float]] = {}
+        self.places: dict[_Kernel, dict[str, None]] = {}
+
+    def add(
+        self, step: StepRow, launches: Sequence[StepLaunch], owners: Sequence[LaunchOwner | None]
+    ) -> None:
+        self.used.append(step)
+        self.parts.update(split_step(step, launches, owners))
+        for launch, owner in zip(launches, owners, strict=True):
+            key = launch.kernel_short, kind_of(launch), _backend(launch, owner)
+            figures = self.kernels.setdefault(key, [0, 0])
             figures[0] += 1
             figures[1] += launch.duration_ns
             name = (owner.module if owner else None) or _op(launch)
             if name:
-                places.setdefault(key, {})[name] = None
-        if step is middle:
-            shown = tuple(launches)
-    if not used:
-        return None
-    if not shown:  # the median step has no kernels
-        middle = used[(len(used) - 1) // 2]
-        (started,) = store.step_launches([middle])
-        shown = tuple(_busiest(started))
-    assert middle is not None
-    count, whole = len(used), sum(total for _, total in kernels.values())
-    rows = [
-        KernelTime(
-            kernel_short=name,
-            kind=kind,
-            layer=_layer(places.get((name, kind, backend), ())),
-            launches=number / count,
-            total_ns=total / count,
-            share=total / whole if whole else 0.0,
-            backend=backend,
+                self.places.setdefault(key, {})[name] = None
+        if step is self.middle:
+            self.shown = tuple(launches)
+
+    def times(self, store: Store, owners: Mapping[tuple[int, int], LaunchOwner]) -> ProgramTimes:
+        """Return the averages over the steps with kernels."""
+        middle, shown = self.middle, self.shown
+        if not shown:  # the median step has no kernels
+            middle = self.used[(len(self.used) - 1) // 2]
+            (started,) = store.step_launches([middle])
+            shown = tuple(_busiest(started))
+        assert middle is not None
+        count, whole = len(self.used), sum(total for _, total in self.kernels.values())
+        rows = [
+            KernelTime(
+                kernel_short=name,
+                kind=kind,
+                layer=_layer(self.places.get((name, kind, backend), ())),
+                launches=number / count,
+                total_ns=total / count,
+                share=total / whole if whole else 0.0,
+                backend=backend,
+            )
+            for (name, kind, backend), (number, total) in self.kernels.items()
+        ]
+        rows.sort(key=lambda row: -row.total_ns)
+        averages = {key: ns / count for key, ns in self.parts.items()}
+        return ProgramTimes(
+            steps=tuple(self.used),
+            step_ns=sum(averages.values()),
+            parts=averages,
+            kernels=tuple(rows),
+            middle=middle,
+            launches=shown,
+            owners=owners,
         )
-        for (name, kind, backend), (number, total) in kernels.items()
-    ]
-    rows.sort(key=lambda row: -row.total_ns)
-    averages = {key: ns / count for key, ns in parts.items()}
-    return ProgramTimes(
-        steps=tuple(used),
-        step_ns=sum(averages.values()),
-        parts=averages,
-        kernels=tuple(rows),
-        middle=middle,
-        launches=shown,
-        owners=owners,
-    )
 
 
 def kind_of(launch: StepLaunch) -> str:

@@ -53,7 +53,7 @@ from profharness.program.matching import (
     phases_distinguish,
     ran_text,
 )
-from profharness.program.phases import PhaseRow
+from profharness.program.phases import PhaseRow, phases_detail
 from profharness.render.document import (
     FORMATS,
     MISSING,
@@ -212,7 +212,7 @@ def _phase_blocks(phases: Sequence[PhaseDiff]) -> Iterator[Block]:
         for mark, row in ((MARKS[0], each.baseline), (MARKS[1], each.candidate))
         if row
     ]
-    yield Heading("Phases of the engine", "", 3)
+    yield Heading("Phases", phases_detail(row for _, row in lines), 3)
     yield Table.of((SIDE, *pick(PhaseRow)), [{"side": mark} | record(row) for mark, row in lines])
 
 

@@ -177,17 +177,19 @@ def _phases(diff: Diff) -> Iterator[str]:
     ]
     for left, right in shared:
         tokens = [row.new_tokens for row in (left, right)]
-        alike = (
-            "" if tokens[0] == tokens[1] else f" for {tokens[0]:,.0f} and {tokens[1]:,.0f} tokens"
+        differ = tokens[0] != tokens[1] and None not in tokens
+        counts = " and ".join(f"{count or 0:,.0f}" for count in tokens)
+        steps = (
+            f"The median {left.phase} step takes {time_text(left.step_ns)} → "
+            f"{time_text(right.step_ns)}{f' for {counts} tokens' if differ else ''}"
         )
-        steps = f"{left.phase.capitalize()} steps take {time_text(left.step_ns)} → {time_text(right.step_ns)}{alike}"
-        rows = [row for row in diff.layers if row.phase == left.phase]
+        rows = [row for row in diff.layers if row.first.step_phase == left.phase]
         if any(row.baseline and row.candidate for row in rows):
             yield from _layers(diff, rows, steps)
         else:
             spent = f"{time_text(left.attention_ns)} → {time_text(right.attention_ns)}"
             unpaired = "; its layers cannot be paired" if rows else ""
-            yield f"{steps}. Attention in these steps takes {spent}{unpaired}."
+            yield f"{steps}. Attention in these steps takes {spent} on average{unpaired}."
     for name, own in (
         (before, [row.phase for row in diff.phases if row.candidate is None]),
         (after, [row.phase for row in diff.phases if row.baseline is None]),

@@ -11,8 +11,9 @@ from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
 from profharness.measurements.agreement import backend_text
 from profharness.program.gates import falls_back, is_unfused
-from profharness.program.layer_map import Forecast, LayerMap, LayerRow
-from profharness.program.phases import PhaseRow
+from profharness.program.layer_map import Forecast, LayerMap, LayerRow, PredictedTime, StepGroup
+from profharness.program.phases import PhaseRow, in_phase
+from profharness.program.regret import is_launch_bound, saved
 from profharness.render.document import FORMATS
 from profharness.rows import STEP_END, WHOLE_TRACE, GapRow
 from profharness.units import share_text, time_text
@@ -27,7 +28,7 @@ USE_SDPA = "use scaled_dot_product_attention"
 
 
 def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, ...]:
-    """Return one to three sentences that summarize the layer map of a program.
+    """Return a few sentences that summarize the layer map of a program.
 
     `change` is the advice that the answer contains.
     """
@@ -42,8 +43,14 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
         advice = _advised(change) if change else USE_SDPA
         first = f"{_cost(layers, subject)}: {advice}."
         return (first, *_saving(layers), *_idle(layers, change))
-    first = f"{_cost(layers)}; {_what_ran(layers)}."
-    return (first, *(_saving(layers) or _change(change)), *_idle(layers, change))
+    cost, ran = _cost(layers), _what_ran(layers)
+    several = _several_phases(layers)
+    lead = (f"{cost}.", f"{ran[0].upper()}{ran[1:]}.") if several else (f"{cost}; {ran}.",)
+    return (*lead, *(_saving(layers) or _change(change)), *_idle(layers, change))
+
+
+def _several_phases(layers: LayerMap) -> bool:
+    return len({row.step_phase for row in layers.rows}) > 1
 
 
 def matters(layers: LayerMap) -> bool:
@@ -96,48 +103,58 @@ def _last_name(module: str) -> str:
 
 
 def _advised(change: Change) -> str:
-    saves = f", {saving_text(change.saves_ns)}" if change.saves_ns else ""
+    saves = f", {saving_text(change.saves)}" if change.saves else ""
     return f"{_named(change.text)}{saves}"
 
 
-def _layer_count(rows: Sequence[LayerRow]) -> tuple[float, str]:
+def _layer_count(rows: Sequence[LayerRow], *, in_all: bool) -> tuple[float, str]:
     """Return the number of layers and the noun `layer`. Return the number of calls and `call` if
     the layers cannot be distinguished, as in compiled code or in a trace without modules.
+
+    If `in_all` is set, count the calls of all steps instead of those of one step.
     """
     if rows and all(row.names and row.mode != "compile" for row in rows):
         # The path of a recomputed layer lacks its beginning.
         first = [row for row in rows if row.direction != "recompute"] or rows
         return len({name for row in first for name in row.names}), "layer"
-    return _calls(rows), "call"
+    return _calls(rows, in_all=in_all), "call"
 
 
 def _cost(layers: LayerMap, subject: str = "Attention") -> str:
-    spent, busy = layers.attention_ns, layers.gpu_ns
-    timed = [row for row in layers.rows if row.forward_ns is not None]
-    if not timed:
+    """Return a clause with the time of attention in the steps of each phase."""
+    groups = [group for group in layers.groups if group.attention_ns]
+    if not groups:
         return (
             "The times of the attention calls are unknown, because the trace does not contain "
             "their kernels"
         )
-    backward = sum(row.backward_ns or 0 for row in timed)
-    forward = sum(row.forward_ns or 0 for row in timed)
+    first, *others = groups
+    texts = [in_phase(first.phase, f"{subject} takes {_cost_of_step(first)}")]
+    texts += [f"in {group.phase or 'other'} steps, {_cost_of_step(group)}" for group in others]
+    return "; ".join(texts)
+
+
+def _cost_of_step(steps: StepGroup) -> str:
+    """Return text such as `4 % of the GPU time (16.5 µs of 445 µs)`."""
+    spent, busy = steps.attention_ns, steps.gpu_ns
+    backward = sum(row.backward_ns or 0 for row in steps.rows)
+    forward = sum(row.forward_ns or 0 for row in steps.rows)
     parts = f"; forward {time_text(forward)}, backward {time_text(backward)}" if backward else ""
     if busy:
-        gpus = max(step.devices for step in layers.steps)
+        gpus = max(step.devices for step in steps.steps)
         on = f" on {gpus} GPUs" if gpus > 1 else ""
         whole = f"{share_text(spent / busy)} of the GPU time"
-        return f"{subject} takes {whole} ({time_text(spent)} of {time_text(busy)}{on}{parts})"
-    whole = (
-        f"{share_text(spent / layers.gpu_step_ns)} of the step" if layers.step_ns else "some time"
-    )
-    of = f" of {time_text(layers.gpu_step_ns)}" if layers.step_ns else ""
-    return f"{subject} takes {whole} ({time_text(spent)}{of}, times of CPU ops{parts})"
+        return f"{whole} ({time_text(spent)} of {time_text(busy)}{on}{parts})"
+    whole = f"{share_text(spent / steps.gpu_step_ns)} of the step" if steps.step_ns else "some time"
+    of = f" of {time_text(steps.gpu_step_ns)}" if steps.step_ns else ""
+    return f"{whole} ({time_text(spent)}{of}, times of CPU ops{parts})"
 
 
 def _what_ran(layers: LayerMap) -> str:
     """Return a clause such as `all 3 layers run on cudnn, none on math`."""
     rows = layers.rows
-    whole, noun = _layer_count(rows)
+    in_all = _several_phases(layers)  # because the numbers per step of two phases do not add up
+    whole, noun = _layer_count(rows, in_all=in_all)
     slow = [
         (falls_back, "fall back to math", "falls back to math"),
         (is_unfused, "compute it eagerly", "computes it eagerly"),
@@ -146,13 +163,14 @@ def _what_ran(layers: LayerMap) -> str:
     clauses = []
     for holds, several, one in slow:
         if matching := [row for row in rows if holds(row)]:
-            count, of, kind = _layer_count(matching)[0], whole, noun
+            count, of, kind = _layer_count(matching, in_all=in_all)[0], whole, noun
             of_these = {name for row in matching for name in row.names}
             others = (row for row in rows if row not in matching)
             if noun == "call" or not all(of_these.isdisjoint(row.names) for row in others):
                 # Other calls of these layers are different, such as those of another phase.
-                count, of, kind = _calls(matching), _calls(rows), "call"
-            spent = sum(row.kernel_ns for row in matching)
+                count, of = (_calls(own, in_all=in_all) for own in (matching, rows))
+                kind = "call"
+            spent = layers.mean((row, row.kernel_ns) for row in matching)
             cost = (
                 f" ({share_text(spent / layers.gpu_ns)} of the GPU time)" if layers.gpu_ns else ""
             )
@@ -181,7 +199,9 @@ def _backend(name: str | None) -> str:
     return backend_text(name) if name else "an unknown backend"
 
 
-def _calls(rows: Sequence[LayerRow]) -> float:
+def _calls(rows: Sequence[LayerRow], *, in_all: bool) -> float:
+    if in_all:
+        return sum(round((row.calls or 0) * (row.steps or 0)) for row in rows)
     return sum(row.program_calls or row.calls or 0 for row in rows)
 
 
@@ -191,9 +211,9 @@ def _change(change: Change | None) -> tuple[str, ...]:
         return ()
     text, where = _named(change.text), _where(change)
     text = f"In{where[3:]}, {text}." if where else f"{text[0].upper()}{text[1:]}."
-    if change.saves_ns is None:
+    if change.saves is None:
         return (text,)
-    saves = saving_text(change.saves_ns)
+    saves = saving_text(change.saves)
     return (f"{text} {saves[0].upper()}{saves[1:]}.",)
 
 
@@ -202,11 +222,16 @@ def _saving(layers: LayerMap) -> tuple[str, ...]:
     regret = layers.regret
     if layers.benched and regret is None:
         return tuple(_phase_saving(phase) for phase in layers.phases if phase.fastest)
-    if regret is None or regret.saves_ns <= 0:
+    if regret is None:
         return ()
-    most = "at most " if regret.launch_bound else ""
-    return (
-        f"The fastest correct backends would save {most}{time_text(regret.saves_ns)} per step.",
+    return tuple(
+        in_phase(
+            group.phase,
+            f"The fastest correct backends would save "
+            f"{'at most ' if is_launch_bound(group, layers.gpu) else ''}{time_text(saves)} per step.",
+        )
+        for group in layers.groups
+        if (saves := saved(group).saves_ns) > 0
     )
 
 
@@ -227,6 +252,7 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
         return
     idle = 1 - busy / step
     whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
+    whole += "s" if _several_phases(layers) else ""
     text = f"The GPU is idle for {share_text(idle)} of the {whole}"
     one = max(layers.gaps, key=lambda gap: gap.duration_ns, default=None)
     if one and one.duration_ns > ONE_GAP * (step - busy) * len(layers.steps):
@@ -243,7 +269,7 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     elif layers.attention_ns < LIMITING * layers.gpu_step_ns:
         yield f"{text}: launch overhead, not attention, is the limit."
     else:
-        so = ", so the step itself may not get shorter" if change and change.saves_ns else ""
+        so = ", so the step itself may not get shorter" if change and change.saves else ""
         yield f"{text}: launch overhead is a limit too{so}."
 
 
@@ -286,9 +312,8 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
         return f"Predicted for {forecast.gpu}: {chosen}; the times are unknown."
     saves = ""
     if forecast.saves_ns:
-        saves = f"; other backends would save {time_text(forecast.saves_ns)}"
-    low, high = time_text(forecast.low_ns), time_text(forecast.high_ns)
-    interval = f" ({low} to {high})" if low != high else ""
+        a_step = " per step on average" if _several_phases(layers) else ""
+        saves = f"; other backends would save {time_text(forecast.saves_ns)}{a_step}"
     subject, eager = "attention", ""
     if all(row.kind == "eager" for row in layers.rows):
         subject = "scaled_dot_product_attention"
@@ -297,7 +322,16 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
             eager = (
                 f" The eager attention in the trace takes {time_text(layers.attention_ns)}{where}."
             )
+    times = [
+        f"{time_text(each.ns)} of {f'a {each.phase} step' if each.phase else whole}{_interval(each)}"
+        for each in forecast.groups
+    ]
     return (
-        f"Predicted for {forecast.gpu}: {subject} takes {time_text(forecast.ns)} of {whole}"
-        f"{interval}, on {join_and(ran)}{saves}.{eager}"
+        f"Predicted for {forecast.gpu}: {subject} takes {join_and(times)}, on {join_and(ran)}{saves}."
+        f"{eager}"
     )
+
+
+def _interval(times: PredictedTime) -> str:
+    low, high = time_text(times.low_ns), time_text(times.high_ns)
+    return f" ({low} to {high})" if low != high else ""

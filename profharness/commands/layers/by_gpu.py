@@ -478,7 +478,8 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     if full:
         yield Heading("Kernels compared", "kernels of one call, the longest first", 3)
         yield Table.of(
-            (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")), _kernels(answer, ordered)
+            (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")),
+            _kernels(answer, ordered),
         )
     yield from map(Note, _step_texts(answer))
     for row, label in zip(ordered, layer_labels(ordered, full=full), strict=True):
@@ -532,37 +533,33 @@ def runs_answer(answer: LayersByGpu) -> tuple[str, ...]:
         if not shared:
             text = f"{other.name} has no layer in common with {first.name}."
             texts.append(f"{text} Layers are compared by their names and the sizes of their calls.")
-        elif all(each.layers.phases for each in answer.classes):
-            spent = {phase.phase: phase.attention_ns for phase in other.layers.phases}
-            texts += [
-                _compared(answer, at, f"a {phase.phase} step", (phase.attention_ns, after), rows)
-                for phase in first.layers.phases
-                if (rows := [row for row in shared if row.phase == phase.phase])
-                and (after := spent.get(phase.phase))
-            ]
-        elif (before := first.layers.attention_ns) and (after := other.layers.attention_ns):
-            texts.append(_compared(answer, at, "a step", (before, after), shared))
+            continue
+        for phase in dict.fromkeys(row.first.step_phase for row in shared):
+            before, after = (each.layers.of_phase(phase).attention_ns for each in (first, other))
+            if before and after:
+                rows = [row for row in shared if row.first.step_phase == phase]
+                texts.append(_compared(answer, at, (before, after), rows))
     return tuple(texts)
 
 
 def _compared(
-    answer: LayersByGpu,
-    at: int,
-    what: str,
-    times: tuple[float, float],
-    rows: Sequence[MatchedLayers],
+    answer: LayersByGpu, at: int, times: tuple[float, float], rows: Sequence[MatchedLayers]
 ) -> str:
     """Return a sentence that compares the attention of the run `at` with the first run.
 
-    `times` are the times of attention in `what`, and `rows` are the layers that both runs have.
+    `times` are the times of attention in a step, and `rows` are the layers that both runs have. All
+    rows have the same phase.
     """
     first, other = answer.classes[0], answer.classes[at]
     before, after = times
+    phase = rows[0].first.step_phase
     preposition = "on" if first.device != other.device else "in"
-    alone = _call_ratio(rows[0], at) if len(answer.rows) == 1 else None
+    of_phase = [row for row in answer.rows if row.first.step_phase == phase]
+    alone = _call_ratio(rows[0], at) if len(of_phase) == 1 else None
     ratio = told_ratio(after / before, alone)
+    step = f"a {phase} step" if phase else "a step"
     text = (
-        f"Attention of {what} takes {time_text(before)} {preposition} {first.name} and "
+        f"Attention of {step} takes {time_text(before)} {preposition} {first.name} and "
         f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, ratio)}"
     )
     gaps = [_gap(row, at) for row in rows]
@@ -715,8 +712,19 @@ def _bench_blocks(
 
 def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> Iterator[str]:
     """Yield sentences about the total time on each GPU, and about the savings of other backends."""
+    for phase in dict.fromkeys(row.first.step_phase for row in rows):
+        places = [at for at, row in enumerate(rows) if row.first.step_phase == phase]
+        own = [replace(each, calls=tuple(each.calls[at] for at in places)) for each in benches]
+        yield from _sums_of_phase([rows[at] for at in places], own, phase)
+
+
+def _sums_of_phase(
+    rows: Sequence[MatchedLayers], benches: Sequence[GpuBench], phase: str | None
+) -> Iterator[str]:
     sides = [side for row in rows for side in row.sides if side]
-    whole = "a step" if all(side.calls is not None for side in sides) else "the whole program"
+    whole = f"a {phase} step" if phase else "a step"
+    if any(side.calls is None for side in sides):
+        whole = "the whole program"
     first, *others = benches
     for other in others:
         if first.bench and other.bench and first.measurement != other.measurement:

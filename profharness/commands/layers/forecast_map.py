@@ -24,6 +24,7 @@ from profharness.program.layer_map import (
     LayerForecast,
     LayerMap,
     LayerRow,
+    PredictedTime,
     allowed_setting,
     join_numbered,
     short_module,
@@ -77,29 +78,39 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
             predictions = [answers[query] for query in own]
             forecast = _row(predictions, [weight for _, weight in weights])
         rows.append(replace(forecast, predicted_gpu=place.gpu))
-    if whole := sum(row.predicted_total_ns or 0 for row in rows):
+    # A step of the program contains on average this number of steps of the phase of a row.
+    parts = [(row.steps or 0) / max(len(layers.steps), 1) if by_step else 1 for row in layers.rows]
+    totals = [(row.predicted_total_ns or 0) * part for row, part in zip(rows, parts, strict=True)]
+    if whole := sum(totals):
         rows = [
-            replace(row, predicted_share=row.predicted_total_ns / whole)
+            replace(row, predicted_share=total / whole)
             if row.predicted_total_ns is not None
             else row
-            for row in rows
+            for row, total in zip(rows, totals, strict=True)
         ]
     timed = [
-        (row, calls) for row, calls in zip(rows, made, strict=True) if row.predicted_ns is not None
+        (row, calls, part)
+        for row, calls, part in zip(rows, made, parts, strict=True)
+        if row.predicted_ns is not None
     ]
+    mean = _time(timed)
+    calls = sum(calls * part for _, calls, part in timed)
     result = Forecast(
         gpu=place.gpu,
         torch=place.release,
         machine=machine_text(place.atlas.machine) if place.atlas else None,
         of="step" if by_step else "program",
-        ns=sum(row.predicted_total_ns or 0 for row, _ in timed),
-        low_ns=sum((row.predicted_low_ns or 0) * calls for row, calls in timed),
-        high_ns=sum((row.predicted_high_ns or 0) * calls for row, calls in timed),
-        saves_ns=sum(row.predicted_saves_ns or 0 for row, _ in timed if row.predicted_certain),
-        calls=sum(calls for _, calls in timed),
-        unpredicted_calls=sum(made) - sum(calls for _, calls in timed),
+        ns=mean.ns,
+        low_ns=mean.low_ns,
+        high_ns=mean.high_ns,
+        saves_ns=sum(
+            (row.predicted_saves_ns or 0) * part for row, _, part in timed if row.predicted_certain
+        ),
+        calls=calls,
+        unpredicted_calls=sum(c * part for c, part in zip(made, parts, strict=True)) - calls,
         conclusions=(),
         rows=tuple(rows),
+        groups=tuple(_times_by_phase(layers, rows, made)) or (mean,),
     )
     configs = [as_sampled(config) for config, _ in asked]
     texts = (
@@ -111,6 +122,32 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     )
     result = replace(result, conclusions=texts)
     return replace(layers, forecasts=(*layers.forecasts, result))
+
+
+def _time(
+    timed: Iterable[tuple[LayerForecast, float, float]], phase: str | None = None
+) -> PredictedTime:
+    """Return the total time of rows, given the number of calls and the weight of each row."""
+    ns = low = high = 0.0
+    for row, calls, part in timed:
+        ns += (row.predicted_total_ns or 0) * part
+        low += (row.predicted_low_ns or 0) * calls * part
+        high += (row.predicted_high_ns or 0) * calls * part
+    return PredictedTime(phase, ns, low, high)
+
+
+def _times_by_phase(
+    layers: LayerMap, rows: Sequence[LayerForecast], made: Sequence[float]
+) -> Iterator[PredictedTime]:
+    """Yield the predicted time of a step of each phase with predicted rows."""
+    for phase in dict.fromkeys(row.step_phase for row in layers.rows if row.step_phase):
+        timed = [
+            (row, calls, 1.0)
+            for own, row, calls in zip(layers.rows, rows, made, strict=True)
+            if own.step_phase == phase and row.predicted_ns is not None
+        ]
+        if timed:
+            yield _time(timed, phase)
 
 
 def _as_sdpa(row: LayerRow) -> Points:

@@ -10,10 +10,13 @@ from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import predict
 from profharness.devices import short_gpu_name
-from profharness.errors import ProfharnessError
+from profharness.errors import ProfharnessError, join_and
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import LayerMap, LayerRow, suggestions
 from profharness.units import time_text
+
+Saves = Sequence[tuple[str | None, float]]
+"""The phases of a program, or None if it has none, each with the time saved per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,14 @@ class Change:
 
     text: str
     rows: tuple[LayerRow, ...]
-    saves_ns: float | None
+    saves: Saves | None
     why_unknown: str = ""  # the reason why no time is predicted, if it is known
 
 
 def main_change(layers: LayerMap) -> Change | None:
     """Return the first advice on the costliest row that math or eager attention computes."""
     slow = [row for row in layers.rows if falls_back(row) or is_unfused(row)]
+    slow.sort(key=lambda row: -row.total_ns)
     text = next((row.advice[0] for row in slow if row.advice), None)
     if text is None:
         return None
@@ -37,7 +41,10 @@ def main_change(layers: LayerMap) -> Change | None:
     saved = [saved_ns(row, text, layers, place) for row in rows]
     known = [ns for ns in saved if ns is not None]
     if len(known) == len(rows):
-        return Change(text, rows, sum(known))
+        saves: dict[str | None, float] = {}
+        for row, ns in zip(rows, known, strict=True):
+            saves[row.step_phase] = saves.get(row.step_phase, 0) + ns
+        return Change(text, rows, tuple(saves.items()))
     return Change(text, rows, None, _why_unknown(layers, rows, place))
 
 
@@ -51,9 +58,12 @@ def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], place: Place | None
     return ""
 
 
-def saving_text(ns: float) -> str:
+def saving_text(saves: Saves) -> str:
     """Return a clause such as `predicted to save about 2.23 ms of GPU time per step`."""
-    return f"predicted to save about {time_text(ns)} of GPU time per step"
+    (phase, ns), *others = saves
+    texts = [f"{time_text(ns)} of GPU time per {f'{phase} step' if phase else 'step'}"]
+    texts += [f"{time_text(ns)} per {phase or 'other'} step" for phase, ns in others]
+    return f"predicted to save about {join_and(texts)}"
 
 
 def own_place(layers: LayerMap) -> Place | None:

@@ -22,7 +22,7 @@ from profharness.program.layer_map import (
     short_module,
 )
 from profharness.program.matching import ran_text
-from profharness.program.phases import PhaseRow, step_title
+from profharness.program.phases import PhaseRow, phases_detail, step_place, step_title
 from profharness.render.document import (
     MISSING,
     Block,
@@ -35,21 +35,26 @@ from profharness.render.document import (
     record,
 )
 from profharness.traces.engine_log import EngineLog
+from profharness.traces.engine_steps import DECODE, PREFILL
 from profharness.units import share_text, time_text
 
 SCHEMA = "profharness.layers/1"
 EAGER = "eager"
+BOTH_IN_A_STEP = (
+    "A step contains both a prefill and the decoding after it. The calls and times of a row are means "
+    "per such step."
+)
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
 FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
 COLUMNS = pick(
     LayerRow,
-    *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked", "ran"),
-    *("forward_ns", "backward_ns", "share", "step_share", "site"),
+    *("module", "step_phase", "calls", "program_calls", "config", "phase", "mode", "mask", "asked"),
+    *("ran", "forward_ns", "backward_ns", "share", "step_share", "site"),
 )
 OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
-KERNELS = pick(LayerRow, "module", "kernels")
+KERNELS = pick(LayerRow, "module", "step_phase", "kernels")
 GAPS = (
     Column("duration_ns", "idle µs", "time"),
     Column("kernel_short", "ended by", shrink=True),
@@ -61,7 +66,7 @@ REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 # first columns of a table with columns for each GPU
 GPU_LAYER = (
-    *pick(LayerRow, "module"),
+    *pick(LayerRow, "module", "step_phase"),
     *(replace(each, importance="normal") for each in pick(LayerRow, "config")),
 )
 PREDICTED = (
@@ -74,12 +79,13 @@ OF_BEST = ("predicted_best", "predicted_saves_ns")
 
 
 def phase_blocks(layers: LayerMap, level: int) -> list[Block]:
-    """Return a heading and the table of the engine's phases, or no blocks if there are no phases."""
+    """Return a heading and the table of the phases, or no blocks if there are no phases."""
     if not layers.phases:
         return []
-    benched = f"with bench run {layers.benched}" if layers.benched else ""
     table = Table.of(PHASES, map(record, layers.phases))
-    return [Heading("Phases of the engine", benched, level), table]
+    detail = phases_detail(layers.phases)
+    detail += f"; with bench run {layers.benched}" if layers.benched else ""
+    return [Heading("Phases", detail, level), table]
 
 
 def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = False) -> Document:
@@ -87,7 +93,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
 
     Predictions for several GPUs add a table with one column per GPU, and the JSON key `classes`.
     """
-    lines = [_line(row, full) for row in layers.rows]
+    lines = list(_lines(layers.rows, full))
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
     if any(row.direction != "forward" for row in layers.rows):
@@ -96,14 +102,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
         blocks += _engine_notes(layers.engine)
-    if len(layers.phases) > 1:
-        steps = counted(len(layers.steps), "step")
-        blocks.append(
-            Note(
-                f"The table of layers has means over all {steps}. The next table has the figures of "
-                "each phase."
-            )
-        )
+    if not layers.step_phases and {PREFILL, DECODE} <= {row.phase for row in layers.rows}:
+        blocks.append(Note(BOTH_IN_A_STEP))
     blocks += phase_blocks(layers, level=3)
     for forecast in layers.forecasts:
         blocks += _forecast_blocks(forecast, lines, full)
@@ -112,7 +112,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
     blocks += _notes(layers.rows, full, change.text if change else None, advise=matters(layers))
-    if change and change.why_unknown and change.saves_ns is None:
+    if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
@@ -124,7 +124,10 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if full and layers.gaps:
         blocks += [Heading("Where the GPU waited", "the largest gaps", 3), _gaps(layers)]
     extra = {
-        "steps": [step._asdict() for step in layers.steps],
+        "steps": [
+            step._asdict() | {"phase": layers.step_phases.get(step_place(step))}
+            for step in layers.steps
+        ],
         "phases": list(map(record, layers.phases)),
         "engine": asdict(layers.engine) if layers.engine else None,
         "gaps": [gap._asdict() for gap in layers.gaps],
@@ -173,6 +176,7 @@ def _forecast_blocks(
 ) -> Iterator[Block]:
     where = forecast.machine or f"{forecast.gpu}, torch {forecast.torch}, no atlas"
     whole = "a step" if forecast.of == "step" else "the whole program"
+    whole = "a step of the phase" if len(forecast.groups) > 1 else whole
     yield Heading(f"Predicted for {where}", f"kernel times of {whole}")
     rows = [
         {column.key: line[column.key] for column in GPU_LAYER} | record(row)
@@ -198,6 +202,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         gpus.insert(0, short_gpu_name(layers.gpu) if layers.gpu else "here")
         names.insert(0, f"{gpus[0]} measured")
     whole = "a step" if first.of == "step" else "the whole program"
+    whole = "a step of the phase" if len(first.groups) > 1 else whole
     yield Heading("GPUs compared", f"predicted time of the kernels of {whole}")
     rows = []
     for at, (row, line) in enumerate(zip(layers.rows, lines, strict=True)):
@@ -270,6 +275,17 @@ def figures(cells: Sequence[tuple[str | None, float | None]]) -> dict[str, Any]:
     return values
 
 
+def _lines(rows: Sequence[LayerRow], full: bool) -> Iterator[dict[str, Any]]:
+    """Yield the values of the table of layers.
+
+    The phase of the steps is left out if it is the same in all rows, or equals the phase of the calls.
+    """
+    several = len({row.step_phase for row in rows}) > 1
+    differs = any(row.step_phase != row.phase for row in rows)
+    for row in rows:
+        yield _line(row, full) | {"step_phase": row.step_phase if several and differs else None}
+
+
 def _line(row: LayerRow, full: bool) -> dict[str, Any]:
     line = {column.key: getattr(row, column.key) for column in (*COLUMNS, *REGRET)}
     if not full:
@@ -311,6 +327,8 @@ def _summary(layers: LayerMap) -> str:
         return f"{counted(made, 'call')}{processes}" if made else ""
     count = len(layers.steps)
     name = step_title(layers.steps[0].name) if count == 1 else f"{count} steps"
+    if len(layers.phases) > 1:
+        name += f" ({', '.join(f'{phase.steps} {phase.phase}' for phase in layers.phases)})"
     each = " on average" if count > 1 else ""
     if not layers.step_ns:
         return name

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from profharness.atlas.predictions import Place
 from profharness.columns import Column, pick
 from profharness.commands.layers.answer import what_to_change
 from profharness.commands.layers.savings import own_place, saved_ns, saving_text
+from profharness.errors import counted
 from profharness.program.layer_map import (
     LayerMap,
     LayerRow,
+    StepTimes,
     actual_backend,
     module_name,
     short_module,
@@ -25,7 +28,7 @@ from profharness.program.step_times import (
     KernelTime,
     ProgramTimes,
     kind_of,
-    program_times,
+    times_by_phase,
 )
 from profharness.render.colors import ATTENTION as ATTENTION_ON
 from profharness.render.document import (
@@ -51,6 +54,7 @@ MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
 OBSERVED = "profharness-attention:"  # ranges that the observer opens around attention calls
 RANGES, CPU = "range", "CPU"
 PARTS = (
+    *pick(LayerRow, "step_phase"),
     *pick(KernelTime, "kind"),
     Column("ns", "µs/step", "time", meaning="time per step"),
     *pick(LayerRow, "step_share"),
@@ -74,7 +78,8 @@ class ProgramParts:
     layers: tuple[Block, ...] = ()
     kernels: tuple[Block, ...] = ()
     timeline: tuple[Block, ...] = ()
-    times: ProgramTimes | None = None
+    times: Mapping[str | None, ProgramTimes] = field(default_factory=dict)
+    """The times of each phase, or the times of all steps under the key None."""
     record: dict[str, Any] | None = None
 
 
@@ -88,11 +93,29 @@ def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramPar
     calls = store.calls(run)
     # reading the steps of a large trace takes seconds, and the layer map has already done it
     steps = layers.steps if layers and layers.steps else store.steps(run)
-    times = program_times(store, steps, calls)
-    if times is None:
+    found = times_by_phase(store, steps, calls, layers.step_phases if layers else {})
+    if not found:
         return ProgramParts()
-    made = {
-        "run": run,
+    divided = len(found) > 1
+    phases = {phase: times for phase, times in found.items() if phase or not divided}
+    made = {"run": run} | _record(found[None])
+    made["phases"] = [{"phase": phase} | _record(found[phase]) for phase in phases if phase]
+    bars = (
+        _layer_bars(times, calls, layers.of_phase(phase) if layers else None, phase)
+        for phase, times in phases.items()
+    )
+    return ProgramParts(
+        tuple(_step_bars(phases)),
+        tuple(chain.from_iterable(bars)),
+        tuple(chain.from_iterable(map(_kernel_blocks, phases.values(), phases))),
+        tuple(_timeline_blocks(store, run, next(iter(phases.values())), calls)),
+        phases,
+        made,
+    )
+
+
+def _record(times: ProgramTimes) -> dict[str, Any]:
+    return {
         "steps": len(times.steps),
         "step_ns": times.step_ns,
         "parts": [
@@ -101,24 +124,20 @@ def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramPar
         ],
         "kernels": [record(row) for row in times.kernels],
     }
-    return ProgramParts(
-        tuple(_step_bar(times)),
-        tuple(_layer_bars(times, calls, layers)),
-        tuple(_kernel_blocks(times)),
-        tuple(_timeline_blocks(store, run, times, calls)),
-        times,
-        made,
-    )
 
 
-def compared_steps(programs: Mapping[str, ProgramTimes | None]) -> list[Block]:
+def compared_steps(programs: Mapping[str, Mapping[str | None, ProgramTimes]]) -> list[Block]:
     """Return a chart that compares the steps of programs by kind of work.
 
     Return an empty list for fewer than two programs.
     """
-    timed = {name: times for name, times in programs.items() if times is not None}
-    if len(timed) < 2:
+    if sum(map(bool, programs.values())) < 2:
         return []
+    timed = {
+        f"{name}, {phase}" if phase else name: times
+        for name, phases in programs.items()
+        for phase, times in phases.items()
+    }
     # The last part of each bar has its label.
     rows = tuple(
         {
@@ -149,35 +168,36 @@ def _series(kind: str, backend: str | None) -> str:
     return f"{ATTENTION_ON}{backend or UNKNOWN}" if kind == ATTENTION else kind
 
 
-def _step_bar(times: ProgramTimes) -> Iterator[Block]:
-    count = len(times.steps)
-    name = times.steps[0].name if count == 1 else f"average of {count} steps"
-    rows = tuple(
-        {
-            "step": "step",
-            "µs": ns / 1e3,
-            "kind": _series(kind, backend),
-            "label": f"{time_text(ns)} · {share_text(ns / times.step_ns)}",
-        }
-        for (kind, backend), ns in _ordered(times)
-    )
-    yield Heading("The step", f"{time_text(times.step_ns)}, {name}")
+def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
+    """Yield a chart and a table with the step of each phase."""
+    details, bars, parts = [], [], []
+    for phase, times in phases.items():
+        count, time = len(times.steps), time_text(times.step_ns)
+        name = f"average of {count} steps" if count > 1 else times.steps[0].name
+        of_phase = f"{phase} {time} ({counted(count, 'step')})"
+        details.append(of_phase if phase else f"{time}, {name}")
+        for (kind, backend), ns in _ordered(times):
+            series, share = _series(kind, backend), ns / times.step_ns
+            label = f"{time_text(ns)} · {share_text(share)}"
+            bars.append({"step": phase or "step", "µs": ns / 1e3, "kind": series, "label": label})
+            parts.append({"step_phase": phase, "kind": series, "ns": ns, "step_share": share})
+    yield Heading("The step" if len(phases) == 1 else "The step of each phase", "; ".join(details))
     caption = "The shares refer to the whole step, including the time in which the GPU is idle."
-    yield Chart("stack", "", rows, "µs", "step", "kind", "µs", label="label", caption=caption)
+    chart = Chart("stack", "", tuple(bars), "µs", "step", "kind", "µs", label="label")
+    yield replace(chart, caption=caption)
     yield Heading("The step as a table", level=3, folded=True)
-    parts = [
-        {"kind": _series(kind, backend), "ns": ns, "step_share": ns / times.step_ns}
-        for (kind, backend), ns in _ordered(times)
-    ]
     yield Table.of(PARTS, parts)
 
 
 def _layer_bars(
-    times: ProgramTimes, calls: Sequence[CallRow], layers: LayerMap | None
+    times: ProgramTimes,
+    calls: Sequence[CallRow],
+    layers: StepTimes | None,
+    phase: str | None,
 ) -> Iterator[Block]:
     """Yield a chart with a bar for each layer, in the order of the program or of the layer map.
 
-    Yield nothing if there is only one layer.
+    Yield nothing if there is only one layer. `times` and `layers` describe the steps of a phase.
     """
     steps = {(step.trace, step.step) for step in times.steps}
     spent: dict[str, dict[str, float]] = {}
@@ -210,7 +230,7 @@ def _layer_bars(
         caption = "Attention kernel time per step, and its share of the GPU's busy time."
         yield Chart(
             "stack",
-            "Attention by layer",
+            f"Attention by layer in {phase} steps" if phase else "Attention by layer",
             rows,
             "µs",
             "layer",
@@ -220,12 +240,12 @@ def _layer_bars(
         )
 
 
-def _kernel_blocks(times: ProgramTimes) -> Iterator[Block]:
+def _kernel_blocks(times: ProgramTimes, phase: str | None) -> Iterator[Block]:
     shown = times.kernels[:MOST_KERNELS]
     whole = len(times.kernels)
     rows = f"{whole} rows, one per kernel and kind"
     detail = f"the {len(shown)} longest of {rows}" if whole > len(shown) else ""
-    yield Heading("Top kernels", detail)
+    yield Heading(f"Top kernels of {phase} steps" if phase else "Top kernels", detail)
     yield Table.of(TOP_KERNELS, shown)
 
 
@@ -361,11 +381,12 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
     spent = row.kernel_ns
     if not spent or row.saves_ns is not None:  # advice of a bench has its own figures
         return ""
-    saved = saved_ns(row, text, layers, place)
+    saved, steps = saved_ns(row, text, layers, place), layers.of_phase(row.step_phase)
     if saved is not None:
-        share = f" ({share_text(saved / layers.gpu_ns)} of GPU time)" if layers.gpu_ns else ""
-        predicted = saving_text(saved)
+        share = f" ({share_text(saved / steps.gpu_ns)} of GPU time)" if steps.gpu_ns else ""
+        predicted = saving_text([(row.step_phase, saved)])
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
-    whole, of = (layers.gpu_ns, "GPU time") if layers.gpu_ns else (layers.step_ns, "step")
+    whole, of = (steps.gpu_ns, "GPU time") if steps.gpu_ns else (steps.step_ns, "step")
     share = f" ({share_text(spent / whole)} of the {of})" if whole else ""
-    return f"These calls take {time_text(spent)} per step{share}. A change cannot save more than that time."
+    step = f"{row.step_phase} step" if row.step_phase else "step"
+    return f"These calls take {time_text(spent)} per {step}{share}. A change cannot save more than that time."
