@@ -9,7 +9,7 @@ from profharness.attention.config import SDPA_BACKENDS
 from profharness.commands.layers.savings import Change, main_change, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
-from profharness.measurements.agreement import backend_text
+from profharness.measurements.agreement import ANOTHER_PACKAGE, backend_text
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow, PredictedTime, StepGroup
 from profharness.program.phases import PhaseRow, in_phase
@@ -196,7 +196,9 @@ def _every(count: float, noun: str) -> str:
 
 
 def _backend(name: str | None) -> str:
-    return backend_text(name) if name else "an unknown backend"
+    if name is None:
+        return "an unknown backend"
+    return backend_text(name).replace(ANOTHER_PACKAGE, f"{ANOTHER_PACKAGE}'s kernels")
 
 
 def _calls(rows: Sequence[LayerRow], *, in_all: bool) -> float:
