@@ -224,6 +224,7 @@ class BenchResult:
     """The evaluation of a benchmark."""
 
     run: str
+    name: str  # the folder or the id of the run
     rows: tuple[BenchRow, ...]
     cells: tuple[CellRow, ...]
     ranking: str  # the measurement by which backends are ranked
@@ -347,6 +348,7 @@ def evaluate_bench(
     won = _sound_winners(winners, figures)
     return BenchResult(
         run=name,
+        name=store.run_name(name),
         rows=tuple(rows),
         cells=tuple(cells),
         ranking=ranking,

@@ -185,7 +185,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     gpu = benched.gpu
     if gpu != layers.gpu:
         raise NotFoundError(
-            f"run {benched.run} was timed on {gpu or 'a CPU'}, but run {layers.name} comes from "
+            f"run {benched.name} was timed on {gpu or 'a CPU'}, but run {layers.name} comes from "
             f"{layers.gpu or 'a CPU'}; time the configs on {layers.gpu or 'a CPU'} with "
             "`profharness layers --savings`, or compare benchmarks of several GPUs with "
             "--bench RUN,RUN"
@@ -195,14 +195,14 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     timed = [row for row in rows if row.saves_ns is not None]
     phases = tuple(_faster_phase(phase, times) for phase in layers.phases)
     if not timed and any(phase.fastest for phase in phases):
-        return replace(layers, phases=phases, benched=benched.run)
+        return replace(layers, phases=phases, benched=benched.name)
     if not timed:
         configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
         raise NotFoundError(
-            f"run {benched.run} contains no times of the backends that ran in run {layers.name}: "
+            f"run {benched.name} contains no times of the backends that ran in run {layers.name}: "
             f"{configs or 'no replayable config'} on {', '.join(regret_backends(layers))}"
         )
-    layers = replace(layers, rows=tuple(rows), phases=phases, benched=benched.run)
+    layers = replace(layers, rows=tuple(rows), phases=phases, benched=benched.name)
     saves, forward, backward = saved(layers)
     untimed = [row for row in rows if row.saves_ns is None]
     regret = Regret(
@@ -402,9 +402,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
         if row.saves_ns is None:
             why = "no config replays the calls"
             if row.replayable:
-                why = (
-                    f"run {benched.run} has no times of {row.ran} with correct output for the calls"
-                )
+                why = f"run {benched.name} has no times of {row.ran} with correct output for the calls"
             texts.append(
                 f"There are no times for {row.calls:g} calls per {_step(row)} of {name}, because {why}."
             )
@@ -420,7 +418,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
         if seen and alone and not 1 / UNLIKE <= seen / alone <= UNLIKE:
             texts.append(
                 f"{name}: {row.ran} takes {time_text(seen / row.calls)} per call in the trace, but "
-                f"{time_text(alone / row.calls)} in run {benched.run} ({benched.ranking})"
+                f"{time_text(alone / row.calls)} in run {benched.name} ({benched.ranking})"
             )
     return [*texts, *bench_doubts(benched)]
 
@@ -431,7 +429,7 @@ def bench_doubts(benched: BenchResult) -> list[str]:
     # `wall` is measured on a CPU, which launches no kernels
     if benched.ranking not in ("kernel", "wall"):
         texts.append(
-            f"run {benched.run} has no kernel times; its {benched.ranking} times include launches"
+            f"run {benched.name} has no kernel times; its {benched.ranking} times include launches"
         )
     wrong = {f"{row.config} {row.backend}" for row in benched.figures() if row.verified is False}
     if wrong:

@@ -166,7 +166,7 @@ def bench_document(
     environment = answer.environment
     facts = [device_name(environment) or "unknown device", f"torch {environment.get('torch')}"]
     blocks: list[Block] = [
-        Heading(f"run {answer.run}", ", ".join(filter(None, [*facts, answer.created[:10]]))),
+        Heading(f"run {answer.name}", ", ".join(filter(None, [*facts, answer.created[:10]]))),
         _main_table(answer),
         *(_charts(answer) if charts else ()),
         *_regret(answer),
@@ -189,7 +189,7 @@ def bench_document(
         plain[TURNS] = list(map(list, getattr(values, "turns", ())))
     return Document(
         SCHEMA,
-        f"Bench of run {answer.run}",
+        f"Bench of run {answer.name}",
         tuple(blocks),
         (*FIELDS, RAW, TURNS) if raw else FIELDS,
         tuple(records),
@@ -589,7 +589,7 @@ def benches_by_gpu_document(
     blocks = [*chain.from_iterable(document.blocks for document in documents)]
     return Document(
         first.schema,
-        f"Bench of runs {', '.join(answer.run for answer in answers)}",
+        f"Bench of runs {', '.join(answer.name for answer in answers)}",
         (*blocks, *gpu_blocks(answers)),
         first.fields,
         tuple(chain.from_iterable(document.records for document in documents)),
@@ -620,7 +620,7 @@ def gpu_record(answer: BenchResult) -> dict[str, object]:
 
 def _device(answer: BenchResult) -> str:
     environment = answer.environment
-    return device_name(environment) or answer.run
+    return device_name(environment) or answer.name
 
 
 def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:

@@ -229,7 +229,7 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> l
         for bench in benches:
             if all(bench.gpu != each.layers.gpu for each in classes):
                 raise UsageError(
-                    f"run {bench.run} was timed on {_device(bench)}, but none of these programs ran on "
+                    f"run {bench.name} was timed on {_device(bench)}, but none of these programs ran on "
                     "this device; to show benchmarks from other GPUs, name only one program"
                 )
         by_gpu = {bench.gpu: bench for bench in benches}
@@ -281,13 +281,13 @@ def _bench_class(
         if any(call.calls for call in calls):
             remedy = f"; benchmark the configs that `profharness layers {run} --savings --configs` prints"
         raise NotFoundError(
-            f"run {bench.run} has no times for the layers of run {run} ({unknown}){remedy}"
+            f"run {bench.name} has no times for the layers of run {run} ({unknown}){remedy}"
         )
     doubts, layers = bench_doubts(bench), program.layers if program else None
     if layers is not None:
         if changes := _software_changes(store.environment(layers.run), bench.environment):
             doubts.append(
-                f"run {bench.run} and the program ran with different versions: {', '.join(changes)}"
+                f"run {bench.name} and the program ran with different versions: {', '.join(changes)}"
             )
         try:
             layers = regret_map(layers, bench)
@@ -321,7 +321,7 @@ def _benched_call(
     if spent is None:
         lacks = next(label for label, _ in side.points if times.median(label, asked) is None)
         so = "" if ran else ", so PyTorch's choice is unknown"
-        doubt = f"run {bench.run} has no correct {asked} result for {lacks}{so}"
+        doubt = f"run {bench.name} has no correct {asked} result for {lacks}{so}"
         return BenchedCall(None, None, best, least and least / calls, calls, doubt)
     backend = ran or _chosen_backend(bench, side, asked) or asked
     verdict = times.verdict(side.points, asked, than=best) if best else "same"
@@ -664,7 +664,7 @@ def _bench_blocks(
 ) -> Iterator[Block]:
     names = [each.name for each in benches]
     timed = [
-        f"{each.name}: {each.measurement} times of run {each.bench.run}"
+        f"{each.name}: {each.measurement} times of run {each.bench.name}"
         if each.bench
         else f"{each.name}: no benchmark"
         for each in benches
