@@ -104,7 +104,7 @@ def analyze(
     rows, cells = find_rows(path, selection, needs=ANALYZED)
     if not cells:
         raise NotFoundError(
-            "analyze requires a captured run, or a trace with attention calls recorded with "
+            "analyze requires a captured run, or a trace of attention calls that was recorded with "
             "record_shapes=True; for any other trace, use `profharness kernels`"
         )
     prepare_peaks(path, [cell.run for cell in cells], peaks)

@@ -191,7 +191,7 @@ Target = Annotated[
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Write the result to this file. `-` means stdout, the default. If FILE is a folder "
-        "(out/), write all formats and a description of the environment to it.",
+        "(out/), write the result to it in every format, with a description of the environment.",
         click={"callback": check_target},
     ),
 ]

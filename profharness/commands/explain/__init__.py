@@ -402,7 +402,7 @@ Backend = Annotated[
         complete=complete_backends,
         help="Limit the advice to these backends. With a set (flash+math) or an order "
         "(cudnn-then-flash, or 'cudnn>flash' in quotes), explain which of its backends PyTorch "
-        "chooses, instead of what auto chooses. "
+        "chooses, rather than which one auto chooses. "
         "Separate several values by commas, or repeat the option.",
         tool=(
             "A set or an order of backends that the call may use instead of auto, or single "
@@ -491,8 +491,8 @@ Engine = Annotated[
     Option(
         ("--engine",),
         type=click.Choice(list(ENGINES)),
-        help="Explain which attention backend this serving engine chooses: show the candidates, "
-        "why it refuses the others, and which options select them.",
+        help="Explain which attention backend this serving engine chooses, which other candidates "
+        "there are, why the engine refuses them, and which options select them.",
         tool="The serving engine whose choice is explained. By default, PyTorch's choice is "
         "explained.",
         tool_examples=("vllm",),

@@ -120,12 +120,16 @@ OnlyConfigs = Annotated[
     bool,
     Option(
         ("--configs",),
-        help="Print configs that replay the attention calls, as input for `capture --configs`. "
+        help="Print the configs of the attention calls, as input for `capture --configs`. "
         "With --savings, print the configs to time, as input for `bench --configs`.",
     ),
 ]
 Full = Annotated[
-    bool, Option(("--full",), help="Show full module names, kernels, and where the GPU waited.")
+    bool,
+    Option(
+        ("--full",),
+        help="Show full module names, the kernels, and the gaps in which the GPU waited.",
+    ),
 ]
 Regret = Annotated[
     bool,
@@ -133,7 +137,7 @@ Regret = Annotated[
         ("--savings",),
         old_flags=("--regret",),
         help="Time the calls on each backend on this machine, and show the time that the best backend "
-        "saves per step.",
+        "would save per step.",
     ),
 ]
 Benches = Annotated[
@@ -145,7 +149,7 @@ Benches = Annotated[
         complete=complete_runs,
         find=find_listed,
         help="Take the times for --savings from this stored bench run. To compare GPU models, "
-        "name one run for each. Separate several values by commas, or repeat the option.",
+        "name one run per model. Separate several values by commas, or repeat the option.",
     ),
 ]
 TimedBackends = Annotated[
@@ -173,7 +177,7 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit with code 3 on one of these findings: math-fallback, eager-attention, "
+        help="Exit with code 3 if there is any of these findings: math-fallback, eager-attention, "
         "backend-changed or unseen (the backend is unknown). For an observed program, the "
         "findings noop-mask and requested-not-run are also accepted. Separate several values by "
         "commas, or repeat the option.",

@@ -61,7 +61,8 @@ _WIDTH = max(map(len, CODES))
 Threshold = Annotated[
     float,
     threshold_option(
-        "Report a GPU as slow if its kernel time exceeds the time of the others by more than this fraction."
+        "Report a GPU as slow if its kernel time exceeds that of the other GPUs by more than this "
+        "fraction."
     ),
 ]
 FailOn = Annotated[
