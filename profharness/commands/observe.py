@@ -97,7 +97,8 @@ Rank = Annotated[
 GpuNames = Annotated[
     str | None,
     gpu_option(
-        "At the end, predict the time of each layer on these GPUs (such as H200) from their atlases."
+        "At the end, predict the time of each layer on these GPUs (such as H200) from their "
+        "atlases."
     ),
 ]
 

@@ -132,8 +132,8 @@ MEANS = {
     KERNEL: "time of the kernels of a profiled call with a warm L2",
     EAGER: "time per call in a series of consecutive calls with a warm L2, as in a program",
     HOST: "CPU time of an eager call; if it is close to the eager time, the GPU waits for the CPU",
-    EVENT: "time of a cold call in an older run, measured with the L2 flushed and including part of "
-    "the launch path",
+    EVENT: "time of a cold call in an older run, measured with the L2 flushed and including part "
+    "of the launch path",
     WALL: "wall-clock time of the CPU",
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
@@ -270,7 +270,10 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     if text := trust_note([*measured]):
         yield Note(text, "measurements")
     if any(row.backend == ALL_DISABLED for row in answer.rows):
-        text = "the legacy sdp_kernel context disables flash, efficient and math, which leaves only cudnn"
+        text = (
+            "the legacy sdp_kernel context disables flash, efficient and math, which leaves only "
+            "cudnn"
+        )
         yield Note(text, ALL_DISABLED)
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)
