@@ -120,7 +120,7 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     text = render_json(declaration.shown(declaration.answer(values), values))
     if len(text) > MAX_ANSWER_BYTES:
         raise UsageError(
-            f"the result takes {len(text) / 1000000.0:.1f} MB, which exceeds the limit of "
+            f"the size of the result is {len(text) / 1000000.0:.1f} MB, which exceeds the limit of "
             f"{MAX_ANSWER_BYTES >> 20} MiB; request fewer configs or backends, or only one run"
         )
     return text

@@ -280,7 +280,7 @@ def tool_backends(text: str) -> tuple[str, ...]:
     for name in names:
         if is_source_name(name):
             raise UsageError(
-                f"backend {name!r}: a tool does not accept files or modules as backends"
+                f"backend {name!r}: MCP tools do not accept files or modules as backends"
             )
     return names
 

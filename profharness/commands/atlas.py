@@ -78,7 +78,7 @@ FIELDS = (
 
 @command("list", frame=as_is)
 def list_atlases(*, atlas: AtlasFolder = None) -> list[Entry]:
-    """List the atlases of the package and your own atlases.
+    """List the atlases in the package and your own atlases.
 
     \b
     Examples:
@@ -116,7 +116,8 @@ def add_atlases(
     run: OnlyRun = None,
     atlas: AtlasFolder = None,
 ) -> None:
-    """Add packed atlases, shards from scripts/make_atlas.py, or a store to your own atlases.
+    """Add packed atlases, shards written by scripts/make_atlas.py, or captures in a store to your
+    own atlases.
 
     Each machine (a combination of GPU, torch, CUDA, cuDNN and driver) has its own atlas. New cells
     are added to your own atlas of the machine on which they were measured. Predictions for a
@@ -172,9 +173,9 @@ def export_atlas(
 ) -> None:
     """Write an atlas to a file, either packed (.npz) or as JSON lines (.jsonl).
 
-    NAME is a name from `atlas list`, a GPU, or a file. If the package and your own folder both have
-    an atlas of the machine, the file combines the two atlases. `atlas add` can read packed files
-    and JSON lines.
+    NAME is a name from `atlas list`, the name of a GPU, or an atlas file. If the package and your
+    own folder both have an atlas of the machine, the two atlases are combined. `atlas add` can read
+    packed files and JSON lines.
 
     \b
     Examples:
@@ -207,9 +208,10 @@ DECLARATION = CommandGroup(
     "atlas",
     """List, add, merge and export atlases for `predict`.
 
-    An atlas contains the results of thousands of configs on PyTorch's backends on one GPU:
-    PyTorch's choice, the kernels with their launch configurations, the times and the memory. An
-    atlas is specific to a GPU, a PyTorch release, and versions of CUDA, cuDNN and the driver.
+    An atlas contains the results of thousands of configs on PyTorch's backends on one GPU. For each
+    config, it records PyTorch's choice, the kernels with their launch configurations, the times and
+    the memory. Each atlas is specific to one GPU, one PyTorch release, and one version each of
+    CUDA, cuDNN and the driver.
 
     \b
     Examples:

@@ -120,7 +120,7 @@ Sections = Annotated[
         metavar="NAME",
         help=(
             "A section for ncu to collect, as listed by `ncu --list-sections`. Each section "
-            "requires additional passes of ncu. Repeatable."
+            "requires additional ncu passes. Repeatable."
         ),
     ),
 ]

@@ -68,14 +68,13 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
     "is read.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
-    """Describe a kernel's name: its library, the meaning of each part, and what the name does
-    not reveal.
+    """Explain a kernel's name: which library the kernel belongs to, what each part of the name
+    means, and what the name does not reveal.
 
-    NAME is a full name, mangled or demangled, in the spelling of any profiler, or a short name as
-    printed by `kernels`. Quote it. Only the name is read; no GPU, torch or store is needed.
-    Unknown names
-    and undocumented parts are reported as unknown. Short names show the flags of FlashAttention only
-    if they are set; full names (`kernels --full`) show all of them.
+    NAME is a full name, mangled or demangled, as spelled by any profiler, or a short name as
+    printed by `kernels`. Quote it. Only the name is read; no GPU, torch or store is needed. Unknown
+    names and undocumented parts are reported as unknown. A short name shows only those
+    FlashAttention flags that are set; a full name (`kernels --full`) shows them all.
 
     \b
     Examples:

@@ -129,8 +129,8 @@ def export(
     drawn from its first launch to its last. The file is compressed if FILE ends in .gz. Without -o,
     the trace is written to stdout as plain JSON.
 
-    Each profiler of a run has its own clock. With `--profiler all`, each profiler has its own processes
-    in the file, and the times of each profiler start at 0.
+    Each profiler of a run has its own clock. With `--profiler all`, the file has separate processes
+    for each profiler, and the times of each profiler start at 0.
 
     \b
     Example:

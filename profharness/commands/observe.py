@@ -96,7 +96,10 @@ Rank = Annotated[
 ]
 GpuNames = Annotated[
     str | None,
-    gpu_option("At the end, predict each layer on these GPUs (such as H200) from their atlases."),
+    gpu_option(
+        "At the end, predict the time of each layer on these GPUs (such as H200) from their "
+        "atlases."
+    ),
 ]
 
 
@@ -136,20 +139,21 @@ def observe_program(
     """Run a program unchanged and record its attention calls.
 
     Calls to scaled_dot_product_attention and flex_attention are counted by kind. Two calls are of
-    the same kind if they have the same module path, file and line, tensors, mask effect and allowed
-    backends, and if the same backend ran. All Python processes started by the program are observed.
-    After three steps without a new kind of call, a profiler records a few steps. A new step begins
-    after each step of an optimizer; if there is no optimizer, it begins when the first attention
-    module of the model is called again. The program's standard streams, signals and exit code are
-    passed through unchanged.
+    the same kind if they come from the same module path, file and line, if their tensors, the
+    effect of their mask and the allowed backends are equal, and if the same backend ran. All Python
+    processes started by the program are observed. After three steps without a new kind of call, a
+    profiler records a few steps. A new step begins after each step of an optimizer; if there is no
+    optimizer, it begins when the first attention module of the model is called again. The program's
+    standard streams, signals and exit code are passed through unchanged.
 
     --fail-on and --expect are checked against all observed calls after the program ends. A gate
-    (--fail-on or --expect) also fails if the necessary data was not recorded. A program that fails
-    keeps its own exit code.
+    (--fail-on or --expect) also fails if the data that it needs was not recorded. A program that
+    fails keeps its own exit code.
 
-    With --gpu, the layers are predicted on another GPU at the end, and printed on stderr as by
-    `layers --gpu`. The program may run on a CPU, or with tensors on the device `meta`, which
-    contain no data. The recorded calls and dtypes are those that the program uses on this machine.
+    With --gpu, the time of each layer on another GPU is predicted at the end and printed on stderr,
+    in the format of `layers --gpu`. The program may run on a CPU, or with tensors on the device
+    `meta`, which contain no data. The recorded calls and dtypes are those that the program uses on
+    this machine.
 
     A program without attention does not create a run. The exit code of the program is kept, but 0
     becomes 1 if no process of the program could be observed.

@@ -458,15 +458,16 @@ def predict(
     driver: Driver = None,
     atlas: AtlasFolder = None,
 ) -> list[Asked]:
-    """Predict which backend PyTorch chooses on another GPU, its kernels and time, and the best backend.
+    """Predict which backend PyTorch chooses on another GPU, which kernels that backend runs, how
+    long it takes, and which backend would be fastest.
 
     Predictions for a GPU come from its atlas, which contains thousands of measured cells and a
     model fitted to them. The source of a prediction is `measured` if the atlas contains the cell,
     and `model` if the fitted model predicts the time, with a 90 % interval. The source is `floor`
     if the GPU or the release has no atlas, or if the config lies outside the samples of the atlas.
-    A prediction with the source `floor` contains only the choice by the dispatch rules and the
-    roofline bound. With several configs, the output shows maps of the backend chosen, its time and
-    the time lost to the best backend. Neither torch nor a store is needed.
+    A prediction with the source `floor` contains only the roofline bound and the backend that the
+    dispatch rules choose. With several configs, the output shows maps of the backend chosen, its
+    time and the time lost to the best backend. Neither torch nor a store is needed.
 
     \b
     Examples:

@@ -66,12 +66,12 @@ def scrub_run(
 
     The source is a stored run (an id, a unique prefix, latest or latest~1), a run folder or a trace file.
 
-    The copy keeps only text that is known to be harmless: kernels, operators, modules, shapes,
-    times, versions and known messages. Any text that is not known to be harmless is replaced by
-    `removed_1`, `removed_2` and so on, with the same number for equal texts. A raw nsys or ncu
-    report is replaced by its export. An existing export is used if it is newer than the report;
-    otherwise, a new export is created. Other files are omitted. The source is never changed. The
-    command audits the copy, and deletes the copy if the audit fails.
+    The copy keeps only text that is known to be harmless: the names of kernels, operators and
+    modules, shapes, times, versions, and known messages. Any text that is not known to be harmless
+    is replaced by `removed_1`, `removed_2` and so on; equal texts get the same number. A raw nsys
+    or ncu report is replaced by its export. An existing export is used if it is newer than the
+    report; otherwise, a new export is created. Other files are omitted. The source is never
+    changed. The command audits the copy, and deletes the copy if the audit fails.
 
     \b
     Example:

@@ -135,7 +135,8 @@ def test_kernels_from_an_atlas_are_marked_as_predicted() -> None:
 )  # fmt: skip
 def test_bench_of_an_h200(store: Path, words: tuple[str, ...], sentence: str) -> None:
     measured = (
-        "Medians of 30 cold calls (timed by an older version) on NVIDIA H200 with PyTorch 2.11.0."
+        "Medians of 30 cold calls (timed by an older version of profharness) on NVIDIA H200 "
+        "with PyTorch 2.11.0."
     )
     found = answer("bench", "--store", store, "--run", "20261121-151544-59c7", *words)
     assert found == [sentence, measured]

@@ -75,10 +75,10 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a path as a run": ("layers", {"run": "/etc/passwd"}, "error: no run '/etc/passwd' in "),
     "a path as a side": ("diff", {"baseline": "../a", "candidate": "math"}, "no run '../a' in"),
     "a config that no run has": ("kernels", {"config": "3,3,3,3"}, "error: "),
-    "a file as a backend": ("kernels", {"backend": "{folder}/mine.py:attention"}, "a tool does not accept files"),
-    "a file to predict": ("predict", {"config": CONFIG, "backend": "flash,mine.py", **RULES}, "'mine.py': a tool"),
+    "a file as a backend": ("kernels", {"backend": "{folder}/mine.py:attention"}, "MCP tools do not accept files"),
+    "a file to predict": ("predict", {"config": CONFIG, "backend": "flash,mine.py", **RULES}, "'mine.py': MCP tools"),
     "a module to explain": ("explain", {"config": CONFIG, "backend": "os.path:join", **RULES}, "'os.path:join'"),
-    "a module of kernels": ("kernels", {"backend": "os.path:join"}, "a tool does not accept files"),
+    "a module of kernels": ("kernels", {"backend": "os.path:join"}, "MCP tools do not accept files"),
     "a path as a config": ("explain", {"config": "/etc/passwd", **RULES}, "config '/etc/passwd'"),
     "another store": ("runs", {"store": "/tmp/other.db"}, "unknown field `store`; the arguments of runs: none"),
     "a lacking argument": ("explain", {"config": CONFIG}, "missing required field `gpu`"),
@@ -256,5 +256,5 @@ def test_an_answer_that_is_too_large_names_a_remedy(
     from profharness.commands import _mcp
 
     monkeypatch.setattr(_mcp, "MAX_ANSWER_BYTES", 1000)
-    with pytest.raises(UsageError, match=r"the result takes 0\.\d MB, .*; request fewer configs"):
+    with pytest.raises(UsageError, match=r"the size of the result is 0\.\d MB, .*; request fewer"):
         _mcp.answer("kernels", {}, served.store)

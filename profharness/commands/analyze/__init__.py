@@ -67,22 +67,22 @@ def analyze(
     """Find the bottleneck of each backend, with evidence.
 
     RUN is a trace file, a run folder or a stored run. Without RUN, analyze the latest run. Without
-    CONFIG, analyze every config of the run. With CONFIG and no RUN, use the latest run that has the
-    configs; if no run has them, capture the configs first. If the run has ncu counters, they are
-    used.
+    CONFIG, analyze every config of the run. If CONFIG is given without RUN, use the latest run that
+    has the configs; if no run has them, capture the configs first. If the run has ncu counters,
+    they are used.
 
     For a program's trace, analyze each group of equal attention calls whose config is known. The
     time of a call is the time of its kernels, including the backward pass if the trace contains
     one.
 
-    Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
-    configuration). TFLOP/s and GB/s are the exact FLOPs and the compulsory bytes, divided by the
-    time of the measurement that the column `of` names. A finding that several cells share is
-    printed once. If there are many cells, only the most frequent findings are printed. --full
-    explains every cell: it shows the phases, the counters, and the figures and sources behind each
-    finding. --full also names the best backend for training, prefill, decoding and low memory,
-    describes the device, and adds a table for each sweep (a set of configs that differ in one
-    number).
+    Each finding is either measured (by a counter or a timing) or derived (from a formula or a
+    launch configuration). TFLOP/s is calculated from the exact FLOPs, and GB/s from the compulsory
+    bytes; both use the time of the measurement that the column `of` names. A finding that several
+    cells share is printed once. If there are many cells, only the most frequent findings are
+    printed. --full explains every cell: it shows the phases, the counters, and the figures and
+    sources behind each finding. --full also names the best backend for training, prefill, decoding
+    and low memory, describes the device, and adds a table for each sweep (a set of configs that
+    differ in one number).
 
     \b
     Examples:
@@ -104,7 +104,7 @@ def analyze(
     rows, cells = find_rows(path, selection, needs=ANALYZED)
     if not cells:
         raise NotFoundError(
-            "analyze requires a captured run, or a trace with attention calls recorded with "
+            "analyze requires a captured run, or a trace of attention calls that was recorded with "
             "record_shapes=True; for any other trace, use `profharness kernels`"
         )
     prepare_peaks(path, [cell.run for cell in cells], peaks)

@@ -280,7 +280,7 @@ def analyze_program(
         if config is None or (group[0].reason and group[0].kind != "eager"):
             why = group[0].reason or "the shapes of the call are unknown"
         elif not calls:
-            why = "the trace has no kernels of these calls"
+            why = "the trace contains no kernels for these calls"
         if why:
             left_out.append(f"{module or group[0].op} cannot be analyzed: {why}")
         else:

@@ -132,8 +132,9 @@ def _fused(_: Config, backend: str) -> str:
 def _products(config: Config, backend: str) -> str:
     if _is_math(backend):
         return (
-            "If you need math, torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) makes "
-            "math compute in the dtype of the inputs, which is less accurate."
+            "If you need the math backend, "
+            "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) makes it compute in the "
+            "dtype of the inputs, which is less accurate."
         )
     return f"Pass {config.dtype} to the matrix products; tensor cores accumulate in fp32."
 
@@ -141,8 +142,8 @@ def _products(config: Config, backend: str) -> str:
 def _more_blocks(config: Config, _: str) -> str:
     if config.seq_len_q * 4 <= config.seq_len_kv:
         return (
-            "Split over the keys, as flash's split-KV and cuDNN do for short queries, or batch "
-            "more sequences into one call."
+            "Split the work over the keys, as flash's split-KV and cuDNN do for short queries, or "
+            "batch more sequences into one call."
         )
     return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
 

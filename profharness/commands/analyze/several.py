@@ -119,7 +119,7 @@ class ScenarioChoice:
     run: str
     config: Annotated[Config, column("config", importance="key", meaning="attention problem")]
     measurement: Annotated[
-        str, column("of", meaning="the measurement on which all backends are compared")
+        str, column("of", meaning="the measurement by which all backends are compared")
     ]
     best: Annotated[
         tuple[str, ...],

@@ -320,8 +320,8 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
         counts = ", ".join(f"{count:,}" for count in scores.values())
         yield Note(
             (
-                f"head_dim is {', '.join(map(str, scores))}, and batch x heads x queries x keys is "
-                f"{counts}: these configs also differ in how much work can run in parallel, so "
+                f"the configs with head_dim {', '.join(map(str, scores))} also differ in how much "
+                f"work can run in parallel (batch x heads x queries x keys is {counts}), so "
                 "head_dim alone does not explain a change in TFLOP/s. A set such as "
                 "'B,H,S,{512,1024}' changes only head_dim"
             ),
@@ -347,7 +347,7 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> Iterator[
         )
         if rows:
             title = _swept_title(name)
-            text = f"Achieved TFLOP/s (exact FLOPs) against {title}, one line per backend."
+            text = f"Achieved TFLOP/s (exact FLOPs) against {title}, with one line per backend."
             axes = ("x", "y", "series", title, "TFLOP/s", text)
             yield Chart("lines", f"TFLOP/s over {title}", rows, *axes)
 
@@ -394,12 +394,12 @@ def _past_l1(own: Sequence[CellAnalysis]) -> Iterator[Note]:
         alone = bool(products) and len(products) == len(kernels)
         what = f"the operands of {' and '.join(products)}" if alone else "K and V"
         names.setdefault(what, []).append(each.backend)
-    how = (
-        "by TMA copies from the L2 to shared memory, which bypass the L1, so no L1 traffic is "
-        "counted"
-    )
     for what, backends in names.items():
-        yield Note(f"loads {what} {how}", ", ".join(backends))
+        text = (
+            f"TMA copies load {what} from the L2 into shared memory and bypass the L1, so no L1 "
+            "traffic is counted"
+        )
+        yield Note(text, ", ".join(backends))
 
 
 def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:

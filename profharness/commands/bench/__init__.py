@@ -191,7 +191,7 @@ Target = Annotated[
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Write the result to this file. `-` means stdout, the default. If FILE is a folder "
-        "(out/), write all formats and a description of the environment to it.",
+        "(out/), write the result to it in every format, with a description of the environment.",
         click={"callback": check_target},
     ),
 ]
@@ -236,13 +236,13 @@ def bench(
     turns, in a random order in each round, so that clocks and temperature affect all backends
     alike. A cell that is refused, fails, crashes or hangs gets a row with the reason.
 
-    The measurement `cold` times one call on the GPU, with the L2 flushed, the inputs rotated and
-    the host time excluded. The measurement `graph` times the replay of a CUDA graph, `kernel` times
+    The measurement `cold` times one call on the GPU, with the L2 flushed and the inputs rotated,
+    and excludes host time. The measurement `graph` times the replay of a CUDA graph, `kernel` times
     the kernels of a profiled call, and `eager` times calls in a row, as in a program.
 
-    Without --backend, or with --backend all, time the default backends of the device. With RUN (a
-    run folder or a stored run), nothing is measured; the output shows the results stored in the
-    run, or only those of the given configs and backends.
+    If --backend is `all` or is not given, time the default backends of the device. With RUN (a run
+    folder or a stored run), nothing is measured; the output shows the results stored in the run, or
+    only those of the given configs and backends.
 
     \b
     Examples:

@@ -21,8 +21,8 @@ CALLS = {
     GRAPH: "CUDA-graph replays (with warm caches and no launch cost)",
     KERNEL: "profiled calls (kernel time only, with warm caches)",
     EAGER: "eager calls (including the launch cost)",
-    EVENT: "cold calls (timed by an older version)",
-    WALL: "calls (wall clock)",
+    EVENT: "cold calls (timed by an older version of profharness)",
+    WALL: "calls (timed by the wall clock)",
 }
 """Maps each measurement to a description of its samples for use in a sentence."""
 TRUST = {
@@ -180,13 +180,13 @@ def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
     """Yield sentences on wrong results and on a busy machine."""
     wrong = Counter(row.backend for row in figures if row.verified is False)
     if wrong:
-        parts = (f"{name} on {counted(n, 'config')}" for name, n in wrong.items())
-        yield f"Wrong results, which are not ranked: {', '.join(parts)}."
+        parts = [f"{name} on {counted(n, 'config')}" for name, n in wrong.items()]
+        yield f"The ranking excludes the wrong results of {join_and(parts)}."
     busy = sum(row.busy for row in figures)
     if busy:
         yield (
             f"The machine was busy, so {busy} of {counted(len(figures), 'time')} cannot be used. "
-            "Repeat the benchmark when nothing else runs."
+            "Repeat the benchmark when nothing else is running."
         )
 
 

@@ -127,12 +127,13 @@ CELL_FIELDS = (
 )
 RAW, TURNS = "samples_ns", "turns"
 MEANS = {
-    COLD: "one call on the GPU with the L2 flushed, excluding host time",
-    GRAPH: "CUDA-graph replay with a warm L2",
-    KERNEL: "kernels of a profiled call with a warm L2",
-    EAGER: "calls in a row with a warm L2, as in a program",
+    COLD: "time of one call on the GPU with the L2 flushed, excluding host time",
+    GRAPH: "time per call in a CUDA-graph replay with a warm L2",
+    KERNEL: "time of the kernels of a profiled call with a warm L2",
+    EAGER: "time per call in a series of consecutive calls with a warm L2, as in a program",
     HOST: "CPU time of an eager call; if it is close to the eager time, the GPU waits for the CPU",
-    EVENT: "cold call of an older run, with the L2 flushed and part of the launch path included",
+    EVENT: "time of a cold call in an older run, measured with the L2 flushed and including part "
+    "of the launch path",
     WALL: "wall-clock time of the CPU",
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
@@ -269,7 +270,10 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     if text := trust_note([*measured]):
         yield Note(text, "measurements")
     if any(row.backend == ALL_DISABLED for row in answer.rows):
-        text = "sdpa_kernel with flash, efficient and math disabled, which leaves only cudnn"
+        text = (
+            "the legacy sdp_kernel context disables flash, efficient and math, which leaves only "
+            "cudnn"
+        )
         yield Note(text, ALL_DISABLED)
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)

@@ -402,10 +402,10 @@ def diff(
     """Compare two backends of a run, or two runs.
 
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
-    an id or the beginning of an id), RUN:BACKEND, or a backend. A backend without RUN refers to the
-    latest run that has all named backends. Kernels are paired by what they compute. The speed-up is
-    the baseline's time divided by the candidate's time. A gate (--fail-on) also fails if there is
-    nothing to compare. Traces of two programs are also compared layer by layer.
+    an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
+    taken from the latest run that has all named backends. Kernels are paired by what they compute.
+    The speed-up is the baseline's time divided by the candidate's time. A gate (--fail-on) also
+    fails if there is nothing to compare. Traces of two programs are also compared layer by layer.
 
     \b
     Examples:

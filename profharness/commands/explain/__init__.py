@@ -402,7 +402,7 @@ Backend = Annotated[
         complete=complete_backends,
         help="Limit the advice to these backends. With a set (flash+math) or an order "
         "(cudnn-then-flash, or 'cudnn>flash' in quotes), explain which of its backends PyTorch "
-        "chooses, instead of what auto chooses. "
+        "chooses, rather than which one auto chooses. "
         "Separate several values by commas, or repeat the option.",
         tool=(
             "A set or an order of backends that the call may use instead of auto, or single "
@@ -491,8 +491,8 @@ Engine = Annotated[
     Option(
         ("--engine",),
         type=click.Choice(list(ENGINES)),
-        help="Explain which attention backend this serving engine chooses: show the candidates, "
-        "why it refuses the others, and which options select them.",
+        help="Explain which attention backend this serving engine chooses, which other candidates "
+        "there are, why the engine refuses them, and which options select them.",
         tool="The serving engine whose choice is explained. By default, PyTorch's choice is "
         "explained.",
         tool_examples=("vllm",),
@@ -680,22 +680,23 @@ def explain(
     If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
     PyTorch was queried and gave no answer.
 
-    CONFIG|RUN are configs, or one trace file or stored run. For a run, each distinct config of its
-    attention calls is explained with the rules of the run's release and GPU, and compared with the
-    backend that ran.
+    CONFIG|RUN is either one or more configs, or a single trace file or stored run. For a run, the
+    command explains each distinct config of the attention calls by the dispatch rules for the run's
+    PyTorch release and GPU, and compares the explained choice with the backend that ran.
 
     With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
     the output is a table that marks where the choice changes. If there is an atlas for the GPU and
-    the release, the output for a single config includes its kernel time and the best backend.
+    the release, the output for a single config includes the predicted kernel time and the best
+    backend.
 
     --backend limits the advice and the columns of the table to the named backends. If --backend
-    names a set (flash+math) or an order (cudnn-then-flash), the choice of that setting is explained
-    instead of the choice of auto.
+    names a set (flash+math) or an order (cudnn-then-flash), the command explains which backend that
+    setting selects, rather than which one auto selects.
 
     With --engine, explain which attention backend a release of vLLM or SGLang chooses. The output
     lists the candidates in the order of the engine's rules, the first reason against each
-    candidate, and the options that select another one. With --engine, a config, such as
-    1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8, describes one layer on one GPU.
+    candidate, and the options that select another one. With --engine, each config (such as
+    1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8) describes one layer on one GPU.
 
     \b
     Examples:

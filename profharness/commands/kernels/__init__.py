@@ -197,19 +197,20 @@ def kernels(
     """Show which kernels each backend launched.
 
     RUN is a trace file, a run folder, a stored run, or `all` for every stored run. Without RUN,
-    show the latest run. Without CONFIG, show every config of the run. With CONFIG and no RUN, use
-    the latest run that has the configs; if no run has them, capture the configs first.
+    show the latest run. Without CONFIG, show every config of the run. If CONFIG is given without
+    RUN, use the latest run that has the configs; if no run has them, capture the configs first.
 
     The column "smem KiB" is the shared memory of a block, and "% of smem" is this amount as a share
     of an SM's shared memory. The column "launches" is the number of launches per call, "median µs"
     is the median time of one launch, and "µs/call" is the time of all launches in a call. The
-    column "% of call" is the share of the cell's time on the device, and "% occupancy" is the
-    theoretical occupancy. The table of a program's trace has "total µs" and "% of range" instead of
-    "µs/call" and "% of call". `-` means that the profiler does not record the value.
+    column "% of call" is the kernel's share of the cell's time on the device, and "% occupancy" is
+    the theoretical occupancy. For a program's trace, the table has the columns "total µs" and "% of
+    range" instead of "µs/call" and "% of call". `-` means that the profiler does not record the
+    value.
 
     --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,
-    the counters of the kernel, and every disagreement between the profilers. For each profiler, the
-    newest run that has the config is used.
+    its ncu counters, and every disagreement between the profilers. For each profiler, the newest
+    run that has the config is used.
 
     \b
     Examples:

@@ -120,12 +120,16 @@ OnlyConfigs = Annotated[
     bool,
     Option(
         ("--configs",),
-        help="Print configs that replay the attention calls, as input for `capture --configs`. "
+        help="Print the configs of the attention calls, as input for `capture --configs`. "
         "With --savings, print the configs to time, as input for `bench --configs`.",
     ),
 ]
 Full = Annotated[
-    bool, Option(("--full",), help="Show full module names, kernels, and where the GPU waited.")
+    bool,
+    Option(
+        ("--full",),
+        help="Show full module names, the kernels, and the gaps in which the GPU waited.",
+    ),
 ]
 Regret = Annotated[
     bool,
@@ -133,7 +137,7 @@ Regret = Annotated[
         ("--savings",),
         old_flags=("--regret",),
         help="Time the calls on each backend on this machine, and show the time that the best backend "
-        "saves per step.",
+        "would save per step.",
     ),
 ]
 Benches = Annotated[
@@ -145,7 +149,7 @@ Benches = Annotated[
         complete=complete_runs,
         find=find_listed,
         help="Take the times for --savings from this stored bench run. To compare GPU models, "
-        "name one run for each. Separate several values by commas, or repeat the option.",
+        "name one run per model. Separate several values by commas, or repeat the option.",
     ),
 ]
 TimedBackends = Annotated[
@@ -173,7 +177,7 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit with code 3 on one of these findings: math-fallback, eager-attention, "
+        help="Exit with code 3 if there is any of these findings: math-fallback, eager-attention, "
         "backend-changed or unseen (the backend is unknown). For an observed program, the "
         "findings noop-mask and requested-not-run are also accepted. Separate several values by "
         "commas, or repeat the option.",
@@ -236,11 +240,11 @@ def layers(
     RUN is a trace file or a stored run. Without RUN, show the latest stored program. A trace may
     come from any program that was recorded with PyTorch's profiler. To see shapes, record the trace
     with record_shapes=True. To see modules, record the trace with with_stack=True. Each row of the
-    table stands for identical calls of identical layers. Times are kernel times per step. If some
-    steps prefill and others decode, each row refers to the steps of its own phase. If the trace
-    contains ProfilerStep ranges, each of these ranges is a step. In a trace without ProfilerStep
-    ranges, a step is the range that the program repeats around its attention, one iteration of a
-    serving engine, or one call of the outermost module.
+    table stands for identical calls of identical layers. Times are kernel times per step. If a
+    program has both prefill and decode steps, each row refers to the steps of one phase. If the
+    trace contains ProfilerStep ranges, each of these ranges is a step. In a trace without
+    ProfilerStep ranges, a step is one of these: a range that the program repeats around its
+    attention, an iteration of a serving engine, or a call of the outermost module.
 
     \b
     Examples:

@@ -61,7 +61,8 @@ _WIDTH = max(map(len, CODES))
 Threshold = Annotated[
     float,
     threshold_option(
-        "Report a GPU as slow if its kernel time exceeds the time of the others by more than this fraction."
+        "Report a GPU as slow if its kernel time exceeds that of the other GPUs by more than this "
+        "fraction."
     ),
 ]
 FailOn = Annotated[
@@ -97,11 +98,11 @@ def ranks(
 ) -> RankComparison:
     """Compare the ranks of a job to find slow GPUs, and ranks that ran different work.
 
-    Each kernel is compared with the same kernel on the other ranks, in the same range and with the
-    same grid. Collectives are excluded, because all ranks spend time in them while they wait for a
-    slow GPU. RUN is a folder of traces, a trace file or a stored run. If RUN is a single run, its
-    whole job is compared, which consists of the traces in the same folder with the same number of
-    ranks. Without RUN, the newest job is compared.
+    Kernels are compared across ranks only if they have the same name, run in the same range and use
+    the same grid. Collectives are excluded, because all ranks spend time in them while they wait
+    for a slow GPU. RUN is a folder of traces, a trace file or a stored run. If RUN is a single run,
+    all ranks of its job are compared. The job consists of all traces in the same folder that record
+    the same number of ranks. Without RUN, the newest job is compared.
 
     \b
     {codes}
