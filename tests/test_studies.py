@@ -132,7 +132,7 @@ def test_every_item_has_a_verdict_and_valid_commands(runs: Path) -> None:
     studies = [count for (count, *_), (after, *_) in pairwise([*rows, "1"]) if after == "1"]
     assert studies == ["12", "26", "19", "13", "17"]
     verdicts = Counter(verdict.partition(": ")[0] for *_, verdict in rows)
-    covered = "{yes} items are covered fully, {partly} partly and {no} not at all"
+    covered = "{yes} items are covered fully, {partly} are covered partly, and {no} are not covered"
     assert covered.format_map(verdicts) in text
     assert all((verdict == "yes") == (": " not in verdict) for *_, verdict in rows)
     for said in re.findall(r"`([^`]+)`", " ".join(answer for _, _, answer, _ in rows)):
