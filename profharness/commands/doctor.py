@@ -314,7 +314,10 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
                 "False"
             )
             return [Check("driver", "ok", driver), Check("CUDA", "warning", detail, remedy)]
-        detail = "there is no NVIDIA GPU, so captures run on the CPU and record ATen ops instead of kernels"
+        detail = (
+            "there is no NVIDIA GPU, so captures run on the CPU and record ATen ops instead of "
+            "kernels"
+        )
         return [Check("CUDA", "absent", detail)]
     gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
     cudnn = Check("cuDNN", "ok", f"{environment.get('cudnn')} (as loaded)")
@@ -347,8 +350,8 @@ def check_rocm(
         checks.append(Check("AOTriton", "ok", f"{aotriton} (in torch)"))
     else:
         remedy = (
-            "the backends flash and efficient require AOTriton; install the ROCm build of torch from "
-            "pytorch.org"
+            "the backends flash and efficient require AOTriton; install the ROCm build of torch "
+            "from pytorch.org"
         )
         checks.append(Check("AOTriton", "warning", "not found in torch", remedy))
     if tracers := environment.get("roctracer"):
@@ -410,7 +413,10 @@ def check_store(path: Path) -> Check:
     hindrance = _write_hindrance(path)
     if hindrance is None:
         return Check("store", "ok", detail)
-    remedy = "the store can be read but not changed; to capture or ingest, choose another file with --store"
+    remedy = (
+        "the store can be read but not changed; to capture or ingest, choose another file with "
+        "--store"
+    )
     return Check("store", "warning", f"{detail}; {hindrance}", remedy)
 
 

@@ -345,7 +345,8 @@ Candidate = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="The run or backend to compare with the baseline, given in the same form as the baseline.",
+        tool="The run or backend to compare with the baseline, given in the same form as the "
+        "baseline.",
         tool_examples=("latest", "math"),
     ),
 ]

@@ -140,8 +140,8 @@ class DiffRow:
             "role",
             repeat=False,
             meaning="the part of the call that the kernels compute, such as attention, softmax or "
-            "dQ; `call` and `status` refer to the whole call, and `kernels` refers to all its kernels "
-            "together",
+            "dQ; `call` and `status` refer to the whole call, and `kernels` refers to all its "
+            "kernels together",
         ),
     ]
     verdict: Annotated[

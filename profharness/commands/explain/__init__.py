@@ -431,7 +431,8 @@ GpuName = Annotated[
         'Use the dispatch rules for this GPU, such as "RTX A6000", H100, sm90, MI300X or gfx942, '
         "or for the CPU (cpu). With several GPUs (H200,A100), the output is a table.  "
         "[default: the local GPU]",
-        tool="One or more GPUs, each given by its name or compute capability, or `cpu` for the CPU.",
+        tool="One or more GPUs, each given by its name or compute capability, or `cpu` for the "
+        "CPU.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu", "H200,MI300X"),
     ),
 ]
@@ -722,7 +723,8 @@ def explain(
     path = store_path(store)
     if run is None and not chosen_configs:
         raise UsageError(
-            "explain requires a config (such as 2,8,512,64,bf16), --configs FILE, a trace file or a run"
+            "explain requires a config (such as 2,8,512,64,bf16), --configs FILE, a trace file or "
+            "a run"
         )
     if run is not None and chosen_configs:
         raise UsageError("explain accepts either configs or a run, not both")
