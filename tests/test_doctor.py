@@ -190,7 +190,7 @@ def test_ldd() -> None:
     assert missing_libraries(Path("/no/such/file")) is None
     assert (
         packages_remedy(["libssh.so.4"])
-        == "install libssh-4 (the package names on Debian and Ubuntu)"
+        == "install libssh-4 (these are the package names on Debian and Ubuntu)"
     )
 
 

@@ -187,14 +187,14 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
     driver = None if isinstance(environment, str) else environment.get("driver")
     sqlite = Check("SQLite", "ok", sqlite3.sqlite_version)
     if sqlite3.sqlite_version_info < SQLITE_MIN:
-        remedy = "STRICT tables require SQLite >= 3.37; use a newer Python"
+        remedy = "STRICT tables require SQLite 3.37 or later; use a Python that includes it"
         sqlite = Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
     scanner = Check("trace scanner", "ok", "compiled")
     if Scanner is None:
         scanner = Check(
             "trace scanner",
             "absent",
-            "the scanner is not compiled, or was compiled from older source, so reading large "
+            "the scanner is not compiled, or was compiled from older source code, so reading large "
             "traces takes longer",
             (
                 "install a C compiler, then reinstall profharness with the pip options "
@@ -228,16 +228,16 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
 
 COMPARED = {
     "profharness": (
-        "install the same version of profharness on all hosts; a lane with another version is not "
-        "used"
+        "install the same version of profharness on all hosts; workers whose version differs "
+        "from that of this host are not used"
     ),
     "torch": (
-        "install the same version of torch on all hosts; a lane whose version differs from the "
-        "first lane's is not used"
+        "install the same version of torch on all hosts; workers whose version differs from that "
+        "of the first worker are not used"
     ),
     "driver": (
-        "install the same driver version on all hosts; a lane whose driver differs from the first "
-        "lane's is not used"
+        "install the same driver version on all hosts; workers whose driver differs from that of "
+        "the first worker are not used"
     ),
     "python": "",  # a lane may have any Python that profharness supports
 }
@@ -260,7 +260,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
         state, remedy = "ok", ""
         if lane["problems"]:
             detail = "; ".join(filter(None, [detail, *lane["problems"]]))
-            state, remedy = "warning", "the lane is not used until its problem is fixed"
+            state, remedy = "warning", "the worker is not used until its problem is fixed"
         checks.append(Check(str(lane["lane"]), state, detail, remedy))
     here = {"profharness": version, "python": platform.python_version()}
     for key, remedy in COMPARED.items():
@@ -314,7 +314,10 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
                 "False"
             )
             return [Check("driver", "ok", driver), Check("CUDA", "warning", detail, remedy)]
-        detail = "no NVIDIA GPU: captures run on the CPU, with ATen ops in place of kernels"
+        detail = (
+            "there is no NVIDIA GPU, so captures run on the CPU and record ATen ops instead of "
+            "kernels"
+        )
         return [Check("CUDA", "absent", detail)]
     gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
     cudnn = Check("cuDNN", "ok", f"{environment.get('cudnn')} (as loaded)")
@@ -347,7 +350,8 @@ def check_rocm(
         checks.append(Check("AOTriton", "ok", f"{aotriton} (in torch)"))
     else:
         remedy = (
-            "flash and efficient require AOTriton; install the ROCm build of torch from pytorch.org"
+            "the backends flash and efficient require AOTriton; install the ROCm build of torch "
+            "from pytorch.org"
         )
         checks.append(Check("AOTriton", "warning", "not found in torch", remedy))
     if tracers := environment.get("roctracer"):
@@ -355,9 +359,9 @@ def check_rocm(
         if any(map(LOSES_KERNELS.search, tracers)):
             state = "warning"
             remedy = (
-                "traces of HIP graphs lack kernels, because torch contains ROCm 7.2.0 or 7.2.1 "
-                "libraries, even if a newer ROCm is installed; install a torch built for another "
-                "ROCm version, or preload the system's libroctracer64.so"
+                "traces of HIP graphs lack kernels, because torch contains the libraries of ROCm "
+                "7.2.0 or 7.2.1, which it uses even if a newer ROCm is installed; install a torch "
+                "built for another ROCm version, or preload the system's libroctracer64.so"
             )
         checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
     if vllm and arch in AITER_ARCHITECTURES and "VLLM_ROCM_USE_AITER" not in variables:
@@ -409,7 +413,10 @@ def check_store(path: Path) -> Check:
     hindrance = _write_hindrance(path)
     if hindrance is None:
         return Check("store", "ok", detail)
-    remedy = "the store can be read; to capture or ingest, choose another file with --store"
+    remedy = (
+        "the store can be read but not changed; to capture or ingest, choose another file with "
+        "--store"
+    )
     return Check("store", "warning", f"{detail}; {hindrance}", remedy)
 
 
@@ -515,7 +522,7 @@ def packages_remedy(libraries: list[str]) -> str:
     packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
     others = [name for name in libraries if name not in LIBRARY_PACKAGES]
     parts = (
-        [f"install {' '.join(packages)} (the package names on Debian and Ubuntu)"]
+        [f"install {' '.join(packages)} (these are the package names on Debian and Ubuntu)"]
         if packages
         else []
     )
@@ -593,7 +600,7 @@ def check_tmpdir(folder: Path) -> Check:
         return Check("TMPDIR", "warning", f"{folder} is not a writable folder", remedy)
     lock = folder / LOCK_FILE
     if lock.exists() and not _may(lock, os.W_OK):
-        remedy = "if you run ncu without profharness, set TMPDIR to your own folder"
+        remedy = "if you run ncu without profharness, set TMPDIR to a folder of your own"
         return Check("TMPDIR", "warning", f"{lock} belongs to another user", remedy)
     return Check("TMPDIR", "ok", str(folder))
 

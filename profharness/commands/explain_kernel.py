@@ -64,8 +64,8 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
 @command(
     "explain-kernel",
     frame=_to_frame,
-    tool="Use this tool to describe a kernel name from any profiler, full or short. Only the name "
-    "is read.",
+    tool="Use this tool to describe a full or short kernel name from any profiler. The tool reads "
+    "only the name.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
     """Explain a kernel's name: which library the kernel belongs to, what each part of the name

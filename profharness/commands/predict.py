@@ -419,8 +419,8 @@ GpuName = Annotated[
         "The name of a GPU, such as H200 (any GPU known to `explain --gpu`), or several names to "
         "compare, such as H200,A100.  [default: the local GPU if it has an atlas, else the only "
         "one with an atlas]",
-        tool="The name of a GPU, or the names of several. The default is the only GPU that has an "
-        "atlas.",
+        tool="The name of a GPU, or the names of several GPUs. The default is the only GPU that "
+        "has an atlas.",
         tool_examples=("H200", "H200,A100"),
     ),
 ]
@@ -446,8 +446,8 @@ def _texts(found: Sequence[Asked]) -> tuple[list[str], list[str]]:
 @command(
     "predict",
     frame=_to_frame,
-    tool="Use this tool to predict the time of a config, or its fastest backend, on a GPU. For the "
-    "reasons, use the tool explain.",
+    tool="Use this tool to predict the time of a config, or its fastest backend, on a GPU. To find "
+    "out why PyTorch chooses a backend, use `explain`.",
 )
 def predict(
     configs: ConfigArguments,

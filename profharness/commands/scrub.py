@@ -115,7 +115,8 @@ def show(done: Scrubbed | Audit) -> None:
     for name in done.left_out:
         hint(f"omitted {name}")
     hint(
-        f"wrote {done.output}: {counted(len(done.files), 'file')}; the audit found no text to replace"
+        f"wrote {done.output}: {counted(len(done.files), 'file')}; the audit of the copy found no "
+        "text left to replace"
     )
 
 

@@ -215,7 +215,7 @@ def verify(
 
     chosen = config_list(configs)
     if not chosen:
-        raise UsageError("verify requires a config, such as 2,8,512,64,bf16, or --configs FILE")
+        raise UsageError("verify requires a config (such as 2,8,512,64,bf16) or --configs FILE")
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
     options = CaptureOptions(
         out=Path(out),

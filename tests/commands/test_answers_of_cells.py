@@ -81,7 +81,7 @@ def answer(*words: object) -> list[str]:
             ["flash is the fastest: 12.7 µs a call in 2 kernels; math is the slowest: 102 µs in 14 kernels."],
         ),
         (("--config", "2,8,512,64,fp16", "--backend", "flash"), ["flash launches 2 kernels, 12.7 µs a call."]),
-        (("--backend", "flash"), ["The kernels of flash take 12.7 µs to 80.7 µs a call in 4 configs."]),
+        (("--backend", "flash"), ["The kernels of flash take 12.7 µs to 80.7 µs a call on 4 configs."]),
         (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["cudnn refuses this config."]),
     ],
 )  # fmt: skip
@@ -254,7 +254,7 @@ def test_kernels_without_times_are_not_ranked() -> None:
     ]
     assert _without_auto(calls) == "flash launches 1 kernel; math launches 1 kernel."
     words = ("--config", "2,8,512,64,bf16", "--backend", "math,efficient", "--gpu", "H100")
-    assert answer("kernels", *words) == ["The kernels of these configs are unknown."]
+    assert answer("kernels", *words) == ["The kernels of the requested configs are unknown."]
 
 
 def test_only_the_largest_losses_are_red_in_maps() -> None:

@@ -367,7 +367,7 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
         (("whisper", "--bench", "both", "--bench", "whisper"), "has no timed cells"),
         (("whisper", "--bench", "b200", "--bench", "latest~99"), "latest~99"),
         (("llama", "--bench", "both"), "--savings --configs` prints"),
-        (("eager", "--bench", "both"), "no config replays these calls"),
+        (("eager", "--bench", "both"), "no config describes these calls"),
         (("whisper", "--bench", "both", "--gpu", "H100,H200"), "apply to one run"),
         (("whisper", "--bench", "both", "--step", "0"), "apply to one run"),
         (("whisper", "--bench", "both", "--backend", "flash"), "apply to one run"),

@@ -105,7 +105,7 @@ def test_two_ranks_are_compared_with_each_other_and_not_with_most_ranks(tmp_path
     assert text.startswith("Both ranks agree within ")
     assert (
         "Unlike rank 0, rank 1 ran other attention kernels, launched other kernels and left the "
-        "GPU idle for longer. Ranks 2 ranks; the GPUs are idle for 66 % of their spans (median)"
+        "GPU idle for longer. Ranks 2 ranks; the GPUs are idle for a median of 66 % of their spans"
     ) in text
     assert "but rank 0 ran no attention kernel (in" in text
     assert "most ranks" not in text and "1 times" not in text and "1 time, not 5" in text
@@ -218,7 +218,7 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
 
 def test_traces_of_unrelated_programs_are_not_ranks_of_one_job(tmp_path: Path) -> None:
     models = Path(__file__).parents[2] / "traces" / "models"
-    with pytest.raises(UsageError, match="are probably not ranks of one job"):
+    with pytest.raises(UsageError, match="probably do not come from the ranks of one job"):
         profharness.ranks(
             models / "unet.json.gz", models / "llama_eager.json.gz", store=tmp_path / "s.db"
         )

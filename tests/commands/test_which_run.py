@@ -144,7 +144,10 @@ def test_kernels_without_a_record_are_unknown(made: Path, captured: str) -> None
     assert f"{TIMED} has {CONFIG.label}, without kernels" in str(gate.exception)
     assert invoke("diff", made, *sides, "--fail-on", "slower").exit_code == 0
     memory = str(invoke("diff", made, *sides, "--fail-on", "memory").exception)
-    assert "nothing to compare for memory: no config has a peak memory on both sides" in memory
+    assert (
+        "nothing to compare for memory: no config has a recorded peak memory on both sides"
+        in memory
+    )
     both = str(invoke("diff", made, *sides, "--fail-on", "changed,faster").exception)
     assert "--fail-on " in both and "nothing to compare for changed" in both
 

@@ -83,7 +83,7 @@ def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object
         ),
         (answer("flash"), "PyTorch 2.11 runs flash on an H200."),
         (answer("none", ORDER), "PyTorch 2.11 raises on an H200: no backend supports this config."),
-        (answer("unknown"), "What PyTorch 2.11 runs on an H200 is unknown."),
+        (answer("unknown"), "The backend that PyTorch 2.11 runs on an H200 is unknown."),
         (answer("math", priority_order=()), "PyTorch 2.11 runs math on an H200."),
     ],
 )
@@ -187,7 +187,7 @@ def test_error_is_shown() -> None:
     lost = answer(choice=None, agree=None, error="PyTorch gave no answer: it died")
     said = render_table(explain_document([lost]))
     assert "PyTorch gave no answer: it died" in said
-    assert "What PyTorch 2.11 runs on an H200 is unknown." in said
+    assert "The backend that PyTorch 2.11 runs on an H200 is unknown." in said
     assert chosen(lost) == "unknown"
     assert chosen(replace(lost, source="rules")) == "cudnn"
 

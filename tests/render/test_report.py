@@ -441,7 +441,7 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
     assert told["ran"] == "the backend that computed the calls"
     assert told["time/step"] == "time per step"
     assert told["µs/step"] == "total time of the kernel's launches per step"
-    assert told["launches"] == "launches in the range, such as a step"
+    assert told["launches"] == "number of launches in the range, such as a step"
     shares = [title for title in meanings if title.startswith("% of")]
     assert set(shares) == {"% of step", "% of GPU time", "% of kernels", "% of range", "% of smem"}
     assert all(told[title] == meanings[title] for title in shares)

@@ -152,7 +152,12 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         for config, *names in same:
             alike.setdefault(config, []).append(_backends(*names))
         blocks += [Note(", ".join(names), config) for config, names in alike.items()]
-        blocks.append(Note("use --full to compare their kernels", level="hint"))
+        blocks.append(
+            Note(
+                "use --full to also compare the kernels of configs without a difference",
+                level="hint",
+            )
+        )
     plain = diff.to_json()
     return Document(
         answer=diff_answer(diff),
@@ -331,8 +336,8 @@ Baseline = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="A run, one backend of a run (RUN:BACKEND), or a backend without RUN, which refers to "
-        "the latest run that has all named backends.",
+        tool="A run (RUN) or one backend of a run (RUN:BACKEND). If only a backend is given, it is "
+        "taken from the latest run that has all named backends.",
         tool_examples=("latest~1", "latest:flash", "flash"),
     ),
 ]
@@ -340,7 +345,8 @@ Candidate = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="The run or backend to compare with the baseline, given in the same form.",
+        tool="The run or backend to compare with the baseline, given in the same form as the "
+        "baseline.",
         tool_examples=("latest", "math"),
     ),
 ]

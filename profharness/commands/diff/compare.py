@@ -97,7 +97,7 @@ OF_KERNELS = ("changed", "added", "removed", "unknown")
 # Maps a cost to the reason why the cost may be missing although both sides have the same cells.
 MISSING_COSTS = {
     LAUNCHES: "no config has launches recorded by the same profiler on both sides",
-    MEMORY: "no config has a peak memory on both sides (CPU cells have none)",
+    MEMORY: "no config has a recorded peak memory on both sides (CPU cells have none)",
 }
 
 
@@ -140,7 +140,8 @@ class DiffRow:
             "role",
             repeat=False,
             meaning="the part of the call that the kernels compute, such as attention, softmax or "
-            "dQ; `call` or `status` for the whole call, and `kernels` for all its kernels together",
+            "dQ; `call` and `status` refer to the whole call, and `kernels` refers to all its "
+            "kernels together",
         ),
     ]
     verdict: Annotated[
@@ -741,7 +742,7 @@ def _status_or_call(
     basis = next(shared, None)
     if basis is None:
         return replace(
-            row, reasons=(*doubts, "no unprofiled measurement is available on both sides")
+            row, reasons=(*doubts, "the two sides have no unprofiled measurement in common")
         )
     timed = _timed_row(row, basis, *samples, doubts, threshold)
     # Add the warnings about clocks and parallel lanes that apply to one side only.

@@ -405,8 +405,8 @@ Backend = Annotated[
         "chooses, rather than which one auto chooses. "
         "Separate several values by commas, or repeat the option.",
         tool=(
-            "A set or an order of backends that the call may use instead of auto, or single "
-            "backends to which the advice is limited. Files and modules are not accepted."
+            "A set or an order of backends to which the call is restricted, or single backends to "
+            "which the advice is limited. Files and modules are not accepted."
         ),
         tool_value=tool_backends,
         tool_examples=("flash+math", "cudnn-then-flash", "flash"),
@@ -431,7 +431,8 @@ GpuName = Annotated[
         'Use the dispatch rules for this GPU, such as "RTX A6000", H100, sm90, MI300X or gfx942, '
         "or for the CPU (cpu). With several GPUs (H200,A100), the output is a table.  "
         "[default: the local GPU]",
-        tool="One or more GPUs, each given by its name or compute capability, or cpu.",
+        tool="One or more GPUs, each given by its name or compute capability, or `cpu` for the "
+        "CPU.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu", "H200,MI300X"),
     ),
 ]
@@ -450,7 +451,8 @@ Cuda = Annotated[
         ("--cuda",),
         metavar="VERSION",
         help="The CUDA version that PyTorch was built with.  [default: that of the PyPI wheel]",
-        tool="The CUDA version of PyTorch. The default is the version of the PyPI wheel.",
+        tool="The CUDA version that PyTorch was built with. The default is the version that the "
+        "PyPI wheel uses.",
     ),
 ]
 CudnnCompiled = Annotated[
@@ -648,9 +650,9 @@ def _engine_frame(engine: EngineChoice, configs: Sequence[Config]) -> pd.DataFra
     frame=_to_frame,
     tool=(
         "Use this tool for any config, stored or not. The tool applies PyTorch's dispatch rules "
-        "and needs no GPU. With several configs, the result is a map of choices. With several "
-        "releases, the result shows where the choice changes. With bisect, the tool finds the "
-        "values at which the choice changes."
+        "and needs no GPU. With several configs, the result is a map of the chosen backends. With "
+        "several releases, the result shows in which release the choice changes. With `bisect`, "
+        "the tool finds the values at which the choice changes."
     ),
     tool_required=("config", "gpu"),
 )
@@ -722,10 +724,11 @@ def explain(
     path = store_path(store)
     if run is None and not chosen_configs:
         raise UsageError(
-            "explain requires a config, such as 2,8,512,64,bf16, --configs FILE, or a trace file or run"
+            "explain requires a config (such as 2,8,512,64,bf16), --configs FILE, a trace file or "
+            "a run"
         )
     if run is not None and chosen_configs:
-        raise UsageError("explain accepts configs or a run; name only one of them")
+        raise UsageError("explain accepts either configs or a run, not both")
     if engine is not None:
         name = gpu or gpu_name()
         if name is None:

@@ -66,8 +66,8 @@ def explain_answer(answer: Explanation) -> tuple[str, ...]:
     if answer.choice is None and unread([answer]) is not None:
         return (
             (
-                f"What {torch} runs on {device} is unknown, because the rules do not cover this "
-                "release."
+                f"The backend that {torch} runs on {device} is unknown, because the rules do not "
+                "cover this release."
             ),
         )
     sentences = [_choice(answer, subject, device), *_others(answer), *_change(answer)]
@@ -79,7 +79,9 @@ def explain_answer(answer: Explanation) -> tuple[str, ...]:
 def _choice(answer: Explanation, subject: str, device: str) -> str:
     choice, predicted = chosen(answer), answer.source == "rules"
     if choice == "unknown":
-        return f"What {subject.removeprefix('With ')} runs on {device} is unknown."
+        setting, comma, torch = subject.rpartition(", ")
+        the = f"{setting}{comma}the" if setting else "The"
+        return f"{the} backend that {torch} runs on {device} is unknown."
     if choice == "none":
         verb = "is predicted to raise" if predicted else "raises"
         if taking := [side.backend for side in answer.backends if side.eligible]:
@@ -160,9 +162,18 @@ def matrix_answer(matrices: Sequence[Sequence[MatrixRow]]) -> tuple[str, ...]:
         row.explanation.config for matrix in matrices for row in matrix if row.flips
     }  # on any of the GPUs
     if changing:
-        return (f"The choice changes for {len(changing)} of {len(configs)} configs.",)
+        between = "GPUs" if by_gpu else "releases"
+        return (
+            f"The chosen backend differs between {between} for {len(changing)} of {len(configs)} "
+            "configs.",
+        )
     where = "on all GPUs" if by_gpu else "in all releases"
-    return (f"The choice is the same {where} for all {len(configs)} configs.",)
+    return (f"For {_all(len(configs), 'configs')}, the chosen backend is the same {where}.",)
+
+
+def _all(count: int, noun: str) -> str:
+    """Return `both configs` or `all 3 configs`, given a noun in the plural."""
+    return f"both {noun}" if count == 2 else f"all {count} {noun}"
 
 
 def _of_gpus(matrix: Sequence[MatrixRow]) -> str:
@@ -187,7 +198,7 @@ def _of_releases(matrix: Sequence[MatrixRow]) -> str:
     if texts:
         return f"The predicted choice on {device} changes {join_and(texts)}."
     choice = chosen(matrix[0].explanation)
-    return f"The predicted choice on {device} is {choice} in all {len(matrix)} releases."
+    return f"The predicted choice on {device} is {choice} in {_all(len(matrix), 'releases')}."
 
 
 def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
@@ -196,8 +207,8 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
     if unread(answers) is not None:
         return (
             (
-                f"What {torch} runs on {device} is unknown, because the rules do not cover this "
-                "release."
+                f"The backend that {torch} runs on {device} is unknown, because the rules do not "
+                "cover this release."
             ),
         )
     subject = torch if answers[0].asked == AUTO else f"With {answers[0].asked}, {torch}"
@@ -208,9 +219,11 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
     if counts:
         sentences.append(f"{subject} {verb} {split_text(counts, total=len(answers))} on {device}.")
     if lost["none"]:
-        sentences.append(f"PyTorch raises an error on {counted(lost['none'], 'config')}.")
+        sentences.append(f"PyTorch raises an error for {counted(lost['none'], 'config')}.")
     if lost["unknown"]:
-        sentences.append(f"The choice is unknown on {counted(lost['unknown'], 'config')}.")
+        sentences.append(
+            f"The choice of backend is unknown for {counted(lost['unknown'], 'config')}."
+        )
     return tuple(sentences)
 
 
@@ -249,7 +262,7 @@ def _of_bisection(found: Bisection) -> str:
     if not found.flips:
         return f"The choice is {found.stretches[0].choice} for {ends}."
     if len(found.flips) > SHOWN_FLIPS:
-        return f"The choice changes {len(found.flips):,} times for {ends}."
+        return f"For {ends}, the choice of backend changes {len(found.flips):,} times."
     texts = [
         f"at {found.name} {after.first:,} from {before.choice} to {after.choice}"
         for before, after in pairwise(found.stretches)

@@ -153,8 +153,8 @@ def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
         parts.append(f"{lead} still picks {advice.choice}")
     if advice.gain is not None:
         parts.append(
-            f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}), without the time "
-            "to prepare its inputs"
+            f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}), excluding the "
+            "time to prepare its inputs"
         )
     # flex_attention runs its own kernels, not those of the backend.
     lead = "instead of" if advice.steps == ("flex",) else "for"

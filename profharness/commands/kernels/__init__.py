@@ -112,8 +112,8 @@ Steps = Annotated[
         tool_name="steps",
         help="Break each call down into steps (QK^T, softmax, PV, casts, launch gaps). Also show "
         "the memory and the relative time of each backend.",
-        tool="Group the kernels by step (QK^T, softmax, PV, casts, launch gaps), and add "
-        "the times relative to the fastest backend.",
+        tool="Group the kernels by step (QK^T, softmax, PV, casts, launch gaps), and also show "
+        "each backend's time relative to the time of the fastest backend.",
     ),
 ]
 Full = Annotated[

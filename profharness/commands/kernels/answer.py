@@ -97,7 +97,7 @@ def _without_kernels(cells: Sequence[CellRow]) -> Iterator[str]:
     if known:
         yield f"auto {takes} {split_text(Counter(map(str, known)))}; its kernels are unknown."
     elif any(cell.message for cell in ran):
-        yield "The kernels of these configs are unknown."
+        yield "The kernels of the requested configs are unknown."
     elif ran:
         yield "No kernels were recorded."
 
@@ -159,7 +159,7 @@ def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
                 takes = "are predicted to take" if predicted else "take"
                 yield (
                     f"The kernels of {names.pop()} {takes} {time_text(times[0])} to "
-                    f"{time_text(times[-1])} a call in {counted(len(configs), 'config')}."
+                    f"{time_text(times[-1])} a call on {counted(len(configs), 'config')}."
                 )
         elif fastest:
             are = "are predicted to take" if predicted else "take"

@@ -99,7 +99,7 @@ class Step:
             "time",
             importance="answer",
             scale="launch",
-            meaning="time of the step's launches per call",
+            meaning="total time of the step's launches in one call",
         ),
     ]
     share: Annotated[
@@ -109,8 +109,8 @@ class Step:
             "percent",
             importance="answer",
             meaning=(
-                "share of the call's eager time; if there is none, share of the first time that "
-                "exists: event (older runs only), graph, wall or the kernel time"
+                "share of the call's eager time; without an eager time, share of the first of "
+                "these times that is known: event (older runs only), graph, wall, kernel"
             ),
         ),
     ]
@@ -195,11 +195,11 @@ class CallFigures:
             "vs fastest",
             "ratio",
             importance="answer",
-            meaning="time divided by the time of the fastest backend",
+            meaning="the backend's time divided by the fastest backend's time",
         ),
     ]
     peak_memory_bytes: Annotated[
-        int | None, column("peak MiB", "mib", meaning="peak memory without the inputs")
+        int | None, column("peak MiB", "mib", meaning="peak memory, excluding the inputs")
     ]
     peak_over_output: Annotated[
         float | None,
@@ -412,7 +412,9 @@ def steps_document(
                 values = asdict(step) | place | of_call
                 records.append({name: values[name] for name in FIELDS})
     if not cells:
-        blocks.append(Note("a breakdown requires the cells of a captured run; this trace has none"))
+        blocks.append(
+            Note("a breakdown requires the cells of a captured run, but this trace has no cells")
+        )
     if figures_of:
         blocks += _explanations(cells, [*figures_of.values()])
     answer = (*kernels_answer(rows, cells), *_of_call(figures_of))
@@ -470,7 +472,8 @@ def _explanations(
         )
     if any(WALL in cell.samples for cell in cells):
         yield Note(
-            "vs fastest compares the wall-clock time of each backend with that of the fastest",
+            'the column "vs fastest" compares the wall-clock time of each backend with that of the '
+            "fastest backend",
             "times",
         )
         return
@@ -478,7 +481,8 @@ def _explanations(
     if any(EAGER in cell.samples for cell in cells):
         parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
     text = (
-        "vs fastest compares the kernel time of each backend with that of the fastest; "
+        'the column "vs fastest" compares the kernel time of each backend with that of the fastest '
+        "backend; "
         f"{', '.join(parts)}"
     )
     yield Note(text, "times")
@@ -523,5 +527,5 @@ def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
         Heading("Steps of math"),
         Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs a call"),
         Table.of(MATH_COLUMNS, lines),
-        Note("The times are kernel times, without the gaps between launches."),
+        Note("The times are kernel times, which exclude the gaps between launches."),
     ]

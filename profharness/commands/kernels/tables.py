@@ -77,8 +77,10 @@ ROW_COLUMNS = pick(
 )
 # Columns of a table on a range of a program's trace, such as a step.
 OF_RANGE = {
-    "launches": replace(KERNEL["launches"], meaning="launches in the range, such as a step"),
-    "total_ns": replace(KERNEL["total_ns"], meaning="sum over the launches in the range"),
+    "launches": replace(
+        KERNEL["launches"], meaning="number of launches in the range, such as a step"
+    ),
+    "total_ns": replace(KERNEL["total_ns"], meaning="total time of the launches in the range"),
     "share": replace(
         KERNEL["share"],
         title="% of range",
@@ -242,13 +244,13 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
         return (
             "The time of an op excludes the ops that it calls. For the time of a call, use bench."
         )
-    caches = "cold caches because ncu runs each kernel on its own"
+    caches = "for cold caches, because ncu runs each kernel on its own"
     if any(row.profiler != NCU for row in rows):
-        caches = "a warm L2"
+        caches = "for a warm L2"
     return (
-        f"Only kernel time is shown, with {caches}; launches and gaps are excluded. For the time "
-        "of a call in a program, use bench: eager includes the cost of launches, graph excludes "
-        "this cost, and cold uses flushed caches."
+        f"The times are kernel times {caches}; they exclude launches and gaps. For the time of a "
+        "call in a program, use bench: its eager time includes the cost of launches, its graph "
+        "time excludes this cost, and its cold time is measured with flushed caches."
     )
 
 
@@ -490,7 +492,9 @@ def _agreement(joined: Sequence[JoinedKernel]) -> Iterator[str]:
     if wrong:
         yield f"The profilers disagree on {wrong} of {counted(len(joined), 'kernel')}."
     else:
-        yield f"The profilers agree on all {counted(len(joined), 'kernel')}."
+        many = len(joined) > 2
+        which = f"all {len(joined):,}" if many else "both" if len(joined) == 2 else "the"
+        yield f"The profilers agree on {which} {'kernel' if len(joined) == 1 else 'kernels'}."
 
 
 def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
@@ -582,7 +586,7 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
         text = (
             "Use the times from torch or nsys, and use ncu only for its counters. ncu runs each "
             f"kernel on its own with cold caches, so a kernel takes {min(ratios):.2f} to "
-            f"{max(ratios):.2f} times as long."
+            f"{max(ratios):.2f} times as long as under the other profilers."
         )
         notes.append(Note(text))
     return notes

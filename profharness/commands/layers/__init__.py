@@ -96,7 +96,7 @@ Step = Annotated[
         ("--step",),
         type=click.IntRange(0),
         help="Show only this step. Steps are counted from 0.",
-        tool="Show only this recorded step, counted from 0.",
+        tool="Show only the recorded step with this number, counted from 0.",
     ),
 ]
 Release = Annotated[
@@ -223,8 +223,8 @@ def _to_frame(found: LayersFound) -> pd.DataFrame:
     "layers",
     frame=_to_frame,
     epilog=WORDS,
-    tool="Use this tool for a model or a training step. For single configs, use the tool kernels. "
-    "With gpu, the keys predicted_* contain predictions for the same calls on another GPU.",
+    tool="Use this tool for a model or a training step. For single configs, use `kernels`. If "
+    "`gpu` is given, the keys predicted_* contain predictions for the same calls on that GPU.",
 )
 def layers(
     *run: Runs,

@@ -311,7 +311,7 @@ def _benched_call(
     if side is None:
         return BenchedCall()
     if not side.points:
-        return BenchedCall(doubt="no config replays these calls")
+        return BenchedCall(doubt="no config describes these calls")
     calls = sum(weight for _, weight in side.points)
     ran = side.ran if own and side.ran in SDPA_BACKENDS else None
     asked = ran or (AUTO if side.asked is None else side.asked.replace(",", "+"))

@@ -54,7 +54,7 @@ def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], place: Place | None
     if any(row.backward_ns for row in rows):
         return "predictions do not include the backward pass"
     if any(row.config is None for row in rows):
-        return "the trace does not contain the shapes"
+        return "the trace does not contain the shapes of the inputs"
     return ""
 
 

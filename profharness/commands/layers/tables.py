@@ -41,8 +41,8 @@ from profharness.units import share_text, time_text
 SCHEMA = "profharness.layers/1"
 EAGER = "eager"
 BOTH_IN_A_STEP = (
-    "A step contains both a prefill and the decoding after it. The calls and times of a row are means "
-    "per such step."
+    "A step contains both a prefill and the decoding after it. The calls and times in each row are "
+    "means over such steps."
 )
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
@@ -59,7 +59,7 @@ GAPS = (
     Column("duration_ns", "idle µs", "time"),
     Column("kernel_short", "ended by", shrink=True),
     Column("op", "launched by", shrink=True),
-    Column("late", "requested, time into the gap", right=True),
+    Column("late", "launch requested (time into the gap)", right=True),
 )
 PHASES = pick(PhaseRow)
 REGRET = pick(LayerRow, "best", "saves_ns")

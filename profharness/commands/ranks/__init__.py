@@ -155,7 +155,10 @@ def _line(row: RankFigures) -> dict[str, Any]:
 
 
 def _summary(answer: RankComparison) -> str:
-    """Return a line such as `8 of 8 ranks on 2 hosts; the GPUs are idle for 4 % of their spans`."""
+    """Return a line on the ranks and their median shares.
+
+    For example, `8 of 8 ranks on 2 hosts; the GPUs are idle for a median of 4 % of their spans`.
+    """
     of = f" of {answer.world_size}" if answer.world_size else ""
     where = f" on {answer.hosts} hosts" if answer.hosts and answer.hosts > 1 else ""
     parts = [f"{len(answer.rows)}{of} ranks{where}"]
@@ -165,7 +168,7 @@ def _summary(answer: RankComparison) -> str:
         middles.append(statistics.median(known) if known else None)
     idle, collectives, exposed = middles
     if idle is not None:
-        parts.append(f"the GPUs are idle for {share_text(idle)} of their spans (median)")
+        parts.append(f"the GPUs are idle for a median of {share_text(idle)} of their spans")
     if collectives:
         alone = f" ({share_text(exposed)} exposed)" if exposed is not None else ""
         parts.append(f"collectives run for {share_text(collectives)}{alone}")

@@ -15,13 +15,13 @@ OTHER_SOFTWARE, OTHER_GPU = "other-software", "other-gpu"
 WAITS, LATE, MISSING = "waits", "late", "missing-ranks"
 CODES = {
     SLOW_GPU: "the rank's kernels take longer than the same kernels on the other ranks",
-    SLOW_KERNELS: "some kernels of the rank take longer, but most kernels do not",
-    OTHER_ATTENTION: "the rank runs different families of attention kernels than most ranks",
+    SLOW_KERNELS: "some of the rank's kernels take longer than on the other ranks, but most do not",
+    OTHER_ATTENTION: "the rank runs different families of attention kernels than most ranks do",
     OTHER_KERNELS: (
         "the rank launches different kernels than most ranks do, or a different number of kernels"
     ),
     OTHER_SOFTWARE: "a value in the rank's environment differs from the value on most ranks",
-    OTHER_GPU: "the rank runs on a different GPU model than most ranks",
+    OTHER_GPU: "the rank runs on a different GPU model than most ranks do",
     WAITS: "the rank's GPU is idle for longer than the GPUs of the other ranks",
     LATE: "the rank spends the least time in collectives, because the other ranks wait for it",
     MISSING: "some ranks of the job are not stored",

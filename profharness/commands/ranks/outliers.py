@@ -210,9 +210,9 @@ def _require_one_job(ranks: Sequence[RankRow], table: Launched) -> None:
     _, times = np.unique(np.concatenate([np.unique(each) for each in ran]), return_counts=True)
     if all(rank.rank is None for rank in ranks) and 2 * (times > 1).sum() < len(times):
         raise UsageError(
-            "these traces are probably not ranks of one job, because no trace contains its rank, "
-            f"and only {(times > 1).sum()} of {counted(len(times), 'kernel')} ran in more than one "
-            "trace; to compare two programs, use `profharness diff A B`"
+            "these traces probably do not come from the ranks of one job, because no trace "
+            f"records its rank and only {(times > 1).sum()} of {counted(len(times), 'kernel')} ran "
+            "in more than one trace; to compare two programs, use `profharness diff A B`"
         )
 
 
@@ -267,7 +267,7 @@ def _usual(rows: Sequence[RankFigures]) -> str:
 
 
 def _others(rows: Sequence[RankFigures]) -> str:
-    return "the GPUs of the other ranks are" if len(rows) > 2 else "the GPU of the other rank is"
+    return "the other ranks' GPUs are idle" if len(rows) > 2 else "the other rank's GPU is idle"
 
 
 def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterator[RankFinding]:
@@ -452,7 +452,7 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     for index, above in _above(shares):
         own = shares[index]
         text = (
-            f"its GPU is idle for {share_text(own)} of the span, but {_others(rows)} idle for "
+            f"its GPU is idle for {share_text(own)} of the span, but {_others(rows)} for only "
             f"{share_text(own - above)}"
         )
         yield RankFinding(WAITS, (rows[index].label,), text)
@@ -475,7 +475,7 @@ def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]
     spent = np.array(shares, float)
     for index, below in _above(-spent):
         text = (
-            f"spends {share_text(spent[index])} of the span in collectives; the other ranks spend "
+            f"spends {share_text(spent[index])} of its span in collectives; the other ranks spend "
             f"{share_text(spent[index] + below)}, because they wait for this rank"
         )
         yield RankFinding(LATE, (rows[index].label,), text)
@@ -495,12 +495,12 @@ def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[
         yield "Idle time and communication are unknown, because configs are captured one by one."
     if all(rank.rank is None for rank in ranks):
         yield (
-            "No trace contains its rank, so file names are shown. To record ranks, initialize "
+            "No trace records its rank, so file names are shown. To record ranks, initialize "
             "torch.distributed before profiling, or use file names such as rank3.json."
         )
     alone = [row.label for row in rows if row.ratio is None]
     if alone and len(alone) < len(rows):
         yield (
-            f"No other rank ran the same kernels as {join_few(alone, RANKS_SHOWN)}, so these times "
-            "cannot be compared."
+            f"The times of {join_few(alone, RANKS_SHOWN)} cannot be compared, because no other "
+            "rank ran the same kernels."
         )

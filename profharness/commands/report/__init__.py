@@ -167,7 +167,7 @@ TERMS = {
     "at once; a partial wave leaves SMs idle",
     "roofline": "the highest rate that the bandwidth allows at a given intensity, up to the peak rate",
     "intensity": "FLOPs per byte of memory traffic",
-    MISSING: "a value that the profiler cannot record, never zero",
+    MISSING: "a value that the profiler cannot record; it does not mean zero",
 }
 GLOSSARY = {
     **TERMS,
@@ -448,7 +448,7 @@ def diff_blocks(diff: Diff) -> list[Block]:
     blocks: list[Block] = [Heading("What changed")]
     if points:
         caption = "baseline: {}; candidate: {}".format(*diff.names)
-        title = "Latency of a call on both sides"
+        title = "Latency of a call in the baseline and in the candidate"
         axes = ("µs", "call", "side", "µs")
         blocks.append(Chart("dumbbell", title, points, *axes, caption=caption))
     return [*blocks, *_deeper(diff_document(diff, changed_first=True).blocks)]
@@ -653,15 +653,15 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
     compared = _count(len(losses), "config")
     if not real:
         yield (
-            f"No backend is significantly faster than auto (by {percent(THRESHOLD)} or more) on "
-            f"any of {compared}{doubt}. No change is necessary."
+            f"On {compared}, no backend is significantly faster than auto (by {percent(THRESHOLD)} "
+            f"or more){doubt}. No change is necessary."
         )
         return
     worst = real[0]
     yield (
         f"On {len(real)} of {compared}, auto was slower than the fastest other backend{doubt}. The "
-        f"largest difference is on {worst.config}, where auto takes {time_text(worst.chosen_ns)} and "
-        f"{worst.best} takes {time_text(worst.best_ns)}. auto takes {as_long(1 + worst.regret)}."
+        f"largest difference is on {worst.config}, where auto takes {as_long(1 + worst.regret)} as "
+        f"{worst.best} ({time_text(worst.chosen_ns)} against {time_text(worst.best_ns)})."
     )
     yield (
         f"Select {named(Counter(loss.best for loss in real))}. The code below selects the fastest "

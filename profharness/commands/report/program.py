@@ -181,7 +181,7 @@ def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
             label = f"{time_text(ns)} · {share_text(share)}"
             bars.append({"step": phase or "step", "µs": ns / 1e3, "kind": series, "label": label})
             parts.append({"step_phase": phase, "kind": series, "ns": ns, "step_share": share})
-    yield Heading("The step" if len(phases) == 1 else "The step of each phase", "; ".join(details))
+    yield Heading("The step" if len(phases) == 1 else "Steps by phase", "; ".join(details))
     caption = "The shares refer to the whole step, including the time in which the GPU is idle."
     chart = Chart("stack", "", tuple(bars), "µs", "step", "kind", "µs", label="label")
     yield replace(chart, caption=caption)

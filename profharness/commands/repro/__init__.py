@@ -147,7 +147,9 @@ def repro(
             )
         if len(names) > 1:
             named = ",".join(names)
-            raise UsageError(f"a script contains one cell; choose one of {named} with --backend")
+            raise UsageError(
+                f"a script runs only one backend; choose one of {named} with --backend"
+            )
         text = repro_script(chosen[0], names[0] if names else "auto", device, seed or 0)
     else:
         text = _stored_script(

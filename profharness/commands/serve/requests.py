@@ -226,7 +226,10 @@ async def _forward(
                 text = f"this request took more than {queue.limit_s:.0f} s and was stopped; request less data"
                 failure = 504, text
             elif queue.waiting and now - begun > queue.fair_s:
-                text = f"this request took more than {queue.fair_s:.0f} s while others waited; try again"
+                text = (
+                    f"this request took more than {queue.fair_s:.0f} s while other requests "
+                    "waited; try again"
+                )
                 failure = 503, text
         ended = tasks[0].done() and isinstance(tasks[0].exception(), asyncio.IncompleteReadError)
         if ended and failure is None:

@@ -88,7 +88,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "slowest_kernels": (
         "Slowest kernels",
-        "Kernels in order of their time per call, in µs.",
+        "The kernels with the longest times per call, in µs.",
         """SELECT run, config, backend, profiler, kernel_short, launches_per_call,
             round(total_ns * launches_per_call / launches / 1000.0, 2) AS us_per_call,
             round(duration_ns / 1000.0, 2) AS us_per_launch
@@ -119,7 +119,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "latency": (
         "Latency by config and backend",
-        "The median of each measurement in µs, without a profiler.",
+        "The median time of each measurement in µs. The measurements ran without a profiler.",
         """SELECT run, config, backend, status, round(graph_median_ns / 1000.0, 2) AS graph_us,
             round(event_median_ns / 1000.0, 2) AS event_us,
             round(cold_median_ns / 1000.0, 2) AS cold_us,
