@@ -41,13 +41,16 @@ FAMILIES = {
     "or after it",
     "ck": "forward pass of fused attention in AMD's Composable Kernel",
     "ck_combine": (
-        "combines the partial results of attention whose keys were split, in AMD's Composable Kernel"
+        "combines the partial results of attention whose keys were split, in AMD's Composable "
+        "Kernel"
     ),
     "ck_bwd": (
         "backward pass of fused attention in AMD's Composable Kernel, or a step before or after it"
     ),
     "aiter": "forward pass of fused attention in AMD's aiter",
-    "aiter_combine": "combines the partial results of attention whose keys were split, in AMD's aiter",
+    "aiter_combine": (
+        "combines the partial results of attention whose keys were split, in AMD's aiter"
+    ),
     "aiter_bwd": "backward pass of fused attention in AMD's aiter, or a step before or after it",
     "collective": "communication between GPUs",
     "norm": "a normalisation, such as layer norm",
