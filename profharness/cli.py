@@ -49,7 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("profharness.commands.verify", "Check backends against an fp64 reference."),
     "report": (
         "profharness.commands.report",
-        "Write a report on runs as HTML with charts, Markdown or another format.",
+        "Report on runs as HTML (with charts), Markdown or another format.",
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
     "mcp": ("profharness.commands.mcp", "Serve read-only MCP tools to other programs."),

@@ -402,8 +402,8 @@ class KernelRow:
     metrics: Annotated[
         dict[str, tuple[float, str]],
         column(
-            meaning="names of hardware counters in ncu, each with the median over the launches and "
-            "the unit"
+            meaning="names of ncu hardware counters, each with its median over the launches and "
+            "its unit"
         ),
     ] = field(default_factory=dict, hash=False)
     shared_share: Annotated[
@@ -434,7 +434,10 @@ class KernelRow:
         self,
     ) -> Annotated[
         float | None,
-        column(meaning="bytes read from and written to DRAM, per second of the kernel time in ncu"),
+        column(
+            meaning="bytes read from and written to DRAM, per second of the kernel time that ncu "
+            "measured"
+        ),
     ]:
         """Memory throughput of the kernel, or None if the DRAM counters were not collected."""
         moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]

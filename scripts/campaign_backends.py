@@ -40,7 +40,7 @@ CHANGES = {
     "torch.manual_seed(3); random.seed(3)": "torch.initial_seed() to 3",
     "register('_scaled_dot_product_flash_attention_for_cpu')": "registered another kernel",
     "register('bmm')": "registered another kernel",
-    "torch.nn.modules.module.register_module_forward_hook(broken)": "PyTorch's global hooks of modules",
+    "torch.nn.modules.module.register_module_forward_hook(broken)": "PyTorch's global module hooks",
     "torch.overrides.BaseTorchFunctionMode().__enter__()": "_len_torch_function_stack()",
     "sys.settrace(lambda *_: None); sys.setprofile(lambda *_: None)": "sys.gettrace()",
     "sys.setrecursionlimit(60)": "",

@@ -510,15 +510,15 @@ class Predicted:
     ] = None
     certain: Annotated[
         bool | None,
-        column(meaning="whether the intervals of `kernel_ns` and `best_ns` do not overlap"),
+        column(meaning="true if the intervals of `kernel_ns` and `best_ns` do not overlap"),
     ] = None
     """The interval of a measured time t in this comparison is t * (1 ± REPEATS)."""
     outside: Annotated[str | None, column(meaning="why the time is unknown")] = None
     timed_as: Annotated[
         str | None,
         column(
-            meaning="the config with contiguous tensors that the times belong to; null if it is "
-            "`config`"
+            meaning="the config, with contiguous tensors, to which the times belong; null if it is "
+            "the same as `config`"
         ),
     ] = None
     kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None

@@ -23,7 +23,7 @@ class VerificationRow:
 
     run: Annotated[str, column(meaning="id of the run")]
     asked: Annotated[str, column(meaning="label of the config that the case was derived from")]
-    config: Annotated[str, column(meaning="label of the config of the case")]
+    config: Annotated[str, column(meaning="label of the case's config")]
     case: Annotated[str, column("case", importance="key", meaning="name of the case")]
     backend: Annotated[
         str, column("backend", importance="key", meaning="the backend that was checked")
@@ -33,7 +33,8 @@ class VerificationRow:
         column(
             "what",
             importance="answer",
-            meaning="the checked tensor: `out`, `dq`, `dk`, `dv`, or `inputs`, which must not change",
+            meaning="the checked tensor: `out`, `dq`, `dk` or `dv`; `inputs` stands for the "
+            "inputs, which must not change",
         ),
     ]
     error: Annotated[
@@ -53,7 +54,7 @@ class VerificationRow:
             "short",
             importance="detail",
             meaning="Frobenius norm of the difference divided by the norm of the reference; null "
-            "if not finite",
+            "if it is not finite",
         ),
     ]
     relative_allowance: Annotated[
@@ -65,7 +66,8 @@ class VerificationRow:
         column(
             "verdict",
             importance="answer",
-            meaning="null if nothing was checked, for example because the backend refused the config",
+            meaning="whether the tensor passed the check; null if nothing was checked, for example "
+            "because the backend refused the config",
         ),
     ]
     message: Annotated[str | None, column(meaning="what is wrong, or why nothing was checked")]

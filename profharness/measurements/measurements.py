@@ -284,7 +284,7 @@ class BenchRow:
             "figures",
             importance="detail",
             optional=True,
-            meaning="number of sequences of the batch per second",
+            meaning="sequences of the batch that are processed per second",
         ),
     ] = None
     peak_memory_bytes: Annotated[
@@ -296,8 +296,8 @@ class BenchRow:
     between_turns_ns: Annotated[
         float | None,
         column(
-            meaning="half-width of the 95 % interval, computed only from the differences between "
-            "turns"
+            meaning="half-width of the 95 % interval, computed only from the differences between a "
+            "backend's turns (its blocks of consecutive calls)"
         ),
     ] = None
     between_processes_ns: Annotated[

@@ -41,8 +41,8 @@ class EnvChange:
 _EXPLAINS = {
     "device_type": "a CPU and a GPU run different kernels, so their times cannot be compared",
     "gpu|capability|num_sms": (
-        "the GPU determines how fast kernels run, which backends are allowed, whether cuDNN comes "
-        "first, and which tile sizes and how many splits the kernels use"
+        "the GPU determines how fast kernels run, which backends are allowed, whether cuDNN is "
+        "the first choice, and which tile sizes and how many splits the kernels use"
     ),
     "engine|engine_version": (
         "engine releases differ in the order of their backends and in their kernels; see "
@@ -54,12 +54,13 @@ _EXPLAINS = {
         "built-in kernels"
     ),
     "torch_cuda": (
-        "the CUDA release determines the cuBLAS kernels that math runs and, from torch 2.13 on, "
-        "the GPUs on which cuDNN comes first"
+        "the CUDA release determines which cuBLAS kernels the math backend runs and, from torch "
+        "2.13 on, on which GPUs cuDNN is the first choice"
     ),
     "cudnn": (
-        "cuDNN selects kernels at run time, and its limits of head_dim depend on the version; from "
-        "torch 2.10 on, versions newer than 9.15.0 come first on compute capability 9 and 10"
+        "cuDNN selects kernels at run time, and its head_dim limits depend on its version; from "
+        "torch 2.10 on, cuDNN is the first choice on compute capability 9 and 10 if its version is "
+        "newer than 9.15.0"
     ),
     r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": (
         "the value 1 removes cuDNN from the front of the backend order (torch 2.10 and newer)"
@@ -68,7 +69,7 @@ _EXPLAINS = {
         "the value 1 lets PyTorch choose cuDNN (torch 2.3 and 2.4)"
     ),
     r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": (
-        "the value 0 prevents cuDNN from coming first in the backend order (torch 2.9)"
+        "the value 0 prevents cuDNN from being the first choice (torch 2.9)"
     ),
     r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "the value 1 lets cuDNN process nested tensors",
     r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": (
@@ -82,8 +83,8 @@ _EXPLAINS = {
         "deterministic algorithms exclude cuDNN and change the grid of the flash backward kernel"
     ),
     "fp16_reduction_math": (
-        "the setting lets math compute in half precision instead of fp32, without casts and with "
-        "other GEMMs"
+        "the setting lets math compute in half precision instead of fp32, so that math needs no "
+        "casts and runs other GEMMs"
     ),
     r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": (
         "the setting lets the fp32 GEMMs of math run on tensor cores"

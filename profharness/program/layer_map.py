@@ -274,8 +274,8 @@ class LayerRow:
     why: Annotated[
         Text,
         column(
-            meaning="why PyTorch ran this backend according to the dispatch rules, which `reasons` "
-            "also contains; empty if the backend is PyTorch's first choice"
+            meaning="why PyTorch ran this backend, according to the dispatch rules (`reasons` also "
+            "contains this text); empty if the backend is PyTorch's first choice"
         ),
     ] = None
     step_phase: Annotated[
@@ -416,7 +416,7 @@ class LayerForecast:
     predicted_certain: Annotated[
         bool | None,
         column(
-            meaning="whether the intervals of the chosen and the best backend do not overlap, and "
+            meaning="true if the chosen and the best backend have non-overlapping intervals and "
             "their times differ by more than 3 %"
         ),
     ] = None
@@ -589,7 +589,7 @@ def find_layers(
                 f"run {name} contains configs, not a program; show them with: {own}"
             )
         has_kernels = store.has(run, "kernels")
-        shown = f"use `{own}` to show its kernels, or, " if has_kernels else ""
+        shown = f"to show the kernels of the run, use `{own}`; " if has_kernels else ""
         raise NotFoundError(
             f"run {name} contains no attention call; {shown}if the program runs attention, record "
             "its ops and modules with torch.profiler.profile(record_shapes=True, with_stack=True)"

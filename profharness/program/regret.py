@@ -400,9 +400,12 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
             )
             continue
         if row.saves_ns is None:
-            why = "no config replays the calls"
+            why = "no config fully describes the calls"
             if row.replayable:
-                why = f"run {benched.name} has no times of {row.ran} with correct output for the calls"
+                why = (
+                    f"run {benched.name} has no times for these calls on {row.ran} with correct "
+                    "output"
+                )
             texts.append(
                 f"There are no times for {row.calls:g} calls per {_step(row)} of {name}, because {why}."
             )

@@ -83,7 +83,7 @@ def render_html(document: Document) -> str:
                 parts.append(draw_timeline(block, counts[Timeline], document.full_names))
     parts.append(folds.end())
     if left_out:
-        text = "Some charts are omitted. Install the extra `report` to show all charts."
+        text = "Some charts are omitted. Install the `report` extra to show all charts."
         parts.append(f'<p class="note">{text} <code>{_text(install_command("report"))}</code></p>')
     script = _asset("page.js") + (_asset("timeline.js") if counts[Timeline] else "")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -82,8 +82,8 @@ WANTED = {
     NVTX: ("end", "text", "textId", "domainId"),
 }
 ABSENT = {
-    RUNTIME: "the API calls and ranges of launches are unknown",
-    NVTX: "the ranges of launches are unknown",
+    RUNTIME: "the API calls and ranges that the launches belong to are unknown",
+    NVTX: "the ranges that the launches belong to are unknown",
     STRINGS: "the names of kernels, ranges and API calls are unknown",
 }
 # CUPTI activities that this reader knows but does not need.

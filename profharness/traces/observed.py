@@ -28,7 +28,9 @@ INNER_OPS = {
     "math": f"{INNER}attention_math",
     "overrideable": f"{INNER}fused_attention_overrideable",
 }
-COMPILED = "torch.compile traced this call; only a trace shows its shapes and how often it runs"
+COMPILED = (
+    "torch.compile traced this call; only a trace shows which shapes it has and how often it runs"
+)
 NONE_RAN, RAISED = "none", "the call raised an error"
 OTHER_FUNCTION = "a config cannot describe the mask or score functions of {}"
 

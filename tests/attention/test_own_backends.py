@@ -319,7 +319,9 @@ def test_entry_points_of_installed_packages(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     *_, refusal, last = done.stdout.splitlines()
-    assert "several packages provide it (one_pkg.impl:a, two_pkg.impl:attention)" in refusal
+    assert (
+        "packages provide the backend 'twice' (one_pkg.impl:a, two_pkg.impl:attention)" in refusal
+    )
     told = json.loads(last)
     assert told["status"] == {
         "pointed": "ok",

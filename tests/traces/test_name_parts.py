@@ -73,7 +73,11 @@ def test_every_template_parameter_is_described() -> None:
     ("name", "token", "meaning"),
     [
         ("flash_fwd_splitkv_kernel<64,64x256,w4,nosplit>", "nosplit", "the keys are not split"),
-        ("flash_fwd_splitkv_combine<64,m8,split2>", "split2", "combines at most 2 parts of the keys"),
+        (
+            "flash_fwd_splitkv_combine<64,m8,split2>",
+            "split2",
+            "combines the outputs for at most 2 parts of the keys",
+        ),
         ("FlashAttnFwdSm90<128,128x224,packgqa>", "packgqa", (
             "the query heads of a group share a "
             "tile"

@@ -270,7 +270,8 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             f"ALTER TABLE {RUNTIME} RENAME TO CALLS", 269,
-            f"the export has no table {RUNTIME}: the API calls and ranges of launches are unknown",
+            f"the export has no table {RUNTIME}: the API calls and ranges that the launches belong "
+            "to are unknown",
         ),
         (
             f"ALTER TABLE {RUNTIME} RENAME COLUMN correlationId TO id", 269,
@@ -278,7 +279,8 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             "DROP TABLE NVTX_EVENTS", 269,
-            "the export has no table NVTX_EVENTS: the ranges of launches are unknown",
+            "the export has no table NVTX_EVENTS: the ranges that the launches belong to are "
+            "unknown",
         ),
         ("DROP TABLE StringIds", 269, "253 of 269 launches have no name in StringIds"),
         (

@@ -74,7 +74,7 @@ MISTAKES = {
     "last_row_unwritten": ("out", "not written: 256 of 25600 elements"),
     "nan_row": ("out", "NaN at [0, 0, 3, 0]"),
     "tail_of_keys": ("out", "the last 4 of 100 keys are left out"),
-    "writes_input": ("inputs", "writes to element 65 of key's storage"),
+    "writes_input": ("inputs", "overwrites element 65 in the storage of the input key"),
     "stale": ("out", "the result is that of the previous call, although the inputs differ"),
     "accumulates": ("out", "two calls with the same inputs differ"),
     "shared_buffer": ("out", "a later call overwrote the result of an earlier call"),

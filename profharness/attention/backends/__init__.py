@@ -79,10 +79,10 @@ def _only(name: str) -> Callable[[], Any]:
 
 _ALL_DEVICES = tuple(DEVICE_TYPES)
 SDPA_ROWS = (
-    Backend(AUTO, "the backend that PyTorch chooses with all flags unchanged", _ALL_DEVICES),
+    Backend(AUTO, "the backend that PyTorch chooses by default", _ALL_DEVICES),
     Backend(
         "flash",
-        "FlashAttention (the FA2 built into PyTorch, or FA3 or FA4 if it is activated)",
+        "FlashAttention: FA3 or FA4 if activated, otherwise the FA2 built into PyTorch",
         _ALL_DEVICES,
         _only("flash"),
     ),
@@ -128,7 +128,7 @@ TORCH_ROWS = (
     ),
     GpuBackend(
         "varlen",
-        "torch.nn.attention.varlen, which packs the inputs (by copying them, unless layout=bshd)",
+        "torch.nn.attention.varlen on packed inputs (packing copies them, unless layout=bshd)",
         load=_in_worker("varlen"),
         supports=check_limits(
             dtypes=HALF, takes=WINDOW, square_causal=True, same_head_dim=True, max_head_dim=256
@@ -218,7 +218,7 @@ def _of_setting(setting: SdpaSetting) -> Backend:
     names = setting.backends
     summary = f"PyTorch's choice among {' and '.join(names)}"
     if setting.ordered:
-        summary = f"the first of {', then '.join(names)} that supports the config"
+        summary = f"the first backend that supports the config, in the order {', '.join(names)}"
     absent = _in_worker("priority_absent") if setting.ordered else no_reason
     context = _in_worker("only", setting)
     return Backend(setting.name, summary, _ALL_DEVICES, context, absent=absent)

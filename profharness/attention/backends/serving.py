@@ -496,7 +496,7 @@ SERVING_BACKENDS = (
     *(
         GpuBackend(
             f"flashinfer-{kernels}",
-            f"FlashInfer's paged attention and MLA with its {kernels} kernels",
+            f"FlashInfer's paged attention and MLA, computed by the {kernels} kernels",
             load=refuse_if_unloadable("flashinfer", functools.partial(_load, kernels)),
             supports=functools.partial(paged_supports, kernels),
             absent=absent,

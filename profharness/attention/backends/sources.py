@@ -298,8 +298,8 @@ def _by_name(name: str) -> Backend | None:
     values = {point.value: point for point in points}
     if len(values) > 1:
         raise UsageError(
-            f"backend {name!r}: several packages provide it ({', '.join(sorted(values))}); choose "
-            "one and give it as package.module:function"
+            f"several packages provide the backend {name!r} ({', '.join(sorted(values))}); choose "
+            "a package, and give the backend as package.module:function"
         )
     for value, point in values.items():
         source = value if ":" in value else f"{value}:{FUNCTION}"

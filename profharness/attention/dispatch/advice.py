@@ -308,14 +308,14 @@ CHANGES = (
            "pad head_dim from {b.head_dim} to {a.head_dim} (head_dim_v from {b.value_dim} to {a.value_dim}), "
            "keep the scale and slice the output"),
     ConfigChange("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
-           "pad head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to the same {a.head_dim}, keep the scale "
+           "pad both head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to {a.head_dim}, keep the scale "
            "and slice the output"),
     ConfigChange("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, 256),
            "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
            "slice the output"),
     ConfigChange("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
-           "repeat the {b.num_kv_heads} key and value heads to {a.num_kv_heads} instead of using enable_gqa (k and v "
-           "then take more memory)"),
+           "repeat the {b.num_kv_heads} key and value heads to get {a.num_kv_heads}, instead of using enable_gqa "
+           "(k and v then take more memory)"),
     ConfigChange("detach mask", ("mask_grad",),
            lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
            "detach attn_mask if its gradient is not needed"),
@@ -631,8 +631,8 @@ def _flex(config: Config, _: str) -> Advice | None:
     elif config.mask.startswith("bool"):
         change = (
             "turn the mask into a BlockMask and call flex_attention: its kernels skip the blocks "
-            "that the mask hides. For a sliding window, write its condition in mask_mod instead "
-            "of reading attn_mask"
+            "that the mask hides. For a sliding window, write the window's condition in mask_mod "
+            "instead of reading attn_mask"
         )
         # a mask that is broadcast over batch or heads needs one block mask for all of them
         outer = (1, 1, *config.mask_dims)[-4:-2]

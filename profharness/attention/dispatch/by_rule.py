@@ -96,7 +96,7 @@ class Explanation:
         tuple[BackendAnswer, ...], column(meaning="eligibility, reasons and advice per backend")
     ]
     caveats: Annotated[tuple[str, ...], column(meaning="why the explanation may be wrong")] = ()
-    error: Annotated[str | None, column(meaning="why PyTorch did not answer")] = None
+    error: Annotated[str | None, column(meaning="why PyTorch did not report its choice")] = None
     asked: Annotated[
         str, column(meaning="`auto`, or the set or order of backends that the call allows")
     ] = AUTO
@@ -334,8 +334,8 @@ def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     settings = [setting_name(name) for name in names if pytorch_chooses(name)]
     if len(settings) > 1:
         raise UsageError(
-            f"explain accepts one setting at a time, not {' and '.join(settings)}; run it once "
-            "for each"
+            f"explain accepts one setting at a time, not {' and '.join(settings)}; run "
+            "explain once for each setting"
         )
     single = tuple(name for name in names if not pytorch_chooses(name))
     for name in single:
@@ -413,7 +413,7 @@ def computed_by(choice: str, machine: Machine) -> str | None:
 
 NO_ORDER = (
     "PyTorch before 2.6 cannot set an order, because its sdpa_kernel has no "
-    "set_priority; join the backends with + to allow the same set without an order"
+    "set_priority; join the backends with + to allow the same backends without an order"
 )
 
 
@@ -542,8 +542,8 @@ def window_texts(config: Config) -> Iterator[str]:
     yield (
         f"SDPA has no window argument: the window becomes a bool attn_mask of [{rows}, "
         f"{columns}] ({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The "
-        f"other backends compute all scores, but the window keeps only {100 * share:.2g} %. "
-        "flex_attention skips the hidden scores."
+        f"other backends compute all scores, but the window keeps only {100 * share:.2g} % "
+        "of them. flex_attention skips the hidden scores."
     )
 
 

@@ -142,7 +142,7 @@ def find_tool(name: str) -> Tool | None:
         path = Path(named)
         if not _executable(path):
             message = f"{variable} is {named!r}, which is not an executable file"
-            remedy = f"set {variable} to the path of {name}, or unset it"
+            remedy = f"set {variable} to the path of {name}, or unset the variable"
             raise ToolError(Problem(name, "tool_missing", message, remedy))
     elif on_path is not None:
         path = Path(on_path)
@@ -173,7 +173,7 @@ def tool_missing(name: str) -> Problem:
         "tool_missing",
         f"{name} was not found on PATH or in the folders of {profiler.vendor}'s installers",
         f"install {profiler.product}, or set {profiler.variable} to the executable"
-        f"{profiler.remedy}; `--profiler torch` works without it",
+        f"{profiler.remedy}; `--profiler torch` works without {name}",
     )
 
 

@@ -31,8 +31,8 @@ LAST_CHARACTERS = 400
 NO_SANDBOX = "profile on a virtual machine or bare metal; `--profiler torch` works without {tool}"
 OWN_TMPDIR = "set TMPDIR to a folder that exists and is writable"
 TOOL_OPTIONS = (
-    "install a version from 2022.4 to 2026.2, or see `{tool} --help` for the options of this "
-    "version"
+    "install a version from 2022.4 to 2026.2, or see `{tool} --help` for the options of the "
+    "installed version"
 )
 
 

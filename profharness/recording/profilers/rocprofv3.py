@@ -48,7 +48,7 @@ RULES = (
         "tool_crashed",
         r"^Fatal error: (?P<words>.*)",
         "rocprofv3 ended before it wrote {report}: {words}",
-        ROCM + "; `--profiler torch` works without it",
+        ROCM + "; `--profiler torch` works without rocprofv3",
         written=False,
     ),
     FailureRule(

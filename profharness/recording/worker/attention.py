@@ -40,7 +40,8 @@ from profharness.dtypes import DTYPES
 from profharness.rows import REPLACEMENTS
 
 PLAIN_MISSING = (
-    "kernels/naive.py is missing in the working directory and in profharness; reinstall profharness"
+    "kernels/naive.py is missing from the working directory and from profharness; reinstall "
+    "profharness"
 )
 FA4_REMEDY = "pip install flash-attn-4"
 needs_triton = needs_module("triton", "pip install triton")
@@ -208,8 +209,8 @@ def priority_absent() -> str | None:
         return None
     return (
         "an order of backends requires torch >= 2.6 (sdpa_kernel with set_priority), but this is "
-        f"torch {torch.__version__}; join the backends with + to allow the same set without an "
-        "order"
+        f"torch {torch.__version__}; join the backends with + to allow the same backends "
+        "without an order"
     )
 
 
@@ -423,7 +424,7 @@ def varlen() -> Attention:
             options["window_size"] = window_size(window, is_causal)
         elif window is not None:
             raise RefusedError(
-                "unsupported", "varlen_attn in this torch does not accept window_size"
+                "unsupported", "varlen_attn of this torch version does not accept window_size"
             )
         elif is_causal:
             options["is_causal"] = True
@@ -431,7 +432,9 @@ def varlen() -> Attention:
         if "enable_gqa" in parameters:
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:
-            raise RefusedError("unsupported", "varlen_attn in this torch has no parameter `scale`")
+            raise RefusedError(
+                "unsupported", "varlen_attn of this torch version has no `scale` parameter"
+            )
         if scale is not None:
             options["scale"] = scale
         packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v)]

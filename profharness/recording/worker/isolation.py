@@ -80,7 +80,7 @@ SETTINGS = (
 )
 OTHERS: dict[str, Callable[[], Any]] = {
     "torch.is_autocast_enabled('cpu')": lambda: torch.is_autocast_enabled("cpu"),
-    "PyTorch's global hooks of modules": lambda: [
+    "PyTorch's global module hooks": lambda: [
         len(hooks)
         for name, hooks in vars(torch_module).items()
         if name.startswith("_global_") and isinstance(hooks, dict)

@@ -807,7 +807,9 @@ def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
         differing = (stored != old).nonzero()
         if len(differing):
             element = int(differing[0]) // tensor.element_size()
-            changed = changed or f"the backend writes to element {element} of {name}'s storage"
+            changed = changed or (
+                f"the backend overwrites element {element} in the storage of the input {name}"
+            )
             stored.copy_(old)
     return changed
 

@@ -28,7 +28,7 @@ class SourceFact:
 _FA2 = "flash-attention 2.8, csrc/flash_attn/src"
 _FA3 = "flash-attention 2.8, hopper"
 _MEM_EFF = "PyTorch 2.13, ATen/native/transformers/cuda/mem_eff_attention"
-_ALIKE = "every warp loads and computes (no roles)"
+_ALIKE = "every warp both loads data and computes"
 
 # The library, a pattern that matches the function in a short name, and the facts
 FACTS = (
@@ -108,7 +108,7 @@ FACTS = (
         (
             (
                 STAGES,
-                "at most 4 buffers, or fewer if the head dimension has fewer steps of 32",
+                "at most 4 buffers; fewer if the head dimension contains fewer than 4 steps of 32",
                 f"{_MEM_EFF}/kernel_forward.h",
             ),
         ),

@@ -34,18 +34,23 @@ FAMILIES = {
     "memset": "fills device memory",
     "memcpy": "copies memory to, from or on the device",
     "fmha": "fused attention from a library that PyTorch does not contain",
-    "fmha_combine": "combines the partial results of a split fused attention",
+    "fmha_combine": "combines the partial results of fused attention whose keys were split",
     "fmha_bwd": "backward pass of fused attention from a library that PyTorch does not contain",
     "aotriton": "forward pass of AMD's fused attention in Triton (AOTriton)",
     "aotriton_bwd": "backward pass of AMD's fused attention in Triton (AOTriton), or a step before "
     "or after it",
     "ck": "forward pass of fused attention in AMD's Composable Kernel",
-    "ck_combine": "combines the partial results of a split attention in AMD's Composable Kernel",
+    "ck_combine": (
+        "combines the partial results of attention whose keys were split, in AMD's Composable "
+        "Kernel"
+    ),
     "ck_bwd": (
         "backward pass of fused attention in AMD's Composable Kernel, or a step before or after it"
     ),
     "aiter": "forward pass of fused attention in AMD's aiter",
-    "aiter_combine": "combines the partial results of a split attention in AMD's aiter",
+    "aiter_combine": (
+        "combines the partial results of attention whose keys were split, in AMD's aiter"
+    ),
     "aiter_bwd": "backward pass of fused attention in AMD's aiter, or a step before or after it",
     "collective": "communication between GPUs",
     "norm": "a normalisation, such as layer norm",
@@ -59,12 +64,12 @@ FAMILIES = {
 LIBRARIES = {
     "flash2": "FlashAttention 2, as built into PyTorch",
     "flash2_pip": "FlashAttention 2 from the package flash-attn, or another build such as vLLM's",
-    "flash2_any": "FlashAttention 2; a short name does not show which build",
+    "flash2_any": "FlashAttention 2; a short name does not show which build contains the kernel",
     "fa3": "FlashAttention 3",
     "fa4": "FlashAttention 4 (CuTe DSL)",
     "efficient": "PyTorch's memory-efficient attention",
     "xformers": "xFormers, or PyTorch 2.0",
-    "efficient_any": "PyTorch or xFormers; a short name does not show which",
+    "efficient_any": "PyTorch or xFormers; a short name does not show which contains the kernel",
     "cudnn": "NVIDIA cuDNN",
     "flashinfer": "FlashInfer",
     "trtllm": "TensorRT-LLM",
@@ -158,7 +163,7 @@ FA3_FLAGS = (
     Flag("varlen", "packed sequences of different lengths", "sequences of equal length", "varlen"),
     Flag(
         "paged",
-        "a paged cache of keys, read without TMA",
+        "a paged cache of keys and values, which is read without TMA",
         "no paged cache, or one that is read with TMA",
         "paged",
     ),

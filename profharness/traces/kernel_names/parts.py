@@ -196,10 +196,10 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"postprocess", "converts the fp32 gradient of the queries to the type of the tensors"),
         (r"varlen", _PACKED),
         (r"debug", "for tests of dropout"),
-        (r"fill_dropout_rng(?:_tensor)?", "writes the random numbers of dropout"),
+        (r"fill_dropout_rng(?:_tensor)?", "writes the random numbers used for dropout"),
         (
             r"simulate_encoded_softmax",
-            "writes the random numbers of dropout in the format of a softmax",
+            "writes the random numbers used for dropout in the format of a softmax result",
         ),
         (r"kernel", ""),
     ),
@@ -224,7 +224,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
             (r"gqa(\d+)", "{1} query heads share a head of keys"),
             (
                 r"stage1",
-                "computes attention for each part of the keys; the parts are combined later",
+                "computes attention for each part of the keys; the results are combined later",
             ),
             (r"dec|decode", "one query token at a time"),
             (r"pfl|prefill", "the prompt (prefill)"),
@@ -334,7 +334,7 @@ _ATTENTION_WORDS = _words(
     (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
     (r"w(?P<warps>\d+)", "{1} warps per block"),
     (r"m(\d+)", "{1} rows per block"),
-    (r"split(\d+)", "combines at most {1} parts of the keys"),
+    (r"split(\d+)", "combines the outputs for at most {1} parts of the keys"),
 )
 _TILED_WORDS = _words(
     (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
