@@ -70,6 +70,11 @@ def as_fast(speed_up: float, than: str = "", most: float | None = None) -> str:
     return f"{amount} slower" + (f" than {than}" if than else "")
 
 
+def by_how_much(speed_up: float, most: float | None = None) -> str:
+    """Describe a speed-up, or a range of them, after the word `faster` or `slower`."""
+    return as_fast(speed_up, most=most).removesuffix(" slower")
+
+
 def as_long(ratio: float) -> str:
     """Describe a time divided by the time of the fastest backend: `1.40 times as long`."""
     return f"{ratio_figure(ratio)} times as long"

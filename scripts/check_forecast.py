@@ -207,9 +207,9 @@ class Row:
 def compared(folder: Path, gpu: str) -> Iterator[Row]:
     """Yield the rows of all traces in a folder whose calls have kernels and a config."""
     from profharness.atlas.predictions import find_place, known_atlases
-    from profharness.commands.layers.forecast_map import OF_SDPA, forecast_map
+    from profharness.commands.layers.forecast_map import forecast_map
     from profharness.errors import NotFoundError
-    from profharness.program.layer_map import find_layers
+    from profharness.program.layer_map import THROUGH_SDPA, find_layers
     from profharness.store import ingest_path, open_store
 
     place, doubt = find_place(known_atlases(), gpu, None)
@@ -225,7 +225,7 @@ def compared(folder: Path, gpu: str) -> Iterator[Row]:
                 continue  # eager attention, for example
             for row, told in zip(layers.rows, forecast.rows if forecast else (), strict=True):
                 spent = (row.forward_ns or 0) + (row.backward_ns or 0)
-                if row.kind in OF_SDPA and row.config and row.calls and spent:
+                if row.kind in THROUGH_SDPA and row.config and row.calls and spent:
                     yield Row(
                         path.name.split(".json")[0], row.config, row.ran or "-",
                         told.predicted_backend or "-", told.predicted_source or "-", spent / row.calls,

@@ -605,8 +605,14 @@ def packaged_atlases() -> tuple[Path, ...]:
 
 
 def atlas_files(folder: Path) -> tuple[Path, ...]:
-    """Return the paths of the atlases in a folder. Files of models are excluded."""
-    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    """Return the paths of the atlases in a folder. Files of models are excluded.
+
+    Return no paths if there is no such folder, or no permission to read it.
+    """
+    try:
+        paths = sorted(folder.glob(f"*{SUFFIX}"))
+    except PermissionError:
+        return ()
     return tuple(path for path in paths if not path.name.endswith(MODEL_SUFFIX))
 
 

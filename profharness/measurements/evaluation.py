@@ -52,7 +52,7 @@ from profharness.measurements.measurements import (
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION
 from profharness.store import Need, Selection, Store
-from profharness.units import as_fast, ratio_text, time_text
+from profharness.units import as_fast, by_how_much, ratio_text, time_text
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
@@ -547,7 +547,7 @@ def _against_backend(
             most = ""
             if verdict in ("faster", "slower"):
                 extreme = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
-                ratio = as_fast(extreme.speedup or 1)
+                ratio = by_how_much(extreme.speedup or 1)
                 most = f" ({MOST[verdict] if len(rows) > 1 else ''}{ratio}, {extreme.config})"
             parts.append(f"{words} on {len(rows)}{most}")
         if parts:

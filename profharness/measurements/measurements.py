@@ -36,7 +36,7 @@ from profharness.rows import (
     CellRow,
 )
 from profharness.store import Store
-from profharness.units import as_fast
+from profharness.units import by_how_much
 
 CLOCK_MOVED = 0.05
 # The machine is reported as busy if the worker waited for a CPU for more than this share of time.
@@ -896,7 +896,7 @@ def _dtype_pair(
         text = f"{words} in {len(own)}"
         if verdict in ("faster", "slower"):
             old, new = max(own, key=lambda pair: abs(math.log(_ns(pair[1]) / _ns(pair[0]))))
-            speed_up = as_fast(_ns(old) / _ns(new))
+            speed_up = by_how_much(_ns(old) / _ns(new))
             most = MOST[verdict] if len(own) > 1 else ""
             text += f" ({most}{speed_up}, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
         parts.append(text)

@@ -53,9 +53,10 @@ def test_backends_runs_and_sides_are_offered(folder: Path) -> None:
     assert completed(folder, "capture", "--backend", "flash")[0] == "flash"
     assert "flashy" in completed(folder, "capture", "--backend", "fl")
     assert completed(folder, "capture", "--backend", "auto,cud") == ["auto,cudnn"]
-    (path, latest, run) = completed(folder, "kernels", "")
+    (path, latest, name, run) = completed(folder, "kernels", "")
     assert latest == "latest" and path == ""  # bash completes the path
-    assert completed(folder, "kernels", "--run", "") == [path, latest, run]
+    assert name == RUN.name
+    assert completed(folder, "kernels", "--run", "") == [path, latest, name, run]
     assert completed(folder, "export", run[:4]) == [run[:4], run]
     assert completed(folder, "diff", "latest", "mat") == ["mat", "math"]
     assert run in completed(folder, "diff", "")

@@ -163,7 +163,7 @@ def test_captures_are_slow_where_auto_loses(tmp_path: Path) -> None:
         ingest_path(tmp_path / "s.db", tmp_path / name)
     with serving("--store", tmp_path / "s.db") as (_, address):
         slow = section(get(address, "/")[1], "What is slow")
-    assert "auto takes 4 times as long" in slow and "nothing" not in slow
+    assert "auto takes 4.00 times as long" in slow and "nothing" not in slow
     assert slow.index("20260101-much") < slow.index("20260101-little")
 
 

@@ -26,7 +26,7 @@ from profharness.program.matching import (
     told_ratio,
 )
 from profharness.rows import COLD, EAGER, EVENT, GRAPH
-from profharness.units import as_fast, ratio_text, time_text
+from profharness.units import as_fast, by_how_much, ratio_text, time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
@@ -297,7 +297,7 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
         speed_ups = [1 / (row.ratio or 1) for row in found]
         if len(rows) == 1:
             return f"{after} is {as_fast(speed_ups[0], before)}{measured}."
-        amount = as_fast(min(speed_ups), most=max(speed_ups)).removesuffix(" slower")
+        amount = by_how_much(min(speed_ups), max(speed_ups))
         count = (
             f"{len(found):,} of {len(rows):,}"
             if len(found) < len(rows)

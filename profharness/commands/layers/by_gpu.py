@@ -14,7 +14,7 @@ from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import Column, pick
 from profharness.commands.layers.tables import (
-    GPU_LAYER,
+    OF_LAYER,
     figure_columns,
     figures,
     layers_document,
@@ -472,7 +472,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         titles.append(
             Column(f"roofline{at}", f"{name} % of roofline", "percent", importance="detail")
         )
-    columns = (*GPU_LAYER, PHASE, *pick(LayerRow, "calls"), *titles)
+    columns = (*OF_LAYER, PHASE, *pick(LayerRow, "calls"), *titles)
     optional = ["phase"] + [column.key for column in titles if column.importance == "detail"]
     yield Table.of(filled_columns(columns, rows, optional), rows)
     if full:
@@ -697,7 +697,7 @@ def _bench_blocks(
             Column(f"best_us{at}", f"{name} fastest µs", "time", scale="call"),
         )
     ]
-    yield Table.of((*GPU_LAYER, *figure_columns(names, "runs"), *best), lines)
+    yield Table.of((*OF_LAYER, *figure_columns(names, "runs"), *best), lines)
     yield from map(Note, _bench_sums(rows, benches))
     for each in benches:
         if each.changes:

@@ -65,10 +65,11 @@ PHASES = pick(PhaseRow)
 REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 # first columns of a table with columns for each GPU
-GPU_LAYER = (
-    *pick(LayerRow, "module", "step_phase"),
+OF_LAYER = (
+    *pick(LayerRow, "module"),
     *(replace(each, importance="normal") for each in pick(LayerRow, "config")),
 )
+GPU_LAYER = (*OF_LAYER, *pick(LayerRow, "step_phase"))
 PREDICTED = (
     *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
     *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
