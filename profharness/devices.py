@@ -26,7 +26,7 @@ class Peaks:
 
     `source` is `measured` or `data sheet`, and `origin` describes the measurement or names the data
     sheet. `flops_per_s` maps a dtype to the rate of dense matrix products that accumulate in fp32.
-    The key `fp32` refers to products in full fp32 (TF32 is off), and the key `tf32` refers to
+    The `fp32` key refers to products in full fp32 (TF32 is off), and the `tf32` key refers to
     products of fp32 inputs on tensor cores. A value that is None or missing is unknown.
     """
 

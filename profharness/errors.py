@@ -194,7 +194,7 @@ class TraceFormatError(ProfharnessError):
 class Interrupted(KeyboardInterrupt):
     """The user interrupted a run.
 
-    `folder` contains the results so far. The command `capture --resume` continues the run. The
+    `folder` contains the results so far. The `capture --resume` command continues the run. The
     command line sets `command` to the interrupted command, and `store` to the store of that
     command.
     """

@@ -381,7 +381,9 @@ class KernelRow:
     op_path: Annotated[
         str | None, column(json_key="op", meaning="the ops around the launches, outermost first")
     ]
-    sdpa_op: Annotated[str | None, column(meaning="the attention op around the launches, if any")]
+    sdpa_op: Annotated[
+        str | None, column(meaning="the attention op that launched the kernels, if any")
+    ]
     occupancy: Annotated[
         float | None,
         column(
@@ -453,7 +455,7 @@ class KernelRow:
             "time",
             importance="answer",
             scale="launch",
-            meaning="mean time of the kernel's launches in one call",
+            meaning="mean time per call, summed over the launches of the kernel",
         ),
     ]:
         """Time of the kernel's launches in one call, or None if the time or the call is unknown."""

@@ -339,7 +339,7 @@ def _fill(
 
 
 def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Iterator[Estimate]:
-    """Yield the model's prediction for each config on a backend. The field `backend` is empty."""
+    """Yield the model's prediction for each config on a backend. The `backend` field is empty."""
     calls = model.rules[choice].calls(c)
     whole = together(calls, c, model.codes, model.curves[choice])
     count = len(c["B"])

@@ -587,7 +587,7 @@ def place_at(environment: Mapping[str, Any]) -> Place | None:
 def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
     """Return the prediction for `auto` on a GPU, and the reason if there is no prediction.
 
-    The key `statement` contains a sentence that describes the prediction. If there is no atlas for
+    The `statement` key contains a sentence that describes the prediction. If there is no atlas for
     this GPU, release and cuDNN version, the prediction is None. The reason is "" if there is a
     prediction, or if the GPU has no atlas at all.
     """
@@ -730,7 +730,7 @@ def predicted_record(row: Predicted) -> dict[str, Any]:
 
 
 def launch_record(launch: Launch) -> dict[str, Any]:
-    """Return a launch as a dict with the same keys as a row of the command `kernels`.
+    """Return a launch as a dict with the same keys as a row of the `kernels` command.
 
     The grid, block, registers and shared memory of a memset are None.
     """

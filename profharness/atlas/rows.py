@@ -39,7 +39,7 @@ def predicted_rows(
 ) -> tuple[list[KernelRow], list[CellRow], str]:
     """Return predictions as rows of a store, and a text that explains missing or doubtful times.
 
-    The field `run` of a row describes the GPU and release. Raise the errors of `predicted`.
+    The `run` field of a row describes the GPU and release. Raise the errors of `predicted`.
     """
     found = predicted(configs, backends, gpu, torch, folder, driver)
     prediction = [row for answer in found.answers for row in found.of(answer)]

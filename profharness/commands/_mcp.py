@@ -1,6 +1,6 @@
 """The MCP server, which offers read-only commands as tools on stdio.
 
-Importing this module raises MissingExtraError if the extra `mcp` is not installed.
+Importing this module raises MissingExtraError if the `mcp` extra is not installed.
 """
 
 from __future__ import annotations

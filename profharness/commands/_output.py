@@ -184,7 +184,7 @@ def chosen_format(format_: str | None, output: Path | None) -> str:
 
 
 def drawable(document: Document, chosen: str) -> Document:
-    """Remove the charts that need the extra `report`, if this extra is not installed.
+    """Remove the charts that need the `report` extra, if this extra is not installed.
 
     Print a hint if a chart is left out.
     """

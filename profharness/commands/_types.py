@@ -419,7 +419,7 @@ ConfigOrRunArguments = Annotated[
 ]
 """Like `ConfigArguments`, for a command that has a parameter of the type `RunAmongConfigs`."""
 Runs = Annotated[PathLike, SEVERAL_RUNS]
-"""The type of the parameter `*runs` of a command that shows several runs."""
+"""The type of the `*runs` parameter of a command that shows several runs."""
 DEFAULT_RELEASE = (
     "[default: the installed release if an atlas of the GPU covers it, else its newest release]"
 )

@@ -366,7 +366,7 @@ def resume(
 ) -> pd.DataFrame:
     """Run the cells of an interrupted run that have no result. Return one row per cell of the run.
 
-    `run` is a run folder, the id of a run in the folder `out`, a unique prefix of an id, or `latest`.
+    `run` is a run folder, the id of a run in the `out` folder, a unique prefix of an id, or `latest`.
     Raise NotFoundError if there is no such run.
     """
     return capture(resume=run, store=store, out=out, progress=progress)

@@ -122,8 +122,8 @@ def export(
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
-    The trace can be opened in Perfetto, chrome://tracing or HolisticTraceAnalysis. The trace has
-    one track per cell, which contains the kernels of the cell. Each launch in the trace lists its
+    The trace can be opened in Perfetto, chrome://tracing or HolisticTraceAnalysis. Each cell has its own track,
+    which shows the kernels of the cell. Each launch in the trace lists its
     resources, theoretical occupancy, op stack and ncu counters. Thread tracks contain ranges,
     launch calls, and ops that launched kernels. The store does not contain op times, so each op is
     drawn from its first launch to its last. The file is compressed if FILE ends in .gz. Without -o,

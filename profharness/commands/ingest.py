@@ -48,8 +48,8 @@ Companions = Annotated[
         multiple=True,
         metavar="FILE",
         help=(
-            "An additional file of the same program that supplements the trace: a trace of the "
-            "CUDA graph capture, or the log of the serving engine (.log). Repeatable."
+            "Another file of the same program to read together with the trace: a "
+            "trace of the CUDA graph capture, or the serving engine's log (.log). Repeatable."
         ),
     ),
 ]

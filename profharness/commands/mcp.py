@@ -8,7 +8,7 @@ from profharness.commands._types import Store, store_path
 
 @command("mcp", frame=as_is)
 def mcp(*, store: Store = None) -> None:
-    """Serve the store over stdio to clients of the Model Context Protocol, as read-only tools.
+    """Serve the store to Model Context Protocol (MCP) clients over stdio, as read-only tools.
 
     This command requires the `mcp` extra. The server offers the tools runs, kernels, layers,
     predict, explain, diff and explain-kernel. Each tool takes the arguments of the command with the
@@ -20,7 +20,7 @@ def mcp(*, store: Store = None) -> None:
     Example:
       profharness mcp --store /data/profharness.db
     """
-    # imports the MCP SDK, which belongs to the extra `mcp`
+    # imports the MCP SDK, which belongs to the `mcp` extra
     from profharness.commands._mcp import serve
 
     serve(store_path(store).absolute())

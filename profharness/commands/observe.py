@@ -139,8 +139,8 @@ def observe_program(
     """Run a program unchanged and record its attention calls.
 
     Calls to scaled_dot_product_attention and flex_attention are counted by kind. Two calls are of
-    the same kind if they come from the same module path, file and line, if their tensors, the
-    effect of their mask and the allowed backends are equal, and if the same backend ran. All Python
+    the same kind if they come from the same module path, file and line, have tensors of the same shapes
+    and dtypes, masks with the same effect and the same allowed backends, and ran on the same backend. All Python
     processes started by the program are observed. After three steps without a new kind of call, a
     profiler records a few steps. A new step begins after each step of an optimizer; if there is no
     optimizer, it begins when the first attention module of the model is called again. The program's

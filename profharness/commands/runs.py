@@ -101,7 +101,7 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     {runs_folder} are listed after the stored runs, with the commands that resume them.
 
     `took` is the time that profharness spent on a run, or the time that a trace covers. With
-    --price-per-hour, the column `cost` is the price of the time in `took` on all GPUs that the run
+    --price-per-hour, the `cost` column is the price of the time in `took` on all GPUs that the run
     used.
 
     --delete removes a run from the store, but keeps the run folder and the traces. To restore a

@@ -191,7 +191,7 @@ def open_groups(folder: Path, campaign: Campaign) -> list[Group]:
 def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> Plain:
     """Return a description of a group, as a dict of plain values that can be sent to a lane.
 
-    The key `root` contains the parent of the group's folder, and `run` contains the record of a run
+    The `root` key contains the parent of the group's folder, and `run` contains the record of a run
     that has only the cells of the group, without results.
     """
     cells = (cell for cell in run.cells if cell.cell in set(group.cells))
@@ -244,7 +244,7 @@ def merge(folder: Path) -> Run:
 def is_of_class(lane: Plain, gpu: str | None) -> bool:
     """Return whether a lane belongs to a GPU class, which is a word in the name of its GPU.
 
-    For example, the class `H100` contains lanes with the GPU `NVIDIA H100 80GB HBM3`. The class
+    For example, the `H100` class contains lanes with the GPU `NVIDIA H100 80GB HBM3`. The class
     `cpu` contains the lanes without a GPU. Case is ignored. If `gpu` is None, the result is True.
     """
     return gpu is None or gpu.casefold() in str(lane.get("gpu") or CPU).casefold().split()
@@ -271,7 +271,7 @@ class Transport(Protocol):
 
         The outcome is the return value of `run_group`. If the group succeeded, its finished folder
         is in the folder of the campaign. If the folder cannot be written there, the outcome
-        contains the reason under the key `unwritable`.
+        contains the reason under the `unwritable` key.
         """
 
     def end(self, lane: Plain, /) -> None:

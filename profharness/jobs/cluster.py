@@ -1,7 +1,7 @@
 """Run groups on the workers of a Dask scheduler. Each worker is a lane.
 
 No other module imports distributed. This module is loaded only for a scheduler with an address, such
-as `--scheduler tls://head:8786`. The workers run functions of the module `lane`, which are sent by
+as `--scheduler tls://head:8786`. The workers run functions of the `lane` module, which are sent by
 name. Arguments and results are texts and plain dicts.
 """
 

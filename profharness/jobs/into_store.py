@@ -220,7 +220,7 @@ def bench_into_store(
 ) -> Captured:
     """Benchmark backends and ingest the run. The backends of each config take turns.
 
-    Traces are recorded only if the plan contains the measurement `kernel`.
+    Traces are recorded only if the plan contains the `kernel` measurement.
     """
     options = _on_lanes(options or CaptureOptions())
     plan = options.bench or BenchPlan()
@@ -242,7 +242,7 @@ def observe_into_store(
 def find_run_folder(text: str, out: Path) -> Path:
     """Return the run folder that the user named in order to resume it.
 
-    `text` is a path, the id of a run in the folder `out`, a unique prefix of such an id, or
+    `text` is a path, the id of a run in the `out` folder, a unique prefix of such an id, or
     `latest` for the newest folder that can be resumed. Raise NotFoundError if there is no such
     folder.
     """

@@ -65,7 +65,7 @@ _children: set[subprocess.Popen[bytes]] = set()  # child processes that run grou
 def describe_lane(uuid: str | None = None) -> Plain:
     """Return a description of the lane of this process, or of the lane of the GPU with a UUID.
 
-    The key `problems` contains the reasons why the lane cannot run any group.
+    The `problems` key contains the reasons why the lane cannot run any group.
     """
     gpus = visible_gpus()
     gpu = next((each for each in gpus if uuid in (None, each.uuid)), None)
@@ -201,7 +201,7 @@ def run_spec(text: str) -> Plain:
     """Run a group whose spec is a JSON text, and return its outcome.
 
     In the spec, `seen` is the path of the campaign file. If this host cannot access that file, the
-    group runs below the folder `scratch`, and the outcome contains the folder as an archive.
+    group runs below the `scratch` folder, and the outcome contains the folder as an archive.
     """
     spec = json.loads(text)
     if "seen" in spec and not Path(spec["seen"]).exists():

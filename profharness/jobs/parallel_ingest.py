@@ -103,7 +103,7 @@ class _Worker:
         self._mark: dict[str, str] = {}
 
     def start(self, path: Path) -> None:
-        """Start reading a source. If this fails, the method `source` raises the error."""
+        """Start reading a source. If this fails, the `source` method raises the error."""
         with contextlib.suppress(OSError):
             self._request("source", path)
             self._source = path

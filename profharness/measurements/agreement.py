@@ -81,7 +81,7 @@ def predicted_rows(
 
 
 def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
-    """Return cells of a store with the field `predicted` filled in."""
+    """Return cells of a store with the `predicted` field filled in."""
     environment = lru_cache(maxsize=256)(store.environment)
 
     @lru_cache(maxsize=4096)
@@ -108,7 +108,7 @@ def of_pytorch(backend: str) -> bool:
 class Witness:
     """One source of information about the backend that ran, and the backends that it names.
 
-    `name` is `rules`, `choice`, `op`, `kernels` or `status`. The backend `none` means that no
+    `name` is `rules`, `choice`, `op`, `kernels` or `status`. The `none` backend means that no
     backend ran.
     """
 

@@ -535,7 +535,7 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
 
 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return the rows with the field `regret` filled in.
+    """Return the rows with the `regret` field filled in.
 
     The regret is relative to the fastest correct backend on the same config.
     """

@@ -1,6 +1,6 @@
 """Draw charts as SVG and PNG with Vega-Altair and vl-convert, without a browser or a network.
 
-Importing this module raises MissingExtraError without the extra `report`.
+Importing this module raises MissingExtraError without the `report` extra.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ KINDS: dict[str, str] = {
     "dumbbell": "one row per label (y) with two joined marks (series) at x on a logarithmic axis",
 }
 """Maps each kind of chart to its description. `charts.DRAWERS` has a function for each kind."""
-PLAIN_KINDS = frozenset({"stack"})  # kinds that a page draws without the extra `report`
+PLAIN_KINDS = frozenset({"stack"})  # kinds that a page draws without the `report` extra
 
 
 @dataclass(frozen=True, slots=True)

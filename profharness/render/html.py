@@ -45,7 +45,7 @@ LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 def render_html(document: Document) -> str:
     """Render a page whose content security policy forbids network access.
 
-    If the extra `report` is not installed, replace the charts that need it with a note.
+    If the `report` extra is not installed, replace the charts that need it with a note.
     """
     headings: dict[str, Heading] = {}  # by anchor
     counts = Counter[type[Block]]()

@@ -33,7 +33,7 @@ GROUP_KEYS = (
     "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device", "op_path_id"
 )  # fmt: skip
 
-# The table `peaks` does not refer to `environments`, because an environment is deleted with its
+# The `peaks` table does not refer to `environments`, because an environment is deleted with its
 # last run.
 TABLES = """
 CREATE TABLE environments (

@@ -1,6 +1,6 @@
 """Parse the SQLite databases of rpd (rocmProfileData) in bounded memory.
 
-An op on the GPU is a kernel or a copy. The table `rocpd_api_ops` links the op to the API call that
+An op on the GPU is a kernel or a copy. The `rocpd_api_ops` table links the op to the API call that
 started the op. The API call records the size of the grid. The ops of a replayed graph have no API
 call of their own, so the sizes of their grids are unknown.
 """

@@ -98,7 +98,8 @@ class Explanation:
     caveats: Annotated[tuple[str, ...], column(meaning="why the explanation may be wrong")] = ()
     error: Annotated[str | None, column(meaning="why PyTorch did not report its choice")] = None
     asked: Annotated[
-        str, column(meaning="`auto`, or the set or order of backends that the call allows")
+        str,
+        column(meaning="`auto`, or the set of backends or the backend order that the call allows"),
     ] = AUTO
     prediction: Annotated[
         dict[str, Any] | None,
@@ -413,7 +414,7 @@ def computed_by(choice: str, machine: Machine) -> str | None:
 
 NO_ORDER = (
     "PyTorch before 2.6 cannot set an order, because its sdpa_kernel has no "
-    "set_priority; join the backends with + to allow the same backends without an order"
+    "set_priority; join the backends with + to allow them in any order"
 )
 
 
@@ -578,7 +579,7 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
             gaps.append(
                 f"it is unknown whether {' and '.join(names)} can compute this call (see {reasons})"
             )
-        yield f"The rules cannot decide this call: {'; '.join(gaps)}."
+        yield f"The rules cannot determine the backend of this call: {'; '.join(gaps)}."
     yield COMPILED
     if machine.is_rocm:
         yield ALLOW_SET
@@ -616,7 +617,7 @@ def _rocm_caveats(platform: Platform) -> Iterator[str]:
         yield f"{why}. AOTriton therefore computes the call."
     elif machine.torch < rocm.BUILDS_CK:
         yield (
-            "CK computes the call only if PyTorch was built with USE_ROCM_CK_SDPA (before 2.9: "
+            "CK handles the call only if PyTorch was built with USE_ROCM_CK_SDPA (before 2.9: "
             f"USE_CK_FLASH_ATTENTION). It is unknown whether the ROCm wheels of {release} were "
             "built with this option; the wheels of 2.13 were."
         )

@@ -359,7 +359,7 @@ def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
 
 
 BASIS_SOURCE = {
-    KERNEL: "profiled launches of one call",
+    KERNEL: "number of profiled kernel launches in one call",
     GRAPH: "graph samples, L2 warm",
     COLD: "cold samples, L2 flushed",
     EVENT: "event samples, L2 flushed",

@@ -236,9 +236,10 @@ def bench(
     turns, in a random order in each round, so that clocks and temperature affect all backends
     alike. A cell that is refused, fails, crashes or hangs gets a row with the reason.
 
-    The measurement `cold` times one call on the GPU, with the L2 flushed and the inputs rotated,
-    and excludes host time. The measurement `graph` times the replay of a CUDA graph, `kernel` times
-    the kernels of a profiled call, and `eager` times calls in a row, as in a program.
+    The `cold` measurement is the GPU time of one call, with the L2 cache flushed and the inputs
+    rotated. It excludes host time. The `graph` measurement times the replay of a CUDA graph,
+    `kernel` times the kernels of a profiled call, and `eager` times calls in a row, as in a
+    program.
 
     If --backend is `all` or is not given, time the default backends of the device. With RUN (a run
     folder or a stored run), nothing is measured; the output shows the results stored in the run, or

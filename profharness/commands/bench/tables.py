@@ -130,7 +130,7 @@ MEANS = {
     COLD: "time of one call on the GPU with the L2 flushed, excluding host time",
     GRAPH: "time per call in a CUDA-graph replay with a warm L2",
     KERNEL: "time of the kernels of a profiled call with a warm L2",
-    EAGER: "time per call in a series of consecutive calls with a warm L2, as in a program",
+    EAGER: "time per call in a series of consecutive calls, as in a program, with a warm L2 cache",
     HOST: "CPU time of an eager call; if it is close to the eager time, the GPU waits for the CPU",
     EVENT: "time of a cold call in an older run, measured with the L2 flushed and including part "
     "of the launch path",
@@ -583,7 +583,7 @@ def benches_by_gpu_document(
     """Return one document with the results of `bench` on each GPU, and a table that compares them.
 
     The records of all runs are concatenated. The other JSON keys come from the first run, except
-    for the key `classes`, which has an item per GPU. If there is only one result, return its
+    for the `classes` key, which has an item per GPU. If there is only one result, return its
     document.
     """
     documents = [bench_document(answer, explain=explain, raw=raw) for answer in answers]

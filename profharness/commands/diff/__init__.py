@@ -362,9 +362,9 @@ FailOn = Annotated[
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
             "Exit with code 3 if a row has this verdict, such as slower, changed or removed. The "
-            "gate `memory` fails if the candidate uses more memory. The gate `launches` fails if "
-            "the candidate launches more kernels. The gate `refused` fails if the candidate "
-            "refuses a config that the baseline runs. The gate `backend-changed` fails if a layer "
+            "gate `memory` fails if the candidate uses more memory. The `launches` gate fails if "
+            "the candidate launches more kernels. The `refused` gate fails if the candidate "
+            "refuses a config that the baseline runs. The `backend-changed` gate fails if a layer "
             "of a program runs on another backend. Separate several values by commas, or repeat the option."
         ),
     ),

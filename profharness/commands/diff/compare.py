@@ -693,7 +693,7 @@ def _incomparable(sides: tuple[Side, Side], cells: tuple[_Cell, _Cell]) -> tuple
 def _other_hardware(sides: tuple[Side, Side]) -> tuple[str, ...]:
     """Return a note if both sides ran on different GPUs or CPUs, which can explain their times."""
     base, cand = (side.environment for side in sides)
-    # On a CPU, the key `gpu` does not show which CPU it was.
+    # On a CPU, the `gpu` key does not show which CPU it was.
     key, what = ("cpu", "CPUs") if base.get("device_type") == CPU else ("gpu", "GPUs")
     difference = _difference(base, cand, key)
     return (f"the {what} differ {difference}",) if difference else ()

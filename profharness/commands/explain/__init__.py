@@ -405,7 +405,7 @@ Backend = Annotated[
         "chooses, rather than which one auto chooses. "
         "Separate several values by commas, or repeat the option.",
         tool=(
-            "A set or an order of backends to which the call is restricted, or single backends to "
+            "A set of backends or a backend order to which the call is restricted, or single backends to "
             "which the advice is limited. Files and modules are not accepted."
         ),
         tool_value=tool_backends,
@@ -418,8 +418,8 @@ Releases = Annotated[
         ("--torch",),
         complete=complete_releases,
         metavar="RELEASES",
-        help="Use the dispatch rules of this PyTorch release (2.8 or 2.9.1), of several "
-        f"(2.8,2.10) or of a range (2.5..2.15).  {DEFAULT_RELEASE}",
+        help="Use the dispatch rules of one PyTorch release (such as "
+        f"2.9.1), of several releases (2.8,2.10) or of a range (2.5..2.15).  {DEFAULT_RELEASE}",
         tool="One or more PyTorch releases, or a range of releases. The default is the installed "
         "release, or the newest release that has an atlas.",
         tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
@@ -548,7 +548,7 @@ Timeout = Annotated[
         ("--timeout",),
         type=PositiveNumber(),
         metavar="SECONDS",
-        help="Time limit for PyTorch's answer, in seconds.",
+        help="Number of seconds to wait for PyTorch's process to answer.",
     ),
 ]
 
@@ -623,7 +623,7 @@ def _to_frame(question: Question) -> pd.DataFrame:
         return _engine_frame(question.engine, question.configs)
     if question.backends:
         raise UsageError(
-            f"explain accepts auto, a set or an order of backends, not {question.backends[0]!r}"
+            f"explain accepts auto, a set of backends or a backend order, not {question.backends[0]!r}"
         )
     answers = with_store(question.explain(), question.store)
     made = frame(list(map(flat_record, answers)))

@@ -94,7 +94,7 @@ Profilers = Annotated[
 GpuName = Annotated[
     str | None,
     gpu_option(
-        "Predict the kernels from the atlas of this GPU, such as H200. With --gpu, no kernel runs "
+        "Predict the kernels from the atlas of the given GPU, for example H200. With --gpu, no kernel runs "
         "and no store is read.",
         only_of="kernels",
         tool="Predict the kernels from the atlas of this GPU.",
@@ -174,7 +174,7 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
     frame=_to_frame,
     epilog=NAMES,
     tool=(
-        "Use this tool to see which kernels ran for a stored config. The key `cells` lists "
+        "Use this tool to see which kernels ran for a stored config. The `cells` key lists "
         "refusals with their reasons. The tool captures nothing, so it returns an error if no "
         "run contains the config; in this case, use `explain`. If `gpu` is given, the tool does "
         "not read the store. Like `predict`, it then predicts the kernels from an atlas of that "

@@ -489,7 +489,7 @@ def _explanations(
 
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
-    """Return the blocks about cells that the backend `math` computed, with rows of one profiler."""
+    """Return the blocks about cells that the `math` backend computed, with rows of one profiler."""
     cells: dict[tuple[str, str], list[KernelRow]] = {}
     for row in rows:
         if row.config is not None:

@@ -41,8 +41,8 @@ from profharness.units import share_text, time_text
 SCHEMA = "profharness.layers/1"
 EAGER = "eager"
 BOTH_IN_A_STEP = (
-    "A step contains both a prefill and the decoding after it. The calls and times in each row are "
-    "means over such steps."
+    "Each step consists of a prefill and the decoding that follows. The numbers "
+    "of calls and the times in each row are means over these steps."
 )
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)

@@ -516,7 +516,7 @@ def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> 
     rows: list[tuple[Any, ...]] = []
     for cell, row in timed:
         least = fastest[cell.config, row.measurement]
-        # Put `row` before `cell`, because the column `samples` shows the number of samples.
+        # Put `row` before `cell`, because the `samples` column shows the number of samples.
         rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
     # A heading names a single measurement.
     hidden = ("measurement", "samples") if len(measurements) == 1 else ()

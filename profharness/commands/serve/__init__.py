@@ -41,7 +41,7 @@ def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -
     Example:
       profharness serve --port 8001
     """
-    # imports Datasette, which belongs to the extra `web`
+    # imports Datasette, which belongs to the `web` extra
     from profharness.commands.serve import server
 
     server.serve(store_path(store), host, port)

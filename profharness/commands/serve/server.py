@@ -1,6 +1,6 @@
 """Serve the store read-only with Datasette, with predefined queries and a report on each run.
 
-Importing this module raises MissingExtraError without the extra `web`.
+Importing this module raises MissingExtraError without the `web` extra.
 """
 
 from __future__ import annotations
@@ -435,7 +435,7 @@ class Site:
             document = report_document(store, runs)
         try:
             return Response.html(render_html(document), headers=headers)
-        except MissingExtraError as error:  # the extra `report` is missing
+        except MissingExtraError as error:  # the `report` extra is missing
             note = Note(str(error), level="warning")
             kept = (block for block in document.blocks if not isinstance(block, Chart))
             return Response.html(render_html(replace(document, blocks=(note, *kept))))

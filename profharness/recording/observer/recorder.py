@@ -41,7 +41,7 @@ HIDES_OPS = hasattr(torch.autograd, "_enable_record_function")
 MASK_BYTES = 16 << 20  # maximum size of a mask whose contents are read
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 FUNCTIONS = "functions of flex_attention"  # a key that differs from the names of all arguments
-BLOCK_MASK = 4  # index of the argument `block_mask` of flex_attention
+BLOCK_MASK = 4  # index of the `block_mask` argument of flex_attention
 # An exact key begins with three parts for the position: the code, the instruction, and the
 # functions of flex_attention, whose index is FLEX. The key ends with eight flags.
 POSITION_PARTS, FLEX, FLAG_PARTS = 3, 2, 8

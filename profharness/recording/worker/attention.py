@@ -208,9 +208,9 @@ def priority_absent() -> str | None:
     if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
         return None
     return (
-        "an order of backends requires torch >= 2.6 (sdpa_kernel with set_priority), but this is "
-        f"torch {torch.__version__}; join the backends with + to allow the same backends "
-        "without an order"
+        "a backend order requires torch >= 2.6 (sdpa_kernel with set_priority), but this is "
+        f"torch {torch.__version__}; join the backends with + "
+        "to allow them in any order"
     )
 
 
@@ -255,8 +255,8 @@ def sdpa() -> Attention:
 def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ...]) -> str | None:
     """Return why `impl` cannot replace FA2 in PyTorch, or None if it can.
 
-    The argument `module` is the Python package of `impl`, and `remedy` says how to install the
-    package. The argument `majors` lists the major compute capabilities that `impl` supports.
+    The `module` argument is the Python package of `impl`, and `remedy` says how to install the
+    package. The `majors` argument lists the major compute capabilities that `impl` supports.
     """
     if not hasattr(torch_attention, "restore_flash_attention_impl"):
         return f"choosing {impl} for SDPA requires torch >= 2.11, but this is {torch.__version__}"

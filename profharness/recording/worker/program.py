@@ -146,7 +146,7 @@ def starts_cuda(plan: Plan) -> bool:
 
 
 def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> NoReturn:
-    """Read the plan in a folder, run the function `body` of a module on it, and exit.
+    """Read the plan in a folder, run the `body` function of a module on it, and exit.
 
     The exit code is 0 if all cells were run, EXIT_NO_GPU if the plan needs a GPU but torch finds none,
     EXIT_DEAD_CONTEXT if the CUDA context was lost and the remaining cells need a new process, and
