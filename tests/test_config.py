@@ -96,6 +96,9 @@ def test_any_text_is_configs_or_a_usage_error(text: str) -> None:
         ("2,8,9,4,mask=float_bh,mask_shape=bhqk", "b2-h8-s9-d4-mask=float_bh"),
         ("2,1,9,4,k_strides=0x4x4x1", "b2-h1-s9-d4-k_strides=0x4x4x1"),
         ("2,1,9,4,mask=bool_2d,mask_strides=0x1", "b2-h1-s9-d4-mask=bool_2d-mask_strides=0x1"),
+        ("1,32,1,128,kv8,skv4096", "b1-h32-kv8-sq1-skv4096-d128"),
+        ("b1,h32,kv8, sq1,skv4096,d128,bf16", "b1-h32-kv8-sq1-skv4096-d128-bf16"),
+        ("2,8,512,64,kb1,dv32", "b2-h8-kb1-s512-d64-dv32"),
     ],
 )
 def test_labels(text: str, label: str) -> None:
@@ -107,6 +110,7 @@ def test_sets_and_ranges_expand_to_their_product() -> None:
     assert len(labels) == 2 * 3 * 2 * 2
     assert labels[0] == "b1-h8-s128-d64-fp16"
     assert labels[-1] == "b2-h8-s512-d96-bf16"
+    assert labels[:2] == [each.label for each in expand_configs("b1,h8,s128,d64,{fp16,bf16}")]
     lengths = [config.seq_len_q for config in expand_configs("1,1,{64:256:+64,1000,64},8")]
     assert lengths == [64, 128, 192, 256, 1000]
 
@@ -150,6 +154,10 @@ def test_sets_and_ranges_expand_to_their_product() -> None:
         ("2,8,128:99999999999999999999:*2,64", "is too large"),
         ("2,8,512,64,scale=sNaN", "'sNaN' is not a number"),
         ("2,8,512,64,dropout=sNaN", "'sNaN' is not a number"),
+        ("2,8,512,64,kv=4", "did you mean kv_heads="),
+        ("2,8,512,64,h=4", "heads is one of the four numbers at the start"),
+        ("2,8,512,64,h4", "'h4' sets heads a second time"),
+        ("b2,h8,d64", "label"),
         ("", "0 of the 4"),
     ],
 )

@@ -39,6 +39,7 @@ from profharness.atlas.model import (
 from profharness.atlas.shards import read_shards
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
 from profharness.attention.dispatch import rocm
+from profharness.attention.dispatch.advice import PredictedTimes
 from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.machine import (
     Release,
@@ -63,12 +64,11 @@ from profharness.errors import (
     UsageError,
     printable_path,
 )
-from profharness.rows import Refusal
+from profharness.rows import MEASURED, MODEL, Refusal
 from profharness.traces.kernel_names import parse_kernel_name
 from profharness.units import as_long, time_text
 
 PACKAGE, USER = "package", "user"
-MEASURED = "measured"
 REPEATS = 0.03  # 90 % of times differ by at most this share if measured again on another H200
 CONTIGUOUS = (
     "The backends are predicted from the strides of the calls, but the times assume contiguous "
@@ -584,12 +584,11 @@ def place_at(environment: Mapping[str, Any]) -> Place | None:
     return None if doubt else place
 
 
-def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
-    """Return the prediction for `auto` on a GPU, and the reason if there is no prediction.
+def timed_place(gpu: str, rules: RuleMachine) -> tuple[Place | None, str]:
+    """Return the place with an atlas for a GPU, release and cuDNN version, and the reason if there
+    is none.
 
-    The `statement` key contains a sentence that describes the prediction. If there is no atlas for
-    this GPU, release and cuDNN version, the prediction is None. The reason is "" if there is a
-    prediction, or if the GPU has no atlas at all.
+    The reason is "" if there is a place, or if the GPU has no atlas at all.
     """
     like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
     entries = known_atlases()
@@ -599,8 +598,32 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] 
         return None, doubt if known else ""
     if place.rules.cudnn != rules.cudnn:
         return None, f"no time: the atlas is for {place.text}, not for cuDNN {rules.cudnn}"
-    (answer,) = predict_all(place, [config])
-    return {"statement": statement(answer)} | {name: getattr(answer[0], name) for name in TIMED}, ""
+    return place, ""
+
+
+def prediction_record(answer: Sequence[Predicted]) -> dict[str, Any]:
+    """Return the prediction for `auto` as a record with the keys of TIMED.
+
+    The key `statement` contains a sentence that describes the prediction.
+    """
+    return {"statement": statement(answer)} | {name: getattr(answer[0], name) for name in TIMED}
+
+
+def saving(before: Predicted | None, after: Predicted) -> PredictedTimes | None:
+    """Return the times of a call before and after a change. Return None if the new time is unknown."""
+    if after.kernel_ns is None:
+        return None
+    if before is None or before.kernel_ns is None:
+        return PredictedTimes(None, after.kernel_ns, None, None, after.source)
+    old, new = (_bounds(each.source, each.low_ns, each.high_ns) for each in (before, after))
+    measured = before.source == after.source == MEASURED
+    return PredictedTimes(
+        before_ns=before.kernel_ns,
+        after_ns=after.kernel_ns,
+        speed_up=before.kernel_ns / after.kernel_ns,
+        certain=old[0] > new[1] or new[0] > old[1],
+        source=MEASURED if measured else MODEL,
+    )
 
 
 def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
@@ -636,7 +659,8 @@ def _row(config: Config, estimated: Estimate, best: Estimate | None, place: Plac
     if best is not None and best.kernel_us and estimated.kernel_us is not None:
         same = best.backend in (estimated.backend, estimated.choice)
         regret = 0.0 if same else max(0.0, estimated.kernel_us / best.kernel_us - 1)
-        certain = same or _bounds(estimated)[0] > _bounds(best)[1]
+        slow, fast = (_bounds(each.source, each.low_us, each.high_us) for each in (estimated, best))
+        certain = same or slow[0] > fast[1]
     return Predicted(
         config=config.label,
         backend=estimated.backend,
@@ -662,10 +686,10 @@ def _row(config: Config, estimated: Estimate, best: Estimate | None, place: Plac
     )
 
 
-def _bounds(estimated: Estimate) -> tuple[float, float]:
-    low, high = estimated.low_us or 0.0, estimated.high_us or math.inf
-    measured = estimated.source == MEASURED
-    return (low * (1 - REPEATS), high * (1 + REPEATS)) if measured else (low, high)
+def _bounds(source: str, low: float | None, high: float | None) -> tuple[float, float]:
+    """Return the interval of a time, which is wider for a measured time (see REPEATS)."""
+    bounds = low or 0.0, math.inf if high is None else high
+    return (bounds[0] * (1 - REPEATS), bounds[1] * (1 + REPEATS)) if source == MEASURED else bounds
 
 
 def nanoseconds(us: float | None) -> int | None:
@@ -691,7 +715,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     if auto.best is None or auto.regret is None:
         return f"{lead}."
     if auto.best == auto.choice:
-        return f"{lead}; no other backend is faster."
+        return f"{lead}; no other backend that accepts the call is faster."
     best = next(row for row in answer if row.backend == auto.best)
     fastest = str(auto.best)
     if not auto.certain:
@@ -704,7 +728,7 @@ def statement(answer: Sequence[Predicted]) -> str:
 def _time(row: Predicted) -> str:
     """Format a time such as `41.2 µs (measured)`, or a predicted time with its interval."""
     text = time_text(row.kernel_ns or 0)
-    if row.source != "model" or row.low_ns is None or row.high_ns is None:
+    if row.source != MODEL or row.low_ns is None or row.high_ns is None:
         return f"{text} ({row.source})"
     return f"{text} ({time_text(row.low_ns)} to {time_text(row.high_ns)})"
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
@@ -180,6 +180,8 @@ FEATURES = ("window", "lens", "page", "kv_dtype", "mla", "softcap", "sinks")
 `scaled_dot_product_attention`.
 """
 NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
+SHORT = {option.short: option for option in OPTIONS if option.short}
+_SHORT_TOKEN = re.compile(rf"({'|'.join(SHORT)})(\d+)")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
@@ -213,6 +215,7 @@ def grammar_lines() -> list[str]:
             for option in keyed
             if option.kind in ("sum", "lengths")
         ),
+        "kv8 sq1 skv4096 kb1 dv128, which stand for kv_heads=8 seq_q=1 and so on in a label",
     ]
 
 
@@ -519,6 +522,8 @@ def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Co
 
 def _expand(text: str) -> list[Config]:
     tokens = _split(text)
+    if tokens and re.fullmatch(r"b\d+", tokens[0]):
+        tokens = _positions_first(tokens, text)
     if len(tokens) < 4:
         raise UsageError(
             f"found only {len(tokens)} of the 4 numbers batch,heads,seq_len,head_dim; for example "
@@ -630,6 +635,11 @@ def _option(token: str) -> tuple[str, list[Any]]:
         return "dtype", dtypes
     if token in FLAGS:
         return token, [True]
+    if match := _SHORT_TOKEN.fullmatch(token):
+        short = SHORT[match[1]]
+        if short.name in POSITIONS:
+            raise UsageError(f"{token!r} sets {short.name} a second time")
+        return short.field, list(_numbers(match[2]))
     key, equals, value = token.partition("=")
     option = KEYED.get(key) if equals else None
     if option is None:
@@ -669,6 +679,12 @@ def _unknown(token: str) -> str:
     if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
         return f"cannot read {token!r}; write {hint}"
+    if equals and key in SHORT:
+        key = SHORT[key].name
+    if equals and key in POSITIONS:
+        return (
+            f"cannot read {token!r}; {key} is one of the four numbers at the start, as in {EXAMPLE}"
+        )
     import difflib  # needed only for this error
 
     options = (*CONFIG_DTYPES, *FLAGS, *KEYED)
@@ -735,18 +751,28 @@ def _range(word: str) -> Iterator[int]:
 
 @lru_cache(maxsize=4096)  # cached, because many rows of a store have the same label
 def _parse_label(text: str) -> Config:
-    names = {option.short: option.name for option in OPTIONS if option.short}
+    tokens = _positions_first(re.split(r"-(?![\d.])", text), text)
+    return expand_configs(",".join(tokens))[0]
+
+
+def _positions_first(tokens: Sequence[str], label: str) -> list[str]:
+    """Return the tokens of a label in the order of the grammar, which starts with four numbers.
+
+    The number of a token such as `b2` moves to its position. All other tokens remain unchanged.
+    """
     numbers: dict[str, str] = {}
-    options: list[str] = []
-    for part in re.split(r"-(?![\d.])", text):
-        match = re.fullmatch(rf"({'|'.join(names)})(\d+)", part)
-        if match and names[match[1]] not in numbers:
-            numbers[names[match[1]]] = match[2]
+    queries = ""
+    others: list[str] = []
+    for token in tokens:
+        match = _SHORT_TOKEN.fullmatch(token)
+        name = SHORT[match[1]].name if match else ""
+        if match and name in POSITIONS and name not in numbers:
+            numbers[name] = match[2]
         else:
-            options.append(part)
-    numbers.setdefault("seq", numbers.get("seq_q", ""))
-    four = [numbers.pop(name, "") for name in POSITIONS]
-    if not all(four):
-        raise UsageError(f"label {text!r}: expected b…-h…-s…-d…, for example b2-h8-s512-d64-fp16")
-    keyed = [f"{name}={value}" for name, value in numbers.items()]
-    return expand_configs(",".join([*four, *keyed, *options]))[0]
+            others.append(token)
+        if match and name == "seq_q":
+            queries = match[2]
+    numbers.setdefault("seq", queries)
+    if not all(map(numbers.get, POSITIONS)):
+        raise UsageError(f"label {label!r}: expected b…-h…-s…-d…, for example b2-h8-s512-d64-fp16")
+    return [*(numbers[name] for name in POSITIONS), *others]

@@ -119,6 +119,7 @@ def test_the_python_function_gives_the_same_rows(folder: Path) -> None:
         (("--config", "1,1,8,8", "--measurement", "wall"), "cold, graph, kernel, eager"),
         (("--config", "1,1,8,8", "--dtype", "fp8"), "unknown dtype 'fp8'"),
         (("--config", "1,1,8,8", "--backend", "nobody"), "unknown backend 'nobody'"),
+        (("--config", "1,1,8,8", "--backend", "flsh"), "did you mean flash?"),
         (("--run", "latest", "--verify"), "--verify requires"),
         ((), "no config"),
     ],

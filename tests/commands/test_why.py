@@ -19,12 +19,14 @@ from profharness.errors import ProfharnessError, UsageError
 from profharness.program.layer_map import LayerMap, find_layers
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
+from profharness.units import as_fast, time_text
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "traces" / "models"
 OF_BERT = (
     "efficient ran because PyTorch refuses cudnn (Expected query, key and value to all be of dtype: "
-    "{Half, BFloat16}) and flash (Flash Attention does not support non-null attn_mask)"
+    "{Half, BFloat16}) and flash (Flash Attention does not support non-null attn_mask, and fp32 is not "
+    "supported)"
 )
 
 
@@ -75,7 +77,10 @@ def test_the_reason_equals_that_of_explain(store: Path) -> None:
     text = run_cli(store, "explain", str(row.config), "--gpu", "H200", "--torch", "2.11")
     for backend, reason in (
         ("cudnn", "Expected query, key and value to all be of dtype: {Half, BFloat16}"),
-        ("flash", "Flash Attention does not support non-null attn_mask"),
+        (
+            "flash",
+            "Flash Attention does not support non-null attn_mask, and fp32 is not supported",
+        ),
     ):
         assert f"{backend} ({reason})" in str(row.why)
         assert f"{backend} cannot: {reason}" in text
@@ -117,7 +122,8 @@ def test_a_set_of_backends_limits_the_reasons() -> None:
     config = parse_config("2,8,512,64,fp32,mask=bool")
     answer = explain_by_rule(config, platform, asked="flash+math")
     assert why_ran(answer, "math") == (
-        "math ran because PyTorch refuses flash (Flash Attention does not support non-null attn_mask)"
+        "math ran because PyTorch refuses flash (Flash Attention does not support non-null attn_mask, "
+        "and fp32 is not supported)"
     )
     assert why_ran(answer, "eager") is None
 
@@ -159,7 +165,35 @@ def test_explain_of_another_gpu_does_not_compare(store: Path) -> None:
     (answer,) = found["rows"]
     assert answer["observed"] is None and answer["environment"]["gpu"] == "A100"
     several = run_cli(store, "explain", str(MODELS / "unet.json.gz"), "--torch", "2.10..2.11")
-    assert "choice changes for 6 of 6 configs" in several
+    assert "The chosen backend differs between releases for 6 of 6 configs" in several
+
+
+def test_explain_of_a_run_of_configs_explains_the_configs(store: Path) -> None:
+    path = str(ROOT / "traces" / "h200-torch2.11")
+    words = ("explain", path, "--store", str(store), "--format", "json")
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == 4 and all(row["agree"] for row in rows)
+    assert {row["environment"]["torch"] for row in rows} == {"2.11.0"}
+    assert {row["environment"]["gpu"] for row in rows} == {"NVIDIA H200"}
+    assert "on an A100" in run_cli(store, "explain", path, "--gpu", "A100", "--torch", "2.11")
+
+
+def test_the_predicted_saving_follows_the_advice(store: Path) -> None:
+    (answer,) = explained(store, "bert_fp32.json.gz")["rows"]
+    (advice,) = next(each["advice"] for each in answer["backends"] if each["backend"] == "cudnn")
+    times = advice["predicted"]
+    assert times["before_ns"] == answer["prediction"]["kernel_ns"]
+    assert times["speed_up"] == pytest.approx(times["before_ns"] / times["after_ns"])
+    assert times["certain"] is True and times["source"] == "model"
+    told = (
+        f"Predicted: {time_text(times['after_ns'])} instead of {time_text(times['before_ns'])} "
+        f"({as_fast(times['speed_up'])}), without the time to prepare its inputs."
+    )
+    text = run_cli(store, "explain", str(MODELS / "bert_fp32.json.gz"))
+    assert text.count(told) == 2  # in the answer and in the advice
+    assert "no other backend that accepts the call is faster. To run cudnn: compute in bf16" in text
 
 
 def test_explain_in_python(store: Path) -> None:
@@ -186,7 +220,6 @@ def test_explain_in_python(store: Path) -> None:
         (MODELS / "llama_eager.json.gz", "eager attention uses no backend"),
         (MODELS / "llama_graph.json.gz", "the shapes of the replayed calls are unknown"),
         (MODELS / "flex_compile", "flex_attention uses no backend"),
-        (ROOT / "traces" / "h200-torch2.11", "contains configs, not a program"),
         (MODELS / "nothing.json.gz", "no such file or folder"),
     ],
 )

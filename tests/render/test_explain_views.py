@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profharness.attention.config import NUMERIC, Config, expand_configs, parse_config
-from profharness.attention.dispatch.advice import Advice, BackendAnswer
+from profharness.attention.dispatch.advice import Advice, BackendAnswer, PredictedTimes
 from profharness.attention.dispatch.by_rule import (
     FIELDS,
     Explanation,
@@ -20,7 +20,7 @@ from profharness.attention.dispatch.by_rule import (
     flat_record,
     named_platforms,
 )
-from profharness.commands.explain.answer import explain_answer
+from profharness.commands.explain.answer import advised_sides, explain_answer, saving_texts
 from profharness.commands.explain.maps import (
     ALL_OF,
     Bisection,
@@ -129,15 +129,85 @@ def test_disagreeing_witness_is_a_warning() -> None:
     ],
 )
 def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> None:
-    advice = Advice("pad it.", CODE, None, True, "cudnn", gain)
+    advice = Advice("pad it.", CODE, None, True, "cudnn", gain, "cold median in run a")
     side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
     said = render_table(explain_document([answer("flash", backends=(side,))]))
     assert text in " ".join(said.split())
     checked = "Pad it. Checked: cudnn accepts this. auto then runs cudnn."
     assert checked in " ".join(said.split())
-    assert explain_answer(answer("flash", backends=(side,)))[-1] == (
-        "To run cudnn: pad it (code below)."
+    assert explain_answer(answer("flash", backends=(side,)))[-2:] == (
+        "To run cudnn: pad it (code below).",
+        f"{text} (cold median in run a), without the time to prepare its inputs.",
     )
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        (
+            PredictedTimes(2000, 1000, 2.0, True, "model"),
+            "Predicted: 1.00 µs instead of 2.00 µs (2.00 times as fast), ",
+        ),
+        (
+            PredictedTimes(2000, 1800, 2000 / 1800, False, "model"),
+            "Predicted: 1.80 µs instead of 2.00 µs (1.11 times as fast, but the intervals overlap), ",
+        ),
+        (
+            PredictedTimes(1000, 2000, 0.5, True, "measured"),
+            "According to the atlas: 2.00 µs instead of 1.00 µs (2.00 times slower), ",
+        ),
+        (PredictedTimes(None, 2000, None, None, "model"), "Predicted: 2.00 µs, "),
+    ],
+)
+def test_a_predicted_saving_says_what_it_is(times: PredictedTimes, text: str) -> None:
+    advice = Advice("pad it", CODE, None, True, "cudnn", predicted=times)
+    side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
+    made = answer("flash", backends=(side,))
+    assert explain_answer(made)[-1] == f"{text}without the time to prepare its inputs."
+    measured = replace(advice, gain=1.5, gain_source="cold median in run a")
+    first, second = saving_texts(measured)
+    assert first.startswith("The measured call is 1.50 times as fast") and second.startswith(text)
+
+
+def test_the_best_advice_comes_first() -> None:
+    def advised(backend: str, speed_up: float, *steps: str) -> BackendAnswer:
+        times = PredictedTimes(1000, round(1000 / speed_up), speed_up, True, "model")
+        advice = Advice(
+            f"change for {backend}", CODE, None, True, backend, None, None, times, steps
+        )
+        return BackendAnswer(backend, False, (NO_MASK,), (advice,))
+
+    def order(*sides: BackendAnswer) -> list[str]:
+        return [side.backend for side in advised_sides(answer("math", backends=sides))]
+
+    assert order(advised("cudnn", 2, "bf16"), advised("flash", 3, "bf16")) == ["flash", "cudnn"]
+    # fewer changes, and changes that keep the output, come before a larger saving
+    assert order(advised("flash", 9, "no mask", "bf16"), advised("cudnn", 2, "bf16"))[0] == "cudnn"
+    assert order(advised("flash", 9, "bf16"), advised("cudnn", 2, "pad head_dim"))[0] == "cudnn"
+    assert order(advised("cudnn", 0.5, "pad head_dim"), advised("flash", 2, "bf16"))[0] == "flash"
+
+
+def test_each_refused_backend_has_all_its_reasons() -> None:
+    dtype = Refusal("dtype", "Expected a half dtype. Got float.", "rule")
+    multiple = Refusal("head_dim_multiple", "head_dim should be a multiple of 8", "rule")
+    sides = (
+        BackendAnswer("cudnn", False, (dtype,)),
+        BackendAnswer("flash", False, (NO_MASK, dtype, multiple)),
+        BackendAnswer("efficient", False, (multiple,)),
+    )
+    assert explain_answer(answer("math", backends=sides))[1] == (
+        "cudnn cannot: Expected a half dtype; flash cannot: Flash Attention does not support non-null "
+        "attn_mask, and fp16 is not supported, and head_dim should be a multiple of 8; efficient cannot: "
+        "head_dim should be a multiple of 8."
+    )
+
+
+def test_a_named_backend_without_advice_is_mentioned() -> None:
+    made = answer("math", backends=(BackendAnswer("flash", False, (NO_MASK,)),))
+    told = "There is no advice: no known change of the call makes flash accept it."
+    assert explain_answer(made, ["flash"])[-1] == told
+    assert told not in explain_answer(made) and told not in explain_answer(made, ["cudnn"])
+    assert told in render_table(explain_document([made], named=["flash"]))
 
 
 def test_advice_for_a_backend_that_auto_does_not_take_does_not_promise_it() -> None:

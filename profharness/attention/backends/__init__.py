@@ -205,9 +205,16 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
         return _of_setting(setting)
     backend = find_implementation(text)
     if backend is None:
-        names = ", ".join(dict.fromkeys([*BACKENDS, *implementation_names()]))
+        import difflib  # needed only for this error
+
+        known = list(dict.fromkeys([*BACKENDS, *implementation_names()]))
+        if near := difflib.get_close_matches(text, known, cutoff=0.7):
+            raise UsageError(
+                f"unknown backend {text!r}; did you mean {' or '.join(near)}? `profharness backends` "
+                "lists all backends"
+            )
         raise UsageError(
-            f"unknown backend {text!r}; choose from {names}, or join SDPA's backends, as in "
+            f"unknown backend {text!r}; choose from {', '.join(known)}, or join SDPA's backends, as in "
             f"flash+math. To use your own implementation, give kernels/{text}.py, "
             "file.py:function or package.module:function"
         )

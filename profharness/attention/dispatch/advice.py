@@ -356,6 +356,9 @@ CHANGES = (
 )  # fmt: skip
 
 
+_INEXACT = {change.name for change in CHANGES if not change.exact}
+
+
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
     """Return Python code that converts the tensors of the config `before` to those of the config
     `after` and calls SDPA. The output has the shape and the dtype of the output of `before`.
@@ -488,6 +491,21 @@ seen = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 @dataclass(frozen=True)
+class PredictedTimes:
+    """The kernel times of a call before and after a change, according to an atlas."""
+
+    before_ns: int | None
+    """None if the time before the change is unknown. `speed_up` and `certain` are then None too."""
+    after_ns: int
+    speed_up: float | None
+    """The time before the change divided by the time after the change."""
+    certain: bool | None
+    """Whether the 90 % intervals of both times do not overlap."""
+    source: str
+    """`measured` if the atlas contains both calls, otherwise `model`."""
+
+
+@dataclass(frozen=True)
 class Advice:
     """A change that lets a backend compute a config."""
 
@@ -509,8 +527,22 @@ class Advice:
     """
     gain_source: str | None = None
     """The measurement and the runs that the gain was computed from."""
+    predicted: PredictedTimes | None = None
+    """The predicted times. None if there is no atlas that has these times."""
     steps: tuple[str, ...] = ()
     """The names of the changes that make up this advice, in order."""
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool, int, float]:
+        """A key that sorts advice on several backends, with the best advice first.
+
+        Advice that was not verified and advice that makes the call slower come last. Of the rest,
+        advice that keeps the output comes first, then advice with fewer changes, then advice that
+        saves more time.
+        """
+        speed_up = (self.predicted and self.predicted.speed_up) or 1.0
+        inexact = any(name in _INEXACT for name in self.steps)
+        return not self.verified, speed_up < 1, inexact, len(self.steps), -speed_up
 
 
 class _State(NamedTuple):

@@ -17,6 +17,7 @@ from profharness.attention.config import (
     AUTO,
     SDPA_BACKENDS,
     Config,
+    parse_config,
     pytorch_chooses,
     sdpa_setting,
     setting_name,
@@ -60,6 +61,7 @@ from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.environment import gpu_name, no_gpu_text
 from profharness.errors import UsageError, join_and, join_few
+from profharness.rows import Refusal
 
 SCHEMA = "profharness.explain/1"
 
@@ -436,18 +438,48 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
     return sides
 
 
-def refused_because(sides: Iterable[BackendAnswer]) -> dict[str, list[str]]:
-    """Map the first reason against each refused backend to the backends that it applies to.
+UNSUPPORTED = {
+    "dtype": "{0.dtype}",
+    "mask": "attn_mask",
+    "mask_grad": "a mask that requires a gradient",
+    "mask_shape": "the shape of attn_mask",
+    "dropout": "dropout={0.dropout}",
+    "causal_non_square": "is_causal with seq_q={0.seq_len_q} and seq_kv={0.seq_len_kv}",
+    "head_dim": "head_dim={0.head_dim} with head_dim_v={0.value_dim}",
+    "capability": "this GPU",
+}
+"""The short form of a further reason against a backend, by the code of the reason."""
 
-    The first sentence of PyTorch's message contains the condition. The values that PyTorch got, which
-    follow, are also in the config.
+
+def refused_because(answer: Explanation, sides: Iterable[BackendAnswer]) -> dict[str, list[str]]:
+    """Map the reasons against each refused backend to the backends that they apply to.
+
+    Of PyTorch's message for the first reason, the text contains the first sentence, which states
+    the condition. The values that PyTorch got, which follow, are also in the config. Further
+    reasons are shortened.
     """
+    config = parse_config(answer.config)
     backends: dict[str, list[str]] = {}
     for side in sides:
         if side.eligible is False:
-            message = side.reasons[0].message if side.reasons else "the reason is unknown"
-            backends.setdefault(message.partition(". ")[0].rstrip("."), []).append(side.backend)
+            backends.setdefault(_reasons_text(config, side.reasons), []).append(side.backend)
     return backends
+
+
+def _reasons_text(config: Config, reasons: Sequence[Refusal]) -> str:
+    if not reasons:
+        return "the reason is unknown"
+    further = {each.code: each for each in reasons[1:] if each.code != reasons[0].code}
+    short = [UNSUPPORTED[code].format(config) for code in further if code in UNSUPPORTED]
+    clauses = [_condition(reasons[0])]
+    if short:
+        clauses.append(f"{join_and(short)} {'is' if len(short) == 1 else 'are'} not supported")
+    clauses += [_condition(each) for code, each in further.items() if code not in UNSUPPORTED]
+    return ", and ".join(clauses)
+
+
+def _condition(reason: Refusal) -> str:
+    return reason.message.partition(". ")[0].rstrip(".")
 
 
 def why_ran(answer: Explanation, ran: str | None) -> str | None:
@@ -465,7 +497,9 @@ def why_ran(answer: Explanation, ran: str | None) -> str | None:
     allowed = SDPA_BACKENDS if setting is None else setting.backends
     before = order[: order.index(ran)] if ran in order else SDPA_BACKENDS
     sides = [each for each in answer.backends if each.backend in before and each.backend in allowed]
-    refused = [f"{join_and(names)} ({reason})" for reason, names in refused_because(sides).items()]
+    refused = [
+        f"{join_and(names)} ({reason})" for reason, names in refused_because(answer, sides).items()
+    ]
     return f"{ran} ran because PyTorch refuses {join_and(refused)}" if refused else None
 
 

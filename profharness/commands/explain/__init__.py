@@ -102,7 +102,7 @@ from profharness.store import frame
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.commands.explain.calls import ProgramCalls
+    from profharness.commands.explain.calls import ProgramCalls, RunConfigs
     from profharness.recording.probe import AskProgress
     from profharness.store import Store as OpenStore
 
@@ -682,14 +682,15 @@ def explain(
     If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
     PyTorch was queried and gave no answer.
 
-    CONFIG|RUN is either one or more configs, or a single trace file or stored run. For a run, the
-    command explains each distinct config of the attention calls by the dispatch rules for the run's
-    PyTorch release and GPU, and compares the explained choice with the backend that ran.
+    CONFIG|RUN is either one or more configs, or a single trace file or stored run. For a program,
+    the command explains each distinct config of the attention calls by the dispatch rules for the
+    run's PyTorch release and GPU, and compares the explained choice with the backend that ran. For
+    a run of capture, it explains the run's configs on the run's release and GPU.
 
     With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
     the output is a table that marks where the choice changes. If there is an atlas for the GPU and
-    the release, the output for a single config includes the predicted kernel time and the best
-    backend.
+    the release, the output for a single config includes the predicted kernel time, the best
+    backend, and the time that each advised change saves.
 
     --backend limits the advice and the columns of the table to the named backends. If --backend
     names a set (flash+math) or an order (cudnn-then-flash), the command explains which backend that
@@ -749,11 +750,14 @@ def explain(
         platforms = _platforms(torch, gpu_names(gpu) if gpu else (), build)
         return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
     # Imported here because only a run needs the atlases, which load numpy.
-    from profharness.commands.explain.calls import find_calls
+    from profharness.commands.explain.calls import RunConfigs, find_calls
 
-    program = find_calls(path, os.fspath(run))
+    found = find_calls(path, os.fspath(run))
+    platforms = _platforms_of(found, torch, gpu, build)
+    if isinstance(found, RunConfigs):
+        return Question(list(found.configs), asked, backends, platforms, path, torch)
+    program = found
     configs_of_run = list(dict.fromkeys(call.config for call in program.calls))
-    platforms = _platforms_of(program, torch, gpu, build)
     # The backends that ran say nothing about another platform or setting.
     elsewhere = gpu is not None or (torch is not None and not program.assumed)
     if elsewhere or asked != AUTO or len(platforms) > 1:
@@ -772,20 +776,20 @@ def _platforms(torch: str | None, names: Sequence[str], build: Mapping[str, Any]
 
 
 def _platforms_of(
-    program: ProgramCalls, torch: str | None, gpu: str | None, build: Mapping[str, Any]
+    run: ProgramCalls | RunConfigs, torch: str | None, gpu: str | None, build: Mapping[str, Any]
 ) -> list[Platform]:
-    """Return the platform of a program, or the platforms that the options name instead."""
+    """Return the platform of a run, or the platforms that the options name instead."""
     if gpu is not None:
         return _platforms(torch, gpu_names(gpu), build)
-    own = program.platform
+    own = run.platform
     if own is not None and torch is None and not any(build.values()):
         return [own]
-    if own is None and program.gpu is None:
+    if own is None and run.gpu is None:
         raise UsageError(
-            f"run {program.name} does not record its GPU; name the GPU with --gpu, such as --gpu H100"
+            f"run {run.name} does not record its GPU; name the GPU with --gpu, such as --gpu H100"
         )
     release = torch or (None if own is None else release_text(own.machine.torch))
-    return _platforms(release, (program.gpu or CPU,), build)
+    return _platforms(release, (run.gpu or CPU,), build)
 
 
 def _default_release(names: Sequence[str]) -> str | None:
@@ -923,8 +927,13 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)
-    if single and platforms and is_gpu(platforms[0].device) and question.asked == AUTO:
-        answers = [_with_prediction(answers[0], configs[0], platforms[0])]
+    if platforms and is_gpu(platforms[0].device) and (single or full):
+        # Imported here because it loads numpy, which a map does not need.
+        from profharness.commands.explain.times import with_times
+
+        answers, doubt = with_times(answers, platforms[0])
+        if doubt:
+            hint(doubt)
     question.explanations.extend(answers)
     if not platforms:
         remedy = "the answer is for the CPU; name a GPU with --gpu, such as --gpu H200"
@@ -945,23 +954,6 @@ def _groups(platforms: Sequence[Platform]) -> list[list[Platform]]:
         return [[*platforms]]
     gpus = dict.fromkeys(each.gpu for each in platforms)
     return [[each for each in platforms if each.gpu == gpu] for gpu in gpus]
-
-
-def _with_prediction(answer: Explanation, config: Config, platform: Platform) -> Explanation:
-    """Add the kernel time and the best backend according to the atlas of the platform.
-
-    If the GPU has only atlases of other releases, print a hint.
-    """
-    # slow to import, because it loads numpy
-    from profharness.atlas.predictions import contiguous_note, timed
-
-    prediction, doubt = timed(config, str(platform.gpu), platform.machine)
-    if doubt:
-        hint(doubt)
-    if prediction is None or prediction["timed_as"] is None:
-        return replace(answer, prediction=prediction)
-    note = contiguous_note([str(prediction["choice"])])
-    return replace(answer, prediction=prediction, caveats=(*answer.caveats, note))
 
 
 def _bisected(question: Question, name: str) -> Document:

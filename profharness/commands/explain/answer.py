@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from profharness.attention.backends import BACKENDS
@@ -16,6 +16,7 @@ from profharness.attention.config import (
     parse_config,
     sdpa_setting,
 )
+from profharness.attention.dispatch.advice import Advice, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     FUSED_BACKENDS,
     Explanation,
@@ -27,11 +28,12 @@ from profharness.attention.dispatch.by_rule import (
 from profharness.commands._answers import split_text
 from profharness.commands.explain.maps import Bisection
 from profharness.errors import counted, join_and
+from profharness.rows import MEASURED
+from profharness.units import as_fast, time_text
 
 if TYPE_CHECKING:
     from profharness.commands.explain.calls import ProgramCalls
 
-SHOWN_REASONS = 2
 SHOWN_FLIPS = 3
 
 
@@ -47,10 +49,11 @@ def with_article(gpu: str) -> str:
     return f"{'an' if gpu[:1] in 'AEFHILMNORSXs' else 'a'} {gpu}"
 
 
-def explain_answer(answer: Explanation) -> tuple[str, ...]:
-    """Return sentences on what runs, why other backends cannot, and the first change that helps.
+def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return sentences on what runs, why other backends cannot, the time that an atlas predicts, and
+    the best change.
 
-    The last sentence is the prediction of an atlas, if there is one.
+    `named` contains the backends of --backend. A sentence says so if no change helps one of them.
     """
     config = parse_config(answer.config)
     if reason := outside_sdpa(config):
@@ -70,10 +73,10 @@ def explain_answer(answer: Explanation) -> tuple[str, ...]:
                 "cover this release."
             ),
         )
-    sentences = [_choice(answer, subject, device), *_others(answer), *_change(answer)]
+    sentences = [_choice(answer, subject, device), *_others(answer)]
     if answer.prediction is not None:
         sentences.append(str(answer.prediction["statement"]))
-    return tuple(sentences)
+    return (*sentences, *_change(answer), *_without_advice(answer, named))
 
 
 def _choice(answer: Explanation, subject: str, device: str) -> str:
@@ -114,10 +117,10 @@ def _others(answer: Explanation) -> Iterator[str]:
         parts.append(f"{join_and(able)} could also run")
     refused = [side for side in considered if side.eligible is False]
     refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
-    shown = list(refused_because(refused).items())
-    parts += [f"{join_and(names)} cannot: {reason}" for reason, names in shown[:SHOWN_REASONS]]
-    if more := [name for _, names in shown[SHOWN_REASONS:] for name in names]:
-        parts.append(f"neither can {join_and(more)}")
+    parts += [
+        f"{join_and(names)} cannot: {reason}"
+        for reason, names in refused_because(answer, refused).items()
+    ]
     if unknown := [side.backend for side in considered if side.eligible is None]:
         parts.append(f"whether {join_and(unknown)} could run is unknown")
     if forbidden := [name for name in SDPA_BACKENDS if name not in allowed]:
@@ -127,17 +130,56 @@ def _others(answer: Explanation) -> Iterator[str]:
         yield f"{'; '.join(parts)}."
 
 
+def advised_sides(answer: Explanation) -> list[BackendAnswer]:
+    """Return the backends that have advice, with the best advice first."""
+    return sorted(
+        (side for side in answer.backends if side.advice), key=lambda side: side.advice[0].rank
+    )
+
+
+def saving_texts(advice: Advice) -> Iterator[str]:
+    """Yield sentences on the time that advice saves, first as measured and then as predicted."""
+    without = "without the time to prepare its inputs"
+    if advice.gain is not None:
+        yield f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}), {without}."
+    if (times := advice.predicted) is None:
+        return
+    lead = "According to the atlas" if times.source == MEASURED else "Predicted"
+    if times.before_ns is None or times.speed_up is None:
+        yield f"{lead}: {time_text(times.after_ns)}, {without}."
+        return
+    ratio = as_fast(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
+    yield (
+        f"{lead}: {time_text(times.after_ns)} instead of {time_text(times.before_ns)} ({ratio}), "
+        f"{without}."
+    )
+
+
 def _change(answer: Explanation) -> Iterator[str]:
-    """Yield the first change after which a refused fused backend runs."""
-    for side in answer.backends:
-        if side.eligible is False and side.backend in FUSED_BACKENDS and side.advice:
+    """Yield the best change after which a refused fused backend runs, and the time that it saves."""
+    for side in advised_sides(answer):
+        if side.eligible is False and side.backend in FUSED_BACKENDS:
             advice = side.advice[0]
             change = advice.change.rstrip(".")
             code = " (code below)" if advice.code else ""
             # other advice leaves SDPA, and does not make the backend run
             to = "Instead of" if not advice.verified and advice.steps == ("flex",) else "To run"
             yield f"{to} {side.backend}: {change}{code}."
+            yield from islice(saving_texts(advice), 1)
             return
+
+
+def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:
+    setting = sdpa_setting(answer.asked)
+    allowed = SDPA_BACKENDS if setting is None else setting.backends
+    names = [
+        side.backend
+        for side in answer.backends
+        if side.backend in named and side.backend in allowed
+        if side.eligible is False and not side.advice
+    ]
+    if names:
+        yield f"There is no advice: no known change of the call makes {join_and(names)} accept it."
 
 
 def gpu_of(answer: Explanation) -> str:
@@ -227,7 +269,9 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def program_answer(program: ProgramCalls, answers: Sequence[Explanation]) -> tuple[str, ...]:
+def program_answer(
+    program: ProgramCalls, answers: Sequence[Explanation], named: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return sentences on what a program ran, and on whether the rules predict it.
 
     For one config, also return the sentences of `explain_answer` on the other backends.
@@ -249,7 +293,7 @@ def program_answer(program: ProgramCalls, answers: Sequence[Explanation]) -> tup
         ran += f"; the rules of {torch} do not determine {what} on {device}"
     else:
         ran += f", as the rules of {torch} predict for {device}"
-    return (f"{ran}.", *(explain_answer(answers[0])[1:] if len(answers) == 1 else ()))
+    return (f"{ran}.", *(explain_answer(answers[0], named)[1:] if len(answers) == 1 else ()))
 
 
 def bisect_answer(bisections: Sequence[Bisection]) -> tuple[str, ...]:

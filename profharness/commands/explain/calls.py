@@ -1,14 +1,16 @@
-"""Find the attention calls of a run whose backends PyTorch chose, and explain the choices."""
+"""Find the attention calls of a run whose backends PyTorch chose, or its configs, and explain them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import Config, parse_config
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
+from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
     NO_CHOICE,
@@ -65,13 +67,28 @@ class ProgramCalls:
         ]
 
 
-def find_calls(store: Path, run: str) -> ProgramCalls:
-    """Return the attention calls of a run.
+@dataclass(frozen=True)
+class RunConfigs:
+    """The configs of a run of `capture` or of a similar command, and where they ran."""
+
+    name: str
+    configs: tuple[Config, ...]
+    gpu: str | None
+    platform: Platform | None
+    """The GPU and the release of the run, or None if the rules do not cover them."""
+
+
+def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
+    """Return the attention calls of a program, or the configs of a run that has no program.
 
     Raise NotFoundError if the run has no attention, or if PyTorch chose none of its backends.
     """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
+        if not opened.has(name, "attention calls") and (cells := opened.cells(name)):
+            return _run_configs(
+                opened.run_name(name), [cell.config for cell in cells], opened.environment(name)
+            )
         layers = find_layers(opened, name, assume=assumed_release)
     modules: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in layers.rows:
@@ -92,6 +109,17 @@ def find_calls(store: Path, run: str) -> ProgramCalls:
     return ProgramCalls(
         layers.run, layers.name, tuple(calls), layers.gpu, layers.platform, layers.assumed, left_out
     )
+
+
+def _run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:
+    configs = tuple(parse_config(label) for label in dict.fromkeys(labels))
+    gpu = environment.get("gpu")
+    if not rules_know(environment):
+        return RunConfigs(name, configs, gpu, None)
+    device = str(environment["device_type"])
+    # pinned is false, because the environment records the actual version of cuDNN
+    platform = Platform(machine_of(environment), device, gpu, pinned=False)
+    return RunConfigs(name, configs, gpu, platform)
 
 
 def _left_out(layers: LayerMap) -> Iterator[str]:

@@ -25,6 +25,7 @@ from profharness.attention.dispatch.by_rule import (
 )
 from profharness.columns import Column, pick
 from profharness.commands.explain.answer import (
+    advised_sides,
     bisect_answer,
     compares_gpus,
     explain_answer,
@@ -32,12 +33,12 @@ from profharness.commands.explain.answer import (
     map_answer,
     matrix_answer,
     program_answer,
+    saving_texts,
 )
 from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
 from profharness.errors import counted, join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table, filled_columns
 from profharness.rows import Refusal
-from profharness.units import as_fast
 
 if TYPE_CHECKING:
     from profharness.commands.explain.calls import ProgramCalls
@@ -86,7 +87,7 @@ def explain_document(
         for block in answer_blocks(answer, full=full, named=named, summary=several)
     ]
     records = tuple(map(explanation_record, answers))
-    told = map_answer(answers) if several else explain_answer(answers[0])
+    told = map_answer(answers) if several else explain_answer(answers[0], named)
     return Document(SCHEMA, "Why this kernel", tuple(blocks), FIELDS, records, answer=told)
 
 
@@ -103,7 +104,7 @@ def answer_blocks(
     """
     yield Heading(answer.config, environment_text(answer))
     if summary:
-        yield Note(" ".join(explain_answer(answer)))
+        yield Note(" ".join(explain_answer(answer, named)))
     if answer.error:
         yield Note(answer.error, "error", "error")
     if answer.backends and not _nothing_known(answer):
@@ -127,7 +128,7 @@ def answer_blocks(
             yield Note(f"mismatch: {text}", "agree", "warning")
     for side in answer.backends if full else ():
         yield from (Note(f"{each.code}: {each.message}", side.backend) for each in side.reasons)
-    for side in answer.backends:
+    for side in advised_sides(answer):
         for advice in side.advice:
             if full or side.eligible is not True or side.backend in named or advice.gain:
                 yield from _advice(side.backend, advice, answer.asked)
@@ -151,14 +152,10 @@ def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
     elif advice.choice:
         lead = "Without sdpa_kernel PyTorch" if asked == AUTO else f"Without it {asked}"
         parts.append(f"{lead} still picks {advice.choice}")
-    if advice.gain is not None:
-        parts.append(
-            f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}), excluding the "
-            "time to prepare its inputs"
-        )
+    text = " ".join([f"{'. '.join(parts)}.", *saving_texts(advice)])
     # flex_attention runs its own kernels, not those of the backend.
     lead = "instead of" if advice.steps == ("flex",) else "for"
-    yield Note(f"{'. '.join(parts)}.", f"{lead} {backend}")
+    yield Note(text, f"{lead} {backend}")
     if advice.code:
         yield Code(advice.code)
 
@@ -295,7 +292,7 @@ def program_document(
         for answer, call in zip(answers, program.calls, strict=True)
     )
     extra = {"run": program.run}
-    told = program_answer(program, answers)
+    told = program_answer(program, answers, named)
     fields = (*FIELDS, "modules")
     return Document(SCHEMA, "Why these kernels", tuple(blocks), fields, records, extra, answer=told)
 
