@@ -153,8 +153,8 @@ def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> N
             "Predicted: 1.80 µs instead of 2.00 µs (1.11 times as fast, but the intervals overlap), ",
         ),
         (
-            PredictedTimes(1000, 2000, 0.5, True, "measured"),
-            "According to the atlas: 2.00 µs instead of 1.00 µs (2.00 times slower), ",
+            PredictedTimes(3000, 2000, 1.5, True, "measured"),
+            "According to the atlas: 2.00 µs instead of 3.00 µs (1.50 times as fast), ",
         ),
         (PredictedTimes(None, 2000, None, None, "model"), "Predicted: 2.00 µs, "),
     ],
@@ -167,6 +167,21 @@ def test_a_predicted_saving_says_what_it_is(times: PredictedTimes, text: str) ->
     measured = replace(advice, gain=1.5, gain_source="cold median in run a")
     first, second = saving_texts(measured)
     assert first.startswith("The measured call is 1.50 times as fast") and second.startswith(text)
+
+
+def test_the_answer_recommends_no_change_that_makes_the_call_slower() -> None:
+    advice = Advice(
+        "pad it",
+        CODE,
+        None,
+        True,
+        "cudnn",
+        predicted=PredictedTimes(1000, 2000, 0.5, True, "model"),
+    )
+    made = answer("flash", backends=(BackendAnswer("cudnn", False, (NO_MASK,), (advice,)),))
+    assert "To run cudnn" not in " ".join(explain_answer(made))
+    assert "To run cudnn: pad it (code below)." in explain_answer(made, ["cudnn"])
+    assert "Pad it" in render_table(explain_document([made]))
 
 
 def test_the_best_advice_comes_first() -> None:

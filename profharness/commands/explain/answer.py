@@ -76,7 +76,7 @@ def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str,
     sentences = [_choice(answer, subject, device), *_others(answer)]
     if answer.prediction is not None:
         sentences.append(str(answer.prediction["statement"]))
-    return (*sentences, *_change(answer), *_without_advice(answer, named))
+    return (*sentences, *_change(answer, named), *_without_advice(answer, named))
 
 
 def _choice(answer: Explanation, subject: str, device: str) -> str:
@@ -155,11 +155,17 @@ def saving_texts(advice: Advice) -> Iterator[str]:
     )
 
 
-def _change(answer: Explanation) -> Iterator[str]:
-    """Yield the best change after which a refused fused backend runs, and the time that it saves."""
+def _change(answer: Explanation, named: Sequence[str]) -> Iterator[str]:
+    """Yield the best change after which a refused fused backend runs, and the time that it saves.
+
+    Yield nothing if the change makes the call slower and its backend is not in `named`.
+    """
     for side in advised_sides(answer):
         if side.eligible is False and side.backend in FUSED_BACKENDS:
             advice = side.advice[0]
+            times = advice.predicted
+            if times and times.certain and (times.speed_up or 1) < 1 and side.backend not in named:
+                return
             change = advice.change.rstrip(".")
             code = " (code below)" if advice.code else ""
             # other advice leaves SDPA, and does not make the backend run
