@@ -451,7 +451,7 @@ class KernelRow:
     ) -> Annotated[
         float | None,
         column(
-            "µs/call",
+            "mean µs/call",
             "time",
             importance="answer",
             scale="launch",

@@ -212,6 +212,22 @@ def values_of(case: str) -> str:
     return case if case in VALUES else "normal"
 
 
+def by_case(
+    rows: Iterable[VerificationRow],
+) -> dict[tuple[str, str, str, str], list[VerificationRow]]:
+    """Group the checks by case: one case of a config on one backend in one run."""
+    cases: dict[tuple[str, str, str, str], list[VerificationRow]] = {}
+    for row in rows:
+        cases.setdefault((row.run, row.asked, row.case, row.backend), []).append(row)
+    return cases
+
+
+def case_verdict(checks: Iterable[VerificationRow]) -> bool | None:
+    """Return whether a case passed all its checks, or None if nothing was checked."""
+    verdicts = {row.passed for row in checks} - {None}
+    return all(verdicts) if verdicts else None
+
+
 def failures(rows: Iterable[VerificationRow]) -> list[VerificationRow]:
     """Return the rows whose check failed. A backend counts as wrong if any of its checks failed."""
     return [row for row in rows if row.passed is False]

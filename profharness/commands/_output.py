@@ -401,8 +401,9 @@ def progress_line(wanted: bool | None) -> Iterator[Progress | None]:
     try:
         yield show
     finally:
-        if width:
-            stream.write("\n")
+        if width:  # The answer takes the place of the line.
+            stream.write(f"\r{' ' * width}\r")
+            stream.flush()
 
 
 class _Lines:

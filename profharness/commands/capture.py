@@ -317,7 +317,9 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
 
     Return lines about the profilers that failed.
     """
-    from profharness.store import open_store  # imported here so that the worker starts earlier
+    # imported here so that the worker starts earlier
+    from profharness.measurements.measurements import busy_text
+    from profharness.store import open_store
 
     run = captured.run
     again = shell_command("capture", "--resume", str(captured.folder), store=store)
@@ -330,6 +332,8 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
         for warning in result.warnings:
             hint(f"warning: {warning}")
     with open_store(store) as opened:
+        if busy := busy_text(opened.kernels(run.run), opened.cells(run.run)):
+            hint(f"warning: {busy}")
         hint(f"see it with: {opened.shown_by(run.run)}")
     remedy = "the CPU ran these configs; for a GPU, use: profharness predict CONFIG --gpu H200"
     hint_cpu(run.environment, run.protocol.device, remedy)

@@ -7,7 +7,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from profharness.attention.cases import CASES, NO_CASES, STANDARD, VerificationRow, failures
+from profharness.attention.cases import (
+    CASES,
+    NO_CASES,
+    STANDARD,
+    VerificationRow,
+    by_case,
+    case_verdict,
+    failures,
+)
 from profharness.attention.config import split_names
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
@@ -63,7 +71,7 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
     for config, group in groupby(rows, key=lambda row: row.asked):
         checks = list(group)
         cases = len({row.case for row in checks})
-        blocks.append(Heading(config, f"{cases} case{'s' if cases != 1 else ''} against fp64"))
+        blocks.append(Heading(config, f"{counted(cases, 'case')} per backend, against fp64"))
         backends: dict[str, list[VerificationRow]] = {}
         for row in checks:
             backends.setdefault(row.backend, []).append(row)
@@ -80,26 +88,37 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
 
 
 def verify_answer(rows: Sequence[VerificationRow]) -> tuple[str, ...]:
-    """Return sentences on how many checks passed, which backends are wrong, and what was skipped."""
-    done = [row for row in rows if row.passed is not None]
-    wrong = [row for row in done if row.passed is False]
+    """Return sentences on how many cases passed, which backends are wrong, and what was skipped."""
+    cases = by_case(rows)
+    verdicts = {key: case_verdict(checks) for key, checks in cases.items()}
+    done = sum(verdict is not None for verdict in verdicts.values())
     sentences = []
     if not done:
         sentences.append("Nothing was checked: all calls were refused or could not run.")
-    elif wrong:
-        names = list(dict.fromkeys(row.backend for row in wrong))
-        first = wrong[0]
+    elif failures(rows):
+        first = failures(rows)[0]
         sentences.append(
-            f"{len(wrong)} of {counted(len(done), 'check')} failed; wrong: {join_and(names)}. The first: "
-            f"{first.case}, {first.what}: {(first.message or '').rstrip('.')}."
+            f"{failed_text(rows)}. The first: {first.case}, {first.what}: "
+            f"{(first.message or '').rstrip('.')}."
         )
     else:
-        all_of = "The only check passes" if len(done) == 1 else f"All {len(done):,} checks pass"
-        sentences.append(f"{all_of}.")
-    if done and (skipped := len(rows) - len(done)):
-        names = [*dict.fromkeys(row.backend for row in rows if row.passed is None)]
-        sentences.append(f"{counted(skipped, 'check')} of {join_and(names)} could not run.")
+        checks = counted(sum(row.passed is not None for row in rows), "check")
+        all_of = "The only case passes" if done == 1 else f"All {done:,} cases pass"
+        sentences.append(f"{all_of} ({checks}).")
+    skipped = [backend for (*_, backend), verdict in verdicts.items() if verdict is None]
+    if done and skipped:
+        names = join_and([*dict.fromkeys(skipped)])
+        sentences.append(f"{counted(len(skipped), 'case')} of {names} could not run.")
     return tuple(sentences)
+
+
+def failed_text(rows: Sequence[VerificationRow]) -> str:
+    """Return how many cases failed, and on which backends: `1 of 4 cases failed; wrong: half.py`."""
+    verdicts = {key: case_verdict(checks) for key, checks in by_case(rows).items()}
+    wrong = [backend for (*_, backend), verdict in verdicts.items() if verdict is False]
+    done = sum(verdict is not None for verdict in verdicts.values())
+    names = join_and([*dict.fromkeys(wrong)])
+    return f"{len(wrong)} of {counted(done, 'case')} failed; wrong: {names}"
 
 
 def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:
@@ -119,7 +138,8 @@ def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[N
 
 
 def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
-    counts = [sum(row.passed is verdict for row in rows) for verdict in (True, False, None)]
+    cases = [case_verdict(checks) for checks in by_case(rows).values()]
+    counts = [cases.count(verdict) for verdict in (True, False, None)]
     verdict = "WRONG" if counts[1] else "right" if counts[0] else "skipped"
     ratios = [
         (row.error / row.allowance, row.case)
@@ -131,7 +151,7 @@ def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
 
 
 def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
-    """Yield notes with the reasons for skipped checks and the messages of passed checks.
+    """Yield notes with the reasons for skipped cases and the messages of passed checks.
 
     Cases with the same message share a note.
     """
@@ -241,10 +261,8 @@ def show(rows: list[VerificationRow], *, full: Full = False) -> Document:
 @gate(verify)
 def check(rows: list[VerificationRow]) -> str:
     """Raise GateError if a check found a wrong result."""
-    wrong = failures(rows)
-    if wrong:
-        backends = ", ".join(dict.fromkeys(row.backend for row in wrong))
-        raise GateError(f"{len(wrong)} of {len(rows)} checks failed; wrong: {backends}")
+    if failures(rows):
+        raise GateError(failed_text(rows))
     return "no result is wrong"
 
 

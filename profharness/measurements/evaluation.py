@@ -45,6 +45,7 @@ from profharness.measurements.measurements import (
     Sweep,
     all_samples,
     bench_rows,
+    contenders,
     dtype_pairs,
     run_cells,
     sweeps,
@@ -369,7 +370,8 @@ def evaluate_bench(
 
 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
-    best = _best([row for row in alike if row.backend != OWN_CHOICE[1]] or alike)
+    named = {row.backend: row for row in alike}
+    best = _best([named[name] for name in contenders(named)])
     rows: dict[stats.Speed, list[BenchRow]] = {"same": [], "unknown": []}
     for row in alike:
         if row is not best:

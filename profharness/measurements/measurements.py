@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import linear_regression
@@ -16,7 +16,13 @@ from typing import Annotated, Any, NamedTuple
 
 from profharness import stats
 from profharness.attention import costs
-from profharness.attention.config import OWN_CHOICE, Config, parse_config, pytorch_chooses
+from profharness.attention.config import (
+    ALL_DISABLED,
+    OWN_CHOICE,
+    Config,
+    parse_config,
+    pytorch_chooses,
+)
 from profharness.columns import column
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
@@ -27,13 +33,16 @@ from profharness.rows import (
     CPU_WAIT,
     EAGER,
     EVENT,
+    GRAPH,
     HOST,
     HOSTED,
     KERNEL,
     MEASUREMENTS,
     SHARED_CORES,
     TORCH,
+    WALL,
     CellRow,
+    KernelRow,
 )
 from profharness.store import Store
 from profharness.units import by_how_much
@@ -106,10 +115,10 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
 def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
     """Explain why a rate exceeds the memory bandwidth. The data may be in the L2 cache."""
     moved = costs.compulsory_bytes(parse_config(row.config))
-    size = f"the working set of {moved / MB:,.1f} MB"
+    size = f"the working set of {moved / MB:,.1f} MiB"
     if l2_bytes is None:
         return f"{size} may fit in L2, whose size is unknown"
-    l2 = f"the L2 of {l2_bytes / MB:,.0f} MB"
+    l2 = f"the L2 of {l2_bytes / MB:,.0f} MiB"
     flushed = ""
     if row.measurement in (COLD, EVENT):
         flushed = "; L2 was flushed, but the output may stay in it"
@@ -147,6 +156,67 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
             "because the machine was busy"
         )
     return tuple(texts)
+
+
+SCATTERED = 1.5
+"""The machine is reported as busy if the mean and the median time of ops differ by this factor."""
+
+
+def busy_text(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> str | None:
+    """Return a warning that the times of ops are unreliable because the CPU was busy, or None.
+
+    A busy CPU interrupts some ops and not others, so the mean of their times and the median differ.
+    Kernels on a GPU are not interrupted.
+    """
+    factors: dict[tuple[str, str | None], float] = {}
+    for cell in cells:
+        own = [
+            (row.total_ns / row.launches, row.duration_ns, row.launches_per_call or 1)
+            for row in rows
+            if (row.run, row.cell, row.kernel_kind) == (cell.run, cell.cell, "op")
+            if row.total_ns and row.duration_ns and row.launches
+        ]
+        if own:
+            mean, median = (sum(row[at] * row[2] for row in own) for at in (0, 1))
+            factors[cell.config, cell.backend] = max(mean / median, median / mean)
+    scattered = {key: factor for key, factor in factors.items() if factor > SCATTERED}
+    waits = [cell for cell in cells if (cell.clocks.get(CPU_WAIT) or 0) > BUSY]
+    waited = max((cell.clocks[CPU_WAIT] for cell in waits), default=0)
+    if not factors or not (scattered or waited):
+        return None
+    why = f"the worker waited for a CPU for {percent(waited)} of the time"
+    if scattered:
+        (config, backend), most = max(scattered.items(), key=lambda item: item[1])
+        why = (
+            f"the mean and the median time of the ops differ by a factor of up to {most:.1f} "
+            f"({backend} on {config})"
+        )
+    return f"the machine was busy: {why}; capture again when nothing else is running"
+
+
+BASES = {
+    COLD: ("cold calls", "with the caches flushed before each call"),
+    GRAPH: ("CUDA-graph replays", "with warm caches and no launch cost"),
+    KERNEL: ("kernel times", "of profiled calls with warm caches"),
+    EAGER: ("eager calls", "including the launch cost"),
+    EVENT: ("cold calls", "timed by an older version of profharness"),
+    WALL: ("calls", "timed by the wall clock"),
+}
+"""Maps each measurement to the name of its samples in headings and sentences, and to what they include."""
+
+
+def basis_text(measurement: str | None, *, conditions: bool = False) -> str:
+    """Return what a median is a median of, such as `cold calls`.
+
+    If `conditions` is set, also say what the samples include.
+    """
+    name, how = BASES.get(measurement or "", (f"samples of {measurement}", ""))
+    return f"{name} ({how})" if conditions and how else name
+
+
+def basis_detail(measurement: str | None) -> str:
+    """Return the detail of a heading above medians and rates."""
+    return f"medians and rates of {basis_text(measurement)}"
 
 
 CHOSEN = "auto"
@@ -250,7 +320,7 @@ class BenchRow:
             importance="answer",
             optional=True,
             meaning="median divided by the median of the fastest correct backend, minus 1; tables "
-            "show the ratio",
+            "show the ratio; `all-disabled` does not count as a backend",
         ),
     ] = None
     verified: Annotated[
@@ -537,19 +607,28 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """Return the rows with the `regret` field filled in.
 
-    The regret is relative to the fastest correct backend on the same config.
+    The regret is relative to the fastest correct backend on the same config, among the `contenders`.
     """
-    fastest: dict[tuple[str, str | None], float] = {}
+    medians: dict[tuple[str, str | None], dict[str, float]] = {}
     for row in rows:
         if row.ranked and row.median_ns:
-            key = (row.config, row.measurement)
-            fastest[key] = min(fastest.get(key, row.median_ns), row.median_ns)
+            medians.setdefault((row.config, row.measurement), {})[row.backend] = row.median_ns
+    fastest = {key: min(own[name] for name in contenders(own)) for key, own in medians.items()}
     return [
         replace(row, regret=row.median_ns / fastest[row.config, row.measurement] - 1)
         if row.ranked and row.median_ns
         else row
         for row in rows
     ]
+
+
+def contenders(backends: Collection[str]) -> Collection[str]:
+    """Return the backends of one config that can be the fastest.
+
+    `all-disabled` is left out if there are others, because it is no backend of its own: it is
+    another way to run cudnn.
+    """
+    return [name for name in backends if name != ALL_DISABLED] or backends
 
 
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]

@@ -9,13 +9,13 @@ import html
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from profharness.errors import MissingExtraError, one_line
 from profharness.render.colors import DARK, LIGHT, SHAPES, backend_styles, series_colors
-from profharness.render.document import Chart, axis_text, axis_title
+from profharness.render.document import FLOPS, Chart, axis_text, axis_title
 
 # Altair imports jsonschema, which would spend 2 seconds compiling a grammar with this optional
 # package. Charts do not need the package, so hide it from jsonschema.
@@ -46,6 +46,9 @@ TIME_LABEL = (
     "datum.value >= 1e6 ? format(datum.value / 1e6, '~g') + ' s' : "
     "datum.value >= 1e3 ? format(datum.value / 1e3, '~g') + ' ms' : format(datum.value, '~g') + ' µs'"
 )  # the text of a tick on an axis in µs
+TERA_LABEL = "format(datum.value / 1e12, '~g')"  # the text of a tick on an axis in FLOP/s
+MOST_DECADES = 4  # maximum number of powers of 10 on an axis that also has ticks at 2 and 5
+APART = {"labelOverlap": "greedy", "labelSeparation": 8}  # hides labels of ticks that would collide
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
@@ -190,24 +193,46 @@ def _log(
     *,
     values: Sequence[Any] = (),
     ends: tuple[float, float] | None = None,
+    shown: Collection[float] = (),
 ) -> Any:
     """Return a logarithmic axis.
 
     If `values` is given, place ticks only at these values. `ends` contains the start and the end of
-    the axis.
+    the axis, and `shown` the values on an axis without `ends`.
     """
-    # A unit that has a prefix (µs, TFLOP/s) must not get a second prefix.
-    axis: dict[str, Any] = {"format": "d" if values else "~s" if title == "FLOP/s" else "~g"}
+    axis: dict[str, Any] = {"format": "d" if values else "~g", **APART}
     scale: dict[str, Any] = {"type": "log", "nice": not values and ends is None}
     if values:
         axis["values"] = list(values)
+    elif ticks := _ticks(*(ends or (min(shown, default=1), max(shown, default=1)))):
+        axis["values"] = ticks
     if ends:
         scale["domain"] = list(ends)
     if title.startswith("µs"):
         axis["labelExpr"] = TIME_LABEL
+    if title == FLOPS:
+        axis["labelExpr"] = TERA_LABEL
     return getattr(alt, channel)(
         f"{name}:Q", title=axis_title(title), scale=alt.Scale(**scale), axis=alt.Axis(**axis)
     )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round values for the ticks of a logarithmic axis: 1, 2, 5, 10, or only powers of 10.
+
+    Return an empty list for less than a power of 10, so that Vega chooses the ticks.
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if high < 10 * low:
+        return []
+    steps = (1, 2, 5) if last - first <= MOST_DECADES else (1,)
+    return [float(f"{step}e{power}") for power in range(first, last + 1) for step in steps]
+
+
+def _shown(chart: Chart, name: str) -> list[float]:
+    """Return the positive values on an axis of a chart, including the ends of its intervals."""
+    interval = ("low", "high") if (name == "y") == (chart.kind == "lines") else ()
+    return [row[key] for row in chart.plain_rows() for key in (name, *interval) if row[key]]
 
 
 def _label_axis(chart: Chart) -> tuple[Any, int]:
@@ -257,7 +282,7 @@ def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
 def _lines(chart: Chart) -> Any:
     rows = chart.plain_rows()
     places = sorted({row["x"] for row in rows})
-    x = _log("X", "x", chart.x_title, values=places if len(places) <= 12 else ())
+    x = _log("X", "x", chart.x_title, values=places if len(places) <= 12 else (), shown=places)
     ends = None
     if chart.marks and rows:
         # leave space above the points for the texts of marks
@@ -265,7 +290,7 @@ def _lines(chart: Chart) -> Any:
         low, high = min(values) / 1.2, max(values) * 1.2
         share = min((len(chart.marks) + 0.5) * TEXT_HEIGHT / LINES_HEIGHT, 0.6)
         ends = low, low * (high / low) ** (1 / (1 - share))
-    y = _log("Y", "y", chart.y_title, ends=ends)
+    y = _log("Y", "y", chart.y_title, ends=ends, shown=_shown(chart, "y"))
     base = alt.Chart(DATA).encode(x=x, y=y, color=_color(chart))
     # The lines below are visible between the dashes.
     lines = [
@@ -299,14 +324,17 @@ def _dots(chart: Chart) -> Any:
     names = _names(chart)
     # A lane for each series keeps marks with equal times apart.
     lane = alt.YOffset("series:N", sort=names, scale=alt.Scale(domain=names))
-    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=labels, yOffset=lane)
+    base = alt.Chart(DATA).encode(
+        x=_log("X", "x", chart.x_title, shown=_shown(chart, "x")), y=labels, yOffset=lane
+    )
     layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 50, growth=0))
     return layers.properties(width=WIDTH, height=height * max(1, LANE * len(names) / STEP))
 
 
 def _stack(chart: Chart) -> Any:
     labels, height = _label_axis(chart)
-    axis = alt.Axis(labelExpr=TIME_LABEL) if chart.x_title.startswith("µs") else alt.Undefined
+    expression = TIME_LABEL if chart.x_title.startswith("µs") else alt.Undefined
+    axis = alt.Axis(labelExpr=expression, **APART)
     return (
         alt.Chart(DATA)
         .mark_bar()
@@ -359,7 +387,7 @@ def _roofline(chart: Chart) -> Any:
     tall = (min(ys) / 2, max(ys) * 2) if ys else (1e9, 1e15)
     axes = {
         "x": _log("X", "x", chart.x_title or "FLOP per byte", ends=ends),
-        "y": _log("Y", "y", chart.y_title or "FLOP/s", ends=tall),
+        "y": _log("Y", "y", chart.y_title or FLOPS, ends=tall),
     }
     roof_base = alt.Chart(alt.Data(values=roofs)).encode(**axes)
     lines = roof_base.mark_line(color=INK, strokeDash=[5, 3], aria=False).encode(detail="roof:N")
@@ -374,7 +402,9 @@ def _roofline(chart: Chart) -> Any:
 
 def _dumbbell(chart: Chart) -> Any:
     labels, height = _label_axis(chart)
-    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=labels)
+    base = alt.Chart(DATA).encode(
+        x=_log("X", "x", chart.x_title, shown=_shown(chart, "x")), y=labels
+    )
     bars = base.mark_line(color=INK, strokeWidth=2, opacity=0.5, aria=False).encode(detail="y:N")
     return (bars + _points(chart, base, 80)).properties(width=WIDTH, height=height)
 

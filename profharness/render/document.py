@@ -96,16 +96,25 @@ class Chart:
         return plain
 
 
+FLOPS = "FLOP/s"
+"""The title of an axis of rates in FLOP/s."""
+
+
 def axis_text(value: float, title: str) -> str:
-    """Format a value of the axis with this title. Format a value in µs like a time in a sentence."""
+    """Format a value of the axis with this title. Values in µs and in FLOP/s get their units."""
     if title.startswith("µs"):
         return time_text(1e3 * value)
+    if title == FLOPS:
+        return f"{value / 1e12:,.4g} TFLOP/s"
     return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def axis_title(title: str) -> str:
-    """Return the title of an axis as a chart shows it, without µs if the values show their units."""
-    return title.replace("µs", "time")
+    """Return the title of an axis as a chart shows it.
+
+    Leave out µs, because the values show their units. Rates in FLOP/s are shown in TFLOP/s.
+    """
+    return "TFLOP/s" if title == FLOPS else title.replace("µs", "time")
 
 
 MISSING = "-"

@@ -33,6 +33,7 @@ Need = Literal[
 # If no run has kernels, select any run, because its cells show why there are no kernels.
 KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")
 _some = partial(join_few, most=8)
+SHOWN_RUNS = 3  # maximum number of runs that the message about an unknown run names
 LATEST = "latest"
 ALL_RUNS = "all"
 _BACK = re.compile(rf"{LATEST}(?:~([0-9]{{1,9}}))?")
@@ -140,8 +141,10 @@ class RunFinder:
         there = (
             f"did you mean {' or '.join(near)}?"
             if near
-            else f"choose from {_some([*names.values()])}"
+            else f"choose from {join_few([*names.values()], SHOWN_RUNS)}"
         )
+        if len(names) > SHOWN_RUNS:
+            there += f"; list all runs with: {shell_command('runs', store=self.path)}"
         raise UnknownNameError(f"no run {ref!r} in {self.path}; {there}")
 
     def run_name(self, run: str) -> str:

@@ -118,7 +118,7 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     row = row_of(found, "auto")
     (doubt,) = row.doubts
     assert doubt.startswith("140 % of the memory bandwidth of 300 GB/s (data sheet)")
-    assert "working set of 16.0 MB fits in the L2 of 48 MB" in doubt
+    assert "working set of 16.0 MiB fits in the L2 of 48 MiB" in doubt
     assert reason in doubt
     text = RENDERERS["table"](bench_document(found), width=160)
     assert "139.8!" in text and "[1]" in text
@@ -129,8 +129,8 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     ("nanoseconds", "text"),
     [
         # 64 MiB, of which 48 MiB can stay in L2: at best 4 times the memory's 223.7 us
-        (60_000, "part of the working set of 64.0 MB can stay in the L2 of 48 MB"),
-        (50_000, "is much larger than the L2 of 48 MB, so the L2 does not explain the rate"),
+        (60_000, "part of the working set of 64.0 MiB can stay in the L2 of 48 MiB"),
+        (50_000, "is much larger than the L2 of 48 MiB, so the L2 does not explain the rate"),
     ],
 )
 def test_a_working_set_beyond_l2_explains_only_its_part(
@@ -638,3 +638,12 @@ def test_a_drop_that_samples_do_not_show_is_not_reported(tmp_path: Path) -> None
         for length, samples in times.items()
     ]
     assert not answer(tmp_path, cells).sweeps  # the machine was too busy for both figures
+
+
+def test_a_second_way_to_run_cudnn_is_not_the_fastest_backend(tmp_path: Path) -> None:
+    """Bug: the answer named cudnn, but `vs fastest` was relative to all-disabled."""
+    times = {"auto": 10_000, "cudnn": 9_000, "all-disabled": 8_900}
+    found = answer(tmp_path, timed("1,1,512,64,fp16", **times))
+    assert [winner.backend for winner in found.winners] == ["cudnn"]
+    assert row_of(found, "cudnn").regret == 0
+    assert row_of(found, "all-disabled").regret == pytest.approx(8_900 / 9_000 - 1)

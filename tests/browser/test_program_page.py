@@ -296,7 +296,7 @@ def test_a_phone_shows_the_times_of_kernels_and_low_headers(
     browser = new_browser(390, 844)
     pages = (
         (program_pages["training"], "µs/step", "% of kernels"),
-        (report_page, "µs/call", "% of call"),
+        (report_page, "mean µs/call", "% of call"),
     )
     for page, time, share in pages:
         browser.get(page.as_uri())

@@ -111,7 +111,7 @@ def test_measured_gains_precede_bounds(h200: Cells) -> None:
     assert first.factor is not None and second.factor is not None and first.factor < second.factor
     for full in (False, True):
         notes = [note.text for note in cell_notes(flash, "flash", full=full)]
-        (measured,) = [at for at, text in enumerate(notes) if "Measured: 1.53 times" in text]
+        (measured,) = [at for at, text in enumerate(notes) if "Measured 1.53 times" in text]
         bounds = [at for at, text in enumerate(notes) if "At most" in text]
         assert bounds and measured < min(bounds)
 
@@ -682,7 +682,7 @@ def test_like_findings_are_reported_once_with_where_they_hold() -> None:
     (members,) = [own for each, own in common_findings(pairs) if each.code == "few_blocks"]
     assert where(members) == "mine, other on 3 configs"
     remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
-    assert {where(members) for _, members in remedies} == {"mine, other on 3 configs"}
+    assert {where(members) for members in remedies} == {"mine, other on 3 configs"}
     for full, times in ((False, 1), (True, len(labels))):
         texts = [
             block.text

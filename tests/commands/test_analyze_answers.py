@@ -40,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ["20261121-165619-f5ef", "--config", "2,8,512,64"],
-            "cudnn, the fastest backend of b2-h8-s512-d64-fp16 (8.22 µs per call), is limited by too "
+            "cudnn, the fastest backend of b2-h8-s512-d64-fp16 by kernel times (8.22 µs per call), is limited by too "
             "few thread blocks to fill the GPU. Batch more sequences or heads into one call, or use a "
             "kernel with smaller query tiles: at most 2.06 times as fast.",
         ),
@@ -73,3 +73,25 @@ def test_layers_are_ordered_by_their_time(tmp_path: Path) -> None:
 def test_nothing_to_analyze_is_said() -> None:
     (text,) = analyze_answer([])
     assert text == "Nothing to analyze: no backend computed these configs."
+
+
+def test_a_remedy_of_several_cells_has_the_range_of_its_gains_and_their_basis(store: Path) -> None:
+    """Bug: "flash and efficient on 2 configs: measured 3.37 times as fast", for 3 cells."""
+    ingest_path(store, TRACES / "h200-torch2.11")
+    given = ["analyze", "h200-torch2.11", "--peaks", "data-sheet", "--store", str(store)]
+    text = " ".join(CliRunner().invoke(cli, given).stdout.split())
+    assert (
+        "In 3 of these cells (flash on 1 config; efficient on 2 configs), use cudnn, with "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION): measured 1.37 to 3.37 times "
+        "as fast (medians of CUDA-graph replays)." in text
+    )
+    assert "Measured 1.37 to 23.10 times as fast (medians of CUDA-graph replays)." in text
+
+
+def test_the_headings_of_rates_name_their_basis(store: Path) -> None:
+    """Bug: `analyze` and `bench` showed different TFLOP/s of a cell without saying of what."""
+    ingest_path(store, TRACES / "h200-torch2.11")
+    for command, basis in (("analyze", "rates of kernel times"), ("bench", "rates of cold calls")):
+        given = [command, "h200-torch2.11", "--store", str(store)]
+        text = " ".join(CliRunner().invoke(cli, given, env={"COLUMNS": "80"}).stdout.split())
+        assert basis in text

@@ -106,7 +106,7 @@ def test_analyze_json_has_its_schema_and_csv_its_columns(store: Path) -> None:
     assert refused
     assert all(row["flops"] is None and row["findings"] == [] for row in refused)
     flash = next(row for row in told["rows"] if row["backend"] == "flash")
-    assert {"code", "sentence", "severity", "grade", "evidence", "factor"} == set(
+    assert {"code", "sentence", "severity", "grade", "evidence", "factor", "basis"} == set(
         flash["findings"][0]
     )
     table = run(analyze, "--store", store, "--format", "csv").stdout

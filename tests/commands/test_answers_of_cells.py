@@ -278,9 +278,9 @@ def test_verify_says_wrong_while_it_runs_and_what_is_wrong_at_the_end(tmp_path: 
     assert isinstance(done.exception, GateError)
     progress = [line.rpartition(": ")[2] for line in done.stderr.splitlines() if line[0] == "["]
     assert progress == ["ok", "wrong"]
-    assert " ".join(done.stdout.split()).startswith("1 of 4 checks failed; wrong: half.py.")
+    assert " ".join(done.stdout.split()).startswith("1 of 2 cases failed; wrong: half.py.")
     right = invoke(*words, "--backend", "math")
-    assert right.stdout.startswith("All 2 checks pass.\n")
+    assert right.stdout.startswith("The only case passes (2 checks).\n")
     assert right.stderr.splitlines()[-1] == "gate passed: no result is wrong"
 
 

@@ -191,3 +191,18 @@ def test_a_copy_beside_a_run_does_not_make_its_id_ambiguous(tmp_path: Path) -> N
     done = invoke("capture", tmp_path / "s.db", "--resume", TIMED, "--out", str(tmp_path))
     assert not isinstance(done.exception, CaptureError | NotFoundError)
     assert f"run {TIMED} is finished" in str(done.exception)
+
+
+def test_an_unknown_run_is_answered_with_few_names_and_the_command_that_lists_all(
+    tmp_path: Path,
+) -> None:
+    """Bug: the message listed eight ids of runs."""
+    store = tmp_path / "s.db"
+    for day in range(1, 6):
+        ingest_path(store, timed_run(tmp_path, f"2099010{day}-timed", CONFIG, SAMPLES))
+    done = invoke("analyze", store, "traces/nope")
+    assert str(done.exception) == (
+        f"traces/nope: no such file or folder; no run 'traces/nope' in {store}; choose from "
+        "20990105-timed, 20990104-timed, 20990103-timed and 2 more; list all runs with: "
+        f"profharness runs --store {store}"
+    )

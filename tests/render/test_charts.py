@@ -22,6 +22,7 @@ from profharness.commands.bench.tables import latency_charts
 from profharness.render.charts import (
     DRAWERS,
     OF_BACKENDS,
+    _ticks,
     altair_chart,
     draw_png,
     draw_svg,
@@ -242,3 +243,26 @@ def test_importing_the_block_draws_nothing() -> None:
 
 def test_backends_of_the_samples_differ() -> None:
     assert len(set(series_colors(BACKENDS))) == len(BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("ends", "ticks"),
+    [
+        ((50.0, 80.0), []),
+        ((12.0, 815.0), [10, 20, 50, 100, 200, 500, 1000, 2000, 5000]),
+        ((2e-1, 9e4), [0.1, 1, 10, 100, 1000, 10_000, 100_000]),
+    ],
+)
+def test_ticks_of_logarithmic_axes_are_few_and_round(
+    ends: tuple[float, float], ticks: list[float]
+) -> None:
+    """Bug: the labels of neighbouring ticks collided: `60 µs70 µs`."""
+    assert _ticks(*ends) == ticks
+
+
+def test_a_roofline_shows_tflops() -> None:
+    """Bug: the axis had the ticks 200G, 1T and 1P, without a unit."""
+    chart = replace(SAMPLES["roofline"], y_title="FLOP/s")
+    svg = draw_svg(chart)
+    assert ">TFLOP/s</text>" in svg and ">100</text>" in svg
+    assert "100 TFLOP/s" in svg  # in the text of a mark

@@ -27,7 +27,7 @@ from profharness.program.changes import EnvChange
 from profharness.render.document import Heading, Table
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
-from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
+from profharness.rows import ACTIVE_WARPS, CPU_WAIT, DRAM_READ, DRAM_WRITE, KernelRow
 from profharness.store import Selection, ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -242,11 +242,30 @@ def test_verify_counts_the_cases_that_a_backend_skipped() -> None:
     assert "skipped plain, seq_1, large: no GPU" in render_table(verify_document(rows))
 
 
+def test_scattered_times_of_ops_are_blamed_on_a_busy_machine() -> None:
+    """Bug: contention on a CPU was shown without a warning, such as 860 µs x 4 in 14.2 ms."""
+    steady = {"kernel_kind": "op", "launches": 20, "launches_per_call": 4.0, "duration_ns": 860_000}
+    calm = kernel(**steady, total_ns=20 * 900_000)
+    scattered = kernel(**steady, total_ns=20 * 3_550_000)
+    text = render_table(kernels_document([scattered], [cell()]))
+    assert (
+        "the machine was busy: the mean and the median time of the ops differ by a factor" in text
+    )
+    assert "of up to 4.1 (flash on b2-h8-s512-d64-fp16)" in " ".join(text.split())
+    waited = cell(clocks={CPU_WAIT: 0.4})
+    assert "waited for a CPU for 40 % of the time" in render_table(
+        kernels_document([calm], [waited])
+    )
+    on_gpu = replace(scattered, kernel_kind="kernel")
+    for rows, cells in (([calm], [cell()]), ([on_gpu], [waited])):
+        assert "busy" not in render_table(kernels_document(rows, cells))
+
+
 def test_foreign_trace_has_totals_instead_of_times_per_call() -> None:
     foreign = kernel(cell=None, config=None, backend=None, launches_per_call=None, launches=7)
     assert kernel_record(foreign)["call_ns"] is None
     assert kernel_record(kernel())["call_ns"] == pytest.approx(36960 / 5)
-    for row, title in ((foreign, "total µs"), (kernel(), "µs/call")):
+    for row, title in ((foreign, "total µs"), (kernel(), "mean µs/call")):
         table = next(b for b in kernels_document([row]).blocks if isinstance(b, Table))
         assert title in [column.title for column in table.columns]
 

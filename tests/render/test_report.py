@@ -495,7 +495,7 @@ def test_a_bench_of_kernels_names_the_fastest_backend_and_draws_it(tmp_path: Pat
     ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "serving_bench")
     document = report(tmp_path / "s.db")
     assert document.answer[0].startswith("flashinfer-fa3 is the fastest on 1 of 2 configs")
-    assert "Latency by config and backend (profiled calls)" in charts(document)
+    assert "Latency by config and backend (kernel times)" in charts(document)
 
 
 def test_the_latencies_of_a_capture_need_no_unfolding(tmp_path: Path) -> None:
@@ -533,3 +533,12 @@ def test_a_report_on_many_programs_begins_with_their_overview(tmp_path: Path) ->
     assert document.answer[0].startswith(f"{len(models)} programs: attention takes")
     assert headings(document)[0] == "The programs compared"
     assert "Runs compared" not in headings(document)
+
+
+def test_the_answer_on_a_capture_has_the_verdict_on_auto(tmp_path: Path) -> None:
+    """Bug: only the folded details said that no change is necessary."""
+    ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "h200-torch2.11")
+    answer = " ".join(report(tmp_path / "s.db").answer)
+    assert "no backend is significantly faster than auto" in answer
+    assert "No change is necessary." in answer
+    assert "What limits the fastest backend: latency" in answer

@@ -14,9 +14,11 @@ from waiting import PATIENCE_S
 
 from profharness.attention.cases import CASES, VerificationRow, failures
 from profharness.attention.config import expand_configs
+from profharness.commands.verify import verify_answer, verify_document
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs.into_store import verify_into_store
 from profharness.recording.capture import capture
+from profharness.render.document import Table
 from profharness.run import CaptureOptions, Protocol, read_run
 from profharness.store import Selection, ingest_path, open_store
 
@@ -254,5 +256,30 @@ def test_the_command_exits_with_3_if_anything_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG.read_text())
     wrong = command(tmp_path, "--backend", "math,mine.py:no_scale")
     assert wrong.returncode == 3
-    assert "1 of 4 checks failed; wrong: mine.py:no_scale" in wrong.stderr
+    assert "1 of 2 cases failed; wrong: mine.py:no_scale" in wrong.stderr
     assert "no scale is applied" in " ".join(wrong.stdout.split())
+
+
+def test_answer_and_table_count_cases() -> None:
+    """Bug: "All 136 checks pass. 51 checks could not run" counted checks and cases."""
+    rows = [
+        verification("cudnn", "standard", "out", True),
+        verification("cudnn", "standard", "inputs", True),
+        verification("flash", "standard", "out", None),
+    ]
+    assert verify_answer(rows) == (
+        "The only case passes (2 checks).",
+        "1 case of flash could not run.",
+    )
+    (table,) = [each for each in verify_document(rows).blocks if isinstance(each, Table)]
+    assert [row[2:5] for row in table.rows] == [(1, 0, 0), (0, 0, 1)]
+    rows.append(verification("math", "standard", "out", False))
+    rows.append(verification("math", "standard", "inputs", True))
+    assert verify_answer(rows)[0].startswith("1 of 2 cases failed; wrong: math.")
+
+
+def verification(backend: str, case: str, what: str, passed: bool | None) -> VerificationRow:
+    config = "b1-h4-s64-d64-fp16"
+    return VerificationRow(
+        *("r", config, config, case, backend, what, None, None, None, None, passed, None, "ok")
+    )

@@ -77,7 +77,7 @@ def analyze(
 
     Each finding is either measured (by a counter or a timing) or derived (from a formula or a
     launch configuration). TFLOP/s is calculated from the exact FLOPs, and GB/s from the compulsory
-    bytes; both use the time of the measurement that the `of` column names. A finding that several
+    bytes; the heading says which times both use. A finding that several
     cells share is printed once. If there are many cells, only the most frequent findings are
     printed. --full explains every cell: it shows the phases, the counters, and the figures and
     sources behind each finding. --full also names the best backend for training, prefill, decoding

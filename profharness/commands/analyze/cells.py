@@ -32,6 +32,7 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import is_another
+from profharness.measurements.measurements import basis_text
 from profharness.program.layer_map import (
     actual_backend,
     group_calls,
@@ -154,12 +155,13 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
         measured(
             "faster_backend",
             f"{best.backend} takes {time_text(least)} for the same config, and {cell.backend} takes "
-            f"{as_long(factor)} ({name} samples).",
+            f"{as_long(factor)} (medians of {basis_text(name)}).",
             "major" if factor >= 1.5 else "minor",
             Evidence("fastest backend", best.backend, "", f"{name} samples of this run"),
             us(f"{best.backend} {name} time", least, "median"),
             us(f"{cell.backend} {name} time", mine, "median"),
             factor=factor,
+            basis=name,
         )
     ]
 

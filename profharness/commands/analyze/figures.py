@@ -74,6 +74,7 @@ class Finding:
     grade: str  # MEASURED or DERIVED
     evidence: tuple[Evidence, ...]
     factor: float | None = None  # the largest possible gain from removing the cause
+    basis: str | None = None  # the measurement whose medians `factor` compares, if it was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Remedy:
     findings: tuple[str, ...]  # codes of the findings that the change addresses
     factor: float | None  # the largest possible gain, or None if it is unknown
     grade: str  # MEASURED or DERIVED
+    basis: str | None = None  # the measurement whose medians `factor` compares, if it was measured
 
     @property
     def measured(self) -> bool:

@@ -226,7 +226,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
         name = str(faster.evidence[0].value)
         how = f", with torch.nn.attention.sdpa_kernel(SDPBackend.{SDP_BACKENDS.get(name)})"
         advice = f"Use {name}{how if name in SDP_BACKENDS else ''}."
-        helpful.append(Remedy(advice, ("faster_backend",), faster.factor, MEASURED))
+        helpful.append(Remedy(advice, ("faster_backend",), faster.factor, MEASURED, faster.basis))
 
     def rank(remedy: Remedy) -> tuple[bool, bool, float, bool, bool]:
         major = any(findings[code].severity == "major" for code in remedy.findings)

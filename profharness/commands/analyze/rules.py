@@ -82,6 +82,12 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def on_chip(value: float) -> str:
+    """Format the size of an on-chip memory, or of data that may fit in it: `60 MiB`, `227 KiB`."""
+    unit, scale = ("MiB", KIB * KIB) if value >= KIB * KIB else ("KiB", KIB)
+    return f"{value / scale:,.1f}".removesuffix(".0") + f" {unit}"
+
+
 def _finding(
     grade: str,
     code: str,
@@ -89,9 +95,10 @@ def _finding(
     severity: str,
     *evidence: Evidence | None,
     factor: float | None = None,
+    basis: str | None = None,
 ) -> Finding:
     known = tuple(item for item in evidence if item is not None)
-    return Finding(code, sentence, severity, grade, known, factor)
+    return Finding(code, sentence, severity, grade, known, factor, basis)
 
 
 measured = partial(_finding, MEASURED)
@@ -182,7 +189,7 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         working, l2 = figures.working_set_bytes, cell.l2_size
         if l2 and working < l2 and figures.basis not in (COLD, EVENT):
             why = (
-                f"the inputs and the output ({size(working)}) fit in the L2 ({size(l2)}) and were "
+                f"the inputs and the output ({on_chip(working)}) fit in the L2 ({on_chip(l2)}) and were "
                 "read from there, so this is not DRAM bandwidth"
             )
         else:
@@ -633,10 +640,10 @@ def working_set(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     clauses = []
     for short, name, room in memories:
         have = figures.working_set_bytes if short == "L2" else figures.kv_head_bytes
-        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name} ({size(room)})")
-    text = f"K and V of one head ({size(figures.kv_head_bytes)}) "
+        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name} ({on_chip(room)})")
+    text = f"K and V of one head ({on_chip(figures.kv_head_bytes)}) "
     if cell.l2_size and len(memories) > 1:
-        whole = f"inputs and output together ({size(figures.working_set_bytes)})"
+        whole = f"inputs and output together ({on_chip(figures.working_set_bytes)})"
         text += f"{' and '.join(clauses[:-1])}; {whole} {clauses[-1]}."
     else:
         text += f"{' and '.join(clauses)}."
@@ -667,7 +674,7 @@ def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         yield derived(
             "unused_shared",
             (
-                f"{main.kernel} uses {size(main.shared_bytes)} of shared memory per block "
+                f"{main.kernel} uses {on_chip(main.shared_bytes)} of shared memory per block "
                 f"({percent(used, 1)} of an SM's, with {counted(resident, 'block')} per SM), while {times:.0f} "
                 "blocks read the same K and V."
             ),

@@ -57,10 +57,9 @@ def common_findings(
 
 def common_remedies(
     pairs: Iterable[tuple[CellAnalysis, Remedy]],
-) -> Iterator[tuple[Remedy, Members[Remedy]]]:
-    """Yield each remedy that cells of several configs share, with the largest gain and the cells."""
-    for members in _common(pairs, lambda remedy: (remedy.text, remedy.findings)):
-        yield max((each for _, each in members), key=lambda each: each.factor or 0), members
+) -> Iterator[Members[Remedy]]:
+    """Yield the cells and remedies for each remedy that cells of several configs share."""
+    yield from _common(pairs, lambda remedy: (remedy.text, remedy.findings))
 
 
 def _common(

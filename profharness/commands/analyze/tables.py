@@ -9,7 +9,7 @@ from typing import Any
 
 from profharness.attention.config import Config
 from profharness.columns import Column, pick
-from profharness.commands.analyze.answer import analyze_answer
+from profharness.commands.analyze.answer import analyze_answer, gain_text
 from profharness.commands.analyze.figures import (
     FIELDS,
     SCHEMA,
@@ -38,6 +38,7 @@ from profharness.commands.analyze.several import (
 )
 from profharness.commands.bench.tables import roofline_chart
 from profharness.devices import DeviceFact, Peaks
+from profharness.measurements.measurements import basis_text
 from profharness.program.counters import Counters
 from profharness.program.layer_map import short_module
 from profharness.render.document import (
@@ -51,7 +52,6 @@ from profharness.render.document import (
     status_note,
 )
 from profharness.rows import KERNEL
-from profharness.units import as_fast
 
 MB = 1e6
 _RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
@@ -141,7 +141,8 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
 def _full_sections(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
     """Yield the tables and notes of each config, and then the best backends."""
     for heading, own in _by_config(analyses):
-        yield heading
+        detail = ", ".join(filter(None, (heading.detail, _basis_detail(own))))
+        yield replace(heading, detail=detail)
         yield from (*_cell_table(own), *_phase_table(own), *_counter_tables(own))
         yield from _notes_of(own, full=True)
     yield from advice_blocks(analyses)
@@ -164,7 +165,9 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
         if remedy.text.removesuffix(".") in told
     }
     common, shared = common_blocks(analyses, answered, MOST_SHARED if many else None)
-    yield from _cell_table(analyses, with_config=several)
+    if table := [*_cell_table(analyses, with_config=several)]:
+        yield Heading("Bottlenecks", _basis_detail(analyses))
+        yield from table
     yield from common
     for heading, own in () if many and several else configs:
         notes = _notes_of(own, most=1 if many else None, covered=answered | shared)
@@ -252,14 +255,29 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
     return shown, analysis, analysis.figures, analysis.main
 
 
+def common_basis(cells: Iterable[CellAnalysis]) -> str | None:
+    """Return the measurement of the times of all cells, or None if there are several."""
+    bases = {each.figures.basis for each in cells if each.figures}
+    return bases.pop() if len(bases) == 1 else None
+
+
+def _basis_detail(cells: Iterable[CellAnalysis]) -> str:
+    """Return the detail of a heading that says what the rates of these cells are based on."""
+    basis = common_basis(cells)
+    return f"rates of {basis_text(basis)}" if basis else ""
+
+
 def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> Iterator[Block]:
     """Yield the table of the bottlenecks and rates of cells, if any cell has figures."""
     module, *others = COLUMNS
     columns = (module, *((CONFIG,) if with_config else ()), *others)
-    if all(each.figures.basis == KERNEL for each in cells if each.figures):
+    basis = common_basis(cells)
+    if basis is not None:  # The heading names it.
+        columns = tuple(each for each in columns if each.key != "basis")
+    if basis == KERNEL:
         # Unlike the other measurements, the time of the kernels is a mean.
         columns = tuple(
-            replace(each, title="µs/call") if each.key == "duration_ns" else each
+            replace(each, title="mean µs/call") if each.key == "duration_ns" else each
             for each in columns
         )
     if rows := [_row_parts(analysis) for analysis in cells if analysis.figures]:
@@ -440,9 +458,7 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
             ),
         ),
     ):
-        yield from roofline_chart(
-            title, rows, roofs, x_title=x_title, y_title="FLOP/s", caption=caption
-        )
+        yield from roofline_chart(title, rows, roofs, x_title=x_title, caption=caption)
 
 
 ADVICE_COLUMNS = pick(
@@ -516,10 +532,10 @@ def cell_notes(
         yield _finding_note(finding, label, full=full)
         codes = _causes(finding, analysis)
         for remedy in [r for r in remedies if r.measured or codes.intersection(r.findings)]:
-            yield _remedy_note(remedy, label, "Remedy: ", full=full)
+            yield _remedy_note([remedy], label, "Remedy: ", full=full)
             remedies.remove(remedy)
     for remedy in remedies:
-        yield _remedy_note(remedy, label, "Remedy: ", full=full)
+        yield _remedy_note([remedy], label, "Remedy: ", full=full)
 
 
 def _causes(finding: Finding, analysis: CellAnalysis) -> set[str]:
@@ -562,18 +578,12 @@ def _finding_note(finding: Finding, label: str, prefix: str = "", *, full: bool 
     )
 
 
-def _remedy_note(
-    remedy: Remedy,
-    label: str,
-    prefix: str,
-    *,
-    measured: str = "Measured:",
-    full: bool = False,
-) -> Note:
-    most = measured if remedy.measured else "At most"
-    gain = f" {most} {as_fast(remedy.factor)}." if remedy.factor else ""
+def _remedy_note(alike: Sequence[Remedy], label: str, prefix: str, *, full: bool = False) -> Note:
+    """Return the note on a remedy, which may be that of several cells."""
+    remedy, gain = alike[0], gain_text(alike)
+    gained = f" {gain[0].upper()}{gain[1:]}." if gain else ""
     codes = f" [{', '.join(remedy.findings)}]" if full else ""
-    return Note(f"{prefix}{remedy.text}{gain}{codes}", label)
+    return Note(f"{prefix}{remedy.text}{gained}{codes}", label)
 
 
 def common_blocks(
@@ -592,25 +602,20 @@ def common_blocks(
         for item in each.remedies
         if (each.run, each.cell, item) not in answered
     )
-    found = sorted(common_findings(findings), key=_cell_count)
-    helpful = sorted(common_remedies(remedies), key=_cell_count)
+    found = sorted(common_findings(findings), key=lambda pair: -len(pair[1]))
+    helpful = sorted(common_remedies(remedies), key=lambda members: -len(members))
     covered: set[tuple[str, str, object]] = {
         *((cell.run, cell.cell, each) for _, members in found for cell, each in members),
-        *((cell.run, cell.cell, each) for _, members in helpful for cell, each in members),
+        *((cell.run, cell.cell, each) for members in helpful for cell, each in members),
     }
     notes = [
         _finding_note(finding, "finding", f"{where(cells)}: ") for finding, cells in found[:most]
     ]
     notes += [
-        _remedy_note(remedy, "remedy", f"{where(cells)}: ", measured="Up to")
-        for remedy, cells in helpful[:most]
+        _remedy_note([remedy for _, remedy in cells], "remedy", f"{where(cells)}: ")
+        for cells in helpful[:most]
     ]
     return ([Heading("Shared by several configs"), *notes] if notes else []), covered
-
-
-def _cell_count(shared: tuple[object, Sequence[object]]) -> int:
-    """Return a sort key that puts the items of the most cells first."""
-    return -len(shared[1])
 
 
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:

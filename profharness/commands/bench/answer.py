@@ -11,20 +11,11 @@ from profharness.commands._answers import refused_and_failed, split_text
 from profharness.device_types import device_name
 from profharness.errors import counted, join_and
 from profharness.measurements.evaluation import BenchResult, Loss
-from profharness.measurements.measurements import BenchRow
-from profharness.rows import COLD, EAGER, EVENT, GRAPH, KERNEL, WALL
+from profharness.measurements.measurements import BenchRow, basis_text
+from profharness.rows import COLD, EAGER, GRAPH, KERNEL
 from profharness.stats import NOTABLE_LOSS
 from profharness.units import as_long, share_text, time_text
 
-CALLS = {
-    COLD: "cold calls (with the caches flushed before each call)",
-    GRAPH: "CUDA-graph replays (with warm caches and no launch cost)",
-    KERNEL: "profiled calls (kernel time only, with warm caches)",
-    EAGER: "eager calls (including the launch cost)",
-    EVENT: "cold calls (timed by an older version of profharness)",
-    WALL: "calls (timed by the wall clock)",
-}
-"""Maps each measurement to a description of its samples for use in a sentence."""
 TRUST = {
     EAGER: "Use the eager time, which includes the launch cost, for programs without CUDA graphs.",
     GRAPH: "Use the graph time, with warm caches and no launch cost, for CUDA-graph replays.",
@@ -169,7 +160,7 @@ def _measurement(answer: BenchResult) -> str:
     counts = [row.samples for row in answer.figures()]
     least, most = min(counts), max(counts)
     number = f"{least}" if least == most else f"{least} to {most}"
-    what = CALLS.get(answer.ranking, f"samples of {answer.ranking}")
+    what = basis_text(answer.ranking, conditions=True)
     environment = answer.environment
     torch = str(environment.get("torch") or "unknown").split("+")[0]
     device = device_name(environment) or "an unknown device"

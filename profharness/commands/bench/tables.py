@@ -26,10 +26,13 @@ from profharness.measurements.measurements import (
     Axis,
     BenchRow,
     Sweep,
+    basis_detail,
+    basis_text,
     families,
     family,
 )
 from profharness.render.document import (
+    FLOPS,
     Block,
     Chart,
     Code,
@@ -165,7 +168,9 @@ def bench_document(
     contain the samples. If `charts` is not set, the document has no charts.
     """
     environment = answer.environment
-    facts = [device_name(environment) or "unknown device", f"torch {environment.get('torch')}"]
+    timed = basis_detail(answer.ranking) if answer.figures() else None
+    device = device_name(environment) or "unknown device"
+    facts = [timed, device, f"torch {environment.get('torch')}"]
     blocks: list[Block] = [
         Heading(f"run {answer.name}", ", ".join(filter(None, [*facts, answer.created[:10]]))),
         _main_table(answer),
@@ -262,7 +267,7 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
 def _legend(answer: BenchResult) -> Iterator[Note]:
     """Yield notes on the columns, and on what each measurement is good for."""
     means = MEANS.get(answer.ranking, answer.ranking)
-    text = f"median of {answer.ranking} ({means}); ±% is half the width of its 95 % interval"
+    text = f"median of {basis_text(answer.ranking)} ({means}); ±% is half the width of its 95 % interval"
     if any(row.half_between_processes is not None for row in answer.figures()):
         text += ", and ±% processes is the part due to differences between processes"
     yield Note(text, "median")
@@ -272,7 +277,7 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     if any(row.backend == ALL_DISABLED for row in answer.rows):
         text = (
             "the legacy sdp_kernel context disables flash, efficient and math, which leaves only "
-            "cudnn"
+            "cudnn; it is not ranked, because it is no backend of its own"
         )
         yield Note(text, ALL_DISABLED)
     if any(row.host_ns for row in answer.rows):
@@ -506,8 +511,7 @@ def roofline_chart(
     roofs: Iterable[tuple[str, Peaks, float]],
     *,
     caption: str = "",
-    x_title: str = "",
-    y_title: str = "",
+    x_title: str = "FLOP per byte",
 ) -> list[Chart]:
     """Return a roofline chart.
 
@@ -522,7 +526,7 @@ def roofline_chart(
     merged = tuple(Roof("; ".join(names), *key) for key, names in labels.items())
     if not rows or not merged:
         return []
-    keys = ("intensity", "flops_per_s", "backend", x_title, y_title, caption)
+    keys = ("intensity", "flops_per_s", "backend", x_title, FLOPS, caption)
     return [Chart("roofline", title, tuple(rows), *keys, roofs=merged, label="label")]
 
 
@@ -648,7 +652,7 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
         times = [base / other if base and other else None for other in figures[1:]]
         rows.append((*cell, *figures, *times))
     return [
-        Heading("GPUs compared", f"medians of {answers[0].ranking}"),
+        Heading("GPUs compared", f"medians of {basis_text(answers[0].ranking)}"),
         Table(tuple(columns), tuple(rows)),
     ]
 

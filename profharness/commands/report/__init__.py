@@ -26,8 +26,10 @@ from profharness.commands._types import (
     store_path,
 )
 from profharness.commands._types import Store as StorePath
+from profharness.commands.analyze.answer import limits_text
+from profharness.commands.analyze.cells import analyze_all
 from profharness.commands.analyze.figures import run_machine
-from profharness.commands.bench.answer import CALLS, bench_answer
+from profharness.commands.bench.answer import bench_answer
 from profharness.commands.bench.tables import (
     MEANS,
     bench_document,
@@ -71,7 +73,12 @@ from profharness.errors import NotFoundError, UsageError, join_few, percent
 from profharness.files import atomic_file, check_output
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
-from profharness.measurements.measurements import BenchRow
+from profharness.measurements.measurements import (
+    BenchRow,
+    basis_detail,
+    basis_text,
+    contenders,
+)
 from profharness.program.changes import OF_A_FILE, EnvChange
 from profharness.program.layer_map import LayerMap, short_module
 from profharness.render.document import (
@@ -90,7 +97,7 @@ from profharness.render.document import (
 )
 from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow, decisive
-from profharness.stats import THRESHOLD
+from profharness.stats import NOTABLE_LOSS, THRESHOLD
 from profharness.store import Store, open_store
 from profharness.units import as_long, time_text
 
@@ -316,12 +323,22 @@ def _run_blocks(
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     timed = any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS)
     evaluated = evaluate_bench(store, run) if timed or bench else None
-    sentences, code = _summarize_run(store, run, cells)
-    extra["summary"].append({"run": run, "sentences": sentences})
+    sentences, verdict, code = _summarize_run(store, run, cells)
+    problems = store.problems(run)
+    broken = []
+    if cells and problems:
+        broken = [f"{_count(len(problems), 'profiler or GPU problem')}: see below."]
+    extra["summary"].append({"run": run, "sentences": [*sentences, *verdict, *broken]})
     summary: list[str] = []  # sentences for the details
     if evaluated:
-        summary, sentences = sentences, [*bench_answer(evaluated)]
-    problems = store.problems(run)
+        first, *others = bench_answer(evaluated)
+        # The answer of `bench` already tells notable losses.
+        notable = any(loss.real and loss.regret > NOTABLE_LOSS for loss in evaluated.losses)
+        limits = _limits(store, run, cells, kernels, evaluated)
+        summary = [*sentences, *(verdict if notable else ()), *broken]
+        sentences = [first, *(() if notable else verdict), *limits, *others]
+    else:
+        sentences = [*sentences, *broken]
     blocks: list[Block] = [Heading("Problems")] if problems else []
     for each in problems:
         text = f"{each.message}; {each.remedy}"
@@ -344,8 +361,7 @@ def _run_blocks(
     tf32 = bool(environment.get("tf32"))
     drawn: list[Block] = []
     if evaluated:
-        # The titles of the charts and the sentence about the measurement use the same name.
-        measured = CALLS.get(evaluated.ranking, evaluated.ranking).partition(" (")[0]
+        measured = basis_text(evaluated.ranking)
         medians = [
             (row.config, row.backend, row.median_ns)
             for row in evaluated.figures()
@@ -355,7 +371,9 @@ def _run_blocks(
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
         # The document of `bench` has this table too.
         drawn += [] if bench else _latency_tables(cells, [evaluated.ranking])
-    blocks += [Heading("Latency"), *drawn] if drawn else []
+    blocks += (
+        [Heading("Latency", basis_detail(evaluated.ranking)), *drawn] if evaluated and drawn else []
+    )
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
         blocks += [Heading("Bench"), *_deeper(document.blocks)]
@@ -509,10 +527,10 @@ def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> 
     """Return a table of the latencies of cells by some measurements, or no blocks."""
     timed = [(cell, row) for cell in cells for row in latencies(cell)]
     timed = [(cell, row) for cell, row in timed if row.measurement in measurements]
-    fastest: dict[tuple[str, str], float] = {}
+    medians: dict[tuple[str, str], dict[str, float]] = {}
     for cell, row in timed:
-        key = cell.config, row.measurement
-        fastest[key] = min(fastest.get(key, row.median_ns), row.median_ns)
+        medians.setdefault((cell.config, row.measurement), {})[cell.backend] = row.median_ns
+    fastest = {key: min(own[name] for name in contenders(own)) for key, own in medians.items()}
     rows: list[tuple[Any, ...]] = []
     for cell, row in timed:
         least = fastest[cell.config, row.measurement]
@@ -587,14 +605,31 @@ def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
     return [Heading("Environment"), Table(columns, tuple(rows))] if rows else []
 
 
-def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[list[str], str]:
-    """Return a summary of a run as sentences, and code that selects a faster backend than `auto`.
+def _limits(
+    store: Store,
+    run: str,
+    cells: Sequence[CellRow],
+    kernels: Sequence[KernelRow],
+    evaluated: BenchResult,
+) -> list[str]:
+    """Return a sentence on what limits the fastest backend of each config, if this is known."""
+    winners = {(each.config, each.backend) for each in evaluated.sound_winners()}
+    fastest = [cell for cell in cells if (cell.config, cell.backend) in winners]
+    machine = run_machine(store, run, None, fastest)
+    text = limits_text(analyze_all(fastest, kernels, machine, rivals=()))
+    return [text] if text else []
+
+
+def _summarize_run(
+    store: Store, run: str, cells: Sequence[CellRow]
+) -> tuple[list[str], list[str], str]:
+    """Return sentences on a run, a verdict on `auto`, and code that selects a faster backend.
 
     The code is for the config with the largest regret of `auto`. Return no code if `auto` is never
-    slower than another backend. Return neither sentences nor code for a run without cells.
+    slower than another backend. All are empty for a run without cells.
     """
     if not cells:
-        return [], ""
+        return [], [], ""
     environment = store.environment(run)
     backends: dict[str, list[CellRow]] = {}
     for cell in cells:
@@ -623,28 +658,31 @@ def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[li
             f"{_count(len(failed), 'cell')} failed, the first: {first.backend} on {first.config} "
             f"({first.status})."
         )
-    code = ""
+    code, verdict = "", list[str]()
     if any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS):
         losses = evaluate_bench(store, run).losses
         code = next((loss.code for loss in losses if loss.real), "")
-        sentences += _cost_of_auto(backends.get("auto", ()), losses)
-    if problems := store.problems(run):
-        sentences.append(f"{_count(len(problems), 'profiler or GPU problem')}: see below.")
-    return sentences, code
+        sentences += _choice_of_auto(backends.get("auto", ()))
+        verdict += _cost_of_auto(losses)
+    return sentences, verdict, code
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
+def _named(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} on {_count(n, 'config')}" for name, n in counts.most_common())
 
-    def named(counts: Counter[str]) -> str:
-        return ", ".join(f"{name} on {_count(n, 'config')}" for name, n in counts.most_common())
 
+def _choice_of_auto(cells: Sequence[CellRow]) -> Iterator[str]:
     ran = [backend_that_ran(cell) for cell in cells if cell.status == "ok"]
     if ran:
-        yield f"auto ran {named(Counter(name or 'an unknown backend' for name in ran))}."
+        yield f"auto ran {_named(Counter(name or 'an unknown backend' for name in ran))}."
+
+
+def _cost_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
+    """Yield sentences on whether another backend is faster than `auto`, and which one to select."""
     if not losses:
         return
     real = [loss for loss in losses if loss.real]
@@ -664,7 +702,7 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
         f"{worst.best} ({time_text(worst.chosen_ns)} against {time_text(worst.best_ns)})."
     )
     yield (
-        f"Select {named(Counter(loss.best for loss in real))}. The code below selects the fastest "
+        f"Select {_named(Counter(loss.best for loss in real))}. The code below selects the fastest "
         "backend for the config with the largest difference."
     )
 
