@@ -201,7 +201,7 @@ def test_what_is_missing_is_named_and_may_be_said() -> None:
     assert list(frame["predicted"]) == ["flash"]
     args = ("--config", "2,8,512,64,fp16,dropout=0.5", *ON_H200, "--cuda", "12.8")
     (row,) = rows(*args)
-    (caveat,) = [each for each in row["caveats"] if "cannot decide" in each]  # type: ignore[attr-defined]
+    (caveat,) = [each for each in row["caveats"] if "cannot determine" in each]  # type: ignore[attr-defined]
     assert "depends on cuDNN's version (--cudnn VERSION)" in caveat
     assert "it is unknown whether cudnn can compute this call (see its reasons)" in caveat
 
