@@ -41,8 +41,11 @@ def share_text(share: float) -> str:
 
 
 def ratio_figure(ratio: float) -> str:
-    """Format a ratio with two decimals, or with three significant figures below 0.1: `1.40`."""
-    return f"{ratio:,.2f}" if ratio >= 0.1 else f"{ratio:.3g}"
+    """Format a ratio with three significant figures, but at most two decimals from 0.1 on: `1.40`."""
+    if ratio < 0.1:
+        return f"{ratio:.3g}"
+    rounded = float(f"{ratio:.3g}")
+    return f"{ratio:,.{2 if rounded < 10 else 1 if rounded < 100 else 0}f}"
 
 
 def ratio_text(ratio: float) -> str:

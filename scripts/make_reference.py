@@ -29,6 +29,7 @@ from profharness.commands.analyze.figures import (
 )
 from profharness.commands.diff.compare import DiffRow
 from profharness.commands.kernels import tables as kernels
+from profharness.commands.layers.tables import GAPS
 from profharness.commands.ranks.comparison import RankFigures
 from profharness.commands.report import GLOSSARY
 from profharness.commands.runs import COST, RUN_FIELDS
@@ -114,6 +115,8 @@ def page() -> str:
     parts += row_lines("Cells (`kernels`, key `cells`)", cells)
     parts += row_lines("Layers (`layers`)", dict(columns_of(LayerRow)))
     parts += row_lines("Predicted layers (`layers --gpu`)", dict(columns_of(LayerForecast)))
+    gaps = {each.key: each for each in GAPS}
+    parts += row_lines("Gaps between kernels (`layers`, key `gaps`)", gaps)
     cells = {**columns_of(CellAnalysis), **columns_of(Figures)}
     parts += row_lines("Analyses (`analyze`)", cells)
     title = "Kernels of an analysis (`analyze`, key `kernels`)"

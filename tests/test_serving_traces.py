@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_report_has_the_phases(tmp_path: Path) -> None:
     (result,) = ingest_path(tmp_path / "store.db", SERVING / "eager.json.gz")
     with open_store(tmp_path / "store.db") as store:
         page = RENDERERS["md"](report_document(store, [result.run]))
-    section = page.split("## Phases (means per step")[1].split("## ")[0]
+    section = page.split("## Phases (GPU busy %")[1].split("## ")[0]
     rows = [line.split(" | ")[:2] for line in section.splitlines() if line.startswith("| ")]
     assert rows == [["| phase", "steps"], ["| :---", "---:"], ["| decode", "5"], ["| prefill", "1"]]
 
@@ -116,6 +117,10 @@ def test_a_bench_tells_the_fastest_backend_of_each_phase_in_tokens_per_second(
         tokens = (phase.tokens_per_s or 0) * phase.mean_ns
         assert phase.fastest_tokens_per_s == pytest.approx(
             tokens / (phase.mean_ns - phase.saves_ns)
+        )
+        tokens = (phase.median_step_tokens_per_s or 0) * phase.step_ns
+        assert phase.fastest_median_step_tokens_per_s == pytest.approx(
+            tokens / (phase.step_ns - phase.saves_ns)
         )
     told = layers_answer(timed)
     assert told[2].startswith("In decode steps, flashinfer-fa2 would save at most ")
@@ -169,7 +174,7 @@ def test_a_diff_of_engines_names_the_versions_in_their_logs(tmp_path: Path) -> N
         assert CliRunner().invoke(cli, words).exit_code == 0
         runs.append(f"{name}.json.gz")
     told = CliRunner().invoke(cli, ["diff", *runs, "--store", store]).stdout
-    assert told.startswith("The median decode step takes 1.89 ms → 1.78 ms. Attention in decode ")
+    assert told.startswith("The median decode step takes 1.89 ms → 1.78 ms, and the forward pass ")
     assert "The environments differ in engine_version (0.20.0 → 0.25.0)" in " ".join(told.split())
     table = told.split("environment ")[1].splitlines()
     keys = [line.split()[:3] for line in table[1:] if line.strip()]
@@ -219,8 +224,11 @@ def test_decoding_is_compared_with_decoding(
     assert (rows["prefill"].verdict, rows["prefill"].reasons[0]) == alone
     answer = " ".join(diff_document(found).answer)
     names = found.names
-    assert answer.startswith("Decode steps take ")
-    assert f", and {names[1]} is " in answer and f"{verdict} than {names[0]} in the for" in answer
+    assert answer.startswith("The median decode step takes ")
+    comparison = (
+        f"slower than {names[0]}" if verdict == "slower" else f"times as fast as {names[0]}"
+    )
+    assert f", and {names[1]} is " in answer and f"{comparison} in the for" in answer
     graph = next(name for name in names if name.startswith("decode"))
     assert f"; only {graph} replays CUDA graphs. Only " in answer
     assert "has prefill steps. The env" in answer
@@ -229,15 +237,18 @@ def test_decoding_is_compared_with_decoding(
 def test_phases_are_rows_with_one_caveat_about_sizes(tmp_path: Path) -> None:
     found = diff_of(tmp_path, EAGER, SHAPES)
     assert [(row.phase, row.verdict) for row in found.layers] == [
-        ("prefill", "same"),
         ("decode", "same"),
+        ("prefill", "same"),
     ]
+    page = RENDERERS["table"](diff_document(found))
+    phases = re.findall(r"^(?:[-+]|DecoderLayer\S+) +(decode|prefill)", page, re.MULTILINE)
+    assert phases == ["decode", "decode", "prefill", "prefill", "decode", "prefill"]
     document = diff_document(found)
     notes = [block for block in document.blocks if isinstance(block, Note)]
     assert [note for note in notes if note.level != "hint"] == [Note(SIZES.format("one"))]
     assert [text.split(", and ")[0] for text in document.answer[:2]] == [
-        "Prefill steps take 5.29 ms → 5.30 ms",
-        "Decode steps take 1.89 ms → 1.78 ms",
+        "The median decode step takes 1.89 ms → 1.78 ms",
+        "The median prefill step takes 5.29 ms → 5.30 ms",
     ]
 
 
@@ -254,11 +265,11 @@ def test_known_sizes_that_differ_are_not_paired(tmp_path: Path) -> None:
     path.write_text(json.dumps(other))
     rows = diff_of(tmp_path, SHAPES, path).layers
     assert [(row.phase, row.verdict) for row in rows] == [
-        ("prefill", "same"),
         ("decode", "removed"),
         ("decode", "added"),
+        ("prefill", "same"),
     ]
-    assert rows[1].reasons == ("the candidate has no matching layer with the same size",)
+    assert rows[0].reasons == ("the candidate has no matching layer with the same size",)
 
 
 def test_layers_compares_runs_of_an_engine_by_phase(tmp_path: Path) -> None:
@@ -269,4 +280,4 @@ def test_layers_compares_runs_of_an_engine_by_phase(tmp_path: Path) -> None:
     with open_store(tmp_path / "store.db") as store:
         (text,) = runs_answer(find_layers_by_gpu(store, runs))
     assert text.startswith("Attention of a decode step takes 66.4 µs in eager.json.gz and 76.6 µs")
-    assert text.endswith("decode.json.gz is 15.4 % slower.")
+    assert text.endswith("decode.json.gz is 15 % slower.")

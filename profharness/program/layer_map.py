@@ -19,7 +19,7 @@ from profharness.attention.dispatch.by_rule import (
     why_ran,
 )
 from profharness.attention.dispatch.machine import machine_of, release_text, rules_know
-from profharness.columns import column, pick
+from profharness.columns import column
 from profharness.device_types import CPU
 from profharness.errors import NotFoundError, UsageError, join_and
 from profharness.files import default_store, shell_command
@@ -281,7 +281,7 @@ class LayerRow:
     step_phase: Annotated[
         Text,
         column(
-            "step phase",
+            "phase",
             importance="key",
             optional=True,
             meaning="phase of the steps that the row refers to; empty if the program has no phases",
@@ -301,10 +301,6 @@ class LayerRow:
     def total_ns(self) -> float:
         """The time of all kernels of the row in all its steps, or 0 if it has no kernels."""
         return self.kernel_ns * (self.steps or 0)
-
-
-PHASE = replace(pick(LayerRow, "phase")[0], importance="key")
-"""The phase in tables whose rows may differ in nothing else, such as the recomputed calls of a layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -816,6 +816,8 @@ def _speed(
     basis = f"{len(base)} and {len(cand)} calls"
     change = f"{basis}: {(ratio - 1) * 100:+.1f} %"
     least = min(len(base), len(cand))
+    if times[0] == times[1]:
+        return ratio, "same", f"{basis}: equal times"
     if least < MIN_LAUNCHES:
         return (
             ratio,

@@ -49,19 +49,28 @@ class PhaseRow:
     steps: Annotated[int, column("steps", "count", importance="answer", meaning="number of steps")]
     requests: Annotated[Number, column(meaning="median number of requests per step")]
     new_tokens: Annotated[Number, column(meaning="median number of tokens that a step computes")]
-    mean_requests: Annotated[
-        Number, column("requests", "tenths", meaning="mean number of requests per step")
+    mean_requests: Annotated[Number, column(meaning="mean number of requests per step")]
+    mean_new_tokens: Annotated[Number, column(meaning="mean number of tokens that a step computes")]
+    median_step_requests: Annotated[
+        Number, column("requests", "tenths", meaning="number of requests of the median step")
     ]
-    mean_new_tokens: Annotated[
+    median_step_new_tokens: Annotated[
         Number,
-        column("new tokens", "tenths", meaning="mean number of tokens that a step computes"),
+        column("new tokens", "tenths", meaning="number of tokens that the median step computes"),
+    ]
+    step_ns: Annotated[
+        float,
+        column(
+            "median step µs",
+            "time",
+            importance="answer",
+            scale="step",
+            meaning="median duration of a step",
+        ),
     ]
     mean_ns: Annotated[
         float,
-        column("mean step µs", "time", importance="answer", scale="step", meaning="mean duration"),
-    ]
-    step_ns: Annotated[
-        float, column("median µs", "time", scale="step", meaning="median duration of a step")
+        column("mean µs", "time", importance="detail", scale="step", meaning="mean duration"),
     ]
     step_p90_ns: Annotated[
         float,
@@ -74,11 +83,14 @@ class PhaseRow:
         ),
     ]
     busy_share: Annotated[
+        Number, column(meaning="share of the time of all steps during which a kernel was running")
+    ]
+    median_step_busy_share: Annotated[
         Number,
         column(
             "GPU busy %",
             "percent",
-            meaning="share of the step time during which a kernel was running",
+            meaning="share of the median step during which a kernel was running",
         ),
     ]
     attention_ns: Annotated[
@@ -124,13 +136,17 @@ class PhaseRow:
         ),
     ]
     tokens_per_s: Annotated[
+        Number, column(meaning="new tokens of all steps divided by the time of all steps")
+    ]
+    median_step_tokens_per_s: Annotated[
         Number,
         column(
             "tokens/s",
             "figures",
-            meaning="new tokens of all steps divided by the time of all steps, which is `new tokens` "
-            "divided by `mean step`; empty if drafted tokens are checked, because some of them are "
-            "rejected",
+            importance="answer",
+            optional=True,
+            meaning="`new tokens` divided by `median step`; empty if drafted tokens are checked, "
+            "because some of them are rejected",
         ),
     ]
     points: Annotated[
@@ -169,12 +185,15 @@ class PhaseRow:
         ),
     ] = None
     fastest_tokens_per_s: Annotated[
+        Number, column(meaning="with --bench: `tokens_per_s` if each step takes `saves_ns` less")
+    ] = None
+    fastest_median_step_tokens_per_s: Annotated[
         Number,
         column(
             "tokens/s then",
             "figures",
             optional=True,
-            meaning="with --bench: new tokens divided by the resulting step duration",
+            meaning="with --bench: `tokens/s` if the median step takes `saves µs/step` less",
         ),
     ] = None
     doubts: Annotated[tuple[str, ...], column(meaning="why a figure is missing or doubtful")] = ()
@@ -285,9 +304,29 @@ def find_phases(
 
 def phases_detail(phases: Iterable[PhaseRow]) -> str:
     """Return the text beside the heading of a table of phases."""
-    has_tokens = any(phase.tokens_per_s is not None for phase in phases)
-    tokens = "; tokens/s is new tokens divided by mean step" if has_tokens else ""
-    return f"means per step{tokens}"
+    has_tokens = any(phase.median_step_tokens_per_s is not None for phase in phases)
+    of_step = "GPU busy % and tokens/s" if has_tokens else "GPU busy %"
+    return f"{of_step} of the median step; attention as the mean of all steps"
+
+
+def middle_steps(steps: Sequence[StepRow]) -> list[StepRow]:
+    """Return the step of median duration, or the two steps whose mean duration is the median."""
+    ordered = sorted(steps, key=lambda step: step.duration_ns)
+    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+
+
+def slow_steps(steps: Sequence[StepRow]) -> list[StepRow]:
+    """Return the steps that take more than twice the median."""
+    if not steps:
+        return []
+    limit = 2 * median(step.duration_ns for step in steps)
+    return [step for step in steps if step.duration_ns > limit]
+
+
+def busy_share(steps: Sequence[StepRow]) -> Number:
+    """Return the share of the steps' time during which the GPUs were busy, or None if unknown."""
+    long = sum(step.duration_ns * step.devices for step in steps)
+    return sum(step.busy_ns * step.devices for step in steps) / long if long else None
 
 
 def in_phase(phase: str | None, sentence: str) -> str:
@@ -317,7 +356,6 @@ def _phase(
     batches = [batch for batch in annotated if batch]
     durations = [step.duration_ns for step in group]
     busy = sum(step.busy_ns * step.devices for step in group)
-    long = sum(step.duration_ns * step.devices for step in group)
     attention = sum(kernel.total_ns for each in calls for call in each for kernel in call.kernels)
     works, doubts = [], set()
     for batch, each in zip(annotated, calls, strict=True):
@@ -335,6 +373,10 @@ def _phase(
     tokens = [batch.new_tokens for batch in batches if batch.new_tokens is not None]
     requests = [batch.requests for batch in batches if batch.requests is not None]
     whole_tokens = sum(tokens) if len(tokens) == count and name != VERIFY else None
+    middle = middle_steps(group)
+    of_middle = [batch for step in middle if (batch := parse_engine_step(step.name))]
+    middle_tokens = _mean([batch.new_tokens for batch in of_middle])
+    rate = None if whole_tokens is None or middle_tokens is None else 1e9 * middle_tokens
     if limit and limit > OVER * attention:
         doubts.add(
             f"attention in {name} steps seems {limit / attention:.1f} times as fast as the data sheet "
@@ -347,12 +389,15 @@ def _phase(
         new_tokens=median(tokens) if tokens else None,
         mean_requests=fmean(requests) if requests else None,
         mean_new_tokens=fmean(tokens) if tokens else None,
+        median_step_requests=_mean([batch.requests for batch in of_middle]),
+        median_step_new_tokens=middle_tokens,
         step_ns=median(durations),
         mean_ns=sum(durations) / count,
         step_p90_ns=quantiles(durations, n=10, method="inclusive")[-1]
         if count > 1
         else durations[0],
-        busy_share=busy / long if long else None,
+        busy_share=busy_share(group),
+        median_step_busy_share=busy_share(middle),
         attention_ns=attention / count,
         attention_share=attention / max(busy, attention) if busy else None,
         flops=None if flops is None else flops / count,
@@ -361,9 +406,16 @@ def _phase(
         bytes_per_s=None if moved is None else 1e9 * moved / attention,
         roofline_share=limit / attention if limit else None,
         tokens_per_s=None if whole_tokens is None else 1e9 * whole_tokens / sum(durations),
+        median_step_tokens_per_s=None if rate is None else rate / median(durations),
         points=_median_points(batches, calls, works) if whole else (),
         doubts=tuple(sorted(doubts)),
     )
+
+
+def _mean(values: Sequence[int | None]) -> Number:
+    """Return the mean of values, or None if there are none or one of them is unknown."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
 
 
 def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None, str | None]:

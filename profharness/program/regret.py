@@ -241,15 +241,22 @@ def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
     if best is None or spent is None:
         return phase
     saves = max(0.0, phase.attention_ns - spent)
-    after = phase.mean_ns - saves
-    rate = phase.tokens_per_s
     return replace(
         phase,
         fastest=best,
         fastest_ns=spent,
         saves_ns=saves,
-        fastest_tokens_per_s=rate * phase.mean_ns / after if rate and after > 0 else None,
+        fastest_tokens_per_s=_faster_rate(phase.tokens_per_s, phase.mean_ns, saves),
+        fastest_median_step_tokens_per_s=_faster_rate(
+            phase.median_step_tokens_per_s, phase.step_ns, saves
+        ),
     )
+
+
+def _faster_rate(rate: float | None, step_ns: float, saves_ns: float) -> float | None:
+    """Return the rate of steps that take `saves_ns` less."""
+    after = step_ns - saves_ns
+    return rate * step_ns / after if rate and after > 0 else None
 
 
 def is_launch_bound(times: StepTimes, gpu: str | None) -> bool:

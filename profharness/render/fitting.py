@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.cells import cell_len
 
 from profharness.attention.config import without_strides
 from profharness.columns import Column
 from profharness.errors import one_line
+from profharness.render.document import MISSING
 
 GAP = 2
 INDENT = 2  # indentation of the lines of a row after its first
@@ -27,12 +28,14 @@ ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two a
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
 OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, most important first
 CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
+_DIMENSIONS = re.compile(r"dims .*")  # the sizes of a call that no config describes
 _TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as 1e-05
 _REMARK = re.compile(
     r"(b\d+-h\d+-\S+) \(.*\)"
 )  # a label with a remark, such as the lengths of its calls
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _WORD_END = re.compile(r"[^\W_]*$")
+_WORD = re.compile(r"(?<=\.)|(?<=[a-z])(?=[A-Z])")  # the starts of the words in a dotted name
 _DOTTED = re.compile(r"[\w{}\[\],…-]+(\.[\w{}\[\],…-]+)+")
 
 Texts = Sequence[str]
@@ -49,7 +52,7 @@ class Layout:
     cuts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     """The shortened texts of each column."""
     shared: tuple[int, ...] = ()
-    """Columns with one long text for all rows. The text stands above the table instead."""
+    """Columns with the same text in all rows. The text stands above the table instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,40 +92,123 @@ def fit_columns(
     If the table is too wide, print a long text that all rows share above it. Then apply these steps
     until the table fits: shorten long texts, hide details, shorten texts further, hide other columns
     by importance, and fold rows into several lines. A wider table shows at least the details of a
-    narrower table. If `full` is set, shorten and hide nothing. Instead, continue texts on further
-    lines, and fold rows if that is not enough.
+    narrower table. Before columns are hidden, also print shorter texts above the table if all rows
+    share them. A column without which two rows look alike is never hidden. If `full` is set, shorten
+    and hide nothing. Instead, continue texts on further lines, and fold rows if that is not enough.
     """
     width = max(width, NARROWEST)
+    natural = natural_layout(columns, rows)
+    if _line_width(natural.widths, natural.lines[0]) <= width:
+        return natural
+    if full:
+        return _full_layout(columns, rows, width)
+    own = list(columns)
+    while True:
+        layouts = (_sharing_layout(own, rows, width, shared) for shared in _shared(own, rows))
+        layout = min(_until_complete(layouts), key=_lacks)
+        place = _distinguishing(own, rows, layout)
+        if place is None:
+            return layout
+        own[place] = replace(own[place], importance="key")
+
+
+def _until_complete(layouts: Iterable[Layout]) -> Iterator[Layout]:
+    """Yield layouts up to the first that hides no column and folds no row."""
+    for layout in layouts:
+        yield layout
+        if not layout.hidden and len(layout.lines) == 1:
+            return
+
+
+def _lacks(layout: Layout) -> tuple[int, int, int]:
+    """Return how many columns a layout hides, how many lines a row has, and how many texts are cut."""
+    cuts = sum(text != cut for own in layout.cuts.values() for text, cut in own.items())
+    return len(layout.hidden), len(layout.lines), cuts
+
+
+def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
+    """Yield sets of columns to print above the table, because all rows share their texts.
+
+    The first set contains the long texts, the second also short texts, and the third also the column
+    that names the rows.
+    """
+    alike = [
+        place
+        for place, column in enumerate(columns)
+        if column.shrink
+        and len({row[place] for row in rows} - ({""} if not column.repeat else set())) == 1
+        and rows[0][place] not in ("", MISSING)
+    ]
+    yield (long := tuple(at for at in alike if at and cell_len(rows[0][at]) > READABLE))
+    short = [at for at in alike if at and columns[at].importance != "answer"]
+    yield (several := tuple(sorted({*long, *short})))
+    if 0 in alike:
+        yield (0, *several)
+
+
+def _distinguishing(columns: Sequence[Column], rows: Sequence[Texts], layout: Layout) -> int | None:
+    """Return the first hidden column with texts that distinguish rows which look alike without it.
+
+    A shortened text does not count, because the part that differs may be missing. Figures do not
+    count either, because they do not identify a row.
+    """
+    texts = [place for place, column in enumerate(columns) if not column.right]
+    seen: dict[Texts, Texts] = {}
+    for row in rows:
+        shown = tuple(
+            "" if layout.cuts.get(at, {}).get(row[at], row[at]) != row[at] else row[at]
+            for at in texts
+            if at not in layout.hidden
+        )
+        other = seen.setdefault(shown, row)
+        for at in layout.hidden:
+            if at in texts and row[at] != other[at]:
+                return at
+    return None
+
+
+def _sharing_layout(
+    columns: Sequence[Column], rows: Sequence[Texts], width: int, shared: tuple[int, ...]
+) -> Layout:
+    """Return the layout of a table whose columns `shared` are printed above it."""
+    rest = [place for place in range(len(columns)) if place not in shared]
+    own = [[row[place] for place in rest] for row in rows]
+    layout = _cut_layout([columns[place] for place in rest], own, width)
+    sizes = dict(zip(rest, layout.widths, strict=True))
+    return Layout(
+        lines=tuple(tuple(rest[at] for at in line) for line in layout.lines),
+        widths=tuple(sizes.get(place, 0) for place in range(len(columns))),
+        hidden=tuple(rest[at] for at in layout.hidden),
+        cuts={rest[at]: cuts for at, cuts in layout.cuts.items()},
+        shared=shared,
+    )
+
+
+def _full_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
+    """Return a layout with whole texts, which continue on further lines."""
+    every = tuple(range(len(columns)))
+    titles = [title_width(one_line(column.title)) for column in columns]
+    whole = tuple(map(max, titles, map(_longest, _texts(columns, rows))))
+    wrapped = tuple(
+        min(size, max(title, READABLE)) if column.shrink or column.wrap else size
+        for column, title, size in zip(columns, titles, whole, strict=True)
+    )
+    if _line_width(wrapped, every) <= width:
+        choice = _Choice(every, (), tuple(map(_Shrunk, wrapped)))
+        return Layout((every,), tuple(_narrowed(whole, choice, width, ())))
+    choice = _Choice(every, _widest(columns, every, whole, width), tuple(map(_Shrunk, whole)))
+    widths = _narrowed(whole, choice, width, ())
+    return Layout(_lines(choice, widths, width), tuple(widths))
+
+
+def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
+    """Return a layout with shortened texts and hidden columns, if they are needed to fit."""
     natural = natural_layout(columns, rows)
     every = natural.lines[0]
     if _line_width(natural.widths, every) <= width:
         return natural
-    if not full and (shared := _shared(columns, rows)):
-        rest = [place for place in every if place not in shared]
-        own = [[row[place] for place in rest] for row in rows]
-        layout = fit_columns([columns[place] for place in rest], own, width)
-        sizes = dict(zip(rest, layout.widths, strict=True))
-        return Layout(
-            lines=tuple(tuple(rest[at] for at in line) for line in layout.lines),
-            widths=tuple(sizes.get(place, 0) for place in every),
-            hidden=tuple(rest[at] for at in layout.hidden),
-            cuts={rest[at]: cuts for at, cuts in layout.cuts.items()},
-            shared=shared,
-        )
     texts = _texts(columns, rows)
     titles = [title_width(one_line(column.title)) for column in columns]
-    if full:
-        whole = tuple(map(max, titles, map(_longest, texts)))
-        wrapped = tuple(
-            min(size, max(title, READABLE)) if column.shrink or column.wrap else size
-            for column, title, size in zip(columns, titles, whole, strict=True)
-        )
-        if _line_width(wrapped, every) <= width:
-            choice = _Choice(every, (), tuple(map(_Shrunk, wrapped)))
-            return Layout((every,), tuple(_narrowed(whole, choice, width, ())))
-        choice = _Choice(every, _widest(columns, every, whole, width), tuple(map(_Shrunk, whole)))
-        widths = _narrowed(whole, choice, width, ())
-        return Layout(_lines(choice, widths, width), tuple(widths))
     strides = [_shorter_labels(own) for own in texts]
     texts = [[cuts[text] for text in own] for cuts, own in zip(strides, texts, strict=True)]
     most = tuple(map(max, titles, map(_longest, texts)))
@@ -150,18 +236,6 @@ def fit_columns(
     }
     hidden = tuple(place for place in every if place not in choice.kept)
     return Layout(_lines(choice, widths, width), tuple(widths), hidden, cuts)
-
-
-def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> tuple[int, ...]:
-    """Return the columns with one long text for all rows, except the column that names the rows."""
-    return tuple(
-        place
-        for place, column in enumerate(columns)
-        if place
-        and column.shrink
-        and len({row[place] for row in rows} - ({""} if not column.repeat else set())) == 1
-        and cell_len(rows[0][place]) > READABLE
-    )
 
 
 def _cut(texts: Texts, title: int, width: int, shrunk: _Shrunk) -> tuple[int, Mapping[str, str]]:
@@ -400,14 +474,16 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 def _shortened(text: str, width: int) -> str:
     """Cut the end of a text, the beginning of a dotted name, or the middle of a kernel's name."""
     if _DOTTED.fullmatch(text):
-        parts = text.split(".")
-        for start in range(1, len(parts)):
-            if cell_len(tail := ".".join(parts[start:])) < width:
+        last = text.rindex(".") + 1
+        starts = (each.start() for each in _WORD.finditer(text, 1) if each.start() <= last)
+        for start in starts:
+            if cell_len(tail := text[start:]) < width:
                 return f"…{tail}"
     if remark := _REMARK.fullmatch(text):
+        # A remark is left out without an ellipsis, so that the config does not look incomplete.
         text = remark[1]
-        if cell_len(text) < width:
-            return f"{text}…"
+        if cell_len(text) <= width:
+            return text
     if CONFIG_LABEL.fullmatch(text):
         head = fitting(text, width - 1)
         return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"
@@ -420,6 +496,17 @@ def _shortened(text: str, width: int) -> str:
         tail = text[len(text) - width // 3 :]
         return f"{text[: width - 1 - len(tail)]}…{tail}"
     return f"{fitting(text, width - 1)}…"
+
+
+def config_in(text: str) -> str | None:
+    """Return the config, or the dimensions of a call without a config, at the start of a text."""
+    found = CONFIG_LABEL.match(text) or _DIMENSIONS.fullmatch(text)
+    return found and found[0]
+
+
+def is_config(text: str) -> bool:
+    """Return whether a text of `config_in` is the label of a config, and not dimensions."""
+    return CONFIG_LABEL.fullmatch(text) is not None
 
 
 def _common_prefix(group: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from profharness.render.document import (
     Timeline,
     format_value,
 )
+from profharness.render.fitting import config_in
 from profharness.render.timeline import draw_timeline
 
 FILTER_FROM = 16  # minimum number of rows in a table with a filter
@@ -201,6 +202,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
 
     Keep repeated values, because the rows can be sorted.
     """
+    table = _answers_first(table)
     # Names in a column with long texts may wrap within words.
     wide = [
         any(isinstance(row[at], str) and len(row[at]) > LONG_TEXT for row in table.rows)
@@ -237,6 +239,28 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     return (
         f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
         f'<table id="{ident}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    )
+
+
+def _answers_first(table: Table) -> Table:
+    """Return the table with its answers after the columns that identify a row, and configs last.
+
+    A narrow page shows only the first columns without scrolling.
+    """
+
+    def rank(place: int) -> int:
+        column = table.columns[place]
+        texts = (row[place] for row in table.rows)
+        if place and any(isinstance(text, str) and config_in(text) for text in texts):
+            return 3
+        if place == 0 or column.importance == "key" or not column.repeat:
+            return 0
+        return 1 if column.importance == "answer" else 2
+
+    order = sorted(range(len(table.columns)), key=rank)
+    return Table(
+        tuple(table.columns[at] for at in order),
+        tuple(tuple(row[at] for at in order) for row in table.rows),
     )
 
 

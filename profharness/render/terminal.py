@@ -27,12 +27,13 @@ from profharness.render.document import (
     formatted_rows,
 )
 from profharness.render.fitting import (
-    CONFIG_LABEL,
     GAP,
     INDENT,
     Layout,
     chunks,
+    config_in,
     fit_columns,
+    is_config,
     natural_layout,
     split_title,
 )
@@ -65,9 +66,7 @@ def render_table(
     rows = [formatted_rows(table) for table in tables]
     layouts = _layouts(tables, rows, width if cut else None, full=full)
     pairs = list(zip(tables, rows, strict=True))
-    last_cut = max(
-        (at for at, each in enumerate(tables) if layouts[each.columns].hidden), default=-1
-    )
+    last_of = {table.columns: at for at, table in enumerate(tables)}
     short = [_shortened_configs(own, layouts[table.columns]) for table, own in pairs]
     last_short = max((at for at, each in enumerate(short) if each), default=-1)
     configs = dict.fromkeys(chain.from_iterable(short))
@@ -105,8 +104,8 @@ def render_table(
             if isinstance(previous, Note | Table):
                 console.print()
             _print_table(console, block.columns, rows[table_count], layouts[block.columns], width)
-            if table_count == last_cut:
-                _print_hidden(console, layouts, width)
+            if table_count == last_of[block.columns]:
+                _print_hidden(console, block.columns, layouts[block.columns], width)
             if table_count == last_short:
                 _print_configs(console, list(configs), document.configs_printed_by, width)
             table_count += 1
@@ -232,24 +231,25 @@ def _padded(text: str, width: int, right: bool) -> str:
     return f"{blanks}{text}" if right else f"{text}{blanks}"
 
 
-def _print_hidden(console: Console, layouts: Layouts, width: int) -> None:
-    titles = dict.fromkeys(
-        one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
-    )
+def _print_hidden(console: Console, columns: Sequence[Column], layout: Layout, width: int) -> None:
+    """Print the titles of the columns that the tables with these columns hide."""
+    titles = dict.fromkeys(one_line(columns[at].title) for at in layout.hidden)
+    if not titles:
+        return
     names = join_few([title for title in titles if title], SHOWN_TITLES)
     # Keep the last words together on one line.
     end = f"(see{NO_BREAK}--full)"
-    lines = "\n".join(_wrapped(f"hidden at {width} columns: {names} {end}", width))
+    lines = "\n".join(_wrapped(f"hidden: {names} {end}", width))
     console.print(Text(lines.replace(NO_BREAK, " "), style="dim"), soft_wrap=True)
 
 
 def _shortened_configs(rows: Rows, layout: Layout) -> list[str]:
-    """Return the configs that a table shortens."""
+    """Return the configs and the dimensions that a table shortens."""
     return [
-        label[0]
+        config
         for at, cuts in layout.cuts.items()
         for text in dict.fromkeys(row[at] for row in rows)
-        if (label := CONFIG_LABEL.match(text)) and not cuts.get(text, text).startswith(label[0])
+        if (config := config_in(text)) and not cuts.get(text, text).startswith(config)
     ]
 
 
@@ -258,6 +258,9 @@ def _print_configs(console: Console, configs: Sequence[str], command: str, width
     lines = ["configs in full:"]
     if len(configs) <= MAX_CONFIGS:
         lines += [line for config in configs for line in chunks(config, width)]
+    elif not all(map(is_config, configs)):
+        # The command prints no dimensions.
+        lines = ["configs in full: see --full"]
     elif command:
         lines = _wrapped(f"configs in full: {command}", width)
     else:

@@ -226,7 +226,7 @@ def test_a_side_whose_lanes_shared_cores_is_named() -> None:
 
 def test_too_few_launches_and_overlapping_ranges_are_unknown() -> None:
     kernels = tuple(rows_of(SQUARE, "efficient"))
-    single = tuple(replace(row, launches=2) for row in kernels)
+    single = tuple(replace(slower(row, 1.2), launches=2) for row in kernels)
     diff = diff_cells(side(kernels=kernels, cells=()), side(kernels=single, cells=()))
     assert "too few launches" in diff.rows[0].reasons[0]
     assert diff.rows[0].verdict == "unknown"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from dataclasses import replace
@@ -283,3 +285,25 @@ def test_predictions_are_marked_in_the_table(store: Path) -> None:
     titles = next(line for line in text.splitlines() if "saves µs" in line)
     for title in ("predicted choice", "µs/call", "source", "predicted µs"):
         assert title in titles
+
+
+def test_csv_names_the_file_of_a_run(store: Path) -> None:
+    """Bug: a row of CSV had only the id of the run."""
+    done = ask(store, str(MODELS / "llama_train.json.gz"), "--format", "csv")
+    (row,) = csv.DictReader(io.StringIO(done.stdout))
+    assert row["run"].startswith("trace-") and row["run_name"] == "llama_train.json.gz"
+
+
+def test_a_page_shows_answers_before_configs(store: Path) -> None:
+    done = ask(store, str(MODELS / "llama_train.json.gz"), "--format", "html")
+    head = done.stdout.split("<thead>")[1].split("</thead>")[0]
+    titles = re.findall(r"<button[^>]*>([^<]*)</button>", head)
+    assert titles[:2] == ["module", "ran"] and titles[-1] == "config"
+    assert titles.index("% of GPU time") < titles.index("calls/step")
+
+
+def test_a_program_with_phases_has_one_column_of_phases(store: Path) -> None:
+    """Bug: `step phase` and `phase` seemed to be two names of one thing."""
+    done = ask(store, str(MODELS.parent / "serving" / "shapes.json.gz"), "--format", "md")
+    (titles,) = (line for line in done.stdout.splitlines() if line.startswith("| module"))
+    assert titles.count(" phase ") == 1 and "step phase" not in titles

@@ -342,11 +342,11 @@ def test_long_names_are_shortened_before_details_are_hidden() -> None:
         Column("d", "grid", importance="detail"),
         Column("a", "µs", importance="answer"),
     ]
-    row = ("n" * 60, "1,1,1", "7.44")
-    assert fitted(columns, row, width=53)[1] == f"{'n' * 39}…  1,1,1  7.44"
+    rows = ("n" * 60, "1,1,1", "7.44"), ("m" * 60, "1,1,1", "7.44")
+    assert fitted(columns, *rows, width=53)[1] == f"{'n' * 39}…  1,1,1  7.44"
     # Names of up to COMFORTABLE characters remain whole at the cost of details.
-    assert fitted(columns, row, width=52)[1] == f"{'n' * 45}…  7.44"
-    assert fitted(columns, row, width=30)[1] == f"{'n' * 23}…  7.44"
+    assert fitted(columns, *rows, width=52)[1] == f"{'n' * 45}…  7.44"
+    assert fitted(columns, *rows, width=30)[1] == f"{'n' * 23}…  7.44"
 
 
 def test_each_width_hides_details_in_one_order() -> None:
@@ -513,16 +513,82 @@ def test_long_sentences_continue_in_their_column() -> None:
 def test_a_dotted_name_keeps_its_end() -> None:
     columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
     rows = [("DecoderLayer_{0-2}.Attention_{0-2}", "flash")]
-    assert fitted(columns, *rows)[1] == "…Attention_{0-2}  flash"
+    assert fitted(columns, *rows, width=39)[1] == "…Layer_{0-2}.Attention_{0-2}  flash"
+    assert fitted(columns, *rows, width=30)[1] == "…Attention_{0-2}  flash"
 
 
-def test_one_line_per_document_names_the_hidden_columns() -> None:
+def test_a_list_of_hidden_columns_belongs_to_one_table() -> None:
+    """Bug: one list below the last table named the columns of all tables."""
+    other = Table(
+        (Column("k", "op"), Column("e", "path", importance="detail")), (("mm", "y" * 60),)
+    )
+    table = Table(
+        (Column("k", "layer"), Column("d", "note", importance="detail")), (("a", "x" * 60),)
+    )
+    document = Document("t/1", "t", (table, other), (), ())
+    lines = render_table(document, width=60, cut=True).splitlines()
+    assert lines[2] == "hidden: note (see --full)" and lines[-1] == "hidden: path (see --full)"
+
+
+def test_a_column_that_distinguishes_rows_is_never_hidden() -> None:
+    """Bug: two rows differed only in a shortened config, and their phases were hidden."""
+    columns = [
+        Column("m", "module"),
+        Column("c", "config", shrink=True, importance="key"),
+        Column("p", "phase"),
+        Column("a", "ran", importance="answer"),
+    ]
+    ends = (("d64-fp16", "decode"), ("d128-bf16", "prefill"))
+    rows = [("layers.0", f"b2-h32-{'s1-' * 20}{end}", phase, "flash") for end, phase in ends]
+    assert 2 not in fit_columns(columns, rows, 34).hidden
+    alike = [(*row[:2], "decode", row[3]) for row in rows]
+    assert 2 in fit_columns(columns, alike, 34).hidden
+
+
+def test_a_shared_text_stands_above_the_table_before_columns_are_hidden() -> None:
+    columns = [
+        Column("m", "module", shrink=True),
+        Column("c", "config", shrink=True, importance="key"),
+        Column("n", "calls/step", importance="detail"),
+    ]
+    rows = [
+        ("decoder.0.attention", "b2-h8-s512-d64-fp16", "3"),
+        ("decoder.1.attention", "b2-h8-s512-d64-fp16", "4"),
+    ]
+    assert fit_columns(columns, rows, 80).shared == ()
+    layout = fit_columns(columns, rows, 40)
+    assert (layout.shared, layout.hidden) == ((1,), ())
+    same = [("decoder.0.attention", *row[1:]) for row in rows]
+    assert fit_columns(columns, same, 24).shared == (0, 1)
+
+
+def test_a_remark_is_left_out_without_an_ellipsis() -> None:
+    """Bug: a config seemed to be cut, although only the lengths of its calls were left out."""
+    label = "b2-h32-kv8-sq1-skv260-d64-bf16"
+    cuts = distinct_cuts([f"{label} (seq_kv 257 to 263)"], len(label))
+    assert list(cuts.values()) == [label]
+
+
+def test_shortened_dimensions_are_printed_in_full() -> None:
+    columns = (
+        Column("m", "module"),
+        Column("c", "config", shrink=True, importance="key"),
+        Column("a", "ran", importance="answer"),
+    )
+    texts = "dims q 4x32x128, k v 93x16x8x128", "dims q 1450x32x128, k v 93x16x8x128"
+    rows = tuple(("attention", text, "flashinfer") for text in texts)
+    document = Document("t/1", "t", (Table(columns, rows),), (), ())
+    lines = render_table(document, width=44, cut=True).splitlines()
+    assert lines[-3:] == ["configs in full:", *texts]
+
+
+def test_one_line_names_the_hidden_columns_of_equal_tables() -> None:
     columns = (Column("k", "layer"), Column("d", "note", importance="detail"))
     table = Table(columns, (("attn", "x" * 60),))
     blocks = (Heading("a"), table, Heading("b"), table, Note("last"))
     document = Document("t/1", "t", blocks, (), ())
     text = render_table(document, width=60, cut=True, full=False)
-    assert text.count("hidden at 60 columns: note (see --full)\n") == 1
+    assert text.count("hidden: note (see --full)\n") == 1
     assert text.index("hidden") > text.index("b\n")
     assert "hidden" not in render_table(document, width=60, cut=True, full=True)
 

@@ -44,7 +44,7 @@ from profharness.commands.diff.compare import (
 )
 from profharness.errors import GateError, NotFoundError, counted, join_few
 from profharness.program.changes import VERDICTS, EnvChange
-from profharness.program.layer_map import PHASE
+from profharness.program.layer_map import LayerRow
 from profharness.program.matching import (
     LayerDiff,
     LayerSide,
@@ -68,6 +68,7 @@ from profharness.render.document import (
 )
 from profharness.rows import KernelRow
 from profharness.store import frame, open_store
+from profharness.units import ratio_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,9 +97,9 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
 SIDE_TIMES = ("forward_ns", "backward_ns")
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
-    PHASE,
+    *pick(LayerRow, "phase"),
     *(
-        replace(each, importance="answer") if each.key == "forward_ns" else each
+        replace(each, importance="answer") if each.key in SIDE_TIMES else each
         for each in pick(
             LayerSide, "calls", "program_calls", "asked", "ran", *SIDE_TIMES, "roofline_share"
         )
@@ -123,7 +124,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     blocks += _phase_blocks(diff.phases)
     # Show the share of the GPU's limit only if the GPUs differ.
     gpus = any(change.key == "gpu" for change in diff.environment)
-    blocks += _layer_blocks(diff.layers, full, shares=gpus)
+    blocks += _layer_blocks(_ordered_layers(diff), full, shares=gpus)
     if diff.environment:
         blocks.append(Table.of(pick(EnvChange), diff.environment))
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
@@ -176,7 +177,7 @@ def cost_text(cost: Cost) -> str:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
     kind, unit = ("kib", " KiB") if cost.what == MEMORY else ("count", " a call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
-    ratio = "" if cost.ratio is None else f", {cost.ratio:.2f}x"
+    ratio = "" if cost.ratio is None else f", {ratio_text(cost.ratio)}"
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
 
 
@@ -243,16 +244,24 @@ def _difference(reason: str) -> str:
     return f"{what}: {before} → {after}"
 
 
+def _ordered_layers(diff: Diff) -> list[LayerDiff]:
+    """Return the layers in the order of the phases, and by time within a phase."""
+    order = {each.phase: place for place, each in enumerate(diff.phases)}
+    return sorted(
+        diff.layers,
+        key=lambda row: (order.get(str(row.first.step_phase), len(order)), -_step_ns(row)),
+    )
+
+
 def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> Iterator[Block]:
     if not layers:
         return
-    ordered = sorted(layers, key=lambda row: -_step_ns(row))
-    names, labels = layer_names(ordered, full=full), layer_labels(ordered, full=full)
-    phases = phases_distinguish(ordered, names)
+    names, labels = layer_names(layers, full=full), layer_labels(layers, full=full)
+    phases = phases_distinguish(layers, names)
     lines: list[dict[str, Any]] = []
     notes: dict[str, list[str]] = {}  # labels of layers by reason
     severe: set[str] = set()
-    for row, name, label in zip(ordered, names, labels, strict=True):
+    for row, name, label in zip(layers, names, labels, strict=True):
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
         texts |= {
             key: tuple(getattr(each, key, None) for each in row.sides)

@@ -162,9 +162,10 @@ def _steps(diff: Diff) -> Iterator[str]:
     shared = any(row.baseline and row.candidate for row in diff.layers)
     if not shared or len({step.whole_trace for step in diff.steps}) != 1:
         return
-    before, after = (time_text(step.duration_ns) for step in diff.steps)
+    before, after = (time_text(step.median_ns) for step in diff.steps)
     what = "whole trace" if diff.steps[0].whole_trace else "step"
-    idle = all(0 < step.busy_ns < IDLE * step.duration_ns for step in diff.steps)
+    what = "median step" if any(step.steps > 1 for step in diff.steps) else what
+    idle = all(0 < step.median_busy_ns < IDLE * step.median_ns for step in diff.steps)
     why = ", and the GPU is idle for most of that time" if idle else ""
     yield f"The {what} takes {before} → {after}{why}."
 

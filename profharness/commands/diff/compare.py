@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,7 +30,7 @@ from profharness.program.changes import (
     environment_changes,
 )
 from profharness.program.matching import LayerDiff, Program, diff_layers, find_program
-from profharness.program.phases import PhaseRow
+from profharness.program.phases import PhaseRow, middle_steps
 from profharness.program.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.rows import (
     CALL_MEASUREMENTS,
@@ -198,6 +199,9 @@ class StepTime:
 
     duration_ns: float
     busy_ns: float
+    steps: int
+    median_ns: float  # the median duration
+    median_busy_ns: float  # the time in which the GPU is busy in the median step
     whole_trace: bool  # whether the trace has no steps, so that the whole trace counts as one step
 
 
@@ -208,6 +212,12 @@ class PhaseDiff:
     phase: str
     baseline: PhaseRow | None
     candidate: PhaseRow | None
+
+    @property
+    def total_ns(self) -> float:
+        """The time of all steps of the phase, on the side where it is longer."""
+        sides = filter(None, (self.baseline, self.candidate))
+        return max(side.mean_ns * side.steps for side in sides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,17 +502,27 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
 
 
 def _phases(before: Sequence[PhaseRow], after: Sequence[PhaseRow]) -> tuple[PhaseDiff, ...]:
-    """Pair the phases of two engines by name. Return no phases if a side has none."""
+    """Pair the phases of two engines by name. The phase that takes the most time comes first.
+
+    Return no phases if a side has none.
+    """
     if not before or not after:
         return ()
     left, right = ({row.phase: row for row in rows} for rows in (before, after))
-    return tuple(PhaseDiff(name, left.get(name), right.get(name)) for name in left | right)
+    pairs = (PhaseDiff(name, left.get(name), right.get(name)) for name in left | right)
+    return tuple(sorted(pairs, key=lambda pair: -pair.total_ns))
 
 
 def _step_time(steps: Sequence[StepRow]) -> StepTime:
-    durations, busy = ([each.duration_ns for each in steps], [each.busy_ns for each in steps])
-    whole = any(each.name == WHOLE_TRACE for each in steps)
-    return StepTime(sum(durations) / len(steps), sum(busy) / len(steps), whole)
+    middle = middle_steps(steps)
+    return StepTime(
+        duration_ns=fmean(each.duration_ns for each in steps),
+        busy_ns=fmean(each.busy_ns for each in steps),
+        steps=len(steps),
+        median_ns=fmean(each.duration_ns for each in middle),
+        median_busy_ns=fmean(each.busy_ns for each in middle),
+        whole_trace=any(each.name == WHOLE_TRACE for each in steps),
+    )
 
 
 def _cells(side: Side) -> dict[tuple[str, str | None], _Cell]:
@@ -895,6 +915,8 @@ def _speed(
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
     change = f"{(ratio - 1) * 100:+.1f} %"
+    if old == new:
+        return "same", f"{basis}: equal times"
     if min(launches) < MIN_LAUNCHES:
         return (
             "unknown",

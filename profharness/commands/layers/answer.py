@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from profharness.attention.config import SDPA_BACKENDS
 from profharness.commands.layers.savings import Change, main_change, saving_text
@@ -12,10 +13,10 @@ from profharness.errors import counted, join_and, join_few
 from profharness.measurements.agreement import ANOTHER_PACKAGE, backend_text
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import Forecast, LayerMap, LayerRow, PredictedTime, StepGroup
-from profharness.program.phases import PhaseRow, in_phase
+from profharness.program.phases import PhaseRow, in_phase, slow_steps
 from profharness.program.regret import is_launch_bound, saved
 from profharness.render.document import FORMATS
-from profharness.rows import STEP_END, WHOLE_TRACE, GapRow
+from profharness.rows import STEP_END, WHOLE_TRACE, GapRow, StepRow
 from profharness.units import share_text, time_text
 
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
@@ -24,6 +25,7 @@ ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
 IDLE = 0.1  # minimum idle share that the answer reports
 NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
+STEPS_NAMED = 3  # maximum number of slow steps that the answer names
 USE_SDPA = "use scaled_dot_product_attention"
 
 
@@ -42,11 +44,12 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
             return (f"{_cost(layers, subject)}, so another backend would save little.",)
         advice = _advised(change) if change else USE_SDPA
         first = f"{_cost(layers, subject)}: {advice}."
-        return (first, *_saving(layers), *_idle(layers, change))
+        return (first, *_saving(layers), *_slow(layers), *_idle(layers, change))
     cost, ran = _cost(layers), _what_ran(layers)
     several = _several_phases(layers)
     lead = (f"{cost}.", f"{ran[0].upper()}{ran[1:]}.") if several else (f"{cost}; {ran}.",)
-    return (*lead, *(_saving(layers) or _change(change)), *_idle(layers, change))
+    saving = _saving(layers) or _change(change)
+    return (*lead, *saving, *_slow(layers), *_idle(layers, change))
 
 
 def _several_phases(layers: LayerMap) -> bool:
@@ -241,26 +244,51 @@ def _phase_saving(phase: PhaseRow) -> str:
     """Return a sentence about the time that the fastest backend would save in a phase."""
     if not phase.saves_ns:
         return f"In {phase.phase} steps, {phase.fastest} is not faster than the backend that ran."
-    idle = (phase.busy_share or 0) < 1 - IDLE
+    idle = (phase.median_step_busy_share or 0) < 1 - IDLE
     told = f"{phase.fastest} would save {'at most ' if idle else ''}{time_text(phase.saves_ns)} per step"
-    if phase.tokens_per_s and phase.fastest_tokens_per_s:
-        told += f" ({phase.tokens_per_s:,.0f} → {phase.fastest_tokens_per_s:,.0f} tokens/s)"
+    before, after = phase.median_step_tokens_per_s, phase.fastest_median_step_tokens_per_s
+    if before and after:
+        told += f" ({before:,.0f} → {after:,.0f} tokens/s)"
     return f"In {phase.phase} steps, {told}."
 
 
+def _slow(layers: LayerMap) -> Iterator[str]:
+    """Yield a sentence for each phase in which some steps take more than twice the median."""
+    for group in layers.groups:
+        slow = slow_steps(group.steps)
+        if not slow:
+            continue
+        of = f"{len(slow)} of {len(group.steps)} {group.phase or ''} steps".replace("  ", " ")
+        take = "takes" if len(slow) == 1 else "take"
+        middle = time_text(median(step.duration_ns for step in group.steps))
+        named = [
+            f"step {layers.steps.index(step)} ({time_text(step.duration_ns)})" for step in slow
+        ]
+        yield (
+            f"{of} {take} more than twice the median of {middle}: {join_few(named, STEPS_NAMED)}."
+        )
+
+
 def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
-    step, busy = layers.step_ns, layers.busy_ns
-    if not busy or busy > (1 - IDLE) * step:
+    """Yield a sentence about the idle time in the steps that are not slow."""
+    slow = {step for group in layers.groups for step in slow_steps(group.steps)}
+    steps = [step for step in layers.steps if step not in slow]
+    whole_ns, busy_ns = (
+        sum(step.duration_ns for step in steps),
+        sum(step.busy_ns for step in steps),
+    )
+    if not busy_ns or busy_ns > (1 - IDLE) * whole_ns:
         return
-    idle = 1 - busy / step
+    idle = 1 - busy_ns / whole_ns
     whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
-    whole += "s" if _several_phases(layers) else ""
+    whole = f"{'other' if slow else 'traced'} steps" if len(steps) > 1 else whole
     text = f"The GPU is idle for {share_text(idle)} of the {whole}"
-    one = max(layers.gaps, key=lambda gap: gap.duration_ns, default=None)
-    if one and one.duration_ns > ONE_GAP * (step - busy) * len(layers.steps):
+    gaps = [gap for gap in layers.gaps if not any(_is_in(gap, step) for step in slow)]
+    one = max(gaps, key=lambda gap: gap.duration_ns, default=None)
+    if one and one.duration_ns > ONE_GAP * (whole_ns - busy_ns):
         yield f"{text}, mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}."
         return
-    known = [gap for gap in layers.gaps if gap.launch_ns is not None]
+    known = [gap for gap in gaps if gap.launch_ns is not None]
     late = sum(gap.duration_ns for gap in known if (gap.launch_ns or 0) > gap.start_ns)
     if 2 * late < sum(gap.duration_ns for gap in known) or not known:
         yield f"{text}."
@@ -275,13 +303,17 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
         yield f"{text}: launch overhead is a limit too{so}."
 
 
+def _is_in(gap: GapRow, step: StepRow) -> bool:
+    return step.start_ns <= gap.start_ns < step.start_ns + step.duration_ns
+
+
 def _where_it_is(layers: LayerMap, gap: GapRow) -> str:
     if gap.kernel_short == STEP_END:
         return "after the last kernel"
     begun = [step for step in layers.steps if step.start_ns == gap.start_ns]
     if not begun:
         return f"before {gap.kernel_short}"
-    where = f" of step {begun[0].step}" if len(layers.steps) > 1 else ""
+    where = f" of step {layers.steps.index(begun[0])}" if len(layers.steps) > 1 else ""
     return f"before the first kernel{where}"
 
 

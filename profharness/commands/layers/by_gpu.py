@@ -14,7 +14,7 @@ from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import Column, pick
 from profharness.commands.layers.tables import (
-    OF_LAYER,
+    GPU_LAYER,
     figure_columns,
     figures,
     layers_document,
@@ -25,7 +25,7 @@ from profharness.errors import NotFoundError, UsageError, counted, join_and, joi
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
 from profharness.program.gates import falls_back, is_unfused
-from profharness.program.layer_map import PHASE, LayerMap, LayerRow, find_layers
+from profharness.program.layer_map import LayerMap, LayerRow, find_layers
 from profharness.program.matching import (
     LayerSide,
     MatchedLayers,
@@ -456,13 +456,16 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     names = [each.name for each in answer.classes]
     yield Heading("Runs compared", "median kernel time per call")
     rows = []
-    ordered = sorted(answer.rows, key=lambda row: -_spent(row))
+    phase_order = list(dict.fromkeys(row.first.step_phase for row in answer.rows))
+    ordered = sorted(
+        answer.rows, key=lambda row: (phase_order.index(row.first.step_phase), -_spent(row))
+    )
     modules = layer_names(ordered, full=full, with_config=True)
     phases = phases_distinguish(ordered, modules)
     for row, module in zip(ordered, modules, strict=True):
         side = row.first
         line = {"module": module, "config": side.config, "calls": side.calls}
-        line["phase"] = row.phase if phases else None
+        line["step_phase"] = row.phase if phases else None
         ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
@@ -472,8 +475,8 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         titles.append(
             Column(f"roofline{at}", f"{name} % of roofline", "percent", importance="detail")
         )
-    columns = (*OF_LAYER, PHASE, *pick(LayerRow, "calls"), *titles)
-    optional = ["phase"] + [column.key for column in titles if column.importance == "detail"]
+    columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *titles)
+    optional = [column.key for column in titles if column.importance == "detail"]
     yield Table.of(filled_columns(columns, rows, optional), rows)
     if full:
         yield Heading("Kernels compared", "kernels of one call, the longest first", 3)
@@ -682,7 +685,7 @@ def _bench_blocks(
         points = row.first.points
         # Use the config that was timed, because only the forward pass of recomputed calls is timed.
         config = points[(len(points) - 1) // 2][0] if points else row.first.config
-        line = {"module": label, "config": config}
+        line = {"module": label, "step_phase": None, "config": config}
         line |= figures([(call.backend, call.ns) for call in calls])
         for at, (call, each) in enumerate(zip(calls, benches, strict=True)):
             line |= {f"best{at}": call.best, f"best_us{at}": call.best_ns}
@@ -697,7 +700,7 @@ def _bench_blocks(
             Column(f"best_us{at}", f"{name} fastest µs", "time", scale="call"),
         )
     ]
-    yield Table.of((*OF_LAYER, *figure_columns(names, "runs"), *best), lines)
+    yield Table.of((*GPU_LAYER, *figure_columns(names, "runs"), *best), lines)
     yield from map(Note, _bench_sums(rows, benches))
     for each in benches:
         if each.changes:

@@ -13,7 +13,6 @@ from profharness.errors import counted, join_few
 from profharness.program.layer_map import (
     NO_MASK,
     NO_MASK_EFFECT,
-    PHASE,
     Forecast,
     LayerForecast,
     LayerMap,
@@ -22,7 +21,14 @@ from profharness.program.layer_map import (
     short_module,
 )
 from profharness.program.matching import ran_text
-from profharness.program.phases import PhaseRow, phases_detail, step_place, step_title
+from profharness.program.phases import (
+    PhaseRow,
+    busy_share,
+    middle_steps,
+    phases_detail,
+    step_place,
+    step_title,
+)
 from profharness.render.document import (
     MISSING,
     Block,
@@ -46,30 +52,37 @@ BOTH_IN_A_STEP = (
 )
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
-FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
+_OF_ROW = field_names(LayerRow)
+FIELDS = (_OF_ROW[0], "run_name", *_OF_ROW[1:], *FORECAST_FIELDS)
 COLUMNS = pick(
     LayerRow,
-    *("module", "step_phase", "calls", "program_calls", "config", "phase", "mode", "mask", "asked"),
+    *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked"),
     *("ran", "forward_ns", "backward_ns", "share", "step_share", "site"),
 )
 OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "step_phase", "kernels")
 GAPS = (
-    Column("duration_ns", "idle µs", "time"),
-    Column("kernel_short", "ended by", shrink=True),
-    Column("op", "launched by", shrink=True),
-    Column("late", "launch requested (time into the gap)", right=True),
+    Column("duration_ns", "idle µs", "time", meaning="length of the gap"),
+    Column("kernel_short", "ended by", shrink=True, meaning="the kernel after the gap"),
+    Column("op_path", "launched by", shrink=True, meaning="the op that launched the kernel"),
+    Column(
+        "launch_ns",
+        "launched after",
+        right=True,
+        meaning="in tables, the time from the start of the gap until the program launched the kernel that ended the "
+        "gap, or `before it` if the program had launched the kernel before the gap began, so that the "
+        "GPU did not wait for the launch; in JSON, the time of the launch",
+    ),
 )
 PHASES = pick(PhaseRow)
 REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 # first columns of a table with columns for each GPU
-OF_LAYER = (
-    *pick(LayerRow, "module"),
+GPU_LAYER = (
+    *pick(LayerRow, "module", "step_phase"),
     *(replace(each, importance="normal") for each in pick(LayerRow, "config")),
 )
-GPU_LAYER = (*OF_LAYER, *pick(LayerRow, "step_phase"))
 PREDICTED = (
     *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
     *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
@@ -97,8 +110,6 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     lines = list(_lines(layers.rows, full))
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
-    if any(row.direction != "forward" for row in layers.rows):
-        columns = tuple(PHASE if each.key == "phase" else each for each in columns)
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
@@ -141,7 +152,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         extra["classes"] = [record(forecast, OF_FORECAST) for forecast in layers.forecasts]
     predictions = [forecast.rows for forecast in layers.forecasts]
     records = tuple(
-        record(row) | record(prediction)
+        record(row) | {"run_name": layers.name} | record(prediction)
         for rows in predictions or [(LayerForecast(),) * len(layers.rows)]
         for row, prediction in zip(layers.rows, rows, strict=True)
     )
@@ -277,20 +288,18 @@ def figures(cells: Sequence[tuple[str | None, float | None]]) -> dict[str, Any]:
 
 
 def _lines(rows: Sequence[LayerRow], full: bool) -> Iterator[dict[str, Any]]:
-    """Yield the values of the table of layers.
-
-    The phase of the steps is left out if it is the same in all rows, or equals the phase of the calls.
-    """
+    """Yield the values of the table of layers, and the phase of the steps if the rows differ in it."""
     several = len({row.step_phase for row in rows}) > 1
-    differs = any(row.step_phase != row.phase for row in rows)
     for row in rows:
-        yield _line(row, full) | {"step_phase": row.step_phase if several and differs else None}
+        yield _line(row, full) | {"step_phase": row.step_phase if several else None}
 
 
 def _line(row: LayerRow, full: bool) -> dict[str, Any]:
     line = {column.key: getattr(row, column.key) for column in (*COLUMNS, *REGRET)}
     if not full:
         line["module"] = short_module(row.module)
+    # The phase of the steps says more than the phase of the call, which the config shows too.
+    line["phase"] = row.step_phase or row.phase
     if row.direction != "forward":
         line["phase"] = row.direction
     if row.mode == "eager":
@@ -321,20 +330,30 @@ def _config(row: LayerRow) -> str | None:
 
 
 def _summary(layers: LayerMap) -> str:
-    """Return the name and the duration of the step, such as `LlamaForCausalLM_0, 9.63 ms`."""
+    """Return the name and the duration of the steps, such as `LlamaForCausalLM_0, 9.63 ms`."""
     if not layers.steps:
         made = sum(row.program_calls or 0 for row in layers.rows)
         processes = f" in {layers.processes} processes" if layers.processes > 1 else ""
         return f"{counted(made, 'call')}{processes}" if made else ""
-    count = len(layers.steps)
-    name = step_title(layers.steps[0].name) if count == 1 else f"{count} steps"
+    steps = layers.steps
+    count = len(steps)
+    name = step_title(steps[0].name) if count == 1 else f"{count} steps"
+    shown = middle_steps(steps)
     if len(layers.phases) > 1:
+        # The table of phases has the figures of the median step of each phase.
         name += f" ({', '.join(f'{phase.steps} {phase.phase}' for phase in layers.phases)})"
-    each = " on average" if count > 1 else ""
+        shown = list(steps)
+        took = f"{time_text(layers.step_ns * count)} in all"
+    elif count > 1:
+        middle = sum(step.duration_ns for step in shown) / len(shown)
+        took = f"median {time_text(middle)}, mean {time_text(layers.step_ns)}"
+    else:
+        took = time_text(layers.step_ns)
     if not layers.step_ns:
         return name
-    busy = f", GPU busy {share_text(layers.busy_ns / layers.step_ns)}" if layers.busy_ns else ""
-    return f"{name}, {time_text(layers.step_ns)}{each}{busy}"
+    of = " of the median step" if 1 <= len(shown) < count else ""
+    busy = busy_share(shown) if layers.busy_ns else None
+    return f"{name}, {took}" + (f", GPU busy {share_text(busy)}{of}" if busy else "")
 
 
 def _notes(
@@ -379,5 +398,5 @@ def _gaps(layers: LayerMap) -> Table:
         late = None if gap.launch_ns is None else gap.launch_ns - gap.start_ns
         op = gap.op_path.rpartition(";")[2] if gap.op_path else None
         lateness = None if late is None else time_text(late) if late > 0 else "before it"
-        rows.append(gap._asdict() | {"op": op, "late": lateness})
+        rows.append(gap._asdict() | {"op_path": op, "launch_ns": lateness})
     return Table.of(GAPS, rows)
