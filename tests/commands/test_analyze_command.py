@@ -59,7 +59,7 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
         "at least 68 SMs are idle. (derived)",
         "flash, efficient Bottleneck: latency. Neither the fp16 rate (4.9 to 8.5 % of the peak)",
         "flash, efficient, math Remedy: Use cudnn",
-        "1.36 to 10.93 times as fast",
+        "1.36 to 10.9 times as fast",
     ):
         assert text in " ".join(result.stdout.split())
     full = run(analyze, "--store", store, "--config", "2,8,512,64", "--full")
@@ -153,7 +153,7 @@ def test_steps_show_memory_growth_and_relative_times(store: Path) -> None:
     math = next(line.split() for line in below if line.startswith("math"))
     cudnn = next(line.split() for line in below if line.startswith("cudnn"))
     assert math[-1] == "S^2"
-    assert math[4:8] == ["12.36x", "76.01", "76.01", "4.75"]  # 79,700,480 B; output 1 MiB
+    assert math[4:8] == ["12.4x", "76.01", "76.01", "4.75"]  # 79,700,480 B; output 1 MiB
     assert cudnn[-1] == "S"
     assert cudnn[4] == "1.00x"
 

@@ -150,7 +150,7 @@ def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
     ingest_path(store, tmp_path / folder)
     assert answer("bench", "--store", store, "--run", "latest") == [
         "On all 3 configs, auto takes more than 10 % longer than the fastest backend. The worst case is "
-        "b1-h1-s16-d8192-fp32, where auto takes 34.14 times as long (356 µs on efficient against 10.4 µs on "
+        "b1-h1-s16-d8192-fp32, where auto takes 34.1 times as long (356 µs on efficient against 10.4 µs on "
         "tiled). Call tiled itself instead.",
         "Medians of 90 to 150 cold calls (with the caches flushed before each call) on NVIDIA H200 with "
         "PyTorch 2.11.0.",
