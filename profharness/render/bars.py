@@ -84,7 +84,8 @@ def _title(row: Mapping[str, Any], axis: str) -> str:
 
 def _label(parts: Sequence[Mapping[str, Any]], axis: str) -> str:
     labels = [row["label"] for row in parts if row["label"]]
-    return ", ".join(labels) if labels else axis_text(sum(row["x"] for row in parts), axis)
+    # If each part has a label, the hover texts show the labels, and the bar has the sum.
+    return labels[0] if len(labels) == 1 else axis_text(sum(row["x"] for row in parts), axis)
 
 
 def _class(name: str) -> str:

@@ -253,7 +253,7 @@ def _answers_first(table: Table) -> Table:
         texts = (row[place] for row in table.rows)
         if place and any(isinstance(text, str) and config_in(text) for text in texts):
             return 3
-        if place == 0 or column.importance == "key" or not column.repeat:
+        if place == 0 or column.importance == "key":
             return 0
         return 1 if column.importance == "answer" else 2
 

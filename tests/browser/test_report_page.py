@@ -14,8 +14,15 @@ from chart_samples import NASTY, SAMPLES
 from profharness.columns import Column
 from profharness.render.document import Code, Document, Heading, Note, Table
 from profharness.render.html import render_html
+from profharness.units import UNITS
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+
+def _ns(text: str) -> float:
+    """Return the ns of a time with its unit."""
+    value, unit = text.split()
+    return float(value) * UNITS[unit]
 
 
 def column(browser: Any, table: str, place: int) -> list[str]:
@@ -93,7 +100,7 @@ def test_a_table_sorts_by_keyboard(report: Any) -> None:
     for name in ("ENTER", "SPACE", "ENTER"):
         key(report, name)
         states.append((heads[place].get_attribute("aria-sort"), column(report, table, place)))
-    by_number = sorted(before, key=float)
+    by_number = sorted(before, key=_ns)
     assert by_number != before
     assert states == [("ascending", by_number), ("descending", by_number[::-1]), (None, before)]
 
