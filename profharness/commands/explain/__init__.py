@@ -460,8 +460,8 @@ CudnnCompiled = Annotated[
     Option(
         ("--cudnn-compiled",),
         metavar="VERSION",
-        help="The cuDNN version that PyTorch was compiled with. In PyTorch 2.9, the order of the "
-        "backends depends on this version.  [default: the known one]",
+        help="The cuDNN version that PyTorch was compiled with. In PyTorch 2.9, the "
+        "order of the backends depends on the cuDNN version.  [default: the known one]",
     ),
 ]
 Aotriton = Annotated[
@@ -548,7 +548,7 @@ Timeout = Annotated[
         ("--timeout",),
         type=PositiveNumber(),
         metavar="SECONDS",
-        help="Number of seconds to wait for PyTorch's process to answer.",
+        help="Number of seconds to wait for the PyTorch process to respond.",
     ),
 ]
 

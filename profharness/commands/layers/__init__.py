@@ -177,7 +177,7 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit with code 3 if there is any of these findings: math-fallback, eager-attention, "
+        help="Exit with code 3 if any of these findings occurs: math-fallback, eager-attention, "
         "backend-changed or unseen (the backend is unknown). For an observed program, the "
         "findings noop-mask and requested-not-run are also accepted. Separate several values by "
         "commas, or repeat the option.",
