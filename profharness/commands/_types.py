@@ -464,7 +464,7 @@ Device = Annotated[
         help="The device to run on. auto means a GPU if there is one.",
     ),
 ]
-Seed = Annotated[int, Option(("--seed",), type=SeedRange(), help="Seed of the inputs.")]
+Seed = Annotated[int, Option(("--seed",), type=SeedRange(), help="Random seed for the inputs.")]
 OutFolder = Annotated[
     PathLike,
     Option(
@@ -509,7 +509,7 @@ Processes = Annotated[
         ("--processes",),
         type=click.IntRange(*PROCESSES),
         help="Time every cell in this many fresh worker processes. With several processes, "
-        "intervals and verdicts include the differences between processes.",
+        "intervals and verdicts account for the variation between processes.",
     ),
 ]
 ShowProgress = bool | None

@@ -121,8 +121,8 @@ def add_atlases(
 
     Each machine (a combination of GPU, torch, CUDA, cuDNN and driver) has its own atlas. New cells
     are added to your own atlas of the machine on which they were measured. Predictions for a
-    machine use your own atlas together with the one in the package. If a new cell disagrees with a
-    known one, nothing is added and the conflicts are printed.
+    machine use your own atlas together with the one included in the package. If a new cell
+    disagrees with a known one, nothing is added and the conflicts are printed.
 
     \b
     Examples:

@@ -181,8 +181,8 @@ def capture(
 ) -> CapturedRuns:
     """Run attention configs on backends under a profiler.
 
-    Without a config, run a default set of everyday configs (a smaller set on a CPU), and print
-    these configs first.
+    If no config is given, print a default set of common configs (a smaller set on a CPU) and run
+    it.
 
     Every config runs on every backend in a worker process. The raw traces are kept in a run folder,
     and the run is added to the store. Refusals, failures and worker crashes are recorded as

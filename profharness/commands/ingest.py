@@ -48,7 +48,7 @@ Companions = Annotated[
         multiple=True,
         metavar="FILE",
         help=(
-            "Another file of the same program to read together with the trace: a "
+            "An additional file from the same program, to be read together with the trace: a "
             "trace of the CUDA graph capture, or the serving engine's log (.log). Repeatable."
         ),
     ),

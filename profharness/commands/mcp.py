@@ -8,7 +8,7 @@ from profharness.commands._types import Store, store_path
 
 @command("mcp", frame=as_is)
 def mcp(*, store: Store = None) -> None:
-    """Serve the store to Model Context Protocol (MCP) clients over stdio, as read-only tools.
+    """Serve the store over stdio as read-only tools for Model Context Protocol (MCP) clients.
 
     This command requires the `mcp` extra. The server offers the tools runs, kernels, layers,
     predict, explain, diff and explain-kernel. Each tool takes the arguments of the command with the

@@ -139,24 +139,24 @@ def observe_program(
     """Run a program unchanged and record its attention calls.
 
     Calls to scaled_dot_product_attention and flex_attention are counted by kind. Two calls are of
-    the same kind if they come from the same module path, file and line, have tensors of the same shapes
-    and dtypes, masks with the same effect and the same allowed backends, and ran on the same backend. All Python
+    the same kind if they have the same module path, file and line, the same tensor shapes and
+    dtypes, the same mask effect and allowed backends, and ran on the same backend. All Python
     processes started by the program are observed. After three steps without a new kind of call, a
-    profiler records a few steps. A new step begins after each step of an optimizer; if there is no
+    profiler records a few steps. A new step begins after each optimizer step; if there is no
     optimizer, it begins when the first attention module of the model is called again. The program's
     standard streams, signals and exit code are passed through unchanged.
 
     --fail-on and --expect are checked against all observed calls after the program ends. A gate
-    (--fail-on or --expect) also fails if the data that it needs was not recorded. A program that
-    fails keeps its own exit code.
+    (--fail-on or --expect) also fails if the data that it needs was not recorded. If the program
+    itself fails, its own exit code is returned, even if a gate fails too.
 
     With --gpu, the time of each layer on another GPU is predicted at the end and printed on stderr,
     in the format of `layers --gpu`. The program may run on a CPU, or with tensors on the device
     `meta`, which contain no data. The recorded calls and dtypes are those that the program uses on
     this machine.
 
-    A program without attention does not create a run. The exit code of the program is kept, but 0
-    becomes 1 if no process of the program could be observed.
+    No run is created for a program without attention calls. If no process of the program could be
+    observed, an exit code of 0 is replaced by 1.
 
     Python processes started with -I, -E or -S are not observed. If attention runs without a call to
     scaled_dot_product_attention or flex_attention from Python, as in the fast path of

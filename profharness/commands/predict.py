@@ -464,10 +464,11 @@ def predict(
     Predictions for a GPU come from its atlas, which contains thousands of measured cells and a
     model fitted to them. The source of a prediction is `measured` if the atlas contains the cell,
     and `model` if the fitted model predicts the time, with a 90 % interval. The source is `floor`
-    if the GPU or the release has no atlas, or if the config lies outside the samples of the atlas.
-    A prediction with the source `floor` contains only the roofline bound and the backend that the
-    dispatch rules choose. With several configs, the output shows maps of the backend chosen, its
-    time and the time lost to the best backend. Neither torch nor a store is needed.
+    if the GPU or the release has no atlas, or if the config lies outside the range that the atlas
+    covers. A prediction with the source `floor` contains only the roofline bound and the backend
+    that the dispatch rules choose. With several configs, the output shows maps of the chosen
+    backend, its time, and how this time compares with that of the best backend. Neither torch nor a
+    store is needed.
 
     \b
     Examples:

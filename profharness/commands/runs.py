@@ -97,7 +97,7 @@ def _to_frame(found: RunsFound) -> pd.DataFrame:
 def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     """List stored and unfinished runs, newest first.
 
-    A run that was ingested from a trace file has the name of the file. Interrupted runs in
+    A run that was ingested from a trace file is named after the file. Interrupted runs in
     {runs_folder} are listed after the stored runs, with the commands that resume them.
 
     `took` is the time that profharness spent on a run, or the time that a trace covers. With

@@ -68,8 +68,8 @@ def scrub_run(
 
     The copy keeps only text that is known to be harmless: the names of kernels, operators and
     modules, shapes, times, versions, and known messages. Any text that is not known to be harmless
-    is replaced by `removed_1`, `removed_2` and so on; equal texts get the same number. A raw nsys
-    or ncu report is replaced by its export. An existing export is used if it is newer than the
+    is replaced by `removed_1`, `removed_2` and so on; identical texts get the same number. A raw
+    nsys or ncu report is replaced by its export. An existing export is used if it is newer than the
     report; otherwise, a new export is created. Other files are omitted. The source is never
     changed. The command audits the copy, and deletes the copy if the audit fails.
 

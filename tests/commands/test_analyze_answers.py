@@ -72,7 +72,7 @@ def test_layers_are_ordered_by_their_time(tmp_path: Path) -> None:
 
 def test_nothing_to_analyze_is_said() -> None:
     (text,) = analyze_answer([])
-    assert text == "Nothing to analyze: no backend computed these configs."
+    assert text == "Nothing to analyze: no backend produced usable results for these configs."
 
 
 def test_a_remedy_of_several_cells_has_the_range_of_its_gains_and_their_basis(store: Path) -> None:

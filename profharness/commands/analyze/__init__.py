@@ -71,18 +71,18 @@ def analyze(
     has the configs; if no run has them, capture the configs first. If the run has ncu counters,
     they are used.
 
-    For a program's trace, analyze each group of equal attention calls whose config is known. The
-    time of a call is the time of its kernels, including the backward pass if the trace contains
+    For a program's trace, analyze each group of identical attention calls whose config is known.
+    The time of a call is the time of its kernels, including the backward pass if the trace contains
     one.
 
     Each finding is either measured (by a counter or a timing) or derived (from a formula or a
     launch configuration). TFLOP/s is calculated from the exact FLOPs, and GB/s from the compulsory
-    bytes; the heading says which times both use. A finding that several
-    cells share is printed once. If there are many cells, only the most frequent findings are
-    printed. --full explains every cell: it shows the phases, the counters, and the figures and
-    sources behind each finding. --full also names the best backend for training, prefill, decoding
-    and low memory, describes the device, and adds a table for each sweep (a set of configs that
-    differ in one number).
+    bytes; the heading names the times that both are based on. A finding that several cells share is
+    printed once. If there are many cells, only the most frequent findings are printed. --full
+    explains every cell: it shows the phases, the counters, and the figures and sources behind each
+    finding. --full also names the best backend for training, prefill, decoding and low memory,
+    describes the device, and adds a table for each sweep (a set of configs that differ in one
+    number).
 
     \b
     Examples:

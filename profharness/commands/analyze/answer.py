@@ -35,7 +35,7 @@ def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
     """
     ran = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
     if not ran:
-        return ("Nothing to analyze: no backend computed these configs.",)
+        return ("Nothing to analyze: no backend produced usable results for these configs.",)
     if ran[0].module is None and len({each.config for each in ran}) >= MANY:
         return tuple(_of_all(ran))
     return tuple(_of_one(_chosen(ran), ran))

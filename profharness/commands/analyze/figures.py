@@ -286,7 +286,7 @@ class Figures:
     peak_memory_bytes: int | None
     kv_head_bytes: Annotated[
         int,
-        column("K+V KiB/head", "kib", importance="detail", meaning="size of K and V of one head"),
+        column("K+V KiB/head", "kib", importance="detail", meaning="size of one head's K and V"),
     ] = 0
     working_set_bytes: int = 0
     cold_ns: float | None = None

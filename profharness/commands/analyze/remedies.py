@@ -184,7 +184,7 @@ REMEDIES: Mapping[tuple[str, ...], Text] = {
         "Pad or swizzle the tiles in shared memory, so that the threads of a warp use "
         "different banks."
     ),
-    ("idle_warps",): "Balance the work of the blocks, or launch more of them.",
+    ("idle_warps",): "Distribute the work evenly among the blocks, or launch more blocks.",
 }
 
 BESIDE = {"idle_warps": "few_blocks"}
@@ -220,7 +220,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         advice = text if isinstance(text, str) else text(config, backend)
         if codes[0] == "few_blocks" and "split_overhead" in findings:
-            advice = "Batch more sequences into one call. The keys are split already."
+            advice = "Batch more sequences into one call. The keys are already split."
         helpful.append(Remedy(advice, mine, factor, findings[codes[0]].grade))
     if faster := findings.get("faster_backend"):
         name = str(faster.evidence[0].value)

@@ -238,8 +238,8 @@ def bench(
 
     The `cold` measurement is the GPU time of one call, with the L2 cache flushed and the inputs
     rotated. It excludes host time. The `graph` measurement times the replay of a CUDA graph,
-    `kernel` times the kernels of a profiled call, and `eager` times calls in a row, as in a
-    program.
+    `kernel` times the kernels of a profiled call, and `eager` times calls that are issued one after
+    another, as a program would issue them.
 
     If --backend is `all` or is not given, time the default backends of the device. With RUN (a run
     folder or a stored run), nothing is measured; the output shows the results stored in the run, or

@@ -130,14 +130,14 @@ CELL_FIELDS = (
 )
 RAW, TURNS = "samples_ns", "turns"
 MEANS = {
-    COLD: "time of one call on the GPU with the L2 flushed, excluding host time",
-    GRAPH: "time per call in a CUDA-graph replay with a warm L2",
-    KERNEL: "time of the kernels of a profiled call with a warm L2",
-    EAGER: "time per call in a series of consecutive calls, as in a program, with a warm L2 cache",
+    COLD: "GPU time of one call with the L2 cache flushed, excluding host time",
+    GRAPH: "time per call in a CUDA-graph replay with a warm L2 cache",
+    KERNEL: "kernel time of a profiled call with a warm L2 cache",
+    EAGER: "time per call when a program issues calls one after another, with a warm L2 cache",
     HOST: "CPU time of an eager call; if it is close to the eager time, the GPU waits for the CPU",
-    EVENT: "time of a cold call in an older run, measured with the L2 flushed and including part "
-    "of the launch path",
-    WALL: "wall-clock time of the CPU",
+    EVENT: "time of a cold call in an older run, measured with the L2 cache flushed and including "
+    "part of the launch path",
+    WALL: "wall-clock time of one call on the CPU",
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
@@ -277,7 +277,7 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
     if any(row.backend == ALL_DISABLED for row in answer.rows):
         text = (
             "the legacy sdp_kernel context disables flash, efficient and math, which leaves only "
-            "cudnn; it is not ranked, because it is no backend of its own"
+            "cudnn; it is not ranked, because it is not a separate backend"
         )
         yield Note(text, ALL_DISABLED)
     if any(row.host_ns for row in answer.rows):
@@ -461,7 +461,9 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     losses = [loss for loss in answer.sound_losses() if not loss.same_backend]
     if not losses:
         return
-    yield Heading("Where auto is slower", "compared with the fastest other backend that is correct")
+    yield Heading(
+        "Where auto is slower", "compared with the fastest other backend whose results are correct"
+    )
     yield Table.of(LOSS_COLUMNS, losses)
     labels_of: dict[str, list[str]] = {}
     for loss in losses:

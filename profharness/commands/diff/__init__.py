@@ -371,7 +371,7 @@ FailOn = Annotated[
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
             "Exit with code 3 if a row has this verdict, such as slower, changed or removed. The "
-            "gate `memory` fails if the candidate uses more memory. The `launches` gate fails if "
+            "`memory` gate fails if the candidate uses more memory. The `launches` gate fails if "
             "the candidate launches more kernels. The `refused` gate fails if the candidate "
             "refuses a config that the baseline runs. The `backend-changed` gate fails if a layer "
             "of a program runs on another backend. Separate several values by commas, or repeat the option."

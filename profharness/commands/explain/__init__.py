@@ -460,8 +460,8 @@ CudnnCompiled = Annotated[
     Option(
         ("--cudnn-compiled",),
         metavar="VERSION",
-        help="The cuDNN version that PyTorch was compiled with. In PyTorch 2.9, the order of the "
-        "backends depends on this version.  [default: the known one]",
+        help="The cuDNN version that PyTorch was compiled with. In PyTorch 2.9, the "
+        "order of the backends depends on the cuDNN version.  [default: the known one]",
     ),
 ]
 Aotriton = Annotated[
@@ -548,7 +548,7 @@ Timeout = Annotated[
         ("--timeout",),
         type=PositiveNumber(),
         metavar="SECONDS",
-        help="Number of seconds to wait for PyTorch's process to answer.",
+        help="Number of seconds to wait for the PyTorch process to respond.",
     ),
 ]
 
@@ -683,9 +683,10 @@ def explain(
     PyTorch was queried and gave no answer.
 
     CONFIG|RUN is either one or more configs, or a single trace file or stored run. For a program,
-    the command explains each distinct config of the attention calls by the dispatch rules for the
-    run's PyTorch release and GPU, and compares the explained choice with the backend that ran. For
-    a run of capture, it explains the run's configs on the run's release and GPU.
+    the command applies the dispatch rules for the run's PyTorch release and GPU to each distinct
+    config of the attention calls, and compares the expected choice with the backend that ran. For a
+    run created by `capture`, the command explains the run's configs for the PyTorch release and the
+    GPU of that run.
 
     With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
     the output is a table that marks where the choice changes. If there is an atlas for the GPU and
@@ -698,7 +699,7 @@ def explain(
 
     With --engine, explain which attention backend a release of vLLM or SGLang chooses. The output
     lists the candidates in the order of the engine's rules, the first reason against each
-    candidate, and the options that select another one. With --engine, each config (such as
+    candidate, and the options that select other candidates. With --engine, each config (such as
     1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8) describes one layer on one GPU.
 
     \b

@@ -177,7 +177,7 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit with code 3 if there is any of these findings: math-fallback, eager-attention, "
+        help="Exit with code 3 if any of these findings occurs: math-fallback, eager-attention, "
         "backend-changed or unseen (the backend is unknown). For an observed program, the "
         "findings noop-mask and requested-not-run are also accepted. Separate several values by "
         "commas, or repeat the option.",
@@ -240,11 +240,11 @@ def layers(
     RUN is a trace file or a stored run. Without RUN, show the latest stored program. A trace may
     come from any program that was recorded with PyTorch's profiler. To see shapes, record the trace
     with record_shapes=True. To see modules, record the trace with with_stack=True. Each row of the
-    table stands for identical calls of identical layers. Times are kernel times per step. If a
-    program has both prefill and decode steps, each row refers to the steps of one phase. If the
-    trace contains ProfilerStep ranges, each of these ranges is a step. In a trace without
+    table represents a group of identical calls from identical layers. Times are kernel times per
+    step. If a program has both prefill and decode steps, each row refers to the steps of one phase.
+    If the trace contains ProfilerStep ranges, each of these ranges is a step. In a trace without
     ProfilerStep ranges, a step is one of these: a range that the program repeats around its
-    attention, an iteration of a serving engine, or a call of the outermost module.
+    attention, an iteration of a serving engine, or a call to the outermost module.
 
     \b
     Examples:

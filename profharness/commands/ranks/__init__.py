@@ -101,8 +101,8 @@ def ranks(
     Kernels are compared across ranks only if they have the same name, run in the same range and use
     the same grid. Collectives are excluded, because all ranks spend time in them while they wait
     for a slow GPU. RUN is a folder of traces, a trace file or a stored run. If RUN is a single run,
-    all ranks of its job are compared. The job consists of all traces in the same folder that record
-    the same number of ranks. Without RUN, the newest job is compared.
+    all ranks of its job are compared. A job consists of all traces in one folder that record the
+    same number of ranks. Without RUN, the newest job is compared.
 
     \b
     {codes}

@@ -99,7 +99,7 @@ Seed = Annotated[
     Option(
         ("--seed",),
         type=SeedRange(),
-        help="Seed of the inputs.  [default: the run's seed, else 0]",
+        help="Random seed for the inputs.  [default: the run's seed, else 0]",
     ),
 ]
 
