@@ -448,7 +448,7 @@ FACTS = {
     "arch": "code for this architecture; newer GPUs may also run it",
     "dtype": "type of the tensors",
     "head_dim": "head dimension for which the code was compiled",
-    "tile": "size of a tile, in rows x columns x depth",
+    "tile": "size of a tile: rows x columns, or rows x columns x depth",
     "stages": "buffers in shared memory",
     "warps": "warps of a block",
     "causal": {True: "a query does not attend to later keys", False: "no causal mask"},
