@@ -175,7 +175,7 @@ def _rates(half: float, fp32: float, fp64: float, **others: float) -> dict[str, 
     return {"fp16": half, "bf16": half, "fp32": fp32, "fp64": fp64, **others}
 
 
-_ONE_DIE = "data sheet, with half of the figures, because each of the two dies is a device"
+_ONE_DIE = "data sheet, with the figures halved, because each of the two dies is a separate device"
 _CDNA3 = _rates(1307.4, 163.4, 163.4, tf32=653.7, fp8=2614.9)
 
 # The first matching row is used. The L2 sizes come from "AMD GPU specifications" in the

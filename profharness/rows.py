@@ -127,8 +127,8 @@ class RunRow:
         column(
             "kind",
             importance="normal",
-            meaning="the command that made the run, such as `capture`; `trace` if the run was read "
-            "from another file",
+            meaning="the command that created the run, such as `capture`; `trace` if the run was "
+            "read from another file",
         ),
     ]
     path: Annotated[str, column(meaning="run folder or trace file")]
@@ -138,7 +138,7 @@ class RunRow:
             "device",
             importance="answer",
             shrink=True,
-            meaning="the GPU, or the CPU of a run without a GPU",
+            meaning="the GPU, or the CPU if the run used no GPU",
         ),
     ]
     torch: Annotated[
@@ -160,14 +160,16 @@ class RunRow:
             "failed",
             "count",
             importance="detail",
-            meaning="cells that neither ran nor were refused",
+            meaning="number of cells that neither ran nor were refused",
         ),
     ]
     launches: Annotated[
         int,
-        column("launches", "count", importance="detail", meaning="stored launches of kernels"),
+        column(
+            "launches", "count", importance="detail", meaning="number of stored kernel launches"
+        ),
     ]
-    warnings: Annotated[tuple[str, ...], column(meaning="problems with traces of the run")]
+    warnings: Annotated[tuple[str, ...], column(meaning="problems found in the traces of the run")]
     rank: Annotated[
         int | None,
         column(
@@ -199,7 +201,7 @@ class RunRow:
     lanes_ns: Annotated[
         int | None,
         column(
-            meaning="sum of the durations on all GPUs (or groups of cores) that ran at the same time"
+            meaning="durations summed over the GPUs (or groups of cores) that worked in parallel"
         ),
     ] = None
 
@@ -250,8 +252,9 @@ class CellRow:
         column(
             "rules say",
             importance="detail",
-            meaning="prediction of the dispatch rules: for `auto`, a backend or `none`; for a "
-            "forced backend, `eligible` or `refused`; empty if the rules do not cover the machine",
+            meaning="prediction of the dispatch rules: a backend or `none` for `auto`, and "
+            "`eligible` or `refused` for a forced backend; empty if the rules do not cover the "
+            "machine",
         ),
     ] = None
     tuning: Annotated[
@@ -292,7 +295,8 @@ class KernelRow:
     ]
     status: Annotated[str | None, column(meaning="status of the cell")]
     range: Annotated[
-        str | None, column(meaning="`record_function`, NVTX or roctx range around the launches")
+        str | None,
+        column(meaning="`record_function`, NVTX or roctx range that encloses the launches"),
     ]
     kernel: Annotated[
         str,
@@ -336,7 +340,9 @@ class KernelRow:
             meaning="shared memory per block, static and dynamic",
         ),
     ]
-    launches: Annotated[int, column("launches", "count", meaning="launches in all profiled calls")]
+    launches: Annotated[
+        int, column("launches", "count", meaning="number of launches in all profiled calls")
+    ]
     launches_per_call: Annotated[
         float | None, column("launches", "count", meaning="launches of a kernel in one call")
     ]
@@ -379,7 +385,8 @@ class KernelRow:
     ]
     """The kernels of a call are sorted by this time."""
     op_path: Annotated[
-        str | None, column(json_key="op", meaning="the ops around the launches, outermost first")
+        str | None,
+        column(json_key="op", meaning="the ops that enclose the launches, outermost first"),
     ]
     sdpa_op: Annotated[
         str | None, column(meaning="the attention op that launched the kernels, if any")

@@ -71,10 +71,10 @@ from profharness.units import as_long, time_text
 PACKAGE, USER = "package", "user"
 REPEATS = 0.03  # 90 % of times differ by at most this share if measured again on another H200
 CONTIGUOUS = (
-    "The backends are predicted from the strides of the calls, but the times assume contiguous "
+    "The strides of the calls determine the predicted backends, but the times are for contiguous "
     "tensors."
 )
-MATH_COPIES = "math also copies tensors that are not contiguous, which takes longer."
+MATH_COPIES = "math also copies tensors that are not contiguous, and these copies take extra time."
 MAX_EXAMPLES = 3  # maximum number of cells that a message lists
 TIMED = (
     *("source", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "bottleneck"),
@@ -517,7 +517,7 @@ class Predicted:
     timed_as: Annotated[
         str | None,
         column(
-            meaning="the config, with contiguous tensors, to which the times belong; null if it is "
+            meaning="the config with contiguous tensors to which the times refer; null if it is "
             "the same as `config`"
         ),
     ] = None

@@ -215,7 +215,7 @@ def grammar_lines() -> list[str]:
             for option in keyed
             if option.kind in ("sum", "lengths")
         ),
-        "kv8 sq1 skv4096 kb1 dv128, which stand for kv_heads=8 seq_q=1 and so on in a label",
+        "kv8 sq1 skv4096 kb1 dv128 (in labels, short for kv_heads=8 seq_q=1 and so on)",
     ]
 
 
@@ -446,7 +446,8 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
         )
     if "+" in marks and len(marks) > 1:
         raise UsageError(
-            f"backend {backend!r} mixes a set and an order; join all names with + or all with >"
+            f"backend {backend!r} mixes + and >; join all names with + (a set) or all with > (an "
+            "order)"
         )
     if len(names) == 1 or "+" not in marks:
         return SdpaSetting(tuple(names), ordered=len(names) > 1)

@@ -294,7 +294,7 @@ def _no_amd(rules: Rules, release: str, gpu: str, architecture: str) -> str:
     places = [rules.places[row[end]] for row in rows for end in ("since", "until")]
     first, last = rules.releases[min(places)], rules.releases[max(places)]
     return (
-        f"the rules of {name} {release} do not cover AMD GPUs, but the rules of the releases from "
+        f"the rules of {name} {release} do not cover AMD GPUs, but those of releases "
         f"{first} to {last} do"
     )
 

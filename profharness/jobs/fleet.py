@@ -217,7 +217,7 @@ def _lane_filter(device: str) -> Callable[[Plain], str | None]:
                 f"the lane has profharness {lane['profharness']}, but this host has {__version__}"
             )
         if is_gpu(device) and lane["gpu"] is None:
-            return "the lane has no GPU"
+            return "no GPU is assigned to the lane"
         other = first.setdefault(lane["gpu"], lane)
         for key in ONE_ENVIRONMENT:
             if lane[key] != other[key]:

@@ -212,8 +212,10 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
         if cell.predicted == "refused":
             clauses.append(("rules", ["none"], f"the rules refuse {cell.backend}"))
         elif cell.predicted is not None or cell.status == "ok":
-            what = "and the rules allow this backend" if cell.predicted else "as the only backend"
-            clauses.append(("rules", [cell.backend], f"{cell.backend} was requested {what}"))
+            text = f"{cell.backend} was requested as the only backend"
+            if cell.predicted:
+                text = f"{cell.backend} was requested, and the rules allow this backend"
+            clauses.append(("rules", [cell.backend], text))
     if cell.choice in ("none", "error"):
         clauses.append(("choice", ["none"], "PyTorch reports that no backend supports the call"))
     elif cell.choice is not None:
@@ -354,7 +356,7 @@ def unmet_expectations(
         if signs := _signs(None, own):
             judged.append((f"run {names.get(run, run)}, range {name or '(none)'}", signs))
     if not judged:
-        return ["nothing to check: none of the shown cells ran"]
+        return ["nothing to check: none of the cells shown has run"]
     wanted, lines = " or ".join(expected), []
     for place, signs in judged:
         wrong = [sign for sign in signs if not _accepts(expected, *sign[:2])]

@@ -449,9 +449,7 @@ def _why_open(left: BenchRow, right: BenchRow) -> str:
         return "too few samples"
     several = min(left.processes or 0, right.processes or 0) > 1
     return (
-        "the samples overlap, or the medians of the processes do"
-        if several
-        else "the samples overlap"
+        "the samples or the medians of the processes overlap" if several else "the samples overlap"
     )
 
 

@@ -319,8 +319,8 @@ class BenchRow:
             "excess",
             importance="answer",
             optional=True,
-            meaning="median divided by the median of the fastest correct backend, minus 1; tables "
-            "show the ratio; `all-disabled` does not count as a backend",
+            meaning="median divided by the median of the fastest correct backend other than "
+            "`all-disabled`, minus 1; tables show the ratio",
         ),
     ] = None
     verified: Annotated[

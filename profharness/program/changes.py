@@ -91,7 +91,7 @@ _EXPLAINS = {
     ),
     "triton": "a different Triton release compiles flex and Triton kernels differently",
     "flashinfer|flash-attn(-3)?|sgl-kernel|aiter|hip": (
-        "the package contains attention kernels that engines use"
+        "the package contains attention kernels that serving engines use"
     ),
     "driver": (
         "a different driver may change the clocks, the launch cost and just-in-time compiled code"

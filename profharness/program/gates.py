@@ -31,7 +31,7 @@ PASSED = {
     "eager-attention": "no layer computes attention eagerly",
     "noop-mask": "every mask has an effect",
     "requested-not-run": "every layer ran a backend that the program allowed",
-    "backend-changed": "equal calls of a layer ran on the same backend",
+    "backend-changed": "identical calls of a layer ran on the same backend",
     "unseen": "the backend of every layer is known",
 }
 """Maps each `--fail-on` gate to the condition under which it passes."""

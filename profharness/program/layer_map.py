@@ -93,7 +93,7 @@ class LayerRow:
         column(
             "module",
             shrink=True,
-            meaning="path of the module; the numbers of equal layers are in braces",
+            meaning="path of the module; the numbers of identical layers are in braces",
         ),
     ]
     module_class: Annotated[Text, column(meaning="class of the module")]
@@ -174,7 +174,7 @@ class LayerRow:
             "% of GPU time",
             "percent",
             importance="answer",
-            meaning="the kernels' share of the GPU's busy time in the steps of the row",
+            meaning="the kernels' share of the GPU's busy time in the steps that the row refers to",
         ),
     ]
     step_share: Annotated[
@@ -184,12 +184,15 @@ class LayerRow:
             "percent",
             importance="detail",
             spare=1,
-            meaning="the kernels' share of the duration of the steps of the row",
+            meaning="the kernels' share of the duration of the steps that the row refers to",
         ),
     ]
     reasons: Annotated[
         tuple[str, ...],
-        column(meaning="why this backend ran, or what the config does not describe"),
+        column(
+            meaning="why this backend ran, or which properties of the call the config does not "
+            "describe"
+        ),
     ]
     advice: Annotated[tuple[str, ...], column(meaning="possible improvements")]
     replayable: Annotated[bool, column(meaning="whether the config fully describes the call")]
@@ -237,7 +240,9 @@ class LayerRow:
     saves_backward_ns: Annotated[
         Number, column(meaning="time that the best backend saves per step in the backward pass")
     ] = None
-    choice: Annotated[Text, column(meaning="PyTorch's choice, recorded by `observe`")] = None
+    choice: Annotated[
+        Text, column(meaning="the backend that PyTorch chose, as recorded by `observe`")
+    ] = None
     site: Annotated[
         Text,
         column(
@@ -406,7 +411,7 @@ class LayerForecast:
             "time",
             importance="answer",
             scale="program",
-            meaning="time that the best backend saves in all calls",
+            meaning="time that the best backend saves, summed over all calls",
         ),
     ] = None
     predicted_certain: Annotated[
@@ -1031,7 +1036,7 @@ def _reasons_and_advice(
             advice.append(f"{change} if the mask is the same in all calls{then}")
         if ran == kind.asked == "math":
             advice.append(
-                "allow the other backends, which sdpa_kernel or torch.backends.cuda excludes"
+                "allow the other backends, which are excluded by sdpa_kernel or torch.backends.cuda"
             )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
@@ -1085,8 +1090,8 @@ def _caveats(
         texts.append(_assumption(assumed))
     if platform is None and any(row.ran == "math" for row in rows):
         texts.append(
-            "Why math ran depends on the PyTorch release, which the trace does not record; to see "
-            "the reason, name the release, such as torch 2.11."
+            "The reason why math ran depends on the PyTorch release, which the trace does not "
+            "record; to see the reason, specify the release, such as torch 2.11."
         )
     return texts
 

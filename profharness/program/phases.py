@@ -52,7 +52,7 @@ class PhaseRow:
     mean_requests: Annotated[Number, column(meaning="mean number of requests per step")]
     mean_new_tokens: Annotated[Number, column(meaning="mean number of tokens that a step computes")]
     median_step_requests: Annotated[
-        Number, column("requests", "tenths", meaning="number of requests of the median step")
+        Number, column("requests", "tenths", meaning="number of requests in the median step")
     ]
     median_step_new_tokens: Annotated[
         Number,
@@ -83,7 +83,7 @@ class PhaseRow:
         ),
     ]
     busy_share: Annotated[
-        Number, column(meaning="share of the time of all steps during which a kernel was running")
+        Number, column(meaning="share of the total step time during which a kernel was running")
     ]
     median_step_busy_share: Annotated[
         Number,
@@ -136,7 +136,7 @@ class PhaseRow:
         ),
     ]
     tokens_per_s: Annotated[
-        Number, column(meaning="new tokens of all steps divided by the time of all steps")
+        Number, column(meaning="new tokens in all steps divided by the total time of the steps")
     ]
     median_step_tokens_per_s: Annotated[
         Number,
@@ -153,7 +153,7 @@ class PhaseRow:
         tuple[tuple[str, float], ...],
         column(
             meaning="the configs of the step with the median FLOPs, each with its number of calls; "
-            "a config has the mean lengths of the step"
+            "the lengths in a config are the mean lengths in the step"
         ),
     ] = ()
     fastest: Annotated[
@@ -185,7 +185,7 @@ class PhaseRow:
         ),
     ] = None
     fastest_tokens_per_s: Annotated[
-        Number, column(meaning="with --bench: `tokens_per_s` if each step takes `saves_ns` less")
+        Number, column(meaning="with --bench: `tokens_per_s` if each step took `saves_ns` less")
     ] = None
     fastest_median_step_tokens_per_s: Annotated[
         Number,
@@ -193,7 +193,7 @@ class PhaseRow:
             "tokens/s then",
             "figures",
             optional=True,
-            meaning="with --bench: `tokens/s` if the median step takes `saves µs/step` less",
+            meaning="with --bench: `tokens/s` if the median step took `saves µs/step` less",
         ),
     ] = None
     doubts: Annotated[tuple[str, ...], column(meaning="why a figure is missing or doubtful")] = ()
@@ -429,8 +429,8 @@ def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None,
         return None, f"no attention kernel was found in some {batch.phase} steps"
     if not parts or any(part.scores is None or part.keys is None for part in parts):
         return None, (
-            f"the annotations of {batch.phase} steps have no sums of lengths, so FLOPs and bytes "
-            "are unknown"
+            f"the annotations of {batch.phase} steps do not contain the sums of the sequence "
+            "lengths, so FLOPs and bytes are unknown"
         )
     flops, moved = 0, 0
     known = True

@@ -403,7 +403,8 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
         name = row.module or row.config or row.kind
         if row.calls is None:
             texts.append(
-                f"The calls of {name} were not timed, because they are in no recorded step."
+                f"The calls of {name} were not timed, because they do not belong to any recorded "
+                "step."
             )
             continue
         if row.saves_ns is None:
@@ -414,7 +415,8 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
                     "output"
                 )
             texts.append(
-                f"There are no times for {row.calls:g} calls per {_step(row)} of {name}, because {why}."
+                f"There are no times for {row.calls:g} calls of {name} per {_step(row)}, "
+                f"because {why}."
             )
             continue
         fastest = times.fastest(row.points)
@@ -439,7 +441,8 @@ def bench_doubts(benched: BenchResult) -> list[str]:
     # `wall` is measured on a CPU, which launches no kernels
     if benched.ranking not in ("kernel", "wall"):
         texts.append(
-            f"run {benched.name} has no kernel times; its {benched.ranking} times include launches"
+            f"run {benched.name} has no kernel times; its {benched.ranking} times include the "
+            "launch cost"
         )
     wrong = {f"{row.config} {row.backend}" for row in benched.figures() if row.verified is False}
     if wrong:

@@ -165,8 +165,8 @@ def _why_no_step(
     again = "record from the first call with `profharness observe --warmup 0 -- PROGRAM`, or run more steps"
     if all(row.get("compiled") for row in _rows(folder, "template")):
         why = (
-            "only compiled code calls attention, and in compiled code a step ends only when an "
-            "optimizer steps"
+            "only compiled code calls attention, and in compiled code a step ends only when "
+            "optimizer.step() is called"
         )
         again = (
             "record the program with torch.profiler (record_shapes=True), then run profharness "

@@ -249,7 +249,7 @@ class _WorkerProcess:
             if entry.result is not None and paused_s != self.reported_s:
                 stopped_s, self.reported_s = paused_s - self.reported_s, paused_s
                 warning = (
-                    f"the run was stopped (Ctrl-Z) for {stopped_s:.1f} s during the measurement; "
+                    f"the run was suspended (Ctrl-Z) for {stopped_s:.1f} s during the measurement; "
                     "a sample may include that time"
                 )
                 warnings = (*entry.result.warnings, warning)

@@ -19,7 +19,7 @@ KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, with one line and one kind of mark per series",
     "dots": "one row per label (y), with one mark per series at x on a logarithmic axis",
     "stack": "one bar per label (y), split into series by x; `label` is the text beside the bar",
-    "map": "a grid of x and y, whose fields are coloured and lettered by series",
+    "map": "a grid of x and y; the colour and the letter of each field show its series",
     "roofline": "FLOP/s (y) over FLOP per byte (x) on logarithmic axes, with a line for each roof",
     "dumbbell": "one row per label (y) with two joined marks (series) at x on a logarithmic axis",
 }

@@ -260,7 +260,7 @@ def _print_configs(console: Console, configs: Sequence[str], command: str, width
         lines += [line for config in configs for line in chunks(config, width)]
     elif not all(map(is_config, configs)):
         # The command prints no dimensions.
-        lines = ["configs in full: see --full"]
+        lines = ["use --full to show configs in full"]
     elif command:
         lines = _wrapped(f"configs in full: {command}", width)
     else:

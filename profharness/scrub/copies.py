@@ -339,7 +339,7 @@ def _find_trace(folder: Path, name: str, work: Path) -> tuple[Path, str]:
         )
     if not source.is_file():
         raise TraceFormatError(
-            source, "the file is listed in run.json but missing", expected="a raw trace"
+            source, "the file is listed in run.json but is missing", expected="a raw trace"
         )
     stem, suffix = split_name(name)
     if suffix not in EXPORTS:

@@ -348,7 +348,8 @@ def scrub_rocm_json(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
         plain, "", {0: 0} | {value: at for at, value in enumerate(ids, 1)}, scrubber
     )
     if cleaned != whole:
-        scrubber.record("members", "members that profharness does not read, or process ids", "file")
+        what = "members that profharness does not read, and process ids"
+        scrubber.record("members", what, "file")
     out.write(msgspec.json.encode(cleaned))
 
 

@@ -241,7 +241,7 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
     try:
         if not path.is_file():
             raise TraceFormatError(
-                path, "the file is listed in run.json but missing", expected="a raw trace"
+                path, "the file is listed in run.json but is missing", expected="a raw trace"
             )
         content_hash = hash_file(path)
     except OSError as error:

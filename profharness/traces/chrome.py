@@ -249,7 +249,7 @@ def _assemble(
     }
     found = [with_count(text, counts[key]) for key, text in texts.items() if counts[key]]
     if at.stacks.paths.deep:
-        found.append(f"op stacks deeper than {MAX_DEPTH} are stored without their middle part")
+        found.append(f"op stacks of more than {MAX_DEPTH} ops are stored without their middle part")
     warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)
     if is_rocm:
         devices = _with_agents(devices, used)

@@ -191,7 +191,7 @@ def _parse(path: Path, shown: Path) -> Trace:
         warnings += [text for text, name in counted.items() if counts[name]]
         if at.stacks.paths.deep:
             warnings.append(
-                f"op stacks deeper than {MAX_DEPTH} are stored without their middle part"
+                f"op stacks of more than {MAX_DEPTH} ops are stored without their middle part"
             )
         warnings += at.calls.warnings
         return replace(trace, close=stack.pop_all().close, warnings=tuple(warnings))

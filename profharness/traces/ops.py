@@ -82,8 +82,8 @@ ORPHANS = (
     "time is not assigned to a layer"
 )
 CONTRADICTED = (
-    "the arrows from {n} attention [call|calls] lead to the backward ops of other ops, so the "
-    "backward pass of [this call|these calls] is unknown"
+    "the arrows from {n} attention [call|calls] lead to backward ops that belong to other ops, so "
+    "the backward pass of [this call|these calls] is unknown"
 )
 OVERLAPS = (
     "{n} module [call begins inside another call and ends|calls begin inside another call and end] "

@@ -201,7 +201,7 @@ def explained(text: str) -> Any:
 def test_explain_tells_what_a_window_costs_and_advises_flex() -> None:
     answer = explained("1,2,4096,64,bf16,causal,window=128")
     assert answer.caveats[0].startswith(
-        "SDPA has no window argument: the window becomes a bool attn_mask of [4096, 4096]"
+        "SDPA has no window argument: the window becomes a bool attn_mask of shape [4096, 4096]"
     )
     assert "(16 MiB), which flash refuses" in answer.caveats[0]
     assert "keeps only 3.1 %" in answer.caveats[0]

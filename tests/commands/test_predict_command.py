@@ -358,7 +358,7 @@ def test_a_layout_without_times_has_those_of_contiguous_tensors(layout: str) -> 
         assert [row[key] for key in TIMES_OF_A_CALL] == [other[key] for key in TIMES_OF_A_CALL]
         assert row["timed_as"] == other["config"] and other["timed_as"] is None
     text = " ".join(told("--config", f"2,8,512,64,layout={layout}", "--gpu", "H200").split())
-    assert text.count("the times assume contiguous tensors.") == 1
+    assert text.count("the times are for contiguous tensors.") == 1
 
 
 def test_no_backend_that_refuses_a_layout_has_a_time() -> None:

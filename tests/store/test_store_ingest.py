@@ -375,7 +375,7 @@ def test_failure_in_the_middle_of_the_transaction_rolls_back(
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ("missing", r"9 launches of torch\.json\.gz \(.*listed in run.json but missing"),
+        ("missing", r"9 launches of torch\.json\.gz \(.*listed in run.json but is missing"),
         ("damaged", r"9 launches of torch\.json\.gz \(.*torch\.json\.gz"),
         ("emptied", r"9 launches of torch\.json\.gz"),
         ("pending", "4 measurements of cell c0"),

@@ -306,7 +306,10 @@ def parsed(whole: Path, folder: Path, change: Callable[[Events], None]) -> Trace
         (lose_shapes_of_one, "1 of 2 attention calls have no shapes"),
         (lose_every_second_end, "forward-to-backward arrows have only one end"),
         (lose_arrows, "2 attention backward ops have no arrow from a forward op in the trace"),
-        (turn_arrows, "the arrows from 2 attention calls lead to the backward ops of other ops"),
+        (
+            turn_arrows,
+            "the arrows from 2 attention calls lead to backward ops that belong to other ops",
+        ),
         (stretch_modules, "module calls begin inside another call and end after it"),
     ],
 )

@@ -182,7 +182,7 @@ def test_another_process_is_reported_if_it_computes(
     [
         ({"power": 500_000}, "the GPU's power limit changed from 700 W to 500 W"),
         ({"clocks": [1200, 2619]}, "the GPU's highest SM clock changed from 1980 MHz to 1200"),
-        ({"reasons": 0x44}, "the GPU's throttling for heat or power changed from off to on"),
+        ({"reasons": 0x44}, "the GPU's throttling due to heat or power changed from off to on"),
     ],
 )
 def test_a_changing_cap_is_reported(tmp_path: Path, change: dict[str, Any], text: str) -> None:

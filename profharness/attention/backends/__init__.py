@@ -91,7 +91,7 @@ SDPA_ROWS = (
     Backend("math", "matmul, softmax and matmul as separate ATen ops", _ALL_DEVICES, _only("math")),
     Backend(
         ALL_DISABLED,
-        "the legacy sdp_kernel with flash, math and efficient turned off, which leaves cuDNN on",
+        "the legacy sdp_kernel with flash, math and efficient turned off and cuDNN left on",
         _ALL_DEVICES,
         _in_worker("legacy_all_disabled"),
     ),

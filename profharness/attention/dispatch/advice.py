@@ -700,7 +700,7 @@ def _enable_experimental(_: Config, backend: str) -> Advice:
     )
     sentence = (
         f"set {EXPERIMENTAL_VARIABLE}=1 before the first call: {backend} has kernels for this GPU, "
-        "but AOTriton calls this support experimental"
+        "but AOTriton classifies them as experimental"
     )
     return Advice(sentence, code, steps=("experimental",))
 

@@ -80,7 +80,8 @@ class Explanation:
         dict[str, Any], column(meaning="the properties that PyTorch's choice depends on")
     ]
     priority_order: Annotated[
-        tuple[str, ...], column(meaning="the backends in PyTorch's order; empty if unknown")
+        tuple[str, ...],
+        column(meaning="the backends in PyTorch's priority order; empty if unknown"),
     ]
     predicted: Annotated[str | None, column(meaning="the backend that the rules predict")]
     choice: Annotated[
@@ -105,7 +106,7 @@ class Explanation:
     ] = AUTO
     prediction: Annotated[
         dict[str, Any] | None,
-        column(meaning="the time and the best backend that the machine's atlas predicts"),
+        column(meaning="the time and the best backend, as predicted from the GPU's atlas"),
     ] = None
     computed_by: Annotated[
         str | None,
@@ -266,7 +267,8 @@ def named_platforms(
     if (gpu or "").lower() == CPU:
         if given:
             raise UsageError(
-                f"options about a GPU build, such as --{given[0]}, do not apply to a CPU; leave them out"
+                f"options that describe a GPU build, such as --{given[0]}, do not apply to a CPU; "
+                "leave them out"
             )
         return [Platform(Machine(torch=release), CPU, None) for release in releases]
     wrong = [option for option in given if (option in for_amd) is (amd is None)]
@@ -575,7 +577,7 @@ def window_texts(config: Config) -> Iterator[str]:
     rows, columns = config.seq_len_q, config.seq_len_kv
     share = score_count(config) / (config.output_batch * rows * columns)
     yield (
-        f"SDPA has no window argument: the window becomes a bool attn_mask of [{rows}, "
+        f"SDPA has no window argument: the window becomes a bool attn_mask of shape [{rows}, "
         f"{columns}] ({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The "
         f"other backends compute all scores, but the window keeps only {100 * share:.2g} % "
         "of them. flex_attention skips the hidden scores."
@@ -628,7 +630,7 @@ def _rocm_caveats(platform: Platform) -> Iterator[str]:
     """Yield the assumptions about the build of PyTorch in the answer for an AMD GPU."""
     machine, release = platform.machine, release_text(platform.machine.torch)
     versions = " or ".join(map(rocm.version_text, machine.aotriton_versions))
-    another = "AMD's wheels and other builds can contain another AOTriton version"
+    another = "AMD's wheels and other builds may contain a different AOTriton version"
     if platform.pinned and machine.aotriton is not None:
         yield (
             f"The answer assumes AOTriton {versions}, which PyTorch's own ROCm wheels of {release} "

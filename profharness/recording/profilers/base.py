@@ -159,7 +159,7 @@ def report_damaged(profiler: str, report: Path, why: str) -> Problem:
         "report_damaged",
         f"{profiler} wrote {report.name}, but it cannot be read: {why}",
         (
-            "check whether the disk is full or the tool was killed while it was writing, then "
+            "check whether the disk is full, or whether the tool was killed while writing, then "
             "capture again"
         ),
     )

@@ -79,7 +79,7 @@ RULES = (
     FailureRule(
         "counters_forbidden",
         r"ERR_NVGPUCTRPERM",
-        "this user may not read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
+        "this user is not allowed to read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
         (
             "run as root (or, in a container, with CAP_SYS_ADMIN), or load the driver with "
             "NVreg_RestrictProfilingToAdminUsers=0; on WSL, allow access in the Windows NVIDIA "
@@ -95,7 +95,7 @@ RULES = (
             "support the GPU"
         ),
         (
-            "use an ncu that matches the driver (ncu 2025.3 for driver 580), check that "
+            "use an ncu version that matches the driver (ncu 2025.3 for driver 580), check that "
             "/dev/nvidia-caps exists, and profile on a virtual machine or bare metal; `--profiler "
             "torch` works without ncu"
         ),
@@ -357,7 +357,9 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         (count,) = SIZE.unpack(file.read(SIZE.size))
         require(count)
         if count > MAX_HEADER:
-            raise error(f"the report contains a header of {count} bytes", file.tell())
+            raise error(
+                f"the report contains a header of {count} bytes, which is too large", file.tell()
+            )
         return file.read(count)
 
     if file.read(len(MAGIC)) != MAGIC:

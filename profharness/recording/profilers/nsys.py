@@ -207,7 +207,7 @@ EXPORT_RULES = (
         "version_mismatch",
         r"ProtobufParseException|Version not supported: (?P<build>\S+)"
         r"|Version number is invalid: (?P<version>\S+)",
-        "the report was written by a newer nsys than the one that exports it",
+        "the report was written by a newer version of nsys than the one that exports it",
         _SAME_VERSION,
     ),
     FailureRule(

@@ -424,7 +424,7 @@ def varlen() -> Attention:
             options["window_size"] = window_size(window, is_causal)
         elif window is not None:
             raise RefusedError(
-                "unsupported", "varlen_attn of this torch version does not accept window_size"
+                "unsupported", "in this torch version, varlen_attn does not accept window_size"
             )
         elif is_causal:
             options["is_causal"] = True
@@ -433,7 +433,7 @@ def varlen() -> Attention:
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:
             raise RefusedError(
-                "unsupported", "varlen_attn of this torch version has no `scale` parameter"
+                "unsupported", "in this torch version, varlen_attn has no `scale` parameter"
             )
         if scale is not None:
             options["scale"] = scale

@@ -167,7 +167,7 @@ class GpuWatch:
             "the GPU's highest SM clock": lambda: f"{clock(handle, sm)} MHz",
             "the GPU's highest memory clock": lambda: f"{clock(handle, memory)} MHz",
             "the GPU's application clock": lambda: f"{chosen(handle, sm)} MHz",
-            "the GPU's throttling for heat or power": lambda: (
+            "the GPU's throttling due to heat or power": lambda: (
                 "on" if reasons(handle) & SLOWDOWN else "off"
             ),
         }

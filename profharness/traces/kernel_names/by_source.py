@@ -108,7 +108,7 @@ FACTS = (
         (
             (
                 STAGES,
-                "at most 4 buffers; fewer if the head dimension contains fewer than 4 steps of 32",
+                "4 buffers, or one for each 32 elements of the head dimension if that is fewer",
                 f"{_MEM_EFF}/kernel_forward.h",
             ),
         ),

@@ -32,25 +32,22 @@ FAMILIES = {
     "reduce": "a reduction, such as a sum or a maximum",
     "copy": "a copy, a cast, or a change of the memory layout",
     "memset": "fills device memory",
-    "memcpy": "copies memory to, from or on the device",
-    "fmha": "fused attention from a library that PyTorch does not contain",
-    "fmha_combine": "combines the partial results of fused attention whose keys were split",
-    "fmha_bwd": "backward pass of fused attention from a library that PyTorch does not contain",
+    "memcpy": "copies memory to, from or within the device",
+    "fmha": "fused attention from a library that is not part of PyTorch",
+    "fmha_combine": "fused attention step that combines the partial outputs for the split keys",
+    "fmha_bwd": "backward pass of fused attention from a library that is not part of PyTorch",
     "aotriton": "forward pass of AMD's fused attention in Triton (AOTriton)",
     "aotriton_bwd": "backward pass of AMD's fused attention in Triton (AOTriton), or a step before "
     "or after it",
     "ck": "forward pass of fused attention in AMD's Composable Kernel",
     "ck_combine": (
-        "combines the partial results of attention whose keys were split, in AMD's Composable "
-        "Kernel"
+        "step of AMD's Composable Kernel that combines the partial outputs for the split keys"
     ),
     "ck_bwd": (
         "backward pass of fused attention in AMD's Composable Kernel, or a step before or after it"
     ),
     "aiter": "forward pass of fused attention in AMD's aiter",
-    "aiter_combine": (
-        "combines the partial results of attention whose keys were split, in AMD's aiter"
-    ),
+    "aiter_combine": "step of AMD's aiter that combines the partial outputs for the split keys",
     "aiter_bwd": "backward pass of fused attention in AMD's aiter, or a step before or after it",
     "collective": "communication between GPUs",
     "norm": "a normalisation, such as layer norm",
@@ -63,7 +60,7 @@ FAMILIES = {
 }
 LIBRARIES = {
     "flash2": "FlashAttention 2, as built into PyTorch",
-    "flash2_pip": "FlashAttention 2 from the package flash-attn, or another build such as vLLM's",
+    "flash2_pip": "FlashAttention 2 from the flash-attn package or another build, such as vLLM's",
     "flash2_any": "FlashAttention 2; a short name does not show which build contains the kernel",
     "fa3": "FlashAttention 3",
     "fa4": "FlashAttention 4 (CuTe DSL)",
@@ -273,8 +270,8 @@ _PARAMETERS = {
     "dKV_swapAB": "the operands are swapped in the product for dK and dV: {}",
     "dQ_swapAB": "the operands are swapped in the product for dQ: {}",
     "kLogMaxSplits": "combines at most 2^{} parts",
-    "isAligned": "tensors allow wide, aligned loads: {}",
-    "kIsAligned": "tensors allow wide, aligned loads: {}",
+    "isAligned": "the tensors are aligned for wide loads: {}",
+    "kIsAligned": "the tensors are aligned for wide loads: {}",
     "kSupportsDropout": "dropout is compiled in, used or not: {}",
     "kSupportsBias": "an additive mask is compiled in, used or not: {}",
     "kApplyDropout": "dropout: {}",

@@ -79,8 +79,8 @@ WORDS: dict[str, tuple[Word, ...]] = {
     "efficient": (
         *_words(
             (r"fmha", "fused multi-head attention"),
-            (r"aligned", "tensors allow wide, aligned loads"),
-            (r"notaligned", "tensors do not allow wide, aligned loads"),
+            (r"aligned", "the tensors are aligned for wide loads"),
+            (r"notaligned", "the tensors are not aligned for wide loads"),
             (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
             (r"rf", "the output is summed in registers"),
             (r"gmem", "the output is summed in device memory"),
@@ -127,7 +127,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"(ampere|volta|turing|maxwell|hopper|blackwell)", "generation of the code: {1}"),
         (
             r"cutlass(?:3x)?(?:_\d+)?",
-            "a CUTLASS kernel in cuBLAS; a number after _ is the architecture",
+            "a CUTLASS kernel in cuBLAS; the number after _, if any, is the architecture",
         ),
         (r"tensorop|tensor\d+x\d+x\d+", "runs on tensor cores"),
         (r"simt|ffma", "runs on CUDA cores, without tensor cores"),
@@ -175,7 +175,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"triton", "Triton code that Inductor generated"),
         (r"tem", "from a template"),
         (r"fused_(\w*?[a-z])(?=_\d+$|$)", "the ATen ops in it: {1}"),
-        (r"fused", "several ATen ops that are fused into one kernel"),
+        (r"fused", "several ATen ops, fused into one kernel"),
         (r"poi", "operation on each element"),
         (r"red", "reduction in a loop"),
         (r"per", "reduction in which a block holds a whole row"),
@@ -184,7 +184,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"flex_decoding", "flex_attention for few queries"),
         (r"\d+", "number of the kernel in its graph"),
         (r"attn|attention", "attention"),
-        (r"d[qkv](?:_?d[qkv])*|delta", "gradients, or the sums that they need"),
+        (r"d[qkv](?:_?d[qkv])*|delta", "gradients, or the sums from which they are computed"),
         (r"kernel", ""),
     ),
     "aotriton": _words(
@@ -199,7 +199,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"fill_dropout_rng(?:_tensor)?", "writes the random numbers used for dropout"),
         (
             r"simulate_encoded_softmax",
-            "writes the random numbers used for dropout in the format of a softmax result",
+            "writes the random numbers used for dropout, in the format of a softmax result",
         ),
         (r"kernel", ""),
     ),
@@ -258,7 +258,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"Ailk", "A is not transposed"),
         (r"Bjlk", "B is transposed"),
         (r"Bljk", "B is not transposed"),
-        (r"BH?", "adds the old output; H means that the sums have a wider type"),
+        (r"BH?", "the old output is added; H means that the sums have a wider type"),
         (
             r"[SDC]B",
             "type of operands, output and sums (S is fp32, D is fp64); B means that the old output "
@@ -445,10 +445,10 @@ class Description:
 # single part of the name contains it.
 FACTS = {
     "direction": {"fwd": "forward", "bwd": "backward"},
-    "arch": "code for this architecture, which newer GPUs may also run",
+    "arch": "code for this architecture; newer GPUs may also run it",
     "dtype": "type of the tensors",
     "head_dim": "head dimension for which the code was compiled",
-    "tile": "size of a tile: rows x columns, and depth",
+    "tile": "size of a tile: rows x columns, or rows x columns x depth",
     "stages": "buffers in shared memory",
     "warps": "warps of a block",
     "causal": {True: "a query does not attend to later keys", False: "no causal mask"},
