@@ -70,7 +70,6 @@ Answer = tuple[Predicted, ...]  # the predictions for one config, one per backen
 BACKEND_COLUMNS = pick(
     Predicted,
     *("backend", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "regret"),
-    "bottleneck",
 )
 INTERVAL = ("low_ns", "high_ns")
 BOUND = "at least µs"  # title of `low_ns` if no time is known, only the roofline bound

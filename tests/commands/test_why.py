@@ -243,8 +243,9 @@ def test_configs_can_be_copied_at_each_width(store: Path, name: str, width: int)
     text = render_table(layers_document(layers), width=width, cut=True)
     assert max(map(len, text.splitlines())) <= max(width, len(layers.command("explain")) + 5)
     joined = text.replace("-\n", "-")  # a config may continue on the next line after a token
-    for row in layers.rows:
-        assert str(row.config) in joined
+    command = f"configs in full: {layers.command('layers', '--configs')}"
+    if command not in " ".join(text.split()):  # that command prints more than three configs
+        assert all(str(row.config) in joined for row in layers.rows)
 
 
 def test_many_shortened_configs_name_the_command_that_prints_them(store: Path) -> None:

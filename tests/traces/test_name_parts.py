@@ -173,9 +173,17 @@ def test_the_command_prints_json_and_words() -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "roles"),
     [
-        ("flash_fwd_splitkv_kernel<64,64x256,w4>", "K and V have one buffer each", "both loads data and computes"),
+        (
+            "flash_fwd_splitkv_kernel<64,64x256,w4>",
+            "K and V have one buffer each",
+            "both loads data and computes",
+        ),
         ("flash_bwd_dq_dk_dv<64,128x128,w8>", "Q has two buffers", "both loads data and computes"),
-        ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "at most 4 buffers", "both loads data and computes"),
+        (
+            "fmha_cutlassF_f16_aligned_64x64_rf_sm80",
+            "at most 4 buffers",
+            "both loads data and computes",
+        ),
         ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", None, "both loads data and computes"),
         ("FlashAttnFwdSm90<128,128x176>", None, "warp group 0 is the producer"),
         ("FlashAttnBwdSm90<128,80x128>", None, "warp 1 writes dQ"),

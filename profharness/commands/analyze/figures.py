@@ -540,7 +540,9 @@ def phase_figures(
         if ridge_point is not None and phase.intensity is not None and phase.matmul:
             bound = "compute" if phase.intensity >= ridge_point else "memory"
         elif phase.bytes and not phase.matmul:
-            bound = "memory"
+            # Products have their own units. Other phases above the ridge may be limited by either.
+            below = ridge_point is None or phase.intensity is None or phase.intensity < ridge_point
+            bound = "memory" if below else None
         result.append(PhaseFigures(phase.name, phase.flops, phase.bytes, phase.intensity, bound))
     return tuple(result)
 
