@@ -359,8 +359,8 @@ def check_rocm(
         if any(map(LOSES_KERNELS.search, tracers)):
             state = "warning"
             remedy = (
-                "traces of HIP graphs lack kernels, because torch uses its own copy of the libraries of "
-                "ROCm 7.2.0 or 7.2.1; install a torch built for another ROCm version, or preload "
+                "traces of HIP graphs lack kernels, because torch uses its own copy of the libraries "
+                "of ROCm 7.2.0 or 7.2.1; install a torch built for another ROCm version, or preload "
                 "the system's libroctracer64.so (installing a newer ROCm is not enough)"
             )
         checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
