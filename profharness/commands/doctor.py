@@ -187,7 +187,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
     driver = None if isinstance(environment, str) else environment.get("driver")
     sqlite = Check("SQLite", "ok", sqlite3.sqlite_version)
     if sqlite3.sqlite_version_info < SQLITE_MIN:
-        remedy = "STRICT tables require SQLite 3.37 or later; use a Python that includes it"
+        remedy = "STRICT tables require SQLite 3.37 or later; use a Python build that includes it"
         sqlite = Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
     scanner = Check("trace scanner", "ok", "compiled")
     if Scanner is None:
@@ -350,7 +350,7 @@ def check_rocm(
         checks.append(Check("AOTriton", "ok", f"{aotriton} (in torch)"))
     else:
         remedy = (
-            "the backends flash and efficient require AOTriton; install the ROCm build of torch "
+            "the flash and efficient backends require AOTriton; install the ROCm build of torch "
             "from pytorch.org"
         )
         checks.append(Check("AOTriton", "warning", "not found in torch", remedy))
@@ -359,9 +359,9 @@ def check_rocm(
         if any(map(LOSES_KERNELS.search, tracers)):
             state = "warning"
             remedy = (
-                "traces of HIP graphs lack kernels, because torch contains the libraries of ROCm "
-                "7.2.0 or 7.2.1, which it uses even if a newer ROCm is installed; install a torch "
-                "built for another ROCm version, or preload the system's libroctracer64.so"
+                "traces of HIP graphs lack kernels, because torch uses its own copy of the libraries "
+                "of ROCm 7.2.0 or 7.2.1; install a torch built for another ROCm version, or preload "
+                "the system's libroctracer64.so (installing a newer ROCm is not enough)"
             )
         checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
     if vllm and arch in AITER_ARCHITECTURES and "VLLM_ROCM_USE_AITER" not in variables:

@@ -273,7 +273,8 @@ def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str
         lines.append(f"{counted(total, 'attention call')} at {where}: {shares}")
     if compiled:
         lines.append(
-            f"Compiled code calls attention at {counted(compiled, 'place')}; these calls are counted only in a trace."
+            f"Compiled code calls attention in {counted(compiled, 'place')}; only a trace can show "
+            "how many calls it makes."
         )
     with contextlib.suppress(ProfharnessError), open_store(store) as opened:
         layers = find_layers(opened, run)

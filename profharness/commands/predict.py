@@ -343,7 +343,7 @@ def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
     yield Heading("Predicted kernel time", ", ".join(marks), level=3)
     yield map_table(axes, [[_time_cell(row) for row in line] for line in cells])
     marks = ["? means that the intervals overlap"] if any(r.certain is False for r in shown) else []
-    yield Heading("Predicted time vs fastest backend", ", ".join(marks), level=3)
+    yield Heading("Predicted time relative to the fastest backend", ", ".join(marks), level=3)
     yield map_table(
         axes,
         [

@@ -71,8 +71,8 @@ def diff(store: Path, *words: str) -> Any:
             ("llama_train", "llama_checkpoint"),
             "llama_checkpoint.json.gz is 23 % slower than llama_train.json.gz in attention (440 "
             "µs → 542 µs per step); every layer runs on the same backend on both sides. Only "
-            "llama_checkpoint.json.gz uses checkpointing: in each step, the backward pass repeats "
-            "the forward pass of 3 calls, which takes 103 µs. The step takes",
+            "llama_checkpoint.json.gz uses checkpointing: in each step, its backward pass spends "
+            "103 µs on repeating the forward pass of 3 calls. The step takes",
         ),
         (
             ("flash", "math"),

@@ -417,7 +417,8 @@ def test_without_a_gpu_the_answer_of_the_cpu_says_so() -> None:
         pytest.skip("there is a GPU")
     done = explain("--config", "1,1,16,16")
     assert (
-        "this machine has no GPU; the answer is for the CPU; name a GPU with --gpu" in done.stderr
+        "this machine has no GPU; the answer applies to the CPU unless a GPU is named with --gpu"
+        in done.stderr
     )
     assert "no GPU" not in explain("--config", "1,1,16,16", "--device", "cpu").stderr
     error = explain("--config", "1,1,16,16", "--device", "cuda").exception

@@ -219,7 +219,7 @@ def test_each_refused_backend_has_all_its_reasons() -> None:
 
 def test_a_named_backend_without_advice_is_mentioned() -> None:
     made = answer("math", backends=(BackendAnswer("flash", False, (NO_MASK,)),))
-    told = "There is no advice: no known change of the call makes flash accept it."
+    told = "No advice is available: no known change to the call makes flash accept it."
     assert explain_answer(made, ["flash"])[-1] == told
     assert told not in explain_answer(made) and told not in explain_answer(made, ["cudnn"])
     assert told in render_table(explain_document([made], named=["flash"]))

@@ -108,7 +108,9 @@ LAYER_COLUMNS = (
 )
 # These names must differ from the names of roles, because both are labels of notes.
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
-COMPOSITE = "The time of a fused kernel is compared with the total time of math's kernels."
+COMPOSITE = (
+    "The time of a fused kernel is compared with the total time of the math backend's kernels."
+)
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
@@ -155,7 +157,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         blocks += [Note(", ".join(names), config) for config, names in alike.items()]
         blocks.append(
             Note(
-                "use --full to also compare the kernels of configs without a difference",
+                "use --full to also compare the kernels of configs that show no difference",
                 level="hint",
             )
         )

@@ -124,8 +124,8 @@ def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
             calls = counted(sum(round(side.calls or 1) for side in own), "call")
             ns = sum(side.forward_step_ns or 0 for side in own)
             yield (
-                f"Only {name} uses checkpointing: in each step, the backward pass repeats the "
-                f"forward pass of {calls}, which takes {time_text(ns)}."
+                f"Only {name} uses checkpointing: in each step, its backward pass spends "
+                f"{time_text(ns)} on repeating the forward pass of {calls}."
             )
 
 

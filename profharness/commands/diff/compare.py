@@ -169,7 +169,8 @@ class DiffRow:
     candidate_ns: Annotated[float | None, column(meaning="the candidate's time per call")] = None
     basis: Annotated[str | None, column(meaning="the measurement that the times come from")] = None
     composite: Annotated[
-        bool, column(meaning="whether a fused kernel is compared with math's kernels")
+        bool,
+        column(meaning="whether a fused kernel is compared with the math backend's kernels"),
     ] = False
     reasons: Annotated[tuple[str, ...], column(meaning="reasons for the verdict")] = ()
     changes: Annotated[tuple[Change, ...], column(meaning="the properties that differ")] = ()
@@ -649,8 +650,8 @@ def _role_rows(
             verdict, reasons = "unknown", (unseen,)
         if role in composite:
             text = (
-                "the time of a fused kernel is compared with the total time of math's kernels in the "
-                "same direction"
+                "the time of a fused kernel is compared with the total time of the math backend's "
+                "kernels in the same direction"
             )
             reasons = (text, *reasons)
         yield replace(

@@ -242,7 +242,7 @@ def require_answer(answers: Sequence[Explanation]) -> None:
         return
     more = f" (and {len(answers) - 1} more)" if len(answers) > 1 else ""
     raise CaptureError(
-        f"PyTorch gave no answer for {answers[0].config}{more}: {answers[0].error}; give it "
+        f"PyTorch gave no answer for {answers[0].config}{more} ({answers[0].error}); give it "
         "more time with --timeout SECONDS, or use the dispatch rules with --torch and --gpu"
     )
 
@@ -421,7 +421,7 @@ Releases = Annotated[
         help="Use the dispatch rules of one PyTorch release (such as "
         f"2.9.1), of several releases (2.8,2.10) or of a range (2.5..2.15).  {DEFAULT_RELEASE}",
         tool="One or more PyTorch releases, or a range of releases. The default is the installed "
-        "release, or the newest release that has an atlas.",
+        "release or, if no atlas covers this release, the newest release that has an atlas.",
         tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
     ),
 ]
@@ -442,7 +442,7 @@ Cudnn = Annotated[
         ("--cudnn",),
         metavar="VERSION",
         help="The cuDNN version.  [default: that of the PyPI wheel]",
-        tool="The cuDNN version. The default is the version that the PyPI wheel uses.",
+        tool="The cuDNN version. The default is the version that PyTorch's PyPI wheel uses.",
     ),
 ]
 Cuda = Annotated[
@@ -451,8 +451,8 @@ Cuda = Annotated[
         ("--cuda",),
         metavar="VERSION",
         help="The CUDA version that PyTorch was built with.  [default: that of the PyPI wheel]",
-        tool="The CUDA version that PyTorch was built with. The default is the version that the "
-        "PyPI wheel uses.",
+        tool="The CUDA version that PyTorch was built with. The default is the version that "
+        "PyTorch's PyPI wheel was built with.",
     ),
 ]
 CudnnCompiled = Annotated[
@@ -937,7 +937,9 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
             hint(doubt)
     question.explanations.extend(answers)
     if not platforms:
-        remedy = "the answer is for the CPU; name a GPU with --gpu, such as --gpu H200"
+        remedy = (
+            "the answer applies to the CPU unless a GPU is named with --gpu, such as --gpu H200"
+        )
         hint_cpu(answers[0].environment, question.device, remedy)
     if question.program is not None:
         return program_document(question.program, answers, full=full, named=backends)

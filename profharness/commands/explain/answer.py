@@ -185,7 +185,10 @@ def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:
         if side.eligible is False and not side.advice
     ]
     if names:
-        yield f"There is no advice: no known change of the call makes {join_and(names)} accept it."
+        yield (
+            "No advice is available: no known change to the call makes "
+            f"{join_and(names)} accept it."
+        )
 
 
 def gpu_of(answer: Explanation) -> str:

@@ -74,7 +74,11 @@ class CandidateRow:
     ]
     since: Annotated[
         str,
-        column("rules since", importance="detail", meaning="the first release with these rules"),
+        column(
+            "rules since",
+            importance="detail",
+            meaning="the first engine release to which these rules apply",
+        ),
     ]
     reasons: Annotated[tuple[str, ...], column(meaning="all reasons against it")]
 

@@ -97,7 +97,7 @@ GpuName = Annotated[
         "Predict the kernels from the atlas of the given GPU, for example H200. With --gpu, no kernel runs "
         "and no store is read.",
         only_of="kernels",
-        tool="Predict the kernels from the atlas of this GPU.",
+        tool="The name of a GPU. The kernels are predicted from the atlas of this GPU.",
         tool_examples=("H200",),
     ),
 ]

@@ -109,8 +109,8 @@ class Step:
             "percent",
             importance="answer",
             meaning=(
-                "share of the call's eager time; without an eager time, share of the first of "
-                "these times that is known: event (older runs only), graph, wall, kernel"
+                "the step's share of the call's eager time or, if the eager time is unknown, of "
+                "the first known time in this order: event (older runs only), graph, wall, kernel"
             ),
         ),
     ]

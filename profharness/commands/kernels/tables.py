@@ -247,7 +247,7 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
         return (
             "The time of an op excludes the ops that it calls. For the time of a call, use bench."
         )
-    caches = "for cold caches, because ncu runs each kernel on its own"
+    caches = "measured with cold caches, because ncu runs each kernel on its own"
     if any(row.profiler != NCU for row in rows):
         caches = "for a warm L2"
     return (

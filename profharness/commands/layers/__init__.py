@@ -112,7 +112,8 @@ GpuNames = Annotated[
     gpu_option(
         "Predict the time of each layer on another GPU (H200) or on several (H100,H200), from the "
         "atlases of these GPUs. No kernel runs.",
-        tool="Predict the time of each layer on these GPUs from their atlases.",
+        tool="The names of one or more GPUs. The time of each layer on these GPUs is predicted "
+        "from their atlases.",
         tool_examples=("H200",),
     ),
 ]
@@ -224,7 +225,7 @@ def _to_frame(found: LayersFound) -> pd.DataFrame:
     frame=_to_frame,
     epilog=WORDS,
     tool="Use this tool for a model or a training step. For single configs, use `kernels`. If "
-    "`gpu` is given, the keys predicted_* contain predictions for the same calls on that GPU.",
+    "`gpu` is given, the `predicted_*` keys contain predictions for the same calls on that GPU.",
 )
 def layers(
     *run: Runs,

@@ -260,7 +260,10 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
         return
     if processes > 1 and forecast.of != "step":
         yield f"The times are totals over all {processes} processes."
-    yield "The times are kernel times for a warm L2 cache; they exclude launches and gaps."
+    yield (
+        "The times are kernel times for a warm L2 cache; they exclude launch costs and the gaps "
+        "between kernels."
+    )
 
 
 def _contiguous(predictions: Iterable[Prediction]) -> str:

@@ -70,9 +70,9 @@ GAPS = (
         "launch_ns",
         "launched after",
         right=True,
-        meaning="in tables, the time from the start of the gap until the program launched the kernel that ended the "
-        "gap, or `before it` if the program had launched the kernel before the gap began, so that the "
-        "GPU did not wait for the launch; in JSON, the time of the launch",
+        meaning="in tables, the time from the start of the gap to the launch of the kernel that "
+        "ended the gap, or `before it` if that kernel was launched before the gap began; in JSON, "
+        "the time of the launch",
     ),
 )
 PHASES = pick(PhaseRow)
@@ -130,7 +130,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
         blocks.append(Note(f"why: {layers.command('explain')}", level="hint"))
     if full:
-        blocks += [Heading("Kernels", "in order of the first launch", 3)]
+        blocks += [Heading("Kernels", "in order of first launch", 3)]
         named = zip(lines, layers.rows, strict=True)
         blocks.append(Table.of(KERNELS, (line | {"kernels": row.kernels} for line, row in named)))
     if full and layers.gaps:

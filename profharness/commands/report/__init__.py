@@ -168,7 +168,8 @@ TERMS = {
     "profiler and exclude the gaps between kernels",
     "launch": "one execution of a kernel",
     "cell": "one config on one backend",
-    "refused": "the backend does not support this config; this is a result, not an error",
+    "refused": "rejected because the backend does not support the config; a refusal is a result, "
+    "not an error",
     "GPU time": "the time in which the GPU was busy",
     "waves": "the number of blocks in a launch divided by the number of blocks that the GPU runs "
     "at once; a partial wave leaves SMs idle",
@@ -403,7 +404,7 @@ def _run_blocks(
             f"{sum(inside)} of {len(inside)} measured times are within the predicted 90 % interval."
         )
         details += [
-            Heading("Compared with the atlas", "times of cells on a similar machine"),
+            Heading("Compared with the atlas", "measured times and the predictions of an atlas"),
             Note(text),
         ]
         details.append(Table.of(pick(AtlasComparison), compared))

@@ -102,7 +102,7 @@ class _Page:
         )
         parts = [
             ("Programs by attention time per step", _ranked(programs)),
-            ("Captures by the slowdown of <code>auto</code>", _ranked(losses)),
+            ("Captures by slowdown of <code>auto</code>", _ranked(losses)),
         ]
         found = "".join(f"<p>{title}:</p>{_list(lines)}" for title, lines in parts if lines)
         return (

@@ -204,7 +204,7 @@ def serve(path: Path, host: str, port: int) -> None:
     if host not in LOOPBACK:
         hint(
             f"warning: with --host {host}, anyone who can reach this machine can read the whole "
-            "store without a password, including file paths; nobody can write to the store"
+            "store, including file paths, without a password; nobody can write to the store"
         )
     app = application(path, host)
     with _listen(host, port) as listener:
@@ -474,7 +474,10 @@ class Site:
             cause = f"{error!r} in {code.co_filename}:{code.co_name}"
         await self._send({"type": "error", "text": cause[:MAX_ERROR]})
         status = 404 if isinstance(error, NotFoundError) else 500
-        text = "cannot answer this request; see the terminal of profharness serve for the reason"
+        text = (
+            "the server cannot answer this request; the reason is printed in the terminal that "
+            "runs profharness serve"
+        )
         return Response.text(text, status=status)
 
 
