@@ -314,7 +314,7 @@ class Figures:
         cudnn = int(facts["cudnn"])
         day = f"{run[:4]}-{run[4:6]}-{run[6:8]}"
         return (
-            f"On {day}, we made our measurements on one {facts['gpu']} ({facts['num_sms']} SMs, "
+            f"All measurements were made on {day} on one {facts['gpu']} ({facts['num_sms']} SMs, "
             f"driver {facts['driver']}) with torch {facts['torch']} and cuDNN "
             f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
         )

@@ -496,7 +496,7 @@ GpuClasses = Annotated[
         complete=complete_gpus,
         multiple=True,
         metavar="CLASS",
-        help="Run every config on each of these GPU classes, such as H100,H200.",
+        help="Run every config on each of the given GPU classes, for example H100,H200.",
     ),
 ]
 Insecure = Annotated[

@@ -188,7 +188,7 @@ def capture(
     and the run is added to the store. Refusals, failures and worker crashes are recorded as
     results.
 
-    The profilers torch and events share one pass over all cells, in which the timing samples are
+    The `torch` and `events` profilers share one pass over all cells, in which the timing samples are
     also taken. The profilers nsys and ncu each run the worker again, for one more pass over the
     cells that have succeeded. Under ncu, one call per cell is replayed kernel by kernel, with cold
     caches. The time limit of a cell is ten times --timeout under ncu, and twice --timeout under

@@ -83,8 +83,8 @@ _EXPLAINS = {
         "deterministic algorithms exclude cuDNN and change the grid of the flash backward kernel"
     ),
     "fp16_reduction_math": (
-        "the setting lets math compute in half precision instead of fp32, so that math needs no "
-        "casts and runs other GEMMs"
+        "the setting lets the math backend compute in half precision instead of "
+        "fp32, so that it needs no casts and uses other GEMM kernels"
     ),
     r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": (
         "the setting lets the fp32 GEMMs of math run on tensor cores"

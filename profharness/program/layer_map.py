@@ -341,7 +341,7 @@ class LayerForecast:
         column(
             "predicted choice",
             importance="answer",
-            meaning="the allowed backend that the dispatch rules choose on the predicted GPU",
+            meaning="the backend, among those allowed, that the dispatch rules choose on the GPU of the prediction",
         ),
     ] = None
     predicted_source: Annotated[

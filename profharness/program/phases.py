@@ -48,9 +48,11 @@ class PhaseRow:
     ]
     steps: Annotated[int, column("steps", "count", importance="answer", meaning="number of steps")]
     requests: Annotated[Number, column(meaning="median number of requests per step")]
-    new_tokens: Annotated[Number, column(meaning="median number of tokens that a step computes")]
+    new_tokens: Annotated[Number, column(meaning="median number of tokens that a step processes")]
     mean_requests: Annotated[Number, column(meaning="mean number of requests per step")]
-    mean_new_tokens: Annotated[Number, column(meaning="mean number of tokens that a step computes")]
+    mean_new_tokens: Annotated[
+        Number, column(meaning="mean number of tokens that a step processes")
+    ]
     median_step_requests: Annotated[
         Number, column("requests", "tenths", meaning="number of requests in the median step")
     ]

@@ -138,8 +138,8 @@ Precision = Annotated[
     Option(
         ("--precision",),
         metavar="FRACTION",
-        help="Sample until half the width of the median's 95 % interval is at most this fraction "
-        "of the median.  [default: 1%; with RUN, the precision of the run]",
+        help="Sample until the half-width of the median's 95 % confidence interval is at most this "
+        "fraction of the median.  [default: 1%; with RUN, the precision of the run]",
     ),
 ]
 MaxTime = Annotated[

@@ -18,9 +18,10 @@ from profharness.units import as_long, share_text, time_text
 
 TRUST = {
     EAGER: "Use the eager time, which includes the launch cost, for programs without CUDA graphs.",
-    GRAPH: "Use the graph time, with warm caches and no launch cost, for CUDA-graph replays.",
+    GRAPH: "For CUDA-graph replays, use the graph time, which is measured with warm caches and excludes the "
+    "launch cost.",
     COLD: "Use the cold time, with flushed caches, for a call that runs between other layers of a model.",
-    KERNEL: "Use the kernel time, with warm caches and no launch cost, to compare kernels.",
+    KERNEL: "To compare kernels, use the kernel time, which is measured with warm caches and excludes the launch cost.",
 }
 """Maps each measurement to a sentence on what to use it for."""
 

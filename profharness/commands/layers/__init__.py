@@ -244,8 +244,8 @@ def layers(
     table represents a group of identical calls from identical layers. Times are kernel times per
     step. If a program has both prefill and decode steps, each row refers to the steps of one phase.
     If the trace contains ProfilerStep ranges, each of these ranges is a step. In a trace without
-    ProfilerStep ranges, a step is one of these: a range that the program repeats around its
-    attention, an iteration of a serving engine, or a call to the outermost module.
+    ProfilerStep ranges, a step is a recurring range that contains attention calls, an
+    iteration of a serving engine, or a call of the outermost module.
 
     \b
     Examples:

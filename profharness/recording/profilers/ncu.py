@@ -90,9 +90,9 @@ RULES = (
         "library_not_loaded",
         r"LibraryNotLoaded",
         (
-            "ncu could not load its counter library (LibraryNotLoaded) and stopped the program: "
-            "the driver is older than ncu, ncu runs in a gVisor container, or ncu does not "
-            "support the GPU"
+            "ncu could not load its counter library (LibraryNotLoaded) and stopped the program; "
+            "either the driver is too old for this version of ncu, ncu is running in a gVisor "
+            "container, or ncu does not support the GPU"
         ),
         (
             "use an ncu version that matches the driver (ncu 2025.3 for driver 580), check that "

@@ -161,7 +161,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
         (r"ldg\d+", "elements per load"),
         (
             r"align[a-c]?\d+|aligna\d+|alignc\d+",
-            "number of elements to which the operands are aligned",
+            "alignment of the operands, in elements",
         ),
         (r"split_?[kK]\w*?", "the depth of the product is split over blocks"),
         (r"relu", "can apply a ReLU to the output; the name does not show whether it does"),
