@@ -17,11 +17,13 @@ from profharness.stats import NOTABLE_LOSS
 from profharness.units import as_long, share_text, time_text
 
 TRUST = {
-    EAGER: "Use the eager time, which includes the launch cost, for programs without CUDA graphs.",
-    GRAPH: "For CUDA-graph replays, use the graph time, which is measured with warm caches and excludes the "
-    "launch cost.",
-    COLD: "Use the cold time, with flushed caches, for a call that runs between other layers of a model.",
-    KERNEL: "To compare kernels, use the kernel time, which is measured with warm caches and excludes the launch cost.",
+    EAGER: "For programs without CUDA graphs, use the eager time, which includes the launch cost.",
+    GRAPH: "For CUDA-graph replays, use the graph time, which is measured with warm caches and "
+    "excludes the launch cost.",
+    COLD: "For a call that runs between other layers of a model, use the cold time, which is "
+    "measured with flushed caches.",
+    KERNEL: "To compare kernels, use the kernel time, which is measured with warm caches and "
+    "excludes the launch cost.",
 }
 """Maps each measurement to a sentence on what to use it for."""
 
