@@ -20,6 +20,8 @@ def time_figure(ns: float) -> str:
     if not ns or not math.isfinite(ns):
         return f"{ns:g}"
     value = float(f"{ns:.3g}") / UNITS[time_unit(ns)]
+    if abs(value) < 0.0005:
+        return "<0.001"
     digits = min(max(2 - math.floor(math.log10(abs(value))), 0), 3)
     return f"{value:,.{digits}f}"
 
@@ -61,15 +63,16 @@ def as_fast(speed_up: float, than: str = "", most: float | None = None) -> str:
     side with the old time. If `most` is given, describe the speed-ups from `speed_up` to `most`.
     """
     high = speed_up if most is None else most
-    if high >= 1:
+    if high >= 0.9995:  # also 1.00 if rounded
         return f"{_range(ratio_figure(speed_up), ratio_figure(high))} times as fast" + (
             f" as {than}" if than else ""
         )
     factors = 1 / high, 1 / speed_up
-    if factors[1] < 2:
-        amount = f"{_range(*(f'{100 * (each - 1):.2g}' for each in factors))} %"
-    else:
-        amount = f"{_range(*map(ratio_figure, factors))} times"
+    percents = [f"{100 * (each - 1):.2g}" for each in factors]
+    # A greater percentage would have an exponent.
+    in_percent = float(percents[1]) < 100
+    texts = percents if in_percent else [*map(ratio_figure, factors)]
+    amount = f"{_range(*texts)} {'%' if in_percent else 'times'}"
     return f"{amount} slower" + (f" than {than}" if than else "")
 
 

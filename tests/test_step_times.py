@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from chart_samples import NASTY
 
-from profharness.program.step_times import ATTENTION, IDLE, PRODUCTS, program_times, split_step
+from profharness.program.step_times import ATTENTION, IDLE, PRODUCTS, split_step, times_by_phase
 from profharness.render.document import Document, Lane, Span, Timeline
 from profharness.render.html import render_html
 from profharness.render.timeline import MOST_SPANS, draw_timeline
@@ -33,7 +33,7 @@ def test_launches_of_steps_are_those_of_the_calls(name: str, tmp_path: Path) -> 
                 if launch.call is not None:
                     key = step.trace, launch.call, launch.direction, launch.kernel_short
                     found[key] += launch.duration_ns
-        times = program_times(store, steps, calls)
+        times = times_by_phase(store, steps, calls, {}).get(None)
     wanted = Counter[tuple[int, int, str | None, str]]()
     for call in calls:
         for kernel in call.kernels:

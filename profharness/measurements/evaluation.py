@@ -34,7 +34,6 @@ from profharness.errors import NotFoundError, UsageError, join_and, percent
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.measurements import (
     CHOSEN,
-    MOST,
     REFERENCES,
     Baseline,
     BenchRow,
@@ -488,6 +487,8 @@ def _conclude(
 
 
 def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
+    names = set(contenders({row.backend for row in ranked}))
+    ranked = [row for row in ranked if row.backend in names]
     quick = _best(ranked)
     latency = time_text(quick.median_ns or 0)
     yield f"lowest latency: {quick.config} on {quick.backend}, {latency}"
@@ -548,7 +549,7 @@ def _against_backend(
             if verdict in ("faster", "slower"):
                 extreme = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
                 ratio = by_how_much(extreme.speedup or 1)
-                most = f" ({MOST[verdict] if len(rows) > 1 else ''}{ratio}, {extreme.config})"
+                most = f" ({'up to ' if len(rows) > 1 else ''}{ratio}, {extreme.config})"
             parts.append(f"{words} on {len(rows)}{most}")
         if parts:
             counted = f"{len(own)} config{'s' if len(own) > 1 else ''}"

@@ -938,8 +938,6 @@ WORDS: dict[str, str] = {
     "slower": "slower",
     "unknown": "not significantly different",
 }
-MOST = {"faster": "up to ", "slower": "down to "}
-"""Words before the most extreme of several speed-ups."""
 
 
 def dtype_pairs(rows: Sequence[BenchRow], samples_of: SamplesOf) -> tuple[DtypePair, ...]:
@@ -976,7 +974,7 @@ def _dtype_pair(
         if verdict in ("faster", "slower"):
             old, new = max(own, key=lambda pair: abs(math.log(_ns(pair[1]) / _ns(pair[0]))))
             speed_up = by_how_much(_ns(old) / _ns(new))
-            most = MOST[verdict] if len(own) > 1 else ""
+            most = "up to " if len(own) > 1 else ""
             text += f" ({most}{speed_up}, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
         parts.append(text)
     counted = f"{len(both)} pair{'s' if len(both) > 1 else ''} of cells"

@@ -414,7 +414,7 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
         untraced=tuple(untraced),
         observed=observed,
         phases=find_phases(steps, calls, of_steps, peaks),
-        step_phases=of_steps,
+        step_phases=of_steps if calls else {},
         peaks=peaks,
     )
 
@@ -461,7 +461,7 @@ def _diff_part(
 def _parts(programs: Sequence[Program]) -> list[Sequence[Program]]:
     """Divide programs by phase, because only steps of the same phase can be compared.
 
-    The programs are one part if one of them has no phases.
+    The programs are one part if one of them has no phases, or no calls in traces.
     """
     if not all(program.step_phases for program in programs):
         return [programs]

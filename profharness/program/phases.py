@@ -23,6 +23,7 @@ from profharness.traces.engine_steps import (
     EngineStep,
     parse_engine_step,
 )
+from profharness.units import as_fast
 
 Number = float | None
 Place = tuple[int, int | None]  # the trace and the step of a call
@@ -381,7 +382,7 @@ def _phase(
     rate = None if whole_tokens is None or middle_tokens is None else 1e9 * middle_tokens
     if limit and limit > OVER * attention:
         doubts.add(
-            f"attention in {name} steps seems {limit / attention:.1f} times as fast as the data sheet "
+            f"attention in {name} steps seems {as_fast(limit / attention)} as the data sheet "
             "allows, so the lengths, shapes or kernels do not match the annotation"
         )
     return PhaseRow(

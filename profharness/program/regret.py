@@ -247,8 +247,9 @@ def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
         fastest_ns=spent,
         saves_ns=saves,
         fastest_tokens_per_s=_faster_rate(phase.tokens_per_s, phase.mean_ns, saves),
+        # The saving is a mean, so it shortens the median step by the same share as the mean step.
         fastest_median_step_tokens_per_s=_faster_rate(
-            phase.median_step_tokens_per_s, phase.step_ns, saves
+            phase.median_step_tokens_per_s, phase.mean_ns, saves
         ),
     )
 

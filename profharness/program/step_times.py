@@ -98,16 +98,6 @@ class ProgramTimes:
         return _backend(launch, self.owner(launch))
 
 
-def program_times(
-    store: Store, steps: Sequence[StepRow], calls: Sequence[CallRow]
-) -> ProgramTimes | None:
-    """Return the times of a run's steps, or None if no GPU kernel was recorded.
-
-    `calls` are the attention calls of the run.
-    """
-    return times_by_phase(store, steps, calls, {}).get(None)
-
-
 def times_by_phase(
     store: Store,
     steps: Sequence[StepRow],

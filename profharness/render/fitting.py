@@ -104,7 +104,10 @@ def fit_columns(
         return _full_layout(columns, rows, width)
     own = list(columns)
     while True:
-        layouts = (_sharing_layout(own, rows, width, shared) for shared in _shared(own, rows))
+        layouts = (
+            _sharing_layout(own, rows, width, shared)
+            for shared in dict.fromkeys(_shared(own, rows))
+        )
         layout = min(_until_complete(layouts), key=_lacks)
         place = _distinguishing(own, rows, layout)
         if place is None:

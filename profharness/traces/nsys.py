@@ -443,11 +443,12 @@ class Reader:
         steps = sorted(
             (rows[4 * at + 2], rows[4 * at], 4 * at)  # thread, start, place in the rows
             for at, name in enumerate(tables.range_names)
-            if name.startswith(PROFILER_STEP)
+            # Ranges that start and end anywhere are not on a stack.
+            if name.startswith(PROFILER_STEP) and not rows[4 * at + 3]
         )
         for (thread, start, at), (other, border, after) in pairwise(steps):
             end = start + rows[at + 1]
-            if thread == other and border < end:
+            if thread == other and start < border < end:
                 rows[at + 1] = border - start
                 rows[after + 1] = max(rows[after + 1], end - border)
 

@@ -192,3 +192,11 @@ def test_sentences_have_the_digits_of_ratios() -> None:
 def test_a_ratio_has_at_most_three_significant_figures(ratio: float, text: str) -> None:
     """Bug: `22.63 times as fast`, from 3 calls."""
     assert ratio_text(ratio) == text
+
+
+def test_a_slowdown_has_no_exponent_and_is_not_vanishing() -> None:
+    """Bug: 1.996 times the time was `1e+02 % slower`, and an equal time `0.001 % slower`."""
+    assert as_fast(1 / 1.99) == "99 % slower"
+    assert as_fast(1 / 1.996) == "2.00 times slower"
+    assert as_fast(0.99999) == "1.00 times as fast"
+    assert time_text(0.4) == "<0.001 µs"

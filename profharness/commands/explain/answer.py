@@ -267,10 +267,17 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
     counts = Counter(map(chosen, answers))
     sentences = []
     lost = {name: counts.pop(name, 0) for name in ("none", "unknown")}
+    outside = sum(outside_sdpa(parse_config(answer.config)) is not None for answer in answers)
     if counts:
         sentences.append(f"{subject} {verb} {split_text(counts, total=len(answers))} on {device}.")
-    if lost["none"]:
-        sentences.append(f"PyTorch raises an error for {counted(lost['none'], 'config')}.")
+    if outside:
+        sentences.append(
+            f"scaled_dot_product_attention has no parameters for what {counted(outside, 'config')} "
+            f"{'describes' if outside == 1 else 'describe'}."
+        )
+    if lost["none"] > outside:
+        errors = counted(lost["none"] - outside, "config")
+        sentences.append(f"PyTorch raises an error for {errors}.")
     if lost["unknown"]:
         sentences.append(
             f"The choice of backend is unknown for {counted(lost['unknown'], 'config')}."
@@ -302,7 +309,9 @@ def program_answer(
         ran += f"; the rules of {torch} do not determine {what} on {device}"
     else:
         ran += f", as the rules of {torch} predict for {device}"
-    return (f"{ran}.", *(explain_answer(answers[0], named)[1:] if len(answers) == 1 else ()))
+    # The other sentences describe the backend that the rules predict.
+    told = len(answers) == 1 and not unlike
+    return (f"{ran}.", *(explain_answer(answers[0], named)[1:] if told else ()))
 
 
 def bisect_answer(bisections: Sequence[Bisection]) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ def _saving(layers: LayerMap) -> tuple[str, ...]:
     """Return sentences about the time that the fastest backends of a benchmark would save."""
     regret = layers.regret
     if layers.benched and regret is None:
-        return tuple(_phase_saving(phase) for phase in layers.phases if phase.fastest)
+        return tuple(_phase_saving(layers, phase) for phase in layers.phases if phase.fastest)
     if regret is None:
         return ()
     return tuple(
@@ -240,11 +240,11 @@ def _saving(layers: LayerMap) -> tuple[str, ...]:
     )
 
 
-def _phase_saving(phase: PhaseRow) -> str:
+def _phase_saving(layers: LayerMap, phase: PhaseRow) -> str:
     """Return a sentence about the time that the fastest backend would save in a phase."""
     if not phase.saves_ns:
         return f"In {phase.phase} steps, {phase.fastest} is not faster than the backend that ran."
-    idle = (phase.median_step_busy_share or 0) < 1 - IDLE
+    idle = is_launch_bound(layers.of_phase(phase.phase), layers.gpu)
     told = f"{phase.fastest} would save {'at most ' if idle else ''}{time_text(phase.saves_ns)} per step"
     before, after = phase.median_step_tokens_per_s, phase.fastest_median_step_tokens_per_s
     if before and after:
