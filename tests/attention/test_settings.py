@@ -74,7 +74,7 @@ def test_a_name_permits_backends(text: str, setting: SdpaSetting | None) -> None
         ("auto+flash", "contains 'auto'"),
         ("flash+", "contains ''"),
         ("flash+flash", "twice"),
-        ("flash+math>cudnn", "a set and an order"),
+        ("flash+math>cudnn", "mixes"),
     ],
 )
 def test_invalid_sets_are_errors(text: str, told: str) -> None:

@@ -71,7 +71,7 @@ def test_each_trace_of_an_archive_is_a_run(tmp_path: Path, name: str) -> None:
 def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     path = archive(tmp_path / "r.tar.gz", FILES | {"ranks/rank2.json": b'{"a": 1}'})
     with pytest.raises(
-        TraceFormatError, match=r"1 trace of this archive.*r\.tar\.gz/ranks/rank2\.json"
+        TraceFormatError, match=r"1 trace in this archive.*r\.tar\.gz/ranks/rank2\.json"
     ):
         ingest_path(tmp_path / "s.db", path)
     with open_store(tmp_path / "s.db") as store:
