@@ -318,7 +318,10 @@ def test_advice_makes_sense_on_amd() -> None:
         ({"gpu": "MI300X", "aotriton": "new"}, "invalid AOTriton version"),
         ({"gpu": "MI300X", "engine": "sglang"}, "SGLang do not cover AMD GPUs"),
         ({"gpu": "gfx1100", "engine": "vllm"}, "do not cover gfx1100"),
-        ({"gpu": "MI300X", "engine": "vllm", "engine_version": "0.20"}, "releases 0.25.1 to 0.33.0 do"),
+        (
+            {"gpu": "MI300X", "engine": "vllm", "engine_version": "0.20"},
+            "releases 0.25.1 to 0.33.0 do",
+        ),
         ({"aotriton": "0.9"}, "--aotriton requires --torch or --gpu"),
     ],
 )
