@@ -196,7 +196,8 @@ class PhaseRow:
             "tokens/s then",
             "figures",
             optional=True,
-            meaning="with --bench: `tokens/s` if the median step took `saves µs/step` less",
+            meaning="with --bench: `tokens/s` if the saving shortened the median step by the same "
+            "share as the mean step",
         ),
     ] = None
     doubts: Annotated[tuple[str, ...], column(meaning="why a figure is missing or doubtful")] = ()

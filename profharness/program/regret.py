@@ -255,7 +255,7 @@ def _faster_phase(phase: PhaseRow, times: BenchTimes) -> PhaseRow:
 
 
 def _faster_rate(rate: float | None, step_ns: float, saves_ns: float) -> float | None:
-    """Return the rate of steps that take `saves_ns` less."""
+    """Return a rate that refers to steps of `step_ns`, after each of them takes `saves_ns` less."""
     after = step_ns - saves_ns
     return rate * step_ns / after if rate and after > 0 else None
 

@@ -258,14 +258,15 @@ def _slow(layers: LayerMap) -> Iterator[str]:
         slow = slow_steps(group.steps)
         if not slow:
             continue
-        of = f"{len(slow)} of {len(group.steps)} {group.phase or ''} steps".replace("  ", " ")
+        steps = f"{group.phase} steps" if group.phase else "steps"
         take = "takes" if len(slow) == 1 else "take"
         middle = time_text(median(step.duration_ns for step in group.steps))
         named = [
             f"step {layers.steps.index(step)} ({time_text(step.duration_ns)})" for step in slow
         ]
         yield (
-            f"{of} {take} more than twice the median of {middle}: {join_few(named, STEPS_NAMED)}."
+            f"{len(slow)} of {len(group.steps)} {steps} {take} more than twice the median of "
+            f"{middle}: {join_few(named, STEPS_NAMED)}."
         )
 
 
