@@ -448,7 +448,9 @@ def _why_open(left: BenchRow, right: BenchRow) -> str:
         return "too few samples"
     several = min(left.processes or 0, right.processes or 0) > 1
     return (
-        "the samples or the medians of the processes overlap" if several else "the samples overlap"
+        "the samples overlap, or the medians of the processes overlap"
+        if several
+        else "the samples overlap"
     )
 
 
@@ -481,8 +483,8 @@ def _conclude(
         yield f"not ranked because of wrong output: {', '.join(wrong)}"
     if isinstance(baseline, Config):
         yield (
-            "speed-ups over another config are ratios of latencies; if the work differs, compare "
-            "FLOP/s"
+            "speed-ups over another config are ratios of latencies; if the configs need different "
+            "numbers of FLOPs, compare FLOP/s"
         )
 
 

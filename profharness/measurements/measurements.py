@@ -61,11 +61,11 @@ SHOWN_NAMES = 8
 # Maps the bits of NVML's clocks event reasons to causes of a reduced clock (see
 # nvmlClocksEventReason* in nvml.h).
 THROTTLES = {
-    0x4: "the power limit (software power cap)",
+    0x4: "its power limit (software power cap)",
     0x8: "a hardware slowdown",
-    0x20: "temperature (software thermal slowdown)",
-    0x40: "temperature (hardware thermal slowdown)",
-    0x80: "the power supply (hardware power brake)",
+    0x20: "its temperature (software thermal slowdown)",
+    0x40: "its temperature (hardware thermal slowdown)",
+    0x80: "its power supply (hardware power brake)",
 }
 
 
@@ -141,7 +141,7 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     bits = int(clocks.get("throttle_reasons") or 0)
     reasons = [text for bit, text in THROTTLES.items() if bits & bit]
     if reasons:
-        texts.append(f"the clock was limited by {' and '.join(reasons)}")
+        texts.append(f"the GPU lowered its clock because of {' and '.join(reasons)}")
     return tuple(texts)
 
 
@@ -319,8 +319,8 @@ class BenchRow:
             "excess",
             importance="answer",
             optional=True,
-            meaning="median divided by the median of the fastest correct backend other than "
-            "`all-disabled`, minus 1; tables show the ratio",
+            meaning="how much longer the median is than the median of the fastest backend with "
+            "correct output (not counting `all-disabled`); tables show the ratio of the medians",
         ),
     ] = None
     verified: Annotated[
@@ -344,7 +344,7 @@ class BenchRow:
             "Mquery/s",
             "millions",
             importance="detail",
-            meaning="query rows that are processed per second, summed over all heads",
+            meaning="number of query rows processed per second, summed over all heads",
         ),
     ] = None
     sequences_per_s: Annotated[
@@ -354,14 +354,14 @@ class BenchRow:
             "figures",
             importance="detail",
             optional=True,
-            meaning="sequences of the batch that are processed per second",
+            meaning="number of sequences processed per second",
         ),
     ] = None
     peak_memory_bytes: Annotated[
         int | None, column(meaning="peak memory of a call, excluding its inputs")
     ] = None
     processes: Annotated[
-        int | None, column(meaning="number of processes that took the samples")
+        int | None, column(meaning="number of processes in which the samples were taken")
     ] = None
     between_turns_ns: Annotated[
         float | None,
@@ -402,7 +402,7 @@ class BenchRow:
             "±%",
             "spread",
             importance="answer",
-            meaning="half-width of the 95 % interval of the median; `busy` if it exceeds the median",
+            meaning="half-width of the 95 % interval of the median, or `busy` if the half-width exceeds the median",
         ),
     ]:
         """The half-width of the interval, divided by the median."""
@@ -717,15 +717,14 @@ class Growth:
 
     @property
     def text(self) -> str:
-        """A text such as `math S^1.94, 2.1 to 512 MiB`."""
+        """A text such as `math needs 2.1 to 512 MiB (growing as S^1.94)`."""
         low, high = (size / MIB for _, size in (self.points[0], self.points[-1]))
-        sizes = f"{low:,.4g} to {high:,.4g} MiB"
+        growth = f"S^{self.order:.2f}"
         if len(self.points) == 2:
-            return f"{self.backend} S^{self.order:.2f} from only two points, {sizes}"
-        if abs(self.last - self.first) > BENT:
-            bent = f"S^{self.first:.2f} at first, S^{self.last:.2f} at the end"
-            return f"{self.backend} {bent}, {sizes}"
-        return f"{self.backend} S^{self.order:.2f}, {sizes}"
+            growth += ", from only two points"
+        elif abs(self.last - self.first) > BENT:
+            growth = f"S^{self.first:.2f} at first and as S^{self.last:.2f} at the end"
+        return f"{self.backend} needs {low:,.4g} to {high:,.4g} MiB (growing as {growth})"
 
 
 @dataclass(frozen=True, slots=True)
