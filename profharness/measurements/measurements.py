@@ -402,7 +402,8 @@ class BenchRow:
             "±%",
             "spread",
             importance="answer",
-            meaning="half-width of the 95 % interval of the median, or `busy` if the half-width exceeds the median",
+            meaning="half-width of the 95 % interval of the median, or `busy` if the half-width "
+            "exceeds the median",
         ),
     ]:
         """The half-width of the interval, divided by the median."""
