@@ -978,6 +978,6 @@ def _dtype_pair(
             text += f" ({most}{speed_up}, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
         parts.append(text)
     counted = f"{len(both)} pair{'s' if len(both) > 1 else ''} of cells"
-    statement = f"{dtype} compared with {other} in {counted}: {', '.join(parts)}"
+    statement = f"compared with {other} in {counted}, {dtype} is {', '.join(parts)}"
     counts = {verdict: len(own) for verdict, own in verdicts.items()}
     return DtypePair(dtype, other, counts, statement)

@@ -589,7 +589,7 @@ def test_dtypes_are_compared(swept: BenchResult) -> None:
     assert (pair.dtype, pair.other) == ("bf16", "fp16")
     assert pair.counts == {"same": 1, "slower": 1, "unknown": 1}
     assert pair.statement == (
-        "bf16 compared with fp16 in 3 pairs of cells: as fast (within 3 %) in 1, slower in 1 (50 %, "
+        "compared with fp16 in 3 pairs of cells, bf16 is as fast (within 3 %) in 1, slower in 1 (50 %, "
         "math on b2-h4-s512-d64), not significantly different in 1"
     )
 
