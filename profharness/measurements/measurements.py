@@ -100,7 +100,7 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
         excess = row.bytes_per_s / width
         reason = _why_bytes(row, peaks.l2_bytes, excess)
         yield (
-            f"{percent(excess)} of the memory bandwidth of {width / 1e9:,.4g} GB/s "
+            f"the rate is {percent(excess)} of the memory bandwidth of {width / 1e9:,.4g} GB/s "
             f"({peaks.source}): {reason}"
         )
     if rate and row.flops_per_s and row.flops_per_s > rate[1]:
@@ -109,7 +109,10 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
         if name == "fp32":
             reason = "tensor cores may have been used (TF32, or fp32 split into smaller numbers)"
         share = row.flops_per_s / peak
-        yield f"{percent(share)} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}"
+        yield (
+            f"the rate is {percent(share)} of the peak of {peak / 1e12:,.4g} TFLOP/s {name} "
+            f"({peaks.source}): {reason}"
+        )
 
 
 def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
@@ -117,11 +120,11 @@ def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
     moved = costs.compulsory_bytes(parse_config(row.config))
     size = f"the working set of {moved / MB:,.1f} MiB"
     if l2_bytes is None:
-        return f"{size} may fit in L2, whose size is unknown"
+        return f"{size} may fit in the L2, whose size is unknown"
     l2 = f"the L2 of {l2_bytes / MB:,.0f} MiB"
     flushed = ""
     if row.measurement in (COLD, EVENT):
-        flushed = "; L2 was flushed, but the output may stay in it"
+        flushed = "; the L2 was flushed, but the output may stay in it"
     if moved <= l2_bytes:
         return f"{size} fits in {l2}{flushed or ', so this is not the rate of the memory'}"
     if excess <= moved / (moved - l2_bytes):

@@ -117,7 +117,7 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     found = answer(tmp_path, [cell(STUDY, "auto", {measurement: steady(40_000)})])
     row = row_of(found, "auto")
     (doubt,) = row.doubts
-    assert doubt.startswith("140 % of the memory bandwidth of 300 GB/s (data sheet)")
+    assert doubt.startswith("the rate is 140 % of the memory bandwidth of 300 GB/s (data sheet)")
     assert "working set of 16.0 MiB fits in the L2 of 48 MiB" in doubt
     assert reason in doubt
     text = RENDERERS["table"](bench_document(found), width=160)
