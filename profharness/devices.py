@@ -139,7 +139,7 @@ TABLE = (
         "NVIDIA GH200 data sheet, for the GPU with 96 GB of HBM3"),
     Gpu("B200", (10, 0), 148, r"\bB200\b", 7700, 2250, 1125, 75, None, _BLACKWELL),
     Gpu("GB200", (10, 0), 148, r"\bGB200\b", 8000, 2500, 1250, 80, None,
-        "NVIDIA GB200 NVL72 data sheet, with the figures per GPU"),
+        "NVIDIA GB200 NVL72 data sheet, with figures converted to one GPU"),
     Gpu("B300", (10, 3)),
     Gpu("GB300", (10, 3)),
     Gpu("RTX 5090", (12, 0), 170, r"\bRTX 5090", 1792, 209.5, 104.8, 104.8, 96,
@@ -726,7 +726,7 @@ def device_facts(
     matrix rates and ridge points of each element of `peaks`, and the processor and the operating
     system in the environment `host`.
     """
-    clocks = "median of the NVML readings while cells were timed"
+    clocks = "median of the NVML readings taken while cells were timed"
     facts: list[_Fact] = []
     if device is not None and is_amd(device):
         facts += _amd_facts(device)

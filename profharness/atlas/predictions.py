@@ -447,7 +447,8 @@ class Predicted:
         column(
             "predicted choice",
             importance="answer",
-            meaning="the backend that the dispatch rules choose for `auto`; `none` if PyTorch raises an error",
+            meaning="the backend that the dispatch rules predict for `auto`, or `none` if PyTorch "
+            "raises an error",
         ),
     ]
     reasons: Annotated[tuple[Refusal, ...], column(meaning="why the backend refuses the config")]
@@ -505,7 +506,8 @@ class Predicted:
             "vs fastest",
             "excess",
             importance="answer",
-            meaning="kernel_ns / best_ns - 1; tables show the ratio",
+            meaning="how much longer `kernel_ns` is than `best_ns` (kernel_ns / best_ns - 1); "
+            "tables show the ratio of the times",
         ),
     ] = None
     certain: Annotated[
@@ -517,8 +519,8 @@ class Predicted:
     timed_as: Annotated[
         str | None,
         column(
-            meaning="the config with contiguous tensors to which the times refer; null if it is "
-            "the same as `config`"
+            meaning="label of the contiguous version of the config, to which the times refer; null "
+            "if it is the same as `config`"
         ),
     ] = None
     kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None

@@ -185,7 +185,8 @@ class AtlasComparison:
     inside: Annotated[
         bool | None,
         column(
-            meaning="whether `ran_ns` is in the interval of the model; null if there is no model"
+            meaning="whether `ran_ns` lies within the model's 90 % interval; null if there is "
+            "no model"
         ),
     ]
     source: Annotated[str, column("source", importance="detail", meaning="`measured` or `model`")]

@@ -33,8 +33,8 @@ class VerificationRow:
         column(
             "what",
             importance="answer",
-            meaning="the checked tensor: `out`, `dq`, `dk` or `dv`; `inputs` stands for the "
-            "inputs, which must not change",
+            meaning="the checked tensor (`out`, `dq`, `dk` or `dv`), or `inputs` for the check that "
+            "the inputs do not change",
         ),
     ]
     error: Annotated[

@@ -775,5 +775,7 @@ def _positions_first(tokens: Sequence[str], label: str) -> list[str]:
             queries = match[2]
     numbers.setdefault("seq", queries)
     if not all(map(numbers.get, POSITIONS)):
-        raise UsageError(f"label {label!r}: expected b…-h…-s…-d…, for example b2-h8-s512-d64-fp16")
+        raise UsageError(
+            f"invalid label {label!r}; write b…-h…-s…-d…, for example b2-h8-s512-d64-fp16"
+        )
     return [*(numbers[name] for name in POSITIONS), *others]

@@ -451,9 +451,9 @@ def time_layers(
         if here != layers.gpu:
             raise CaptureError(
                 f"run {layers.name} was recorded on {layers.gpu}, but this machine has {here or 'no GPU'}; "
-                f"run the command on a machine with {layers.gpu}, or run `bench` there on the "
-                "configs that `layers --savings --configs` prints, and pass the bench run with "
-                "--bench RUN"
+                f"run the command on a machine with {layers.gpu}, or run `bench` on such a machine "
+                "with the configs that `layers --savings --configs` prints, and then pass the "
+                "bench run with --bench RUN"
             )
         options = replace(options, configs=regret_configs(layers), device=device)
         backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))

@@ -55,7 +55,7 @@ SHARED_HOST = Problem(
     GPU,
     "shared_host",
     SHARED_CORES,
-    "use fewer lanes, as with --scheduler local:1, or give each lane two cores",
+    "use fewer lanes (--scheduler local:1 uses one), or give each lane two cores",
 )
 
 Plain = dict[str, Any]

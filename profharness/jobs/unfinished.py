@@ -39,8 +39,8 @@ class UnfinishedRun:
     command: Annotated[
         str | None,
         column(
-            meaning="the command that resumes the run, or stores its results if it cannot be "
-            "resumed"
+            meaning="the command that resumes the run, or that stores the results of a run that "
+            "cannot be resumed"
         ),
     ]
     resumable: Annotated[bool, column(meaning="whether `capture --resume` can finish the run")]

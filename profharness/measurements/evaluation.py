@@ -448,7 +448,9 @@ def _why_open(left: BenchRow, right: BenchRow) -> str:
         return "too few samples"
     several = min(left.processes or 0, right.processes or 0) > 1
     return (
-        "the samples or the medians of the processes overlap" if several else "the samples overlap"
+        "the samples overlap, or the medians of the processes overlap"
+        if several
+        else "the samples overlap"
     )
 
 
@@ -481,8 +483,8 @@ def _conclude(
         yield f"not ranked because of wrong output: {', '.join(wrong)}"
     if isinstance(baseline, Config):
         yield (
-            "speed-ups over another config are ratios of latencies; if the work differs, compare "
-            "FLOP/s"
+            "speed-ups over another config are ratios of latencies; if the configs need different "
+            "numbers of FLOPs, compare FLOP/s"
         )
 
 
@@ -491,12 +493,12 @@ def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
     ranked = [row for row in ranked if row.backend in names]
     quick = _best(ranked)
     latency = time_text(quick.median_ns or 0)
-    yield f"lowest latency: {quick.config} on {quick.backend}, {latency}"
+    yield f"the lowest latency is {latency} ({quick.backend} on {quick.config})"
     sound = [row for row in ranked if row.flops_per_s and not (row.efficiency or 0) > 1]
     if sound:
         best = max(sound, key=lambda row: row.flops_per_s or 0)
         rate = (best.flops_per_s or 0) / 1e12
-        yield f"highest rate: {best.config} on {best.backend}, {rate:,.4g} TFLOP/s"
+        yield f"the highest rate is {rate:,.4g} TFLOP/s ({best.backend} on {best.config})"
 
 
 def _fastest(winner: Winner) -> str:
@@ -504,8 +506,8 @@ def _fastest(winner: Winner) -> str:
     if not winner.open:
         return f"{winner.config}: {winner.backend} is fastest{tied}"
     return (
-        f"{winner.config}: {winner.backend} has the lowest median{tied}, but no significant difference "
-        f"from {join_and(winner.open)}: {winner.why_open}"
+        f"{winner.config}: {winner.backend} has the lowest median{tied}, but is not significantly "
+        f"faster than {join_and(winner.open)} ({winner.why_open})"
     )
 
 

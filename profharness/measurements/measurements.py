@@ -61,11 +61,11 @@ SHOWN_NAMES = 8
 # Maps the bits of NVML's clocks event reasons to causes of a reduced clock (see
 # nvmlClocksEventReason* in nvml.h).
 THROTTLES = {
-    0x4: "the power limit (software power cap)",
+    0x4: "its power limit (software power cap)",
     0x8: "a hardware slowdown",
-    0x20: "temperature (software thermal slowdown)",
-    0x40: "temperature (hardware thermal slowdown)",
-    0x80: "the power supply (hardware power brake)",
+    0x20: "its temperature (software thermal slowdown)",
+    0x40: "its temperature (hardware thermal slowdown)",
+    0x80: "its power supply (hardware power brake)",
 }
 
 
@@ -100,7 +100,7 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
         excess = row.bytes_per_s / width
         reason = _why_bytes(row, peaks.l2_bytes, excess)
         yield (
-            f"{percent(excess)} of the memory bandwidth of {width / 1e9:,.4g} GB/s "
+            f"the rate is {percent(excess)} of the memory bandwidth of {width / 1e9:,.4g} GB/s "
             f"({peaks.source}): {reason}"
         )
     if rate and row.flops_per_s and row.flops_per_s > rate[1]:
@@ -109,7 +109,10 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
         if name == "fp32":
             reason = "tensor cores may have been used (TF32, or fp32 split into smaller numbers)"
         share = row.flops_per_s / peak
-        yield f"{percent(share)} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}"
+        yield (
+            f"the rate is {percent(share)} of the peak of {peak / 1e12:,.4g} TFLOP/s {name} "
+            f"({peaks.source}): {reason}"
+        )
 
 
 def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
@@ -117,11 +120,11 @@ def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
     moved = costs.compulsory_bytes(parse_config(row.config))
     size = f"the working set of {moved / MB:,.1f} MiB"
     if l2_bytes is None:
-        return f"{size} may fit in L2, whose size is unknown"
+        return f"{size} may fit in the L2, whose size is unknown"
     l2 = f"the L2 of {l2_bytes / MB:,.0f} MiB"
     flushed = ""
     if row.measurement in (COLD, EVENT):
-        flushed = "; L2 was flushed, but the output may stay in it"
+        flushed = "; the L2 was flushed, but the output may stay in it"
     if moved <= l2_bytes:
         return f"{size} fits in {l2}{flushed or ', so this is not the rate of the memory'}"
     if excess <= moved / (moved - l2_bytes):
@@ -141,7 +144,7 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     bits = int(clocks.get("throttle_reasons") or 0)
     reasons = [text for bit, text in THROTTLES.items() if bits & bit]
     if reasons:
-        texts.append(f"the clock was limited by {' and '.join(reasons)}")
+        texts.append(f"the GPU lowered its clock because of {' and '.join(reasons)}")
     return tuple(texts)
 
 
@@ -319,8 +322,8 @@ class BenchRow:
             "excess",
             importance="answer",
             optional=True,
-            meaning="median divided by the median of the fastest correct backend other than "
-            "`all-disabled`, minus 1; tables show the ratio",
+            meaning="how much longer the median is than the median of the fastest backend with "
+            "correct output (not counting `all-disabled`); tables show the ratio of the medians",
         ),
     ] = None
     verified: Annotated[
@@ -344,7 +347,7 @@ class BenchRow:
             "Mquery/s",
             "millions",
             importance="detail",
-            meaning="query rows that are processed per second, summed over all heads",
+            meaning="number of query rows processed per second, summed over all heads",
         ),
     ] = None
     sequences_per_s: Annotated[
@@ -354,14 +357,14 @@ class BenchRow:
             "figures",
             importance="detail",
             optional=True,
-            meaning="sequences of the batch that are processed per second",
+            meaning="number of sequences processed per second",
         ),
     ] = None
     peak_memory_bytes: Annotated[
         int | None, column(meaning="peak memory of a call, excluding its inputs")
     ] = None
     processes: Annotated[
-        int | None, column(meaning="number of processes that took the samples")
+        int | None, column(meaning="number of processes in which the samples were taken")
     ] = None
     between_turns_ns: Annotated[
         float | None,
@@ -402,7 +405,8 @@ class BenchRow:
             "±%",
             "spread",
             importance="answer",
-            meaning="half-width of the 95 % interval of the median; `busy` if it exceeds the median",
+            meaning="half-width of the 95 % interval of the median, or `busy` if the half-width "
+            "exceeds the median",
         ),
     ]:
         """The half-width of the interval, divided by the median."""
@@ -717,15 +721,14 @@ class Growth:
 
     @property
     def text(self) -> str:
-        """A text such as `math S^1.94, 2.1 to 512 MiB`."""
+        """A text such as `math needs 2.1 to 512 MiB (growing as S^1.94)`."""
         low, high = (size / MIB for _, size in (self.points[0], self.points[-1]))
-        sizes = f"{low:,.4g} to {high:,.4g} MiB"
+        growth = f"S^{self.order:.2f}"
         if len(self.points) == 2:
-            return f"{self.backend} S^{self.order:.2f} from only two points, {sizes}"
-        if abs(self.last - self.first) > BENT:
-            bent = f"S^{self.first:.2f} at first, S^{self.last:.2f} at the end"
-            return f"{self.backend} {bent}, {sizes}"
-        return f"{self.backend} S^{self.order:.2f}, {sizes}"
+            growth += ", from only two points"
+        elif abs(self.last - self.first) > BENT:
+            growth = f"S^{self.first:.2f} at first and as S^{self.last:.2f} at the end"
+        return f"{self.backend} needs {low:,.4g} to {high:,.4g} MiB (growing as {growth})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -978,6 +981,6 @@ def _dtype_pair(
             text += f" ({most}{speed_up}, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
         parts.append(text)
     counted = f"{len(both)} pair{'s' if len(both) > 1 else ''} of cells"
-    statement = f"{dtype} compared with {other} in {counted}: {', '.join(parts)}"
+    statement = f"compared with {other} in {counted}, {dtype} is {', '.join(parts)}"
     counts = {verdict: len(own) for verdict, own in verdicts.items()}
     return DtypePair(dtype, other, counts, statement)

@@ -179,7 +179,7 @@ def _ingest_archive(
                 failures.append(error)
     if failures and len(results) > before:
         unread = counted(len(failures), "trace")
-        message = f"cannot read {unread} in this archive; the others were stored"
+        message = f"cannot read {unread} in this archive; the other traces were stored"
         raise TraceFormatError(path, message, expected=f"whole traces: {failures[0]}")
     if failures:
         raise failures[0]

@@ -592,7 +592,7 @@ class Window:
         begin = self.end
         while self.fill(max(BLOCK, len(self.buffer))):
             if len(self.buffer) > MAX_PIECE:
-                message = f"more than {MAX_PIECE >> 20} MiB follow the events"
+                message = f"more than {MAX_PIECE >> 20} MiB of other data follow the events"
                 raise self.error(
                     message, offset=begin, expected="the end of the file after the events"
                 )

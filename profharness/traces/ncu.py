@@ -89,7 +89,7 @@ def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Tra
     launches, units = report.launches, report.units
     durations = [_duration(launch, units) for launch in launches]
     if sum(durations) >= MAX_NS:
-        message = f"the kernel times add up to {sum(durations) / 1e9:.0f} s"
+        message = f"the kernel times add up to {sum(durations) / 1e9:.0f} s, which is too long"
         raise TraceFormatError(path, message, expected="plausible times")
     configs, kernels = Ids(), Ids()
     names = [launch.name or NO_NAME for launch in launches]

@@ -118,8 +118,8 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
     made = f"ncu {file.version}" if file.version else "an unknown version of ncu"
     raise TraceFormatError(
         path,
-        f"this report was written by {made}, but {' and '.join(tried)} cannot read it; if the file "
-        "is truncated, copy it again; otherwise, update ncu-report (pip install -U ncu-report) or "
+        f"this report was written by {made}, but {' and '.join(tried)} cannot read it. If the file "
+        "is truncated, copy it again. Otherwise, update ncu-report (pip install -U ncu-report) or "
         "use a newer ncu",
         expected="a complete report from a version of ncu that the installed readers can read",
     )

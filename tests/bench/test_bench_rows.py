@@ -117,7 +117,7 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     found = answer(tmp_path, [cell(STUDY, "auto", {measurement: steady(40_000)})])
     row = row_of(found, "auto")
     (doubt,) = row.doubts
-    assert doubt.startswith("140 % of the memory bandwidth of 300 GB/s (data sheet)")
+    assert doubt.startswith("the rate is 140 % of the memory bandwidth of 300 GB/s (data sheet)")
     assert "working set of 16.0 MiB fits in the L2 of 48 MiB" in doubt
     assert reason in doubt
     text = RENDERERS["table"](bench_document(found), width=160)
@@ -152,8 +152,8 @@ def test_no_peaks_no_efficiency(tmp_path: Path) -> None:
     [
         ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "varied between 1700 and 1980 MHz"),
         ({"throttle_reasons": 0x4}, "power limit"),
-        ({"throttle_reasons": 0x20}, "temperature (software"),
-        ({"throttle_reasons": 0x48}, "a hardware slowdown and temperature (hardware"),
+        ({"throttle_reasons": 0x20}, "its temperature (software"),
+        ({"throttle_reasons": 0x48}, "a hardware slowdown and its temperature (hardware"),
     ],
 )
 def test_clocks_make_a_cell_doubtful(tmp_path: Path, clocks: dict[str, Any], text: str) -> None:
@@ -574,14 +574,14 @@ def test_memory_grows_by_an_order_with_its_doubt(swept: BenchResult, tmp_path: P
     growth = {each.backend: each for each in of(swept, "seq_len").growth}
     assert growth.keys() == {"flash", "math"}
     assert growth["flash"].order == pytest.approx(1)
-    assert growth["flash"].text == "flash S^1.00, 0.25 to 2 MiB"
+    assert growth["flash"].text == "flash needs 0.25 to 2 MiB (growing as S^1.00)"
     assert 1.7 < growth["math"].order < 2
     two = [
         replace(cell(f"1,1,{n},64,fp16", "math", {"graph": steady(n)}), peak_memory_bytes=n * n)
         for n in (1024, 2048)
     ]
     (sweep,) = answer(tmp_path, two).sweeps
-    assert sweep.growth[0].text == "math S^2.00 from only two points, 1 to 4 MiB"
+    assert sweep.growth[0].text == "math needs 1 to 4 MiB (growing as S^2.00, from only two points)"
 
 
 def test_dtypes_are_compared(swept: BenchResult) -> None:
@@ -589,7 +589,7 @@ def test_dtypes_are_compared(swept: BenchResult) -> None:
     assert (pair.dtype, pair.other) == ("bf16", "fp16")
     assert pair.counts == {"same": 1, "slower": 1, "unknown": 1}
     assert pair.statement == (
-        "bf16 compared with fp16 in 3 pairs of cells: as fast (within 3 %) in 1, slower in 1 (50 %, "
+        "compared with fp16 in 3 pairs of cells, bf16 is as fast (within 3 %) in 1, slower in 1 (50 %, "
         "math on b2-h4-s512-d64), not significantly different in 1"
     )
 

@@ -111,7 +111,7 @@ def outside_contract(config: Config, takes: Collection[str] = ()) -> str | None:
     if config.dropout:
         return "does not support dropout"
     if config.kv_batch is not None:
-        return f"requires the same batch for query, key and value (kv_batch={config.kv_batch})"
+        return f"requires the same batch size for query, key and value (kv_batch={config.kv_batch})"
     return None
 
 

@@ -470,7 +470,8 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
         if loss.real:
             labels_of.setdefault(loss.code, []).append(loss.config)
     for code, labels in list(labels_of.items())[:SHOWN_CODES]:
-        yield Note("the fastest backend", f"for {join_few(labels, SHOWN_CODES)}")
+        text = f"the following code selects the fastest backend for {join_few(labels, SHOWN_CODES)}"
+        yield Note(text, "faster")
         yield Code(code)
 
 

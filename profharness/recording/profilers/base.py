@@ -144,10 +144,10 @@ _NO_REPORT = {
         "without writing {report}",
         "run `profharness doctor`, and see the log for the output of the tool and of the program",
     ),
-    "empty": ("and left {report} empty", "check whether the disk is full, then run again"),
+    "empty": ("and left {report} empty", "check whether the disk is full, then try again"),
     "stale": (
         "without changing the older {report}",
-        "remove the old report or write to a new folder, then run again",
+        "remove the old report or write to a new folder, then try again",
     ),
 }
 

@@ -81,9 +81,9 @@ RULES = (
         r"ERR_NVGPUCTRPERM",
         "this user is not allowed to read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
         (
-            "run as root (or, in a container, with CAP_SYS_ADMIN), or load the driver with "
-            "NVreg_RestrictProfilingToAdminUsers=0; on WSL, allow access in the Windows NVIDIA "
-            "control panel; `--profiler torch` does not need the counters"
+            "run as root (or, in a container, with CAP_SYS_ADMIN), load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0, allow access in the Windows NVIDIA control "
+            "panel (on WSL), or use `--profiler torch`, which does not need the counters"
         ),
     ),
     FailureRule(
@@ -119,7 +119,7 @@ RULES = (
         "lock_file",
         r"Failed to open/create lock file (?P<path>\S+)",
         "the lock file {path} belongs to another user",
-        "set TMPDIR to a folder that you own, because ncu keeps its lock there",
+        "set TMPDIR, the folder in which ncu keeps its lock, to a folder that you own",
     ),
     FailureRule(
         "driver_too_old",
@@ -189,7 +189,7 @@ RULES = (
         "killed",
         r"\A(?P<how>signal \d+)$",
         "ncu was killed by {how} before it wrote {report}",
-        "check the kernel log for out-of-memory kills, then run again with fewer cells",
+        "check the kernel log for out-of-memory kills, then try again with fewer cells",
         written=False,
     ),
     FailureRule(

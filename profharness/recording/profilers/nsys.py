@@ -184,7 +184,7 @@ KILLED = FailureRule(
     (
         "stop the remaining nsys processes with `nsys shutdown --kill=sigterm "
         "--session=profile-PID`, where PID is the process id of the killed nsys; then check the "
-        "kernel log for out-of-memory kills, and run again"
+        "kernel log for out-of-memory kills, and try again"
     ),
 )
 

@@ -35,7 +35,7 @@ RULES = (
         "killed",
         r"\Asignal 9$",
         "rocprofv3 was killed (SIGKILL) before it wrote {report}",
-        "check the kernel log for out-of-memory kills, then run again",
+        "check the kernel log for out-of-memory kills, then try again",
     ),
     FailureRule(
         "unknown_option",
