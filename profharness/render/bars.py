@@ -8,15 +8,17 @@ from typing import Any
 
 from profharness.errors import one_line
 from profharness.render.colors import IDLE, ink_on, series_colors
-from profharness.render.document import Chart, axis_text, axis_title
+from profharness.render.document import Chart, axis_text
 
+MOST_LISTED = 4  # maximum number of bars whose parts are all listed below them
 LETTERED = 0.03  # minimum share of a bar for which a text is drawn inside; CSS hides longer texts
 
 
 def draw_bars(chart: Chart) -> str:
     """Return the bars of a chart with a legend.
 
-    Draw a single bar taller, and show its labels in the legend.
+    Draw a single bar taller, and list its parts with their labels. Do the same for a few bars of
+    which each part has a label.
     """
     rows = chart.plain_rows()
     names = list(dict.fromkeys(row["series"] for row in rows))
@@ -25,16 +27,31 @@ def draw_bars(chart: Chart) -> str:
     for row in rows:
         bars.setdefault(str(row["y"]), []).append(row)
     if len(bars) == 1:
-        return _single(rows, colors)
+        return _listed(rows, colors)
     longest = max((sum(row["x"] for row in parts) for parts in bars.values()), default=0) or 1
+    divided = any(len(parts) > 1 for parts in bars.values())
+    if divided and len(bars) <= MOST_LISTED and all(row["label"] for row in rows):
+        return "".join(_titled(name, parts, longest, colors, chart) for name, parts in bars.items())
     lines = "".join(
         f'<li><span class="name">{_text(name)}</span><span class="track">'
         f"{_parts(parts, longest, colors, chart.x_title)}</span>"
         f'<span class="value">{_text(_label(parts, chart.x_title))}</span></li>'
         for name, parts in bars.items()
     )
-    unit = f' <span class="unit">{_text(axis_title(chart.x_title))}</span>' if chart.x_title else ""
-    return f'{legend(colors)}<ul class="bars">{lines}</ul>{unit}'
+    return f'{legend(colors)}<ul class="bars">{lines}</ul>'
+
+
+def _titled(
+    name: str,
+    parts: Sequence[Mapping[str, Any]],
+    longest: float,
+    colors: Mapping[str, str],
+    chart: Chart,
+) -> str:
+    """Return a bar below its name and its sum. The bar with the length `longest` has full width."""
+    whole = sum(row["x"] for row in parts)
+    title = f"<b>{_text(name)}</b> {_text(axis_text(whole, chart.x_title))}"
+    return f'<p class="bar-name">{title}</p>{_listed(parts, colors, whole / longest)}'
 
 
 def legend(colors: Mapping[str, str]) -> str:
@@ -50,7 +67,8 @@ def swatch(name: str, color: str) -> str:
     return f'<i class="{_class(name)}" style="background-color:{color}"></i>'
 
 
-def _single(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> str:
+def _listed(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str], length: float = 1) -> str:
+    """Return a bar that takes the share `length` of the width, and a list of its parts."""
     whole = sum(row["x"] for row in rows) or 1
     parts, items = [], []
     for row in rows:
@@ -62,8 +80,9 @@ def _single(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> str
             f'background-color:{color};color:{ink_on(color)}">{inside}</i>'
         )
         items.append(f"<li>{swatch(name, color)}<b>{_text(name)}</b> {_text(row['label'])}</li>")
+    width = f' style="width:{100 * length:.3f}%"' if length < 1 else ""
     return (
-        f'<div class="bar" aria-hidden="true">{"".join(parts)}</div>'
+        f'<div class="bar" aria-hidden="true"{width}>{"".join(parts)}</div>'
         f'<ul class="legend parts">{"".join(items)}</ul>'
     )
 

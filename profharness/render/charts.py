@@ -51,6 +51,9 @@ MOST_DECADES = 4  # maximum number of powers of 10 on an axis that also has tick
 APART = {"labelOverlap": "greedy", "labelSeparation": 8}  # hides labels of ticks that would collide
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
+LABEL_LETTERS, NARROW_LETTERS = 46, 20  # maximum number of letters in a line of a label
+LABEL_LINE = 14  # height of a line of a label in pixels
+SPREAD = 11  # distance in pixels between marks of several backends at the same intensity
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 _THEME_STYLE = (
@@ -59,12 +62,13 @@ _THEME_STYLE = (
 )
 _MARK = re.compile(r'<path aria-label="([^"]*)"([^>]*?)(?:/>|></path>)')
 _NUMBER = re.compile(r"([0-9]{1,18})")
+_PARTS = re.compile(r"[^-. ]*[-. ]+|[^-. ]+$")
 _CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
 
 
 def altair_chart(chart: Chart, *, narrow: bool = False) -> alt.LayerChart | alt.Chart:
     """Convert a chart to an Altair chart. If `narrow` is set, the chart fits a phone."""
-    chart = _printable(chart)
+    chart = _wrapped(_printable(chart), narrow=narrow)
     drawn = DRAWERS[chart.kind](chart)
     fitted = {} if chart.kind == "map" else {"autosize": FITTED}
     if narrow:
@@ -75,6 +79,7 @@ def altair_chart(chart: Chart, *, narrow: bool = False) -> alt.LayerChart | alt.
         background="transparent",
         padding={"left": side, "right": min(side, 16), "top": 5, "bottom": 5},
         font=FONT,
+        lineBreak="\n",
         title={"color": INK, "anchor": "start", "fontSize": 14},
         axis={
             **dict.fromkeys(("labelColor", "titleColor", "tickColor", "domainColor"), INK),
@@ -102,7 +107,7 @@ def chart_spec(chart: Chart, *, narrow: bool = False) -> dict[str, Any]:
     """
     with debug_mode(False):
         spec: dict[str, Any] = altair_chart(chart, narrow=narrow).to_dict(validate=False)
-    spec.setdefault("datasets", {})[DATA.name] = _rows(_printable(chart))
+    spec.setdefault("datasets", {})[DATA.name] = _rows(_wrapped(_printable(chart), narrow=narrow))
     return spec
 
 
@@ -152,6 +157,28 @@ def _printable(chart: Chart) -> Chart:
     return replace(chart, rows=rows, roofs=roofs, marks=marks, **texts)
 
 
+def _wrapped(chart: Chart, *, narrow: bool) -> Chart:
+    """Break the labels of the y axis between their parts into lines that fit beside the chart."""
+    letters = NARROW_LETTERS if narrow else LABEL_LETTERS
+    rows = tuple(
+        {**row, chart.y: wrapped_label(row[chart.y], letters)}
+        if isinstance(row[chart.y], str)
+        else row
+        for row in chart.rows
+    )
+    return replace(chart, rows=rows)
+
+
+def wrapped_label(text: str, letters: int) -> str:
+    """Break a label after hyphens, spaces and dots, so that a line has at most `letters` if possible."""
+    lines = [""]
+    for part in _PARTS.findall(text):
+        if lines[-1] and len((lines[-1] + part).rstrip()) > letters:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
 def _rows(chart: Chart) -> list[dict[str, Any]]:
     rows, names = chart.plain_rows(), _names(chart)
     for row in rows:
@@ -160,7 +187,7 @@ def _rows(chart: Chart) -> list[dict[str, Any]]:
         # An interval belongs to the values of `lines` on the y axis, and of other charts on the x axis.
         interval = chart.y_title if chart.kind == "lines" else chart.x_title
         y, x, low, high = (
-            axis_text(value, title) if isinstance(value, float) else str(value)
+            axis_text(value, title) if isinstance(value, float) else str(value).replace("\n", "")
             for value, title in (
                 (row["y"], chart.y_title),
                 (row["x"], chart.x_title),
@@ -239,7 +266,8 @@ def _label_axis(chart: Chart) -> tuple[Any, int]:
     """Return the y axis of a chart with labels, and the height of the chart."""
     labels = list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
     axis = alt.Y("y:N", title=chart.y_title or None, sort=labels)
-    return axis, STEP * max(len(labels), 2)
+    lines = max((str(label).count("\n") + 1 for label in labels), default=1)
+    return axis, max(STEP, LABEL_LINE * lines + 8) * max(len(labels), 2)
 
 
 def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: Any) -> Any:
@@ -248,16 +276,11 @@ def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: An
     Draw marks of earlier series larger by `growth`, so that all marks at the same position are
     visible.
     """
-    names = _names(chart)
-    shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
-    if chart.kind in OF_BACKENDS:
-        shapes = [shape for _, shape in backend_styles(names)]
-    shape = alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
     parts = [
         part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + growth * behind)
         for part, behind in _by_series(chart, base)
     ]
-    drawn = {"color": _color(chart), "shape": shape, "description": "text:N"}
+    drawn = {"color": _color(chart), "shape": _backend_shape(chart), "description": "text:N"}
     return alt.layer(*(part.encode(**drawn, **encoding) for part in parts))
 
 
@@ -377,7 +400,7 @@ def by_number(text: str) -> list[tuple[int, str]]:
 def _roofline(chart: Chart) -> Any:
     rows = chart.plain_rows()
     xs = [row["x"] for row in rows] + [roof.flops_per_s / roof.bytes_per_s for roof in chart.roofs]
-    ends = (min(xs) / 4, max(xs) * 4) if xs else (0.1, 1000.0)
+    ends = (min(xs) / 2, max(xs) * 2) if xs else (0.1, 1000.0)
     roofs = [
         {"x": x, "y": min(roof.bytes_per_s * x, roof.flops_per_s), "roof": roof.label}
         for roof in chart.roofs
@@ -396,8 +419,37 @@ def _roofline(chart: Chart) -> Any:
         .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
         .encode(**axes, text="roof:N")
     )
-    points = _points(chart, alt.Chart(DATA), 70, **axes)
-    return alt.layer(lines, texts, points).properties(width=WIDTH, height=360)
+    # The backends of a config have the same intensity, so their marks stand side by side.
+    middle = (len(_names(chart)) - 1) / 2
+    points = [
+        part.mark_point(
+            filled=False, opacity=1, strokeWidth=2, size=60, xOffset=SPREAD * (middle - behind)
+        ).encode(color=_color(chart), shape=_config_shape(chart), description="text:N", **axes)
+        for part, behind in _by_series(chart, alt.Chart(DATA))
+    ]
+    return alt.layer(lines, texts, *points).properties(width=WIDTH, height=400)
+
+
+def _config_shape(chart: Chart) -> Any:
+    """Return a shape for each config, or for each backend if there are more configs than shapes."""
+    configs = list(dict.fromkeys(row["label"] for row in chart.plain_rows()))
+    if len(configs) > len(SHAPES) or not all(configs):
+        return _backend_shape(chart)
+    scale = alt.Scale(domain=configs, range=_shapes(configs))
+    legend = alt.Legend(orient="bottom", columns=1, labelLimit=0)
+    return alt.Shape("label:N", title=None, scale=scale, legend=legend)
+
+
+def _backend_shape(chart: Chart) -> Any:
+    names = _names(chart)
+    shapes = _shapes(names)
+    if chart.kind in OF_BACKENDS:
+        shapes = [shape for _, shape in backend_styles(names)]
+    return alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
+
+
+def _shapes(names: Sequence[str]) -> list[str]:
+    return [SHAPES[n % len(SHAPES)] for n in range(len(names))]
 
 
 def _dumbbell(chart: Chart) -> Any:

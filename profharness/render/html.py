@@ -31,10 +31,10 @@ from profharness.render.document import (
     Timeline,
     format_value,
 )
-from profharness.render.fitting import config_in
 from profharness.render.timeline import draw_timeline
 
 FILTER_FROM = 16  # minimum number of rows in a table with a filter
+CARDS_FROM = 4  # minimum number of columns in a table whose rows become cards on a phone
 DEEPEST = 3  # deepest heading level in the table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
@@ -200,9 +200,9 @@ def shortened(text: str) -> str:
 def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]]) -> str:
     """Return an HTML table. `data-v` contains the number by which the script sorts a cell.
 
-    Keep repeated values, because the rows can be sorted.
+    Keep repeated values, because the rows can be sorted. On a phone, each row of a table with many
+    columns becomes a card, in which `data-label` names the values.
     """
-    table = _answers_first(table)
     # Names in a column with long texts may wrap within words.
     wide = [
         any(isinstance(row[at], str) and len(row[at]) > LONG_TEXT for row in table.rows)
@@ -217,6 +217,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
         f"{_text(column.title) or '&nbsp;'}</button></th>"
         for column, right in zip(table.columns, classes, strict=True)
     )
+    cards = len(table.columns) >= CARDS_FROM
     lines = []
     for row in table.rows:
         cells = []
@@ -227,7 +228,8 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             sort = f' data-v="{number!r}"' if number is not None else ""
             text = format_value(column, value)
             shown = _wrapping(text) if long else _text(text)
-            cells.append(f"<td{right}{sort}>{_named(shown, full.get(text, ()))}</td>")
+            name_of = f' data-label="{_text(column.title)}"' if cards and column.title else ""
+            cells.append(f"<td{right}{sort}{name_of}>{_named(shown, full.get(text, ()))}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     search = ""
     if len(lines) >= FILTER_FROM:
@@ -236,31 +238,10 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             f'autocomplete="off"></label> <output>{len(lines)} rows</output></p>'
         )
     body = "\n".join(lines)
+    kind = ' class="cards"' if cards else ""
     return (
         f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
-        f'<table id="{ident}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-    )
-
-
-def _answers_first(table: Table) -> Table:
-    """Return the table with its answers after the columns that identify a row, and configs last.
-
-    A narrow page shows only the first columns without scrolling.
-    """
-
-    def rank(place: int) -> int:
-        column = table.columns[place]
-        texts = (row[place] for row in table.rows)
-        if place and any(isinstance(text, str) and config_in(text) for text in texts):
-            return 3
-        if place == 0 or column.importance == "key":
-            return 0
-        return 1 if column.importance == "answer" else 2
-
-    order = sorted(range(len(table.columns)), key=rank)
-    return Table(
-        tuple(table.columns[at] for at in order),
-        tuple(tuple(row[at] for at in order) for row in table.rows),
+        f'<table id="{ident}"{kind}><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
     )
 
 

@@ -152,7 +152,7 @@ def test_both_themes_are_read_and_the_button_wins(report: Any) -> None:
     assert report.execute_script(background) == "rgb(20, 23, 28)"
 
 
-def test_a_phone_scrolls_tables_and_not_the_page(new_browser: Any, report_page: Path) -> None:
+def test_a_phone_scrolls_neither_tables_nor_the_page(new_browser: Any, report_page: Path) -> None:
     phone = new_browser(390, 844)
     phone.get(report_page.as_uri())
     wide = "return document.documentElement.scrollWidth"
@@ -161,8 +161,7 @@ def test_a_phone_scrolls_tables_and_not_the_page(new_browser: Any, report_page: 
     boxes = phone.execute_script(
         "return [...document.querySelectorAll('.scroll')].map((b) => [b.clientWidth, b.scrollWidth, b.tabIndex])"
     )
-    assert any(inner > outer for outer, inner, _ in boxes)
-    assert all(outer <= 390 and place == 0 for outer, _, place in boxes)
+    assert all(inner <= outer <= 390 and place == 0 for outer, inner, place in boxes)
     charts = phone.execute_script(
         "return [...document.querySelectorAll('figure .scroll')].filter((b) => b.clientWidth)"
         ".map((b) => [b.clientWidth, b.scrollWidth])"
@@ -196,9 +195,17 @@ def test_names_that_look_like_markup_stay_text(browser: Any, tmp_path: Path) -> 
     assert any(NASTY in title for title in titles)
 
 
-def test_print_has_no_controls(report: Any) -> None:
+def test_print_has_no_controls_and_whole_charts(report: Any) -> None:
     report.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    size = {"width": 760, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    report.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
+        charts = report.execute_script(
+            "return [...document.querySelectorAll('figure .wide svg')].filter((e) => e.checkVisibility())"
+            ".map((e) => e.getBoundingClientRect().right)"
+        )
+        # Bug: a printout cut the charts at the right.
+        assert charts and max(charts) <= 760
         shown = report.execute_script(
             "return [...document.querySelectorAll('nav, #theme, .filter')].filter((e) => e.checkVisibility()).length"
         )
@@ -208,3 +215,5 @@ def test_print_has_no_controls(report: Any) -> None:
         )
     finally:
         report.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        size["width"] = 1200
+        report.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

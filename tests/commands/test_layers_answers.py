@@ -18,7 +18,7 @@ from profharness.cli import cli
 from profharness.commands.layers import savings
 from profharness.commands.layers.answer import layers_answer, told_change
 from profharness.commands.layers.tables import layers_document
-from profharness.commands.report.program import advice_blocks
+from profharness.commands.report.program import program_advice
 from profharness.errors import GateError
 from profharness.measurements.agreement import computes_attention
 from profharness.program.layer_map import LayerMap, find_layers, suggestions
@@ -185,7 +185,7 @@ def test_a_prediction_is_no_upper_bound(store: Path) -> None:
     layers = the_map(store, "llama_eager")
     saving = "predicted to save about 2.23 ms of GPU time per step"
     assert saving in layers_answer(layers, told_change(layers))[0]
-    _, note = advice_blocks(layers)
+    _, note = program_advice(layers).blocks
     assert isinstance(note, Note)
     assert f"P{saving[1:]} (55 % of GPU time)." in note.text
 
@@ -292,14 +292,6 @@ def test_csv_names_the_file_of_a_run(store: Path) -> None:
     done = ask(store, str(MODELS / "llama_train.json.gz"), "--format", "csv")
     (row,) = csv.DictReader(io.StringIO(done.stdout))
     assert row["run"].startswith("trace-") and row["run_name"] == "llama_train.json.gz"
-
-
-def test_a_page_shows_answers_before_configs(store: Path) -> None:
-    done = ask(store, str(MODELS / "llama_train.json.gz"), "--format", "html")
-    head = done.stdout.split("<thead>")[1].split("</thead>")[0]
-    titles = re.findall(r"<button[^>]*>([^<]*)</button>", head)
-    assert titles[:2] == ["module", "ran"] and titles[-1] == "config"
-    assert titles.index("% of GPU time") < titles.index("calls/step")
 
 
 def test_a_program_with_phases_has_one_column_of_phases(store: Path) -> None:

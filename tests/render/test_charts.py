@@ -26,6 +26,7 @@ from profharness.render.charts import (
     altair_chart,
     draw_png,
     draw_svg,
+    wrapped_label,
 )
 from profharness.render.colors import (
     DARK,
@@ -266,3 +267,31 @@ def test_a_roofline_shows_tflops() -> None:
     svg = draw_svg(chart)
     assert ">TFLOP/s</text>" in svg and ">100</text>" in svg
     assert "100 TFLOP/s" in svg  # in the text of a mark
+
+
+def test_labels_are_broken_instead_of_cut() -> None:
+    """Bug: on a phone, a config was shown as `b1-h32-kv8-sq1-skv4…`."""
+    label = "b1-h32-kv8-sq1-skv4096-d128-bf16"
+    assert wrapped_label(label, 20) == "b1-h32-kv8-sq1-\nskv4096-d128-bf16"
+    assert wrapped_label(label, 46) == label
+    rows = tuple({"µs": time, "config": label, "backend": "flash"} for time in (1.0, 2.0))
+    chart = Chart("dots", "t", rows, "µs", "config", "backend", "µs")
+    svg = draw_svg(chart, narrow=True)
+    assert "…" not in svg and "skv4096-d128-bf16</tspan>" in svg
+    assert f"flash: {label}" in svg  # the text of a mark is one line
+
+
+def test_a_roofline_spreads_the_backends_of_a_config() -> None:
+    """Bug: marks with equal intensities covered each other."""
+    rows = tuple(
+        {"x": 100.0, "y": 1e13, "backend": name, "config": config}
+        for config in ("a", "b")
+        for name in ("auto", "cudnn", "flash")
+    )
+    chart = Chart("roofline", "t", rows, "x", "y", "backend", label="config")
+    chart = replace(chart, roofs=SAMPLES["roofline"].roofs)
+    svg = draw_svg(chart)
+    marks = re.findall(r'<path aria-label="([^"]*) at [ab]: [^"]*"[^>]*translate\(([\d.]+)', svg)
+    assert len(marks) == 6
+    assert len({place for _, place in marks}) == 3  # one place per backend
+    assert ">a</text>" in svg and ">b</text>" in svg  # a legend of configs

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from profharness.columns import Column
 from profharness.errors import one_line
-from profharness.render.document import Code, Document, Heading, Note, Table
+from profharness.render.bars import draw_bars
+from profharness.render.document import Chart, Code, Document, Heading, Note, Table
 from profharness.render.html import render_html
 from profharness.render.renderers import RENDERERS, render_markdown
 
@@ -235,3 +236,31 @@ def test_a_file_in_a_title_does_not_break() -> None:
     html = render_html(Document("t/1", "t", (Table(columns, (("eager", 1, "c"),)),), (), ()))
     titles = re.findall(r'<th scope="col"([^>]*)>', html)
     assert titles == ["", ' class="r"', ' class="w"']
+
+
+def test_each_part_of_a_few_bars_is_named_and_the_longest_bar_is_full() -> None:
+    """Bug: bars of phases had neither names nor times, and `time` stood alone below them."""
+    rows = tuple(
+        {"step": phase, "µs": time, "kind": kind, "label": f"{time} µs"}
+        for phase, parts in (("decode", (10, 40)), ("prefill", (60, 40)))
+        for kind, time in zip(("attention: flash", "idle"), parts, strict=True)
+    )
+    html = draw_bars(Chart("stack", "", rows, "µs", "step", "kind", "µs", label="label"))
+    text = re.sub(r"<[^>]+>", " ", html)
+    for word in ("decode", "50.0 µs", "prefill", "100 µs", "attention: flash", "60 µs"):
+        assert word in text
+    assert 'class="bar" aria-hidden="true" style="width:50.000%"' in html
+    assert "time" not in text
+
+
+def test_the_columns_of_a_page_have_the_order_of_the_terminal() -> None:
+    """Bug: a page showed ±% apart from its median, and tokens/s before the requests."""
+    titles = ("config", "requests", "median µs/call", "±%", "tokens/s")
+    columns = tuple(
+        Column(title, title, importance="answer" if title in titles[2::2] else "normal")
+        for title in titles
+    )
+    table = Table(columns, (("b2-h8-s512-d64-fp16", 4, 1.0, 2.0, 3.0),))
+    page = render_html(Document("t/1", "t", (table,), (), ()))
+    assert tuple(re.findall(r"<th [^>]*><button [^>]*>([^<]*)</button>", page)) == titles
+    assert tuple(re.findall(r'data-label="([^"]*)"', page)) == titles

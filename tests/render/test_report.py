@@ -425,10 +425,52 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Document:
     return report(path)
 
 
-def test_a_report_names_its_file_and_puts_advice_second(eager: Document) -> None:
+def test_a_report_names_its_file_and_puts_advice_first(eager: Document) -> None:
     assert eager.title == "llama_eager.json.gz: attention report"
-    shown = ["The step", "Advice", "Layers", "Top kernels", "Timeline", "All kernels"]
+    shown = ["Advice", "The step", "Layers", "Top kernels", "Timeline", "All kernels"]
     assert headings(eager)[: len(shown)] == shown
+
+
+@pytest.fixture(scope="module")
+def efficient(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    """The report on a program that runs efficient, although its H200 has a faster backend."""
+    path = tmp_path_factory.mktemp("efficient") / "s.db"
+    ingest_path(path, Path(__file__).parents[2] / "traces" / "models" / "bert_fp32.json.gz")
+    return report(path)
+
+
+def test_the_answer_on_a_program_says_why_and_what_is_faster(efficient: Document) -> None:
+    cost, why, change, saving, *_ = efficient.answer
+    assert cost.startswith("Attention takes 11 % of the GPU time")
+    assert why.startswith("efficient ran because PyTorch refuses cudnn (")
+    assert change.startswith("To run cudnn: compute in bf16") and change.endswith("(code below).")
+    assert saving.startswith("Predicted: 33.6 µs instead of 163 µs")
+    blocks = efficient.blocks
+    assert blocks[0] == Heading("Advice")
+    code = next(block for block in blocks if isinstance(block, Code))
+    assert "torch.bfloat16" in code.text and blocks.index(code) == 2
+    notes = [block.text for block in blocks if isinstance(block, Note)]
+    assert why.rstrip(".") not in notes  # said once
+
+
+def test_advice_that_is_not_faster_is_not_given(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    ingest_path(path, Path(__file__).parents[2] / "traces" / "models" / "vit.json.gz")
+    document = report(path)
+    assert "Advice" not in headings(document)
+    assert not any(text.startswith("To run") for text in document.answer)
+
+
+def test_top_kernels_name_the_kernel_of_each_backend(captured: Path) -> None:
+    """Bug: 11 of the 15 kernels prepared others on math."""
+    blocks = report(captured).blocks
+    place = next(n for n, each in enumerate(blocks) if getattr(each, "text", "") == "Top kernels")
+    heading, table = blocks[place : place + 2]
+    assert isinstance(heading, Heading) and isinstance(table, Table)
+    assert heading.detail.startswith("the longest kernel of each config on each backend; ")
+    cells = [row[:2] for row in table.rows]
+    assert len(cells) == len(set(cells))
+    assert {backend for _, backend in cells} >= {"auto", "flash", "efficient", "cudnn", "math"}
 
 
 def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None:

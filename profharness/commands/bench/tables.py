@@ -529,7 +529,9 @@ def roofline_chart(
     merged = tuple(Roof("; ".join(names), *key) for key, names in labels.items())
     if not rows or not merged:
         return []
-    keys = ("intensity", "flops_per_s", "backend", x_title, FLOPS, caption)
+    # marks with equal intensities would cover each other
+    told = f"{caption} The marks of a config are spread around its intensity.".strip()
+    keys = ("intensity", "flops_per_s", "backend", x_title, FLOPS, told)
     return [Chart("roofline", title, tuple(rows), *keys, roofs=merged, label="label")]
 
 

@@ -76,7 +76,9 @@ def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str,
     sentences = [_choice(answer, subject, device), *_others(answer)]
     if answer.prediction is not None:
         sentences.append(str(answer.prediction["statement"]))
-    return (*sentences, *_change(answer, named), *_without_advice(answer, named))
+    best = best_advice(answer, named)
+    change = change_texts(*best) if best else ()
+    return (*sentences, *change, *_without_advice(answer, named))
 
 
 def _choice(answer: Explanation, subject: str, device: str) -> str:
@@ -155,24 +157,29 @@ def saving_texts(advice: Advice) -> Iterator[str]:
     )
 
 
-def _change(answer: Explanation, named: Sequence[str]) -> Iterator[str]:
-    """Yield the best change after which a refused fused backend runs, and the time that it saves.
+def best_advice(answer: Explanation, named: Sequence[str] = ()) -> tuple[str, Advice] | None:
+    """Return the best change after which a refused fused backend runs, with the backend.
 
-    Yield nothing if the change makes the call slower and its backend is not in `named`.
+    Return None if the change makes the call slower and its backend is not in `named`.
     """
     for side in advised_sides(answer):
         if side.eligible is False and side.backend in FUSED_BACKENDS:
             advice = side.advice[0]
             times = advice.predicted
             if times and times.certain and (times.speed_up or 1) < 1 and side.backend not in named:
-                return
-            change = advice.change.rstrip(".")
-            code = " (code below)" if advice.code else ""
-            # other advice leaves SDPA, and does not make the backend run
-            to = "Instead of" if not advice.verified and advice.steps == ("flex",) else "To run"
-            yield f"{to} {side.backend}: {change}{code}."
-            yield from islice(saving_texts(advice), 1)
-            return
+                return None
+            return side.backend, advice
+    return None
+
+
+def change_texts(backend: str, advice: Advice) -> Iterator[str]:
+    """Yield a sentence on a change, and one on the time that it saves."""
+    change = advice.change.rstrip(".")
+    code = " (code below)" if advice.code else ""
+    # other advice leaves SDPA, and does not make the backend run
+    to = "Instead of" if not advice.verified and advice.steps == ("flex",) else "To run"
+    yield f"{to} {backend}: {change}{code}."
+    yield from islice(saving_texts(advice), 1)
 
 
 def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:

@@ -90,24 +90,34 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
                 opened.run_name(name), [cell.config for cell in cells], opened.environment(name)
             )
         layers = find_layers(opened, name, assume=assumed_release)
+    program = program_calls(layers)
+    if not program.calls:
+        raise NotFoundError(
+            f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "
+            f"show its attention with: {layers.command('layers')}"
+        )
+    return program
+
+
+def program_calls(layers: LayerMap) -> ProgramCalls:
+    """Return the attention calls of a layer map whose backends PyTorch chose."""
     modules: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in layers.rows:
         if is_explained(row) and (asked := allowed_setting(row.asked)):
             key = (str(row.config), str(row.ran), asked)
             modules.setdefault(key, {})[short_module(row.module) or ""] = None
-    left_out = tuple(_left_out(layers))
-    if not modules:
-        raise NotFoundError(
-            f"the dispatch rules explain no call of run {layers.name}: {'; '.join(left_out)}; show its "
-            "attention with: "
-            f"{layers.command('layers')}"
-        )
     calls = (
         Call(parse_config(config), ran, asked, tuple(filter(None, names)))
         for (config, ran, asked), names in modules.items()
     )
     return ProgramCalls(
-        layers.run, layers.name, tuple(calls), layers.gpu, layers.platform, layers.assumed, left_out
+        layers.run,
+        layers.name,
+        tuple(calls),
+        layers.gpu,
+        layers.platform,
+        layers.assumed,
+        tuple(_left_out(layers)),
     )
 
 

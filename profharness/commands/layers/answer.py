@@ -46,13 +46,14 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
         first = f"{_cost(layers, subject)}: {advice}."
         return (first, *_saving(layers), *_slow(layers), *_idle(layers, change))
     cost, ran = _cost(layers), _what_ran(layers)
-    several = _several_phases(layers)
+    several = several_phases(layers)
     lead = (f"{cost}.", f"{ran[0].upper()}{ran[1:]}.") if several else (f"{cost}; {ran}.",)
     saving = _saving(layers) or _change(change)
     return (*lead, *saving, *_slow(layers), *_idle(layers, change))
 
 
-def _several_phases(layers: LayerMap) -> bool:
+def several_phases(layers: LayerMap) -> bool:
+    """Return whether a program has steps of several phases. The first sentence then has no backend."""
     return len({row.step_phase for row in layers.rows}) > 1
 
 
@@ -156,7 +157,7 @@ def _cost_of_step(steps: StepGroup) -> str:
 def _what_ran(layers: LayerMap) -> str:
     """Return a clause such as `all 3 layers run on cudnn, none on math`."""
     rows = layers.rows
-    in_all = _several_phases(layers)  # because the numbers per step of two phases do not add up
+    in_all = several_phases(layers)  # because the numbers per step of two phases do not add up
     whole, noun = _layer_count(rows, in_all=in_all)
     slow = [
         (falls_back, "fall back to math", "falls back to math"),
@@ -347,7 +348,7 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
         return f"Predicted for {forecast.gpu}: {chosen}; the times are unknown."
     saves = ""
     if forecast.saves_ns:
-        a_step = " per step on average" if _several_phases(layers) else ""
+        a_step = " per step on average" if several_phases(layers) else ""
         saves = f"; other backends would save {time_text(forecast.saves_ns)}{a_step}"
     subject, eager = "attention", ""
     if all(row.kind == "eager" for row in layers.rows):

@@ -50,6 +50,7 @@ from profharness.commands.kernels.tables import (
     kernels_document,
     witness_document,
 )
+from profharness.commands.layers.answer import several_phases
 from profharness.commands.layers.by_gpu import (
     FEW_RUNS,
     find_programs,
@@ -60,10 +61,10 @@ from profharness.commands.layers.by_gpu import (
 )
 from profharness.commands.layers.tables import layers_document, phase_blocks
 from profharness.commands.report.program import (
-    MOST_KERNELS,
+    ProgramAdvice,
     ProgramParts,
-    advice_blocks,
     compared_steps,
+    program_advice,
     program_parts,
 )
 from profharness.commands.verify import verify_document
@@ -150,7 +151,7 @@ TO_FASTEST = Column(
 )
 LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
 TOP_KERNELS = pick(
-    KernelRow, "kernel_short", "call_ns", "share", "launches_per_call", "config", "backend"
+    KernelRow, "config", "backend", "kernel_short", "call_ns", "share", "launches_per_call"
 )
 DEVICE = tuple(
     replace(each, meaning="") for each in pick(DeviceFact)
@@ -345,15 +346,21 @@ def _run_blocks(
         text = f"{each.message}; {each.remedy}"
         blocks.append(Note(text, f"{each.profiler} {each.code}", "error"))
     if not cells:
-        blocks += parts.step
-        blocks += advice_blocks(layers) if layers else []
+        advice = program_advice(layers) if layers else ProgramAdvice()
+        blocks += [*advice.blocks, *parts.step]
         if layers is not None:
             blocks += phase_blocks(layers, level=2)
             document = layers_document(layers)
             extra.setdefault("layers", []).extend(document.records)
-            sentences = [*document.answer]
+            lead = 2 if several_phases(layers) else 1
+            sentences = [*document.answer[:lead], *advice.sentences, *document.answer[lead:]]
             tables = [block for block in document.blocks if isinstance(block, Table)]
-            blocks += [Heading("Layers"), *parts.layers, *tables[:1], *_layer_notes(layers)]
+            blocks += [
+                Heading("Layers"),
+                *parts.layers,
+                *tables[:1],
+                *_layer_notes(layers, sentences),
+            ]
         blocks += parts.kernels
         blocks += parts.timeline
         if parts.record:
@@ -416,25 +423,36 @@ def _run_blocks(
     return [*blocks, *_folded(details)], sentences
 
 
-def _layer_notes(layers: LayerMap) -> list[Note]:
-    """Return the reasons for the backends of the layers, and warnings about missing data."""
+def _layer_notes(layers: LayerMap, told: Collection[str]) -> list[Note]:
+    """Return the reasons for the backends of the layers, and warnings about missing data.
+
+    Leave out the reasons that the sentences in `told` give.
+    """
     reasons = [
         Note(reason, short_module(row.module) or row.config or row.kind)
         for row in layers.rows
         for reason in row.reasons
+        if f"{reason}." not in told
     ]
     return [*merged_notes(reasons), *(Note(text, "", "warning") for text in layers.caveats)]
 
 
 def top_kernel_blocks(kernels: Sequence[KernelRow]) -> list[Block]:
-    """Return a table of the kernels with the longest times per call."""
-    timed = sorted((row for row in kernels if row.call_ns), key=lambda row: -(row.call_ns or 0))
-    if not timed:
+    """Return a table of the kernel with the longest time per call in each cell.
+
+    The table shows which kernel each backend ran. math runs many kernels that only prepare others.
+    """
+    timed = [row for row in kernels if row.call_ns]
+    longest: dict[tuple[str, str], KernelRow] = {}
+    for row in sorted(timed, key=lambda row: -(row.call_ns or 0)):
+        longest.setdefault((row.config or "", row.backend or ""), row)
+    cells = dict.fromkeys((row.config or "", row.backend or "") for row in timed)
+    if not cells:
         return []
-    shown = timed[:MOST_KERNELS]
-    rows = f"{len(timed)} rows, one per kernel and cell"
-    detail = f"the {len(shown)} longest of {rows}" if len(timed) > len(shown) else ""
-    return [Heading("Top kernels", detail), Table.of(TOP_KERNELS, shown)]
+    left_out = len(timed) - len(cells)
+    others = f"; {_count(left_out, 'shorter kernel')} under “All kernels”" if left_out else ""
+    detail = f"the longest kernel of each config on each backend{others}"
+    return [Heading("Top kernels", detail), Table.of(TOP_KERNELS, [longest[at] for at in cells])]
 
 
 def _folded(blocks: Sequence[Block]) -> list[Block]:

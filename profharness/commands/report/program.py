@@ -8,8 +8,13 @@ from itertools import chain
 from typing import Any
 
 from profharness.atlas.predictions import Place
+from profharness.attention.dispatch.advice import Advice
+from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, pick
-from profharness.commands.layers.answer import what_to_change
+from profharness.commands.explain.answer import best_advice, change_texts
+from profharness.commands.explain.calls import program_calls
+from profharness.commands.explain.times import with_times
+from profharness.commands.layers.answer import matters, what_to_change
 from profharness.commands.layers.savings import own_place, saved_ns, saving_text
 from profharness.errors import counted
 from profharness.program.layer_map import (
@@ -34,6 +39,7 @@ from profharness.render.colors import ATTENTION as ATTENTION_ON
 from profharness.render.document import (
     Block,
     Chart,
+    Code,
     Heading,
     Lane,
     Note,
@@ -49,6 +55,8 @@ from profharness.units import share_text, time_text
 
 MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
 MOST_KERNELS = 15
+MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
+REASONS_TOLD = 2  # maximum number of reasons for backends in the answer
 MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
 MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
 OBSERVED = "profharness-attention:"  # ranges that the observer opens around attention calls
@@ -183,6 +191,8 @@ def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
             parts.append({"step_phase": phase, "kind": series, "ns": ns, "step_share": share})
     yield Heading("The step" if len(phases) == 1 else "Steps by phase", "; ".join(details))
     caption = "The shares refer to the whole step, including the time in which the GPU is idle."
+    if len(phases) > 1:
+        caption += " Kernels that overlap count once here, but in full in the tables below."
     chart = Chart("stack", "", tuple(bars), "µs", "step", "kind", "µs", label="label")
     yield replace(chart, caption=caption)
     yield Heading("The step as a table", level=3, folded=True)
@@ -364,16 +374,88 @@ def _range_lanes(ranges: Sequence[RangeRow], times: ProgramTimes) -> list[Lane]:
     ]
 
 
-def advice_blocks(layers: LayerMap) -> list[Block]:
-    """Return the advice on a program's layers, with the time that each change saves per step."""
+@dataclass(frozen=True, slots=True)
+class ProgramAdvice:
+    """What a report says on the reasons for the backends of a program, and on what to change."""
+
+    sentences: tuple[str, ...] = ()
+    """Sentences for the answer: the reasons of the costliest layers, and a faster backend."""
+    blocks: tuple[Block, ...] = ()
+
+
+def program_advice(layers: LayerMap) -> ProgramAdvice:
+    """Return the reasons for the backends of a program, and the advice with its code.
+
+    The advice of `layers` is for layers that math or eager attention computes. For the other layers,
+    only a change after which another backend is faster is given, as `explain` finds it.
+    """
+    ordered = sorted(layers.rows, key=lambda row: -row.total_ns)
+    whys = dict.fromkeys(row.why for row in ordered if row.why)
+    reasons = [f"{why}." for why in list(whys)[:REASONS_TOLD]]
+    explained = _explained(layers) if matters(layers) else []
+    faster = [
+        (answer, *best)
+        for answer in explained
+        if answer.observed not in (None, "math")
+        and (best := best_advice(answer))
+        and _is_faster(best[1])
+    ]
+    notes = [*_advice_notes(layers)]
+    codes = {
+        f"{side.backend}: {advice.change}": advice.code
+        for answer in explained
+        for side in answer.backends
+        for advice in side.advice
+    }
+    blocks: list[Block] = []
+    for note, text in notes:
+        blocks.append(note)
+        if code := codes.pop(text, ""):
+            blocks.append(Code(code))
+    change: tuple[str, ...] = ()
+    seen = set()
+    for answer, backend, advice in faster:
+        texts = tuple(change_texts(backend, advice))
+        if texts in seen:
+            continue
+        seen.add(texts)
+        change = change or texts
+        # The answer tells the first change.
+        text = f"To run {backend}:" if texts == change else " ".join(texts)
+        blocks += [Note(text, answer.config), *([Code(advice.code)] if advice.code else [])]
+    head = [Heading("Advice")] if blocks else []
+    return ProgramAdvice((*reasons, *change), (*head, *blocks))
+
+
+def _explained(layers: LayerMap) -> list[Explanation]:
+    """Return explanations of the costliest attention calls, with predicted times."""
+    if layers.platform is None:
+        return []
+    spent: dict[str | None, float] = {}
+    for row in layers.rows:
+        spent[row.config] = spent.get(row.config, 0) + row.total_ns
+    program = program_calls(layers)
+    calls = sorted(program.calls, key=lambda call: -spent.get(call.config.label, 0))
+    answers = replace(program, calls=tuple(calls[:MOST_EXPLAINED])).explain(layers.platform)
+    return with_times(answers, layers.platform)[0]
+
+
+def _is_faster(advice: Advice) -> bool:
+    """Return whether a change is predicted to make a call faster, beyond the error of predictions."""
+    times = advice.predicted
+    return times is not None and bool(times.certain) and (times.speed_up or 0) > 1
+
+
+def _advice_notes(layers: LayerMap) -> Iterator[tuple[Note, str]]:
+    """Yield the advice on a program's layers, with the time that each change saves per step."""
     place = own_place(layers)
-    notes = [
-        Note(f"{sentence}. {_saving(row, text, layers, place)}".rstrip(), label)
+    notes = {
+        Note(f"{sentence}. {_saving(row, text, layers, place)}".rstrip(), label): text
         for row in layers.rows
         for label in [short_module(row.module) or row.config or row.kind]
         for text, sentence in zip(row.advice, what_to_change(row), strict=True)
-    ]
-    return [Heading("Advice"), *dict.fromkeys(notes)] if notes else []
+    }
+    yield from notes.items()
 
 
 def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> str:
