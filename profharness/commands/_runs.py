@@ -1,9 +1,9 @@
 """Find the runs that a user names, and ingest runs that are named by a file or folder.
 
 The name of a run is an id, a unique prefix of an id, `latest`, `latest~1`, the name of an ingested
-file or folder, a trace file, a run folder, or a folder of traces. This module replaces existing files and folders by the ids of
-their runs, and the store resolves all other names. MCP tools do not call this module, because a
-client may not choose which files the server reads.
+file or folder, a trace file, a run folder, or a folder of traces. This module replaces existing
+files and folders by the ids of their runs, and the store resolves all other names. MCP tools do not
+call this module, because a client may not choose which files the server reads.
 """
 
 from __future__ import annotations

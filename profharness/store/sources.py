@@ -187,8 +187,9 @@ def is_log(path: Path) -> bool:
 def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
     """Read a run folder or trace file and compute its content hash, without parsing traces.
 
-    `path` may also be a folder that contains only one trace. `companions` are files that describe a trace file. Files that an engine recorded beside the trace
-    are found automatically. Raise TraceFormatError if the source is invalid or cannot be read.
+    `path` may also be a folder that contains only one trace. `companions` are files that describe a
+    trace file. Files that an engine recorded beside the trace are found automatically. Raise
+    TraceFormatError if the source is invalid or cannot be read.
     """
     if is_archive(path):
         message = (
