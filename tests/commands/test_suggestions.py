@@ -29,6 +29,7 @@ def told(*words: str) -> tuple[int, str]:
     return done.exit_code, done.stderr
 
 
+@pytest.mark.usefixtures("traces")
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -38,7 +39,7 @@ def told(*words: str) -> tuple[int, str]:
         ("whispr", "whisper.json"),
     ],
 )
-def test_a_misspelled_file_is_suggested(given: str, meant: str, traces: Path) -> None:
+def test_a_misspelled_file_is_suggested(given: str, meant: str) -> None:
     code, error = told("kernels", given)
     assert code == 2
     assert f"no such file or folder; did you mean {meant}?" in error
@@ -65,13 +66,15 @@ def test_a_misspelled_run_is_suggested(
         assert f"no run '{given}' in s.db; did you mean llama_eager.json?" in error
 
 
-def test_a_gate_is_suggested(traces: Path) -> None:
+@pytest.mark.usefixtures("traces")
+def test_a_gate_is_suggested() -> None:
     code, error = told("layers", "whisper.json", "--fail-on", "math")
     assert (code, "unknown --fail-on 'math'; did you mean math-fallback? " in error) == (2, True)
 
 
+@pytest.mark.usefixtures("traces")
 @pytest.mark.parametrize(("name", "text"), [("a.txt", "hello"), ("a.json", '{"a": 1}')])
-def test_a_file_that_is_no_trace_is_wrong_input(name: str, text: str, traces: Path) -> None:
+def test_a_file_that_is_no_trace_is_wrong_input(name: str, text: str) -> None:
     """Bug: the exit code was 1, but 2 for a missing file."""
     Path(name).write_text(text)
     assert told("kernels", name)[0] == 2
