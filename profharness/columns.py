@@ -24,7 +24,8 @@ Importance = Literal["key", "answer", "normal", "detail"]
 
 A `key` column identifies a row, and an `answer` column contains the result. Both are always visible.
 If other columns do not fit, `detail` columns are hidden first and then `normal` columns, from the
-right. A `detail` column with a greater `spare` is hidden before a column with a smaller `spare`.
+right. Of the same importance, a column with a greater `spare` is hidden before a column with a
+smaller `spare`.
 """
 
 
@@ -38,7 +39,7 @@ class Column:
     right: bool = False  # whether to align right; always true for numeric formats
     # None means `key` for the first column and for columns with `repeat=False`, else `normal`
     importance: Importance | None = None
-    spare: int = 0  # order in which `detail` columns are hidden, greatest first
+    spare: int = 0  # order in which columns of one importance are hidden, greatest first
     shrink: bool = False  # whether the values may be cut in a narrow terminal
     wrap: bool = False  # whether long values continue on further lines in a narrow terminal
     scale: str = ""  # columns of times with the same scale show units in the same way

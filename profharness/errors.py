@@ -6,7 +6,7 @@ import copyreg
 import re
 import shutil
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -92,6 +92,29 @@ def counted(count: float, one: str, several: str = "") -> str:
     """Return a number with its noun: `1 kernel`, `1,200 kernels`. `several` is the plural."""
     number = f"{count:,.2f}".rstrip("0").rstrip(".") if isinstance(count, float) else f"{count:,}"
     return f"{number} {one if count == 1 else several or f'{one}s'}"
+
+
+def near_names(text: str, names: Iterable[str], most: int = 3) -> list[str]:
+    """Return the names that contain a text, or else the names that are spelled like the text.
+
+    The text may lack the suffixes of a name: `lama_eager` is spelled like `llama_eager.json.gz`.
+    """
+    import difflib  # needed only for error messages
+
+    known = list(dict.fromkeys(names))
+    if within := [name for name in known if len(text) > 2 and text in name]:
+        return within[:most]
+    spelled: dict[str, str] = {}
+    for name in known:
+        spelled.setdefault(name.partition(".")[0], name)
+    spelled |= {name: name for name in known}
+    near = difflib.get_close_matches(text, spelled, n=most, cutoff=0.7)
+    return list(dict.fromkeys(spelled[each] for each in near))
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return a question that names the candidates, or "" if there are none."""
+    return f"did you mean {' or '.join(names)}?" if names else ""
 
 
 _FORMS = re.compile(r"\[([^|\]]*)\|([^|\]]*)\]")
@@ -189,6 +212,12 @@ class TraceFormatError(ProfharnessError):
         where = printable_path(path) if offset is None else f"{printable_path(path)}, byte {offset}"
         tail = f"; expected {expected}" if expected else ""
         super().__init__(f"{where}: {message}{tail}")
+
+
+class NotATraceError(TraceFormatError):
+    """The user named a file that is missing or no trace, or a folder without traces."""
+
+    exit_code = 2
 
 
 class Interrupted(KeyboardInterrupt):

@@ -131,7 +131,9 @@ class RunRow:
             "read from another file",
         ),
     ]
-    path: Annotated[str, column(meaning="run folder or trace file")]
+    path: Annotated[
+        str, column(meaning="run folder, trace file, or folder that contains only this trace")
+    ]
     device: Annotated[
         str | None,
         column(
@@ -185,17 +187,18 @@ class RunRow:
             "run",
             importance="key",
             shrink=True,
-            meaning="the file from which a trace was read; for other runs, the id of the run",
+            meaning="the file or folder that the user named; for other runs, the id of the run",
         ),
     ]
     ended: Annotated[str | None, column(meaning="end of the run in UTC, if known")] = None
     duration_ns: Annotated[
         int | None,
         column(
-            "took",
+            "duration",
             "duration",
             importance="normal",
-            meaning="duration of the run, or the time that a trace covers, if known",
+            meaning="duration of the run, or the time that a trace covers, if known; a trace covers "
+            "a little more than its steps",
         ),
     ] = None
     lanes_ns: Annotated[

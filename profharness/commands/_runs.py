@@ -1,14 +1,15 @@
 """Find the runs that a user names, and ingest runs that are named by a file or folder.
 
 The name of a run is an id, a unique prefix of an id, `latest`, `latest~1`, the name of an ingested
-file, a trace file or a run folder. This module replaces existing files and folders by the ids of
-their runs, and the store resolves all other names. MCP tools do not call this module, because a
-client may not choose which files the server reads.
+file or folder, a trace file, a run folder, or a folder of traces. This module replaces existing
+files and folders by the ids of their runs, and the store resolves all other names. MCP tools do not
+call this module, because a client may not choose which files the server reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -26,7 +27,9 @@ from profharness.errors import (
     StoreError,
     UnknownNameError,
     UsageError,
+    did_you_mean,
     join_few,
+    near_names,
     printable_path,
 )
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from profharness.store.ingest import Progress
 
 Reference = str | os.PathLike[str]
+MOST_LISTED = 1000  # maximum number of files in which a misspelled file is searched
 FEW = 4  # maximum number of runs that an error lists
 # matches the path of a file, or `latest`, but no config
 RUN_TEXT = re.compile(r"latest(~\d+)?|[^,={}]*(/[^,={}]*|\.[a-z][\w-]*)")
@@ -167,20 +171,35 @@ def _require_run(text: str, store: Path) -> None:
             f"use: profharness kernels {quoted}; to see why PyTorch chooses a backend, use: "
             f"profharness explain {quoted}"
         )
-    if os.sep not in text and not Path(text).suffix:
+    if text.partition("~")[0] in (LATEST, ALL_RUNS):
         return
     missing = f"{text}: no such file or folder"
-    if not store.exists():
-        raise UnknownNameError(missing)
-    with open_store(store) as opened:
-        if any(Path(text) in Path(each.path).parents for each in opened.stored_runs()):
-            return  # `ranks` compares the traces of a folder that was deleted
-        try:
-            opened.resolve(text)
-        except NotFoundError as error:
-            raise UnknownNameError(f"{missing}; {error}") from None
-    if os.sep in text:  # not only the name of a run
-        hint(f"note: {missing}; the stored run with this name is used instead")
+    unknown = ""
+    if store.exists():
+        with open_store(store) as opened:
+            if any(Path(text) in Path(each.path).parents for each in opened.stored_runs()):
+                return  # `ranks` compares the traces of a folder that was deleted
+            try:
+                opened.resolve(text)
+            except NotFoundError as error:
+                unknown = f"; {error}"
+            else:
+                if os.sep in text:  # not only the name of a run
+                    hint(f"note: {missing}; the stored run with this name is used instead")
+                return
+    if near := _near_files(Path(text)):
+        raise UnknownNameError(f"{missing}; {did_you_mean(near)}")
+    if os.sep in text or Path(text).suffix:
+        raise UnknownNameError(f"{missing}{unknown}")
+
+
+def _near_files(path: Path) -> list[str]:
+    """Return the files and folders beside a missing path whose names resemble its name."""
+    with contextlib.suppress(OSError, ValueError):  # such as a missing folder
+        listed = itertools.islice(path.parent.iterdir(), MOST_LISTED)
+        names = sorted(each.name for each in listed if not each.name.startswith("."))
+        return [printable_path(path.with_name(name)) for name in near_names(path.name, names)]
+    return []
 
 
 def _sources(text: str) -> list[Path]:
@@ -244,7 +263,7 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
         if known is not None:
             if known.run not in found and named and not _is_same(Path(named), source):
                 with closing(Writer(store)) as writer, contextlib.suppress(StoreError):
-                    rename_trace(writer(), known.run, source)
+                    rename_trace(writer(), known.run, read)
                     hint(
                         f"note: {printable_path(source)} has the same content as the stored "
                         f"{printable_path(Path(named).name)}; the run is now named "
@@ -289,7 +308,8 @@ def ingest_progress(source: Path) -> Iterator[Progress | None]:
         return
 
     def show(name: str, done: int, total: int) -> None:
-        live(f"{printable_path(name)}: {done:,} of {total:,} launches")
+        place = "" if name == printable_path(source.name) else f"{printable_path(source.name)}: "
+        live(f"{place}{printable_path(name)}: {done:,} of {total:,} launches")
 
     yield show
     live()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config, split_names
-from profharness.errors import GateError, UsageError, counted
+from profharness.errors import GateError, UsageError, counted, did_you_mean, near_names
 from profharness.measurements.agreement import FAMILY_BACKENDS
 from profharness.program.layer_map import (
     NO_MASK_EFFECT,
@@ -60,7 +60,10 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
     names = tuple(OLD_GATES.get(name, name) for name in split_names(fail_on))
     for name in names:
         if name not in GATES:
-            raise UsageError(f"unknown --fail-on {name!r}; choose from {', '.join(GATES)}")
+            meant = did_you_mean(near_names(name, GATES))
+            raise UsageError(
+                f"unknown --fail-on {name!r}; {meant}{' ' * bool(meant)}choose from {', '.join(GATES)}"
+            )
     expected = {}
     for text in expect:
         before, at, glob = text.partition("@")

@@ -113,7 +113,8 @@ class LayerRow:
         tuple[int, int] | None, column(meaning="the smallest and the largest seq_kv")
     ]
     calls: Annotated[
-        Number, column("calls/step", "count", importance="detail", meaning="calls per step")
+        Number,
+        column("calls/step", "count", importance="normal", spare=1, meaning="calls per step"),
     ]
     phase: Annotated[
         Text,

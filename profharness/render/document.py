@@ -316,9 +316,8 @@ def _price(value: float) -> str:
 
 
 def _duration(time_ns: float) -> str:
-    if time_ns < 1e9:
-        return f"{time_ns / 1e6:.3g} ms"
-    return f"{time_ns / 1e9:.1f} s" if time_ns < 1e10 else duration(time_ns / 1e9)
+    """Format a time with three significant figures, or in minutes and hours if it is long."""
+    return time_text(time_ns) if time_ns < 1e10 else duration(time_ns / 1e9)
 
 
 def _times(value: Any, each: Callable[[float], str]) -> str:

@@ -5,12 +5,14 @@ Shortened texts of a column remain distinct.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rich.cells import cell_len
+from rich.cells import cell_len as _cell_len
 
 from profharness.attention.config import without_strides
 from profharness.columns import Column
@@ -23,11 +25,13 @@ COMFORTABLE = 40  # minimum width of texts if columns with details are shown
 READABLE = 24  # width to which texts are shortened before other columns are hidden
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
+ELLIPSIS = "…"
 NARROWEST = 20  # minimum width that is assumed for a terminal
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
 OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, most important first
 CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
+_TITLE_END = re.compile(r" |(?<=\w/)(?=\w{4})")  # where a title may be broken: `calls/` `step`
 _DIMENSIONS = re.compile(r"dims .*")  # the sizes of a call that no config describes
 _TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as 1e-05
 _REMARK = re.compile(
@@ -36,9 +40,18 @@ _REMARK = re.compile(
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _WORD_END = re.compile(r"[^\W_]*$")
 _WORD = re.compile(r"(?<=\.)|(?<=[a-z])(?=[A-Z])")  # the starts of the words in a dotted name
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_NUMBER = re.compile(r"_?(\d+|\{[^}]*\})$")  # the number of a module, or of several
 _DOTTED = re.compile(r"[\w{}\[\],…-]+(\.[\w{}\[\],…-]+)+")
 
 Texts = Sequence[str]
+
+
+def cell_len(text: str) -> int:
+    """Return the width of a printable text in a terminal."""
+    return (
+        len(text) if text.isascii() else _cell_len(text)
+    )  # the latter takes several times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,11 @@ class Layout:
     """The shortened texts of each column."""
     shared: tuple[int, ...] = ()
     """Columns with the same text in all rows. The text stands above the table instead."""
+    records: bool = False
+    """Whether each row is printed as a block of names and values, because it is too wide for a line."""
+    common: Mapping[int, str] = field(default_factory=dict)
+    """The parts that all configs of a column share. They stand above the table, and the rows have the
+    other parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +111,9 @@ def fit_columns(
     until the table fits: shorten long texts, hide details, shorten texts further, hide other columns
     by importance, and fold rows into several lines. A wider table shows at least the details of a
     narrower table. Before columns are hidden, also print shorter texts above the table if all rows
-    share them. A column without which two rows look alike is never hidden. If `full` is set, shorten
-    and hide nothing. Instead, continue texts on further lines, and fold rows if that is not enough.
+    share them, and the parts that all configs of a column share. A column without which two rows
+    look alike is never hidden. If `full` is set, shorten and hide nothing. Instead, continue texts on
+    further lines. If that is not enough, print each row as a block of names and values.
     """
     width = max(width, NARROWEST)
     natural = natural_layout(columns, rows)
@@ -102,6 +121,52 @@ def fit_columns(
         return natural
     if full:
         return _full_layout(columns, rows, width)
+    layout = _best_layout(columns, rows, width)
+    if _lacks(layout) == (0, 1, 0):
+        return layout
+    found = {place: split for place in natural.lines[0] if (split := _common_part(rows, place))}
+    if not found:
+        return layout
+    parts = {place: own for place, (_, own) in found.items()}
+    own_rows = [
+        [parts[at].get(text, text) if at in parts else text for at, text in enumerate(row)]
+        for row in rows
+    ]
+    other = _best_layout(columns, own_rows, width)
+    if _lacks(other) >= _lacks(layout):
+        return layout
+    cuts = dict(other.cuts)
+    for at, own in parts.items():
+        cut = other.cuts.get(at, {})
+        cuts[at] = {text: cut.get(part, part) for text, part in own.items()}
+    return replace(other, cuts=cuts, common={at: text for at, (text, _) in found.items()})
+
+
+def _common_part(rows: Sequence[Texts], place: int) -> tuple[str, dict[str, str]] | None:
+    """Return the tokens that all configs of a column share, and the other tokens of each config.
+
+    Return None if the texts are not configs, or have no token in common.
+    """
+    texts = dict.fromkeys(row[place] for row in rows)
+    labels = {text: found[0] for text in texts if (found := CONFIG_LABEL.match(text))}
+    if len(labels) < 2 or not {*texts} <= {*labels, "", MISSING}:
+        return None
+    tokens = {label: _TOKEN_END.split(label) for label in labels.values()}
+    common = set.intersection(*map(set, tokens.values()))
+    if not common:
+        return None
+    first = next(iter(tokens.values()))
+    kept = (token if token in common else ELLIPSIS for token in first)
+    parts = {
+        text: ("-".join(token for token in tokens[label] if token not in common) or ELLIPSIS)
+        + text.removeprefix(label)
+        for text, label in labels.items()
+    }
+    return "-".join(token for token, _ in itertools.groupby(kept)), parts
+
+
+def _best_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
+    """Return the layout that lacks least among those that print shared texts above the table."""
     own = list(columns)
     while True:
         layouts = (
@@ -157,7 +222,7 @@ def _distinguishing(columns: Sequence[Column], rows: Sequence[Texts], layout: La
     """
     texts = [place for place, column in enumerate(columns) if not column.right]
     seen: dict[Texts, Texts] = {}
-    for row in rows:
+    for row in _repeated(columns, rows):
         shown = tuple(
             "" if layout.cuts.get(at, {}).get(row[at], row[at]) != row[at] else row[at]
             for at in texts
@@ -168,6 +233,17 @@ def _distinguishing(columns: Sequence[Column], rows: Sequence[Texts], layout: La
             if at in texts and row[at] != other[at]:
                 return at
     return None
+
+
+def _repeated(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[Texts]:
+    """Yield the rows with the values that blank cells repeat from the row above."""
+    row: Texts = ("",) * len(columns)
+    for each in rows:
+        row = tuple(
+            above if not text and not column.repeat else text
+            for column, text, above in zip(columns, each, row, strict=True)
+        )
+        yield row
 
 
 def _sharing_layout(
@@ -199,9 +275,7 @@ def _full_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -
     if _line_width(wrapped, every) <= width:
         choice = _Choice(every, (), tuple(map(_Shrunk, wrapped)))
         return Layout((every,), tuple(_narrowed(whole, choice, width, ())))
-    choice = _Choice(every, _widest(columns, every, whole, width), tuple(map(_Shrunk, whole)))
-    widths = _narrowed(whole, choice, width, ())
-    return Layout(_lines(choice, widths, width), tuple(widths))
+    return Layout((every,), whole, records=True)
 
 
 def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
@@ -268,14 +342,17 @@ def _choice(
         """Shrink all columns, but do not cut the last part of a dotted name."""
         each_column = zip(columns, texts, titles, most, strict=True)
         return tuple(
-            _shrunk(column, own, max(floor, _last_names(own)), title, whole)
+            _shrunk(column, tuple(own), max(floor, _last_names(own)), title, whole)
             for column, own, title, whole in each_column
         )
 
     readable, roomy = ([each.width for each in shrink(size)] for size in (READABLE, COMFORTABLE))
-    details = sorted(
-        (place for place, kind in enumerate(kinds) if kind == "detail"),
-        key=lambda place: columns[place].spare,
+    normal, details = (
+        sorted(
+            (place for place, kind in enumerate(kinds) if kind == optional),
+            key=lambda place: columns[place].spare,
+        )
+        for optional in OPTIONAL
     )
 
     def with_optional(stacked: tuple[int, ...], shrunk: tuple[_Shrunk, ...]) -> _Choice | None:
@@ -289,7 +366,6 @@ def _choice(
         least = [each.width for each in shrunk]
         if not fits(least, kept):
             return None
-        normal = [place for place, kind in enumerate(kinds) if kind == "normal"]
         for place in normal:
             if fits(readable, (*kept, place)):
                 kept.append(place)
@@ -316,7 +392,8 @@ def _choice(
     return choice or _Choice(tuple(required), stacked, shrunk)
 
 
-def _shrunk(column: Column, texts: Texts, floor: int, title: int, whole: int) -> _Shrunk:
+@functools.lru_cache(maxsize=32)  # the layouts that are compared shrink the same texts
+def _shrunk(column: Column, texts: tuple[str, ...], floor: int, title: int, whole: int) -> _Shrunk:
     """Shrink a column to the least width, `floor` or more, at which texts are distinct."""
     if column.wrap:
         words = _longest(word for text in texts for word in text.split(" "))
@@ -331,6 +408,11 @@ def _last_names(texts: Texts) -> int:
     """Return the width of the longest last part of a dotted name, or 0 if above COMFORTABLE."""
     longest = _longest(f"…{text.rpartition('.')[2]}" for text in texts if _DOTTED.fullmatch(text))
     return longest if longest <= COMFORTABLE else 0
+
+
+def is_key(column: Column, place: int) -> bool:
+    """Return whether a column identifies the rows of its table."""
+    return _importance(column, place) == "key"
 
 
 def _importance(column: Column, place: int) -> str:
@@ -430,9 +512,9 @@ def split_title(title: str, width: int) -> tuple[str, str]:
 
 
 def _title_lines(title: str) -> Iterator[tuple[str, str]]:
-    words = title.split(" ")
-    for count in range(len(words)):
-        yield " ".join(words[:count]), " ".join(words[count:])
+    yield "", title
+    for end in _TITLE_END.finditer(title):
+        yield title[: end.start()].rstrip(), title[end.start() :].lstrip()
 
 
 def _distinct_width(texts: Texts, floor: int) -> int:
@@ -460,7 +542,9 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 
     Shorten texts with the same beginning so that their differences remain visible.
     """
-    cuts = {text: _shortened(text, width) for text in texts if cell_len(text) > width}
+    whole = list(texts)
+    cuts = {text: _shortened(text, width) for text in whole if cell_len(text) > width}
+    cuts |= _with_outer_names(whole, cuts, width)
     for _ in range(ROUNDS):
         alike: dict[str, list[str]] = {}
         for text, cut in cuts.items():
@@ -472,6 +556,47 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
             shared = _common_prefix(group)
             cuts |= {text: _from_difference(text, shared, width) for text in group}
     return cuts
+
+
+def _with_outer_names(texts: Iterable[str], cuts: Mapping[str, str], width: int) -> dict[str, str]:
+    """Return cuts of dotted names with the outermost part that differs, such as `Encoder…Attn_0`.
+
+    The end of a name says which module it is, but an outer part may say more, such as whether the
+    module belongs to an encoder or a decoder.
+    """
+    dotted = {text: text.split(".") for text in texts if _DOTTED.fullmatch(text)}
+    parts = [[_NUMBER.sub("", name) for name in names] for names in zip(*dotted.values())]  # noqa: B905
+    at = next((at for at, names in enumerate(parts) if len(set(names)) > 1), None)
+    if at is None:
+        return {}
+    outers = _different_words(parts[at])
+    found = {}
+    for text, outer in zip(dotted, outers, strict=True):
+        begin = text.index(outer, len(".".join(dotted[text][:at])))
+        shown = cuts.get(text, text).removeprefix(ELLIPSIS)
+        if not outer or not text.endswith(shown) or len(shown) >= len(text) - begin:
+            continue
+        starts = (each.start() for each in _WORD.finditer(text, begin + len(outer) + 1))
+        room = width - cell_len(outer) - 1
+        end = next((text[start:] for start in starts if cell_len(text[start:]) <= room), None)
+        if end is not None:
+            found[text] = f"{outer}{ELLIPSIS}{end}"
+    return found
+
+
+def _different_words(names: Sequence[str]) -> list[str]:
+    """Return the names without the words that they all begin or end with."""
+    words = [_CAPITAL.split(name) for name in names]
+    start = _common_length(words)
+    ends = [own[start:][::-1] for own in words]
+    end = _common_length(ends)
+    return ["".join(own[start : len(own) - end]) for own in words]
+
+
+def _common_length(lists: Sequence[Sequence[str]]) -> int:
+    """Return the number of items with which all lists begin."""
+    alike = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*lists, strict=False))
+    return sum(1 for _ in alike)
 
 
 def _shortened(text: str, width: int) -> str:

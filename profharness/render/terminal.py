@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -30,15 +29,18 @@ from profharness.render.fitting import (
     GAP,
     INDENT,
     Layout,
+    cell_len,
     chunks,
     config_in,
     fit_columns,
     is_config,
+    is_key,
     natural_layout,
     split_title,
 )
 
 MAX_LABEL = 16  # maximum width of the label column of notes; a longer label gets a line of its own
+LONG_VALUE = 24  # width above which a value has a line of its own in a block of names and values
 DEEPEST = 6  # the deepest level of a heading
 SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
 MAX_CONFIGS = 3  # maximum number of shortened configs that are repeated in full below the tables
@@ -171,14 +173,81 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 def _print_table(
     console: Console, columns: Sequence[Column], rows: Rows, layout: Layout, width: int
 ) -> None:
-    for at in layout.shared if rows else ():
+    above = {at: rows[0][at] for at in layout.shared} | dict(layout.common) if rows else {}
+    for at, text in sorted(above.items()):
         lead = f"{one_line(columns[at].title)}{' ' * GAP}"
-        for line in chunks(f"{lead}{rows[0][at]}", width):
+        for line in chunks(f"{lead}{text}", width):
             console.print(Text(line), soft_wrap=True)
+    if layout.records:
+        lines = "\n".join(_record_lines(columns, rows, width))
+        console.file.write(f"{lines}\n" if lines else "")
+        return
     for text in _title_lines(columns, layout):
         console.print(Text(text, style="dim"), soft_wrap=True)
     # rich takes long for long tables, and rows have no styles
     console.file.write("".join(f"{line}\n" for line in _row_lines(columns, rows, layout)))
+
+
+def _record_lines(columns: Sequence[Column], rows: Rows, width: int) -> Iterator[str]:
+    """Yield a block of lines for each row, with blank lines between them.
+
+    The columns that identify the row, and long texts, have a line of their own. The other values
+    follow as pairs of a name and a value, aligned in columns.
+    """
+    titles = [one_line(column.title) for column in columns]
+    longest = [max((cell_len(row[at]) for row in rows), default=0) for at in range(len(columns))]
+    every = range(len(columns))
+    keys = [at for at in every if is_key(columns[at], at)]
+    alone = [*keys, *(at for at in every if at not in keys and longest[at] > LONG_VALUE)]
+    pairs = [at for at in every if at not in alone]
+    lead = max(cell_len(titles[at]) for at in alone) + GAP
+    room = width - INDENT + 2 * GAP
+    count = max(
+        (
+            n
+            for n in range(1, len(pairs) + 1)
+            if sum(_pair_widths(pairs, n, titles, longest)) <= room
+        ),
+        default=1,
+    )
+    widths = _pair_widths(pairs, count, titles, longest)
+    names = [
+        max((cell_len(titles[at]) for at in pairs[own::count]), default=0) for own in range(count)
+    ]
+    previous: list[str] = []
+    for number, row in enumerate(rows):
+        if number:
+            yield ""
+        # a blank cell repeats the value above
+        cells = [
+            text or (previous[at] if previous and at in keys else "") for at, text in enumerate(row)
+        ]
+        previous = cells
+        for at in alone:
+            for part, text in enumerate(chunks(cells[at], max(width - lead, 1))):
+                yield f"{'' if part else titles[at]:<{lead}}{text}".rstrip()
+        for begin in range(0, len(pairs), count):
+            line = (
+                _padded(
+                    f"{_padded(titles[at], names[own], False)}{' ' * GAP}{cells[at]}", size, False
+                )
+                for own, (at, size) in enumerate(
+                    zip(pairs[begin : begin + count], widths, strict=False)
+                )
+            )
+            yield f"{' ' * INDENT}{''.join(line)}".rstrip()
+
+
+def _pair_widths(
+    pairs: Sequence[int], count: int, titles: Sequence[str], longest: Sequence[int]
+) -> list[int]:
+    """Return the widths of `count` columns of names and values, each with the space behind it."""
+    return [
+        max((cell_len(titles[at]) for at in pairs[own::count]), default=0)
+        + max((longest[at] for at in pairs[own::count]), default=0)
+        + 3 * GAP
+        for own in range(count)
+    ]
 
 
 def _title_lines(columns: Sequence[Column], layout: Layout) -> Iterator[str]:

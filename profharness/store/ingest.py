@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -341,14 +342,15 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     )
 
 
-def rename_trace(connection: sqlite3.Connection, run: str, path: Path) -> None:
-    """Rename a run made from a trace file to the name of another file with the same content."""
-    named, _ = split_rank({}, path.name)
+def rename_trace(connection: sqlite3.Connection, run: str, source: Source) -> None:
+    """Name a run made from a trace after another source with the same content."""
+    file = source.raws[0].name
+    named, _ = split_rank({}, file)
     values = {
         "run": run,
         "rank": named["rank"],
-        "path": printable_path(path),
-        "file": printable_path(path.name),
+        "path": printable_path(source.path),
+        "file": file,
     }
     with transaction(connection):
         connection.execute(
@@ -452,15 +454,23 @@ def _write(
     planned = run is not None and run.kind != OBSERVE
     cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
     # if there are no cells, all launches are kept, as for a foreign trace
-    results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
+    shown = [raw.name if run else printable_path(source.path.name) for raw, _ in parsed]
+    results = [
+        _insert_raw(connection, run_id, item, cells or None, progress and partial(progress, label))
+        for label, item in zip(shown, parsed, strict=True)
+    ]
     warnings = [f"not ingested: {raw.problem}" for raw in source.raws if raw.problem is not None]
-    warnings += [f"{raw.name}: {text}" for raw, trace in parsed for text in trace.warnings]
+    warnings += [
+        f"{label}: {text}"
+        for label, (_, trace) in zip(shown, parsed, strict=True)
+        for text in trace.warnings
+    ]
     if journals is not None:
         traced = list(chain.from_iterable(trace.calls for _, trace in parsed))
         warnings += insert_journals(connection, run_id, journals, traced)
-    for (raw, _), result in zip(parsed, results, strict=True):
+    for label, result in zip(shown, results, strict=True):
         warnings += [
-            f"{raw.name}: contains a range of the unknown cell {c}" for c in result.unknown_cells
+            f"{label}: contains a range of the unknown cell {c}" for c in result.unknown_cells
         ]
     if run and cells is not None:
         warnings += [text for _, trace in parsed for text in _unmeasured(run.protocol, trace)]
@@ -480,7 +490,7 @@ def _insert_run(
 ) -> int:
     run = source.run
     environment_of_run = run.environment if run else parsed[0][1].environment
-    identity, environment = split_rank(environment_of_run, None if run else source.path.name)
+    identity, environment = split_rank(environment_of_run, None if run else source.raws[0].name)
     logs = [read_engine_log(each.path) for each in source.companions if each.is_log]
     devices = [device.name for _, trace in parsed for device in trace.devices]
     torch = environment.get("torch")
@@ -607,7 +617,7 @@ def _insert_raw(
     run_id: int,
     parsed: _Parsed,
     cells: dict[str, int] | None,
-    progress: Progress | None,
+    progress: Callable[[int, int], None] | None,
 ) -> Inserted:
     raw, trace = parsed
     done = 0
@@ -616,7 +626,7 @@ def _insert_raw(
         nonlocal done
         done += launches
         if progress:
-            progress(raw.name, done, trace.num_launches)
+            progress(done, trace.num_launches)
 
     times = DeviceTimes()
     # Busy times of cells would be meaningless, because their calls run one at a time.

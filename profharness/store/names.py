@@ -1,7 +1,8 @@
 """Name stored runs.
 
-A run made from a trace file is named by the file. A run folder is named by the id of its run, or by
-the folder if the folder has another name.
+A run made from a trace is named by the file, or by the folder if the user gave a folder that contains
+only this trace. A run folder is named by the id of its run, or by the folder if the folder has
+another name.
 """
 
 from __future__ import annotations
@@ -48,10 +49,15 @@ def match_path(text: str, runs: Iterable[StoredRun]) -> list[str]:
     If the same path was ingested with different contents, return only the newest run.
     """
     wanted = str(Path(text))
+    return [run for path, run in newest_of(runs).items() if text and wanted in _endings(path)]
+
+
+def newest_of(runs: Iterable[StoredRun]) -> dict[str, str]:
+    """Map each path to the id of the newest run. `runs` must be sorted, newest first."""
     newest: dict[str, str] = {}
     for each in runs:
         newest.setdefault(each.path, each.run)
-    return [run for path, run in newest.items() if text and wanted in _endings(path)]
+    return newest
 
 
 def _endings(path: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from profharness.environment import hashed_key
 from profharness.errors import NotFoundError
 from profharness.rows import LAUNCH_PROFILERS, DeviceTime, RankKernel, RankLaunches, RankRow
+from profharness.store.names import TRACE
 from profharness.store.selection import NEWEST_FIRST, Selection
 from profharness.store.tables import records
 
@@ -119,7 +120,7 @@ def _members(connection: sqlite3.Connection) -> list[Record]:
     """Return all traces that have launches, newest run first.
 
     If a run has no rank, use the rank of the trace, because a run may contain traces of several
-    ranks.
+    ranks. The path of a trace that was given by its folder is the path of the file.
     """
     rows = records(
         connection,
@@ -132,7 +133,16 @@ def _members(connection: sqlite3.Connection) -> list[Record]:
         f"{NEWEST_FIRST}, t.id",
     )
     # a foreign trace may contain invalid ranks
-    return [row | {key: rank_number(row[key]) for key in ("rank", "size")} for row in rows]
+    return [
+        row | {"path": _path_of(row)} | {key: rank_number(row[key]) for key in ("rank", "size")}
+        for row in rows
+    ]
+
+
+def _path_of(record: Record) -> str:
+    path = Path(record["path"])
+    by_folder = record["source"] == TRACE and path.name != record["file"]
+    return str(path / record["file"] if by_folder else path)
 
 
 def _wanted(store: Store, refs: Sequence[str], stored: Sequence[Record]) -> set[str]:

@@ -1,6 +1,6 @@
 """Select the stored run that a command shows.
 
-A run can be given by its id, by a prefix of its id, or by the name of the trace file. `latest`
+A run can be given by its id, by a prefix of its id, by its name, or by the name of its trace. `latest`
 selects the newest run that has the data that the command needs.
 """
 
@@ -19,10 +19,17 @@ from typing import Any, Literal
 import msgspec
 
 from profharness.attention.config import Config
-from profharness.errors import NotFoundError, UnknownNameError, counted, join_few
+from profharness.errors import (
+    NotFoundError,
+    UnknownNameError,
+    counted,
+    did_you_mean,
+    join_few,
+    near_names,
+)
 from profharness.files import shell_command
 from profharness.rows import LAUNCH_PROFILERS
-from profharness.store.names import StoredRun, match_path, name_runs
+from profharness.store.names import StoredRun, match_path, name_runs, newest_of
 from profharness.store.tables import records
 
 Need = Literal[
@@ -77,7 +84,7 @@ class Selection:
     """A selection of stored rows. An empty filter selects all rows."""
 
     run: str | None = None
-    """An id, a unique prefix of an id, the name of a file, `latest`, `latest~N` or `all`.
+    """An id, a unique prefix of an id, a name, the name of a trace, `latest`, `latest~N` or `all`.
 
     None means `latest`, the newest run that has all the configs on all the backends.
     """
@@ -94,7 +101,7 @@ class RunFinder:
         self.connection = connection
 
     def resolve(self, ref: str | None) -> str:
-        """Return the id of a run given by an id, a unique prefix, a file name, or `latest~N`.
+        """Return the id of a run given by an id, a unique prefix, its name, a trace, or `latest~N`.
 
         If `ref` is None, return the latest run. Raise NotFoundError if no run or more than one run
         matches. The message lists candidates.
@@ -128,27 +135,20 @@ class RunFinder:
         named = [run for run, name in names.items() if name == ref]
         # an empty string is a prefix of every id
         begun = [run for run in ids if ref and run.startswith(ref)]
-        for matching in (named, begun, match_path(ref, runs)):
+        for matching in (named, begun, match_path(ref, runs), self._with_trace(ref, runs)):
             if len(matching) == 1:
                 return matching[0]
             if matching:
                 could = _some([names[run] for run in matching])
                 raise UnknownNameError(f"run {ref!r} is ambiguous; choose from {could}")
-        import difflib  # needed only for this error
-
-        spelled = dict.fromkeys([*names.values(), *ids, *[LATEST] * ref.isalpha()])
-        near = difflib.get_close_matches(ref, spelled, n=3, cutoff=0.7)
-        there = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"choose from {join_few([*names.values()], SHOWN_RUNS)}"
-        )
+        near = near_names(ref, [*names.values(), *ids, *[LATEST] * ref.isalpha()])
+        there = did_you_mean(near) or f"choose from {join_few([*names.values()], SHOWN_RUNS)}"
         if len(names) > SHOWN_RUNS:
             there += f"; list all runs with: {shell_command('runs', store=self.path)}"
         raise UnknownNameError(f"no run {ref!r} in {self.path}; {there}")
 
     def run_name(self, run: str) -> str:
-        """Return the name of a run: the file of a trace, otherwise the id."""
+        """Return the name of a run, as `name_runs` chooses it."""
         return name_runs(self.stored_runs()).get(run, run)  # another process may have deleted it
 
     def path_of(self, run: str) -> str:
@@ -211,6 +211,14 @@ class RunFinder:
             for row, config in zip(rows, stored, strict=True)
             if any(wanted.matches(config) for wanted in configs)
         ]
+
+    def _with_trace(self, name: str, runs: Sequence[StoredRun]) -> list[str]:
+        """Return the ids of the runs with a trace file of this name, only the newest of each path."""
+        found = self.connection.execute(
+            "SELECT r.run FROM traces t JOIN runs r ON r.id = t.run_id WHERE t.path = ?", (name,)
+        )
+        having = {run for (run,) in found}
+        return [*newest_of(each for each in runs if each.run in having).values()]
 
     def _is(self, run: str, condition: str) -> bool:
         query = f"SELECT 1 FROM runs r WHERE r.run = :run AND {condition}"

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 import xxhash
 
-from profharness.errors import TraceFormatError, printable_path
+from profharness.errors import NotATraceError, TraceFormatError, printable_path
 from profharness.files import open_input
 from profharness.run import (
     OBSERVE,
@@ -70,6 +70,7 @@ class Source:
     """A run folder or trace file whose traces are not parsed yet."""
 
     path: Path
+    """The run folder, the trace file, or a folder whose only trace is read. It names the run."""
     run: Run | None  # None for a trace file outside of a run folder
     raws: tuple[Raw, ...]
     content_hash: str
@@ -85,21 +86,37 @@ class Source:
 def find_sources(path: Path) -> list[Path]:
     """Return the run folders and trace files at or below a path.
 
-    Raise TraceFormatError if there are none.
+    If a folder contains only one trace, return the folder, which then names the run. Raise
+    TraceFormatError if there are no sources.
     """
     try:
         if path.is_file() or (path / RUN_FILE).is_file():
             return [path]
         if not path.is_dir():
             missing = "not a regular file" if path.exists() else "no such file or folder"
-            raise TraceFormatError(path, missing, expected=EXPECTED)
+            raise NotATraceError(path, missing, expected=EXPECTED)
         sources = list(_walk(path))
     except OSError as error:
         unreadable = error.filename or path
         raise TraceFormatError(unreadable, f"cannot be read: {error.strerror}") from None
     if not sources:
-        raise TraceFormatError(path, "this folder contains nothing to ingest", expected=EXPECTED)
+        raise NotATraceError(path, "this folder contains nothing to ingest", expected=EXPECTED)
+    if _is_one_trace(sources):
+        # `.` and `..` name nothing
+        return [path if path.name not in ("", "..") else path.resolve()]
     return sources
+
+
+def _is_one_trace(sources: Sequence[Path]) -> bool:
+    return len(sources) == 1 and sources[0].is_file() and not is_archive(sources[0])
+
+
+def _trace_of(path: Path) -> Path | None:
+    """Return a trace file, or the only trace in a folder. Return None for a run folder."""
+    if path.is_file() or not path.is_dir() or (path / RUN_FILE).is_file():
+        return path if path.is_file() else None
+    found = list(_walk(path))
+    return found[0] if _is_one_trace(found) else None
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -170,8 +187,9 @@ def is_log(path: Path) -> bool:
 def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
     """Read a run folder or trace file and compute its content hash, without parsing traces.
 
-    `companions` are files that describe a trace file. Files that an engine recorded beside the trace
-    are found automatically. Raise TraceFormatError if the source is invalid or cannot be read.
+    `path` may also be a folder that contains only one trace. `companions` are files that describe a
+    trace file. Files that an engine recorded beside the trace are found automatically. Raise
+    TraceFormatError if the source is invalid or cannot be read.
     """
     if is_archive(path):
         message = (
@@ -179,12 +197,12 @@ def read_source(path: Path, companions: Sequence[Path] = ()) -> Source:
             "`profharness ingest ARCHIVE`"
         )
         expected = "a run folder or a trace"
-        raise TraceFormatError(path, message, expected=expected)
-    if path.is_file():
+        raise NotATraceError(path, message, expected=expected)
+    if (trace_file := _trace_of(path)) is not None:
         # hash the uncompressed content, because a compressed copy is the same trace
-        content_hash = hash_file(path, packed=False)
-        raw = Raw(None, printable_path(path.name), path, content_hash)
-        files = dict.fromkeys((*companions, *find_companions(path)))
+        content_hash = hash_file(trace_file, packed=False)
+        raw = Raw(None, printable_path(trace_file.name), trace_file, content_hash)
+        files = dict.fromkeys((*companions, *find_companions(trace_file)))
         found = tuple(Companion(each, hash_file(each), is_log(each)) for each in files)
         return Source(path, None, (raw,), content_hash, found)
     run = read_run(path)

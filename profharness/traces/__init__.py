@@ -16,7 +16,12 @@ from typing import IO, cast
 
 from isal import igzip_lib
 
-from profharness.errors import ProfharnessError, TraceFormatError, printable_path
+from profharness.errors import (
+    NotATraceError,
+    ProfharnessError,
+    TraceFormatError,
+    printable_path,
+)
 from profharness.files import InputFile, is_store, open_input
 from profharness.trace import Trace
 
@@ -145,7 +150,7 @@ def open_trace(path: Path, captures: Sequence[Path] = ()) -> Trace:
     """
     name = sniff(path)
     if name is None:
-        raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
+        raise NotATraceError(path, "not a trace that profharness can read", expected=EXPECTED)
     if name == "chrome":  # this parser unpacks the file itself
         return load_parser(name)(path, captures)
     if name == "rocprofv3-json":  # so does this parser

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from profharness.devices import Device
-from profharness.errors import TraceFormatError, with_count
+from profharness.errors import NotATraceError, TraceFormatError, with_count
 from profharness.files import JSON_WEIGHT, has_too_many_values
 from profharness.rows import TORCH
 from profharness.trace import LaunchConfig, Trace
@@ -668,8 +668,11 @@ def probe(window: Window) -> Layout:
     if opening == b"[":
         return _layout(window, start + 1, {}, bare=True)
     if opening != b"{":
-        raise window.error(
-            "not JSON", offset=start, expected="{ or [ at the start of a Kineto trace"
+        raise NotATraceError(
+            window.path,
+            "not JSON",
+            offset=start,
+            expected="{ or [ at the start of a Kineto trace",
         )
     position = _find_events(window, start)
     try:
@@ -715,8 +718,11 @@ def _foreign(window: Window) -> TraceFormatError:
         return window.error(f"not JSON: {error}", expected='"traceEvents": [')
     if isinstance(value, dict) and "traceEvents" in value:
         return window.error("traceEvents is not an array", expected='"traceEvents": [')
-    return window.error(
-        "valid JSON, but not a Kineto trace", offset=0, expected='the key "traceEvents"'
+    return NotATraceError(
+        window.path,
+        "valid JSON, but not a Kineto trace",
+        offset=0,
+        expected='the key "traceEvents"',
     )
 
 

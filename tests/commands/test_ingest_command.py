@@ -212,11 +212,13 @@ def test_odd_names_of_files_are_taken_in_and_shown_escaped(
     good.write_text('{"traceEvents": [' + event % "1" + "," + event % "-1" + "]}")
     command = [sys.executable, "-m", "profharness", "ingest"]
     store = ["--store", str(tmp_path / "s.db")]
-    for given in (good, tmp_path):  # by name, and found in a folder
+    # by name, and found in a folder with another trace
+    (tmp_path / "other.json").write_text('{"traceEvents": [' + event % "2" + "]}")
+    for given, lines in ((good, 1), (tmp_path, 2)):
         done = subprocess.run([*command, given, *store], capture_output=True, check=False)
         out, err = done.stdout.decode(), done.stderr.decode()
         assert done.returncode == 0, err
-        assert f"{tmp_path}/{told}: " in out and out.count("\n") == 1
+        assert f"{tmp_path}/{told}: " in out and out.count("\n") == lines
         assert f"reading {tmp_path}/{told}\n" in err
         assert "\x1b" not in out + err and "\x07" not in out + err
     good.write_text("{")

@@ -392,7 +392,7 @@ def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
     columns = pick(LayerRow, "module", "config", "phase", "mode", "ran", "forward_ns")
     label = "b2-h32-kv8-s1024-d64-bf16-mask=bool-causal"
     row = ("model.layers.{0-2}.LlamaAttention_{0-2}", label, "prefill", "eager", "flash", 7_440)
-    other = ("model.layers.{3-5}.LlamaAttention_{3-5}", "b4-h32-s2048-d64-bf16", *row[2:])
+    other = ("model.layers.{3-5}.LlamaAttention_{3-5}", "b4-h8-s2048-d128-fp16", *row[2:])
     starts = {60: "b2-h32-kv8-s1024…  ", 80: "b2-h32-kv8-s1024-d64-bf16…  "}
     for width in (60, 80, 100, 120):
         last = fitted(columns, row, other, width=width)
@@ -403,6 +403,41 @@ def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
     rows = (row[0], long, *row[2:]), other
     assert label.replace("-mask", "-strides…-mask") in "\n".join(fitted(columns, *rows, width=100))
     assert "-strides…  " in "\n".join(fitted(columns, *rows, width=88))
+
+
+def test_a_module_keeps_the_outer_name_that_tells_it_apart() -> None:
+    """Bug: at 80 columns one could not see which attention belonged to the decoder."""
+    ends = ("Encoder", "{0-1}"), ("Decoder", "{3,5}"), ("Decoder", "{2,4}")
+    names = [f"Whisper{part}Layer_{{0-1}}.WhisperAttention_{end}" for part, end in ends]
+    assert [*distinct_cuts(names, 24).values()] == [f"{part}…Attention_{end}" for part, end in ends]
+    numbered = [f"model.layers.{at}.self_attention" for at in ("{0-1}", "{2-3}")]
+    assert not {*distinct_cuts(numbered, 24).values()} & {"{0-1}…attention", "0…attention"}
+
+
+def test_configs_show_only_the_parts_that_differ_before_they_are_cut() -> None:
+    """Bug: six configs ended in `…`, so that they looked equal."""
+    columns = pick(
+        LayerRow, "module", "calls", "config", "phase", "ran", "forward_ns", "step_share"
+    )
+    labels = [f"b2-h8-{part}-fp16-layout=bshd" for part in ("s4096-d40", "sq4096-skv77-d40")]
+    rows = [("Unet_0.Block_0", 1, label, "self", "cudnn", 7_440, 0.1) for label in labels]
+    lines = fitted(columns, *rows, width=72)
+    assert lines[0] == "config  b2-h8-…-d40-fp16-layout=bshd"
+    assert [line.split()[2] for line in lines[3:5]] == ["s4096", "sq4096-skv77"]
+    assert labels[0] in "\n".join(lines[5:])  # to copy it
+    assert labels[0] in "\n".join(fitted(columns, *rows, width=120))
+    same = fitted(columns, rows[0], (*rows[0][:3], "prefill", *rows[0][4:]), width=72)
+    assert same[0] == f"config  {labels[0]}"
+
+
+def test_calls_are_shown_before_the_share_of_a_step() -> None:
+    columns = pick(
+        LayerRow, "module", "calls", "config", "phase", "ran", "forward_ns", "step_share"
+    )
+    row = ("Unet_0.Block_0", 1, "b2-h8-s4096-d40-fp16", "self", "cudnn", 7_440, 0.1)
+    other = ("Unet_0.Block_1", 2, "b1-h16-s77-d80-bf16", *row[3:])
+    lines = fitted(columns, row, other, width=70)
+    assert "calls/" in lines[0] + lines[1] and lines[-1].startswith("hidden: % of step")
 
 
 def test_a_long_text_that_all_rows_share_stands_above_the_table() -> None:
@@ -431,13 +466,11 @@ def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> Non
     modules = ("EncoderLayer_{0-1}.WhisperAttention_{0-1}", "Decoder.WhisperAttention_{3,5}")
     configs = ("b2-h8-s1500-d64-fp16-scale=1", "b2-h8-sq32-skv1500-d64-fp16-scale=1")
     rows = [(*pair, "cudnn", 7_440) for pair in zip(modules, configs, strict=True)]
+    cuts = {60: "EncoderLayer…Attention_{0-1}", 66: "EncoderLayer…WhisperAttention_{0-1}"}
     for width in (60, 66, 72):
-        lines = fitted(columns, *rows, width=width)[2:4]
-        assert [line.split()[0] for line in lines] == [
-            "…WhisperAttention_{0-1}",
-            "…WhisperAttention_{3,5}",
-        ]
-    assert [line.split()[1] for line in lines] == [*configs[:1], "b2-h8-sq32-skv1500-d64-fp16…"]
+        lines = fitted(columns, *rows, width=width)[3:5]
+        assert [line.split()[0] for line in lines] == [cuts.get(width, modules[0]), modules[1]]
+        assert [line.split()[1] for line in lines] == ["s1500", "sq32-skv1500"]
     assert configs[1] in "".join(fitted(columns, *rows, width=78))
 
 
@@ -539,10 +572,50 @@ def test_a_column_that_distinguishes_rows_is_never_hidden() -> None:
         Column("a", "ran", importance="answer"),
     ]
     ends = (("d64-fp16", "decode"), ("d128-bf16", "prefill"))
-    rows = [("layers.0", f"b2-h32-{'s1-' * 20}{end}", phase, "flash") for end, phase in ends]
+    rows = [("layers.0", f"x2-h32-{'s1-' * 20}{end}", phase, "flash") for end, phase in ends]
     assert 2 not in fit_columns(columns, rows, 34).hidden
     alike = [(*row[:2], "decode", row[3]) for row in rows]
     assert 2 in fit_columns(columns, alike, 34).hidden
+
+
+def test_a_blank_cell_repeats_the_value_above() -> None:
+    """Bug: a blank cell was compared as if it were a value."""
+    columns = [
+        Column("b", "backend", repeat=False),
+        Column("k", "kernel", importance="answer"),
+        Column("p", "phase"),
+    ]
+    alike = [("auto", "gemm", "decode"), ("", "gemm", "prefill")]  # differ only in the phase
+    assert fit_columns(columns, alike, 20).hidden == ()
+    apart = [("auto", "gemm", "decode"), ("", "softmax", "decode")]
+    apart += [("flash", "copy", "decode"), ("", "softmax", "prefill")]  # of another backend
+    apart += [("cudnn", "sdpa", "decode")]
+    assert fit_columns(columns, apart, 20).hidden == (2,)
+
+
+def test_a_wide_row_is_a_block_of_names_and_values_with_full() -> None:
+    """Bug: one could not see where a row began, and which value belonged to which title."""
+    columns = [
+        Column("b", "backend", repeat=False),
+        Column("k", "kernel", repeat=False),
+        *(Column(f"v{at}", f"value {at}", "count") for at in range(5)),
+        Column("n", "note"),
+    ]
+    rows = (("auto", "k" * 50, 1, 2, 3, 4, 5, "n" * 30), ("auto", "gemm", 10, 2, 3, 4, 50, "m"))
+    document = Document("t/1", "t", (Table(tuple(columns), rows),), (), ())
+    assert render_table(document, width=60, cut=True, full=True).splitlines() == [
+        "backend  auto",
+        f"kernel   {'k' * 50}",
+        f"note     {'n' * 30}",
+        "  value 0  1     value 1  2    value 2  3    value 3  4",
+        "  value 4  5",
+        "",
+        "backend  auto",
+        "kernel   gemm",
+        "note     m",
+        "  value 0  10    value 1  2    value 2  3    value 3  4",
+        "  value 4  50",
+    ]
 
 
 def test_a_shared_text_stands_above_the_table_before_columns_are_hidden() -> None:

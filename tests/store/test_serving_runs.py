@@ -10,8 +10,11 @@ from click.testing import CliRunner
 from graph_traces import SHAPE, decode, recording
 
 from profharness.cli import cli
+from profharness.commands._runs import find_one
+from profharness.errors import UnknownNameError
 from profharness.program.layer_map import find_layers
 from profharness.store import ingest_path, open_store
+from profharness.store.ranks import rank_rows
 from profharness.store.sources import CAPTURES, find_sources
 
 LOG = """\
@@ -41,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_files_in_a_folder_are_one_run(folder: Path, tmp_path: Path) -> None:
     store = tmp_path / "store.db"
-    assert find_sources(folder) == [folder / "decode_rank_0.json"]
+    assert find_sources(folder) == [folder]
     (result,) = ingest_path(store, folder)
     assert (result.status, result.warnings) == ("new", ())
     assert [each.status for each in ingest_path(store, folder)] == ["unchanged"]
@@ -88,3 +91,78 @@ def test_wrong_companions_are_reported(
     assert result.exit_code != 0
     assert message in f"{result.output} {result.exception}"
     assert not Path("profharness.db").exists()
+
+
+def test_a_run_has_the_name_that_the_user_gave(folder: Path, tmp_path: Path) -> None:
+    """Bug: a folder with one trace was named by the trace, so `layers FOLDER` stored a run that
+    `layers` did not find by the name of the folder.
+    """
+    store = tmp_path / "store.db"
+    (result,) = ingest_path(store, folder)
+    assert result.source == folder
+    trace = folder / "decode_rank_0.json"
+    with open_store(store) as opened:
+        (row,) = opened.runs()
+        assert (row.name, row.path, row.rank) == ("profile", str(folder), 0)
+        assert find_layers(opened, result.run).name == "profile"
+        assert opened.run_reference(result.run) == "profile"
+        for name in ("profile", str(folder), trace.name):
+            assert opened.resolve(name) == result.run
+    assert find_one(trace, store) == result.run
+    with open_store(store) as opened:
+        assert opened.run_name(result.run) == trace.name
+    assert find_one(folder, store) == result.run
+    with open_store(store) as opened:
+        assert opened.run_name(result.run) == "profile"
+
+
+def test_a_stored_trace_keeps_its_name(folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    ingest_path(store, folder / "decode_rank_0.json")
+    assert [each.status for each in ingest_path(store, folder)] == ["unchanged"]
+    with open_store(store) as opened:
+        assert [row.name for row in opened.runs()] == ["decode_rank_0.json"]
+
+
+def test_a_folder_with_several_traces_names_none_of_them(folder: Path, tmp_path: Path) -> None:
+    other = folder / "decode_rank_1.json"
+    other.write_text(json.dumps({"traceEvents": decode(8, 6000)}))
+    store = tmp_path / "store.db"
+    assert len(ingest_path(store, folder)) == 2
+    with open_store(store) as opened:
+        assert sorted(row.name for row in opened.runs()) == ["decode_rank_0.json", other.name]
+
+
+def test_the_name_of_a_trace_of_several_runs_is_ambiguous(tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    for at, name in enumerate(("one", "two")):
+        path = tmp_path / name / "decode.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"traceEvents": decode(8, 5000 + at)}))
+        ingest_path(store, path.parent)
+    with open_store(store) as opened:
+        assert {row.name for row in opened.runs()} == {"one", "two"}
+        with pytest.raises(UnknownNameError, match=r"'decode.json' is ambiguous; choose from"):
+            opened.resolve("decode.json")
+
+
+def test_the_working_folder_names_a_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (result,) = ingest_path(tmp_path / "store.db", Path())
+    with open_store(tmp_path / "store.db") as opened:
+        assert opened.run_name(result.run) == "profile"
+
+
+def test_the_ranks_of_a_folder_include_the_trace_that_was_given_first(
+    folder: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store.db"
+    ingest_path(store, folder)
+    other = folder / "decode_rank_1.json"
+    other.write_text(json.dumps({"traceEvents": decode(8, 6000)}))
+    ingest_path(store, folder)
+    with open_store(store) as opened:
+        assert [row.rank for row in rank_rows(opened, [str(folder)])] == [0, 1]
+        assert [row.rank for row in rank_rows(opened)] == [0, 1]

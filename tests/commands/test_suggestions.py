@@ -1,0 +1,91 @@
+"""A misspelled file, run or gate gets a suggestion, and wrong input has one exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from profharness.cli import cli
+from profharness.errors import ProfharnessError, near_names
+
+EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 5, "dur": 3, "args": {}}
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for at, name in enumerate(("llama_eager.json", "whisper.json")):
+        (tmp_path / name).write_text(json.dumps({"traceEvents": [EVENT | {"ts": 5 + at}] * 2}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, [*words, "--store", "s.db"])
+    if isinstance(done.exception, ProfharnessError):
+        return done.exception.exit_code, str(done.exception)
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.usefixtures("traces")
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lama_eager.json", "llama_eager.json"),
+        ("./lama_eager.json", "llama_eager.json"),
+        ("llama_eager", "llama_eager.json"),
+        ("whispr", "whisper.json"),
+    ],
+)
+def test_a_misspelled_file_is_suggested(given: str, meant: str) -> None:
+    code, error = told("kernels", given)
+    assert code == 2
+    assert f"no such file or folder; did you mean {meant}?" in error
+    assert not Path("s.db").exists()
+
+
+def test_a_misspelled_file_in_another_folder_is_suggested(
+    traces: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    code, error = told("kernels", str(traces / "lama_eager.json"))
+    assert (code, f"did you mean {traces / 'llama_eager.json'}?" in error) == (2, True)
+    assert told("kernels", "nowhere/lama_eager.json")[0] == 2
+
+
+def test_a_misspelled_run_is_suggested(
+    traces: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert told("ingest", str(traces / "llama_eager.json"))[0] == 0
+    for given in ("llama_eager", "lama_eagr"):
+        code, error = told("kernels", given)
+        assert code == 2
+        assert f"no run '{given}' in s.db; did you mean llama_eager.json?" in error
+
+
+@pytest.mark.usefixtures("traces")
+def test_a_gate_is_suggested() -> None:
+    code, error = told("layers", "whisper.json", "--fail-on", "math")
+    assert (code, "unknown --fail-on 'math'; did you mean math-fallback? " in error) == (2, True)
+
+
+@pytest.mark.usefixtures("traces")
+@pytest.mark.parametrize(("name", "text"), [("a.txt", "hello"), ("a.json", '{"a": 1}')])
+def test_a_file_that_is_no_trace_is_wrong_input(name: str, text: str) -> None:
+    """Bug: the exit code was 1, but 2 for a missing file."""
+    Path(name).write_text(text)
+    assert told("kernels", name)[0] == 2
+    Path("empty").mkdir()
+    assert told("kernels", "empty")[0] == 2
+    Path("damaged.json").write_text('{"traceEvents": [')
+    assert told("kernels", "damaged.json")[0] == 1
+
+
+def test_near_names() -> None:
+    assert near_names("math", ["flash-only", "math-fallback"]) == ["math-fallback"]
+    assert near_names("lamma", ["llama.json", "bert.json"]) == ["llama.json"]
+    assert near_names("xyz", ["llama.json"]) == []
+    assert near_names("", ["llama.json"]) == []
