@@ -544,9 +544,11 @@ def _changes(before: Explanation, after: Explanation) -> list[str]:
         if old is None or new is None or old.eligible == new.eligible:
             continue
         reasons = (old if new.eligible else new).reasons
-        state = {True: "supports it", False: "refuses it", None: "is unknown"}[new.eligible]
+        states = {True: "PyTorch accepts {}", False: "PyTorch refuses {}", None: "{} is unknown"}
         lead = "no longer: " if new.eligible else ""
-        changes.append(f"{name} {state}" + (f" ({lead}{reasons[0].code})" if reasons else ""))
+        changes.append(
+            states[new.eligible].format(name) + (f" ({lead}{reasons[0].code})" if reasons else "")
+        )
     old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
     if changes and None not in (old_cudnn, new_cudnn) and old_cudnn != new_cudnn:
         changes.append(f"cuDNN {old_cudnn} → {new_cudnn}")

@@ -526,7 +526,8 @@ Bisect = Annotated[
     ),
 ]
 Full = Annotated[
-    bool, Option(("--full",), help="Explain each config separately, with full messages.")
+    bool,
+    Option(("--full",), help="Explain each config separately, with full messages and all advice."),
 ]
 Measure = Annotated[
     bool,
