@@ -314,8 +314,9 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
         unrecorded = torch_ops.VARLEN
     if kind == "custom":
         unrecorded = (
-            f"{described.name} belongs to another package, but a config describes only "
-            "scaled_dot_product_attention"
+            f"{described.name} belongs to another package, so its arguments are not read; to "
+            "compare backends for this call, write its config by hand, as in: profharness bench "
+            "2,8,512,64"
         )
     elif kind == "flex":
         unrecorded = "the trace does not record the mask or the score function of flex_attention"

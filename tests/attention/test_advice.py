@@ -453,6 +453,97 @@ def test_programs_of_several_changes() -> None:
     assert [close for _, close, _ in run_codes(cases)] == [False, True, True, True, True]
 
 
+# Runs the code of advice to pack sequences, and compares the tokens that are not padding. The kernels
+# of varlen_attn need a GPU, so a loop over the sequences takes their place.
+RUN_PACKED = r"""
+import json, sys
+import torch
+import torch.nn.functional as F
+import torch.nn.attention.varlen as varlen
+
+def loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    assert query.dtype in (torch.float16, torch.bfloat16) and query.shape[1] == key.shape[1]
+    assert cu_seq_q.dtype == torch.int32 and (cu_seq_q.diff() <= max_q).all()
+    parts = [each.tensor_split(cu_seq_q[1:-1].tolist()) for each in (query, key, value)]
+    return torch.cat([
+        F.scaled_dot_product_attention(*(each.transpose(0, 1) for each in sequence), scale=scale)
+        .transpose(0, 1)
+        for sequence in zip(*parts)
+    ])
+
+varlen.varlen_attn = loop
+torch.set_num_threads(1)
+for line in sys.stdin:
+    kind, shape, kv_heads, dtype, scale, code = json.loads(line)
+    torch.manual_seed(1)
+    dtype = getattr(torch, dtype)
+    q = torch.randn(3, 4, 24, 16, dtype=dtype)
+    k, v = (torch.randn(3, kv_heads, 24, 16, dtype=dtype) for _ in range(2))
+    tokens = torch.arange(24)
+    # padding at the end, none, and at the start
+    real = torch.stack([tokens < 9, tokens >= 0, tokens >= 7])
+    seen = real[:, None, None].expand(3, 1, 24 if shape == "b1qk" else 1, 24)
+    hidden = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    space = {"q": q, "k": k, "v": v, "attn_mask": seen if kind == "bool" else hidden}
+    expected = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    exec(code, space)
+    difference = (space["out"] - expected).transpose(1, 2)[real].abs().max()
+    same = space["out"].shape == expected.shape and space["out"].dtype == expected.dtype
+    print(json.dumps([same, float(difference)]))
+"""
+DTYPES_OF = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@pytest.mark.parametrize("release", [None, (2, 10, 0), (2, 9, 1)])
+def test_packed_sequences_have_the_result_of_the_padding_mask(
+    release: tuple[int, ...] | None,
+) -> None:
+    lines = []
+    for kind, shape, kv_heads, dtype, scale in (
+        ("bool", "b1qk", 4, "fp32", None),
+        ("float", "b11k", 2, "bf16", 0.5),
+    ):
+        config = parse_config(
+            f"3,4,24,16,{dtype},kv_heads={kv_heads},mask={kind},mask_shape={shape}"
+            + (f",scale={scale}" if scale else "")
+        )
+        found = advise(config, "flash", first_only(H200), rule_choice(H200), release=release)
+        first = found[0] if release is None else next(w for w in found if w.steps == ("pack",))
+        assert first.steps == ("pack",) and first.verified is None
+        jagged = release == (2, 9, 1) or (release == (2, 10, 0) and scale is not None)
+        assert ("nested_tensor_from_jagged" in first.code) is jagged
+        assert ("varlen_attn" in first.code) is not jagged
+        lines.append(json.dumps([kind, shape, kv_heads, DTYPES_OF[dtype], scale, first.code]))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_PACKED],
+        input="\n".join(lines),
+        text=True,
+        capture_output=True,
+        cwd=root,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in done.stdout.splitlines():
+        same, difference = json.loads(line)
+        assert same and difference < 3e-2
+
+
+def test_only_a_mask_that_may_hide_padding_gets_the_advice_to_pack() -> None:
+    padding = "2,8,512,64,fp16,mask=bool,mask_shape="
+    assert steps(f"{padding}b1qk", "flash") == [
+        ("pack",), ("causal for mask",), ("no mask",), ("flex",)
+    ]  # fmt: skip
+    # the same for every query, so it is not causal
+    assert steps(f"{padding}b11k", "flash") == [("pack",), ("no mask",), ("flex",)]
+    for text in (
+        "2,8,512,64,fp16,mask=bool",
+        f"{padding}bhqk",
+        f"{padding}b1qk,dropout=0.1",
+        "2,8,512,64,fp16,seq_kv=96,mask=bool,mask_shape=b1qk",
+    ):
+        assert ("pack",) not in steps(text, "flash")
+
+
 def test_flex_attention_has_the_result_of_the_mask() -> None:
     cases = []
     for mask in ("mask=bool", "mask=bool_2d", "mask=float_bh", "window=5", "causal,window=7"):

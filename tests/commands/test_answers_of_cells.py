@@ -179,15 +179,15 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
     none = ("--store", tmp_path / "none.db")
     assert answer(*words, *none) == [
         "PyTorch 2.13 is predicted to run cudnn on an H100, its first choice.",
-        "efficient and math could also run; flash cannot: Flash Attention does not support non-null "
-        "attn_mask.",
+        "efficient and math could also run; PyTorch refuses flash: Flash Attention does not "
+        "support non-null attn_mask.",
         "To run flash: pass is_causal=True instead of attn_mask, if the mask is lower triangular; then "
         "select flash with sdpa_kernel, because auto would choose cudnn (code below).",
     ]  # fmt: skip
     for kind in ("table", "md", "html"):
         shown = " ".join(invoke(*words, *none, "--format", kind).stdout.split())
         assert "predicted" in shown
-        assert "Checked: flash accepts this. Without sdpa" in shown.replace("\\", "")
+        assert "if it hides nothing. Without sdpa" in shown.replace("\\", "")
         assert "auto then runs" not in shown
 
 

@@ -74,8 +74,8 @@ def test_all_reasons_are_told_in_the_order_in_which_pytorch_checks() -> None:
     assert {reason["source"] for reason in sides["flash"]["reasons"]} == {"rule"}
     text = told("--config", "2,8,512,100,fp32,mask=bool", *ON_H200)
     (first,) = [line for line in text.splitlines() if line.startswith("flash ")]
-    assert first.split()[:3] == ["flash", "cannot", "mask"]
-    assert plain(text).count("flash cannot: Flash Attention does not support") == 1
+    assert first.split()[:3] == ["flash", "refused", "mask"]
+    assert plain(text).count("PyTorch refuses flash: Flash Attention does not support") == 1
 
 
 def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
@@ -91,7 +91,7 @@ def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
     )
     compile(best["code"], "advice", "exec")
     assert f"```python\n{best['code']}\n```" in told(*args, "--format", "md")
-    assert "Checked: cudnn accepts this. auto then runs cudnn." in plain(told(*args))
+    assert "Checked: cudnn accepts this. auto then runs cudnn." in plain(told(*args, "--full"))
 
 
 def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
@@ -247,7 +247,10 @@ def test_a_stored_run_is_a_witness_and_tells_the_gain(store: Path) -> None:
     assert sides["flash"][0]["gain"] == pytest.approx(medians[0] / medians[1])
     source = f"graph median in run {H200.name}"
     assert sides["flash"][0]["gain_source"] == source
-    assert f" slower ({source})" in plain(told(*args))
+    assert source in plain(told(*args, "--full")) and source in plain(
+        told(*args, "--backend", "flash")
+    )
+    assert "flash and efficient are predicted to be slower (see --full)." in plain(told(*args))
 
 
 def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import parse_config
 from profharness.attention.dispatch.by_rule import explain_by_rule, named_platforms, why_ran
 from profharness.cli import cli
+from profharness.commands.explain.calls import Call
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import ProfharnessError, UsageError
 from profharness.program.layer_map import LayerMap, find_layers
@@ -83,7 +85,7 @@ def test_the_reason_equals_that_of_explain(store: Path) -> None:
         ),
     ):
         assert f"{backend} ({reason})" in str(row.why)
-        assert f"{backend} cannot: {reason}" in text
+        assert f"PyTorch refuses {backend}: {reason}" in text
     (answer,) = explained(store, "bert_fp32.json.gz")["rows"]
     first = {side["backend"]: side["reasons"][:1] for side in answer["backends"]}
     assert all(
@@ -110,7 +112,38 @@ def test_another_prediction_is_told_and_explains_nothing(store: Path) -> None:
     assert text.startswith(
         "llama_prefill.json.gz ran cudnn, but the rules of PyTorch 2.8 predict flash for an H200."
     )
-    assert "mismatch: the rules predict flash, a stored run shows cudnn" in text
+    assert "mismatch the rules predict flash and a stored run shows cudnn" in text
+
+
+def test_the_measured_time_is_beside_the_prediction(store: Path) -> None:
+    found = explained(store, "bert_fp32.json.gz")
+    (answer,) = found["rows"]
+    (row,) = the_map(store, "bert_fp32.json.gz").rows
+    assert row.forward_ns is not None and row.calls
+    assert answer["observed_ns"] == pytest.approx(row.forward_ns / row.calls)
+    told = (
+        f"efficient took {time_text(answer['observed_ns'])} per call "
+        f"(predicted: {time_text(answer['prediction']['kernel_ns'])}); no other backend"
+    )
+    assert told in run_cli(store, "explain", str(MODELS / "bert_fp32.json.gz"))
+    assert "mean µs/call" in run_cli(store, "explain", str(MODELS / "whisper.json.gz"))
+    # the calls of a decode step have several lengths, and the config has only one of them
+    ingest_path(store, MODELS / "llama_generate")
+    rows = explained(store, "llama_generate")["rows"]
+    assert None in {each["observed_ns"] for each in rows}
+
+
+def test_calls_that_the_config_does_not_fully_describe_contradict_nothing() -> None:
+    (platform,) = named_platforms("2.11", "H200")
+    call = Call(parse_config("2,8,512,64,bf16"), "efficient", "auto", ("a",), 1000.0)
+    assert call.explain(platform, (), advice=False).agree is False
+    doubtful = replace(call, doubt="the strides are unknown").explain(platform, (), advice=False)
+    assert (doubtful.agree, doubtful.predicted, doubtful.observed) == (None, "unknown", "efficient")
+    assert why_ran(doubtful, doubtful.observed) is None
+    reason = "The config does not fully describe the calls: the strides are unknown."
+    assert reason in doubtful.caveats
+    agreeing = replace(call, ran="cudnn", doubt="the strides are unknown")
+    assert agreeing.explain(platform, (), advice=False).agree is True
 
 
 def test_without_a_release_nothing_is_assumed_by_default(store: Path) -> None:
@@ -188,11 +221,15 @@ def test_the_predicted_saving_follows_the_advice(store: Path) -> None:
     assert times["speed_up"] == pytest.approx(times["before_ns"] / times["after_ns"])
     assert times["certain"] is True and times["source"] == "model"
     told = (
-        f"Predicted: {time_text(times['after_ns'])} instead of {time_text(times['before_ns'])} "
-        f"({as_fast(times['speed_up'])}), without the time to prepare its inputs."
+        f"Predicted: cudnn takes {time_text(times['after_ns'])} instead of "
+        f"{time_text(times['before_ns'])} per call ({as_fast(times['speed_up'])}), "
+        "without the time to prepare its inputs."
     )
     text = run_cli(store, "explain", str(MODELS / "bert_fp32.json.gz"))
-    assert text.count(told) == 2  # in the answer and in the advice
+    assert text.count(told) == 1  # in the answer, which the advice does not repeat
+    assert text.count("without the time to prepare its inputs") == 1
+    assert text.count("only 8 of its 24 significant bits") == 1
+    assert len(text.split("for flash")) > 3 and text.index("varlen_attn") < text.index("is_causal")
     assert "no other backend that accepts the call is faster. To run cudnn: compute in bf16" in text
 
 

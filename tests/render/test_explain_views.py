@@ -20,7 +20,12 @@ from profharness.attention.dispatch.by_rule import (
     flat_record,
     named_platforms,
 )
-from profharness.commands.explain.answer import advised_sides, explain_answer, saving_texts
+from profharness.commands.explain.answer import (
+    Way,
+    explain_answer,
+    ranked_ways,
+    saving_texts,
+)
 from profharness.commands.explain.maps import (
     ALL_OF,
     Bisection,
@@ -93,13 +98,13 @@ def test_an_answer_begins_with_the_choice(made: Explanation, starts: str) -> Non
 
 def test_an_answer_mentions_each_other_backend() -> None:
     assert explain_answer(answer("cudnn", ("flash",)))[1] == (
-        "efficient and math could also run; flash cannot: Flash Attention does not support non-null "
+        "efficient and math could also run; PyTorch refuses flash: Flash Attention does not support non-null "
         "attn_mask."
     )
     unknown = answer(backends=(BackendAnswer("flash", None),))
     assert explain_answer(unknown)[1] == "whether flash could run is unknown."
     assert explain_answer(answer("math", ("cudnn", "flash", "efficient")))[1].startswith(
-        "cudnn, flash and efficient cannot: "  # a common reason is given once
+        "PyTorch refuses cudnn, flash and efficient: "  # a common reason is given once
     )
 
 
@@ -111,14 +116,18 @@ def test_an_answer_omits_backends_outside_the_order() -> None:
 
 def test_disagreeing_witness_is_a_warning() -> None:
     made = answer(predicted="flash", agree=False, observed="cudnn")
-    (note,) = [b for b in answer_blocks(made) if isinstance(b, Note) and b.label == "agree"]
-    assert note.level == "warning"
+    (note,) = [b for b in answer_blocks(made) if isinstance(b, Note)]
+    assert (note.label, note.level) == ("mismatch", "warning")
     assert note.text == (
-        "mismatch: the rules predict flash, PyTorch says cudnn, a stored run shows cudnn"
+        "the rules predict flash, PyTorch chooses cudnn and a stored run shows cudnn"
     )
-    assert not [
-        b for b in answer_blocks(answer(agree=None)) if isinstance(b, Note) and b.label == "agree"
-    ]
+    assert not [b for b in answer_blocks(answer(agree=None)) if isinstance(b, Note)]
+
+
+def test_agreement_is_only_in_the_full_answer() -> None:
+    assert not [b for b in answer_blocks(answer()) if isinstance(b, Note)]
+    (note,) = [b for b in answer_blocks(answer(), full=True) if isinstance(b, Note)]
+    assert note.text == "The rules and PyTorch agree: cudnn."
 
 
 @pytest.mark.parametrize(
@@ -131,11 +140,13 @@ def test_disagreeing_witness_is_a_warning() -> None:
 def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> None:
     advice = Advice("pad it.", CODE, None, True, "cudnn", gain, "cold median in run a")
     side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
-    said = render_table(explain_document([answer("flash", backends=(side,))]))
-    assert text in " ".join(said.split())
-    checked = "Pad it. Checked: cudnn accepts this. auto then runs cudnn."
-    assert checked in " ".join(said.split())
-    assert explain_answer(answer("flash", backends=(side,)))[-2:] == (
+    made = answer("flash", backends=(side,))
+    said = " ".join(render_table(explain_document([made], named=["cudnn"])).split())
+    assert said.count(text) == 1  # in the answer, which the advice does not repeat
+    assert "for cudnn The code for this change:" in said and "Checked" not in said
+    full = " ".join(render_table(explain_document([made], full=True)).split())
+    assert f"Pad it. Checked: cudnn accepts this. auto then runs cudnn. {text}" in full
+    assert explain_answer(made, ["cudnn"])[-2:] == (
         "To run cudnn: pad it (code below).",
         f"{text} (cold median in run a), without the time to prepare its inputs.",
     )
@@ -146,27 +157,32 @@ def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> N
     [
         (
             PredictedTimes(2000, 1000, 2.0, True, "model"),
-            "Predicted: 1.00 µs instead of 2.00 µs (2.00 times as fast), ",
+            "Predicted: cudnn takes 1.00 µs instead of 2.00 µs per call (2.00 times as fast)",
         ),
         (
             PredictedTimes(2000, 1800, 2000 / 1800, False, "model"),
-            "Predicted: 1.80 µs instead of 2.00 µs (1.11 times as fast, but the intervals overlap), ",
+            "Predicted: cudnn takes 1.80 µs instead of 2.00 µs per call (1.11 times as fast, but the "
+            "intervals overlap)",
         ),
         (
             PredictedTimes(3000, 2000, 1.5, True, "measured"),
-            "According to the atlas: 2.00 µs instead of 3.00 µs (1.50 times as fast), ",
+            "According to the atlas: cudnn takes 2.00 µs instead of 3.00 µs per call (1.50 times as "
+            "fast)",
         ),
-        (PredictedTimes(None, 2000, None, None, "model"), "Predicted: 2.00 µs, "),
+        (
+            PredictedTimes(None, 2000, None, None, "model"),
+            "Predicted: cudnn takes 2.00 µs per call",
+        ),
     ],
 )
 def test_a_predicted_saving_says_what_it_is(times: PredictedTimes, text: str) -> None:
     advice = Advice("pad it", CODE, None, True, "cudnn", predicted=times)
     side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
     made = answer("flash", backends=(side,))
-    assert explain_answer(made)[-1] == f"{text}without the time to prepare its inputs."
+    assert explain_answer(made)[-1] == f"{text}, without the time to prepare its inputs."
     measured = replace(advice, gain=1.5, gain_source="cold median in run a")
-    first, second = saving_texts(measured)
-    assert first.startswith("The measured call is 1.50 times as fast") and second.startswith(text)
+    first, second = saving_texts(Way(side, measured))
+    assert first.startswith("The measured call is 1.50 times as fast") and second == f"{text}."
 
 
 def test_the_answer_recommends_no_change_that_makes_the_call_slower() -> None:
@@ -181,7 +197,10 @@ def test_the_answer_recommends_no_change_that_makes_the_call_slower() -> None:
     made = answer("flash", backends=(BackendAnswer("cudnn", False, (NO_MASK,), (advice,)),))
     assert "To run cudnn" not in " ".join(explain_answer(made))
     assert "To run cudnn: pad it (code below)." in explain_answer(made, ["cudnn"])
-    assert "Pad it" in render_table(explain_document([made]))
+    said = render_table(explain_document([made]))
+    assert "Pad it" not in said and "sdpa_kernel" not in said
+    assert "cudnn could run after a change too, but is predicted to be slower (see --full)." in said
+    assert "Pad it" in render_table(explain_document([made], full=True))
 
 
 def test_the_best_advice_comes_first() -> None:
@@ -193,7 +212,7 @@ def test_the_best_advice_comes_first() -> None:
         return BackendAnswer(backend, False, (NO_MASK,), (advice,))
 
     def order(*sides: BackendAnswer) -> list[str]:
-        return [side.backend for side in advised_sides(answer("math", backends=sides))]
+        return [way.backend for way in ranked_ways(answer("math", backends=sides))]
 
     assert order(advised("cudnn", 2, "bf16"), advised("flash", 3, "bf16")) == ["flash", "cudnn"]
     # fewer changes, and changes that keep the output, come before a larger saving
@@ -211,9 +230,9 @@ def test_each_refused_backend_has_all_its_reasons() -> None:
         BackendAnswer("efficient", False, (multiple,)),
     )
     assert explain_answer(answer("math", backends=sides))[1] == (
-        "cudnn cannot: Expected a half dtype; flash cannot: Flash Attention does not support non-null "
-        "attn_mask, and fp16 is not supported, and head_dim should be a multiple of 8; efficient cannot: "
-        "head_dim should be a multiple of 8."
+        "PyTorch refuses cudnn: Expected a half dtype; PyTorch refuses flash: Flash Attention does "
+        "not support non-null attn_mask, and fp16 is not supported, and head_dim should be a "
+        "multiple of 8; PyTorch refuses efficient: head_dim should be a multiple of 8."
     )
 
 
@@ -231,7 +250,7 @@ def test_advice_for_a_backend_that_auto_does_not_take_does_not_promise_it() -> N
     )
     advice = Advice(change, CODE, None, True, "cudnn")
     side = BackendAnswer("flash", False, (NO_MASK,), (advice,))
-    said = " ".join(render_table(explain_document([answer(backends=(side,))])).split())
+    said = " ".join(render_table(explain_document([answer(backends=(side,))], full=True)).split())
     assert (
         "Leave attn_mask out. Checked: flash accepts this. Without sdpa_kernel PyTorch still picks cudnn."
     ) in said
@@ -242,7 +261,33 @@ def test_advice_on_an_eligible_backend_is_shown_if_named() -> None:
     side = BackendAnswer("flash", True, (), (Advice("name it", "", None, True, "flash"),))
     made = answer(backends=(side,))
     for named, shown in (((), False), (("flash",), True)):
-        assert ("Name it" in render_table(explain_document([made], named=named))) is shown
+        said = render_table(explain_document([made], named=named))
+        assert ("Name it" in said) is shown
+        assert ("--full shows how to run flash." in said) is not shown
+
+
+def test_conditions_and_caveats_of_advice_are_said_once() -> None:
+    bf16 = "compute in bf16: 8 bits"
+
+    def advised(backend: str, change: str, after: int, config: str) -> BackendAnswer:
+        times = PredictedTimes(1000, after, 1000 / after, True, "model")
+        advice = Advice(change, f"{backend}()", config, True, backend, predicted=times)
+        return BackendAnswer(backend, False, (NO_MASK,), (advice,))
+
+    sides = (
+        advised("cudnn", bf16, 100, "a"),
+        advised("flash", f"drop it; {bf16}", 200, "b"),
+        advised("efficient", bf16, 400, "a"),  # the same change, but slower than cudnn
+    )
+    said = " ".join(render_table(explain_document([answer("math", backends=sides)])).split())
+    assert said.count("8 bits") == said.count("without the time to prepare its inputs") == 1
+    assert "Drop it; compute in bf16. Predicted: flash takes 200 ns" in said.replace(
+        "0.200 µs", "200 ns"
+    )
+    assert "cudnn()" in said and "flash()" in said and "efficient()" not in said
+    assert (
+        "efficient could run after a change too, but is predicted to be slower than cudnn" in said
+    )
 
 
 def test_code_is_neither_wrapped_nor_escaped() -> None:

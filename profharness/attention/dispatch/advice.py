@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from profharness.attention.config import AUTO, SDP_BACKENDS, Config, SdpaSetting, sdpa_setting
-from profharness.attention.dispatch.machine import AttentionParams, Machine, from_config, permitted
+from profharness.attention.dispatch.machine import (
+    AttentionParams,
+    Machine,
+    Release,
+    from_config,
+    permitted,
+)
 from profharness.attention.dispatch.predict import Eligibility, judge, predict
 from profharness.attention.dispatch.rocm import EXPERIMENTAL_VARIABLE
 from profharness.columns import column
@@ -263,7 +269,9 @@ def _unmasked(config: Config) -> Config:
 def _causal_instead(config: Config) -> Config | None:
     square = config.seq_len_q == config.seq_len_kv
     plain = config.causal or config.window is not None
-    return replace(_unmasked(config), causal=True) if square and not plain else None
+    # A mask that is broadcast over the queries hides the same keys from all queries.
+    by_query = config.mask_dims[-2:-1] in ((), (config.seq_len_q,))
+    return replace(_unmasked(config), causal=True) if square and by_query and not plain else None
 
 
 def _without_window(config: Config) -> Config | None:
@@ -357,6 +365,8 @@ CHANGES = (
 
 
 _INEXACT = {change.name for change in CHANGES if not change.exact}
+_OF_MASK_VALUES = {"causal for mask", "no mask"}
+"""The changes that apply only to a mask with certain values, which a config does not describe."""
 
 
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
@@ -460,7 +470,7 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
         yield "attn_mask = attn_mask.detach()"
 
 
-MAX_ADVICE = 3
+MAX_ADVICE = 4
 THEN_SELECT = (
     "then select "  # begins the last sentence of a change after which PyTorch needs sdpa_kernel
 )
@@ -485,9 +495,40 @@ def mask_mod(b, h, i, j):
 # build it once, and reuse it in every layer and step
 block_mask = create_block_mask(mask_mod, {sizes}, device=q.device)
 out = torch.compile(flex_attention)(q, k, v, block_mask=block_mask{arguments})"""
+VARLEN_SINCE, WINDOWED_SINCE = (2, 10), (2, 11)
+"""The first releases with varlen_attn, and with its parameters `scale` and `window_size`."""
+PACKED = """\
+import torch
+import torch.nn.functional as F
+{imported}
+# compute these once, and reuse them in every layer
+real = {real}  # [batch, seq]: true for each token that is not padding
+lengths = real.sum(1)
+starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+longest = int(lengths.max())
+
+{expanded}packed = [each.transpose(1, 2)[real]{cast} for each in (q, k, v)]
+{call}
+out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+out[real] = found.to(out.dtype)
+out = out.transpose(1, 2)"""
+VARLEN_CALL = """\
+# if the mask is also causal, add {causal}
+found = varlen_attn(*packed, starts, starts, longest, longest{arguments})"""
+JAGGED_CALL = """\
+q_, k_, v_ = (
+    torch.nested.nested_tensor_from_jagged(each, starts, max_seqlen=longest).transpose(1, 2)
+    for each in packed
+)
+# if the mask is also causal, add is_causal=True
+found = F.scaled_dot_product_attention(q_, k_, v_{arguments}).transpose(1, 2).values()"""
 EXPANDED = """
 seen = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 """
+
+
+FLEX, PACK = ("flex",), ("pack",)
+"""The steps of advice that replaces the call with another function."""
 
 
 @dataclass(frozen=True)
@@ -533,16 +574,33 @@ class Advice:
     """The names of the changes that make up this advice, in order."""
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, int, float]:
+    def speed_up(self) -> float | None:
+        """The measured gain or, failing that, the predicted speed-up. None if both are unknown."""
+        return self.gain or (self.predicted and self.predicted.speed_up) or None
+
+    @property
+    def doubt(self) -> int:
+        """How doubtful it is that the advice applies to the call.
+
+        A verified change always applies. A mask with a batch dimension, which is the condition for
+        packing, probably hides padding, and probably is not causal or without effect. Advice that
+        replaces the call comes last.
+        """
+        if not self.verified:
+            return 1 if self.steps == PACK else 3
+        return 2 if _OF_MASK_VALUES.intersection(self.steps) else 0
+
+    @property
+    def rank(self) -> tuple[bool, int, bool, int, float]:
         """A key that sorts advice on several backends, with the best advice first.
 
-        Advice that was not verified and advice that makes the call slower come last. Of the rest,
-        advice that keeps the output comes first, then advice with fewer changes, then advice that
-        saves more time.
+        Advice that makes the call slower comes last. Of the rest, advice that is less doubtful
+        comes first, then advice that keeps the output, then advice with fewer changes, then advice
+        that saves more time.
         """
-        speed_up = (self.predicted and self.predicted.speed_up) or 1.0
+        speed_up = self.speed_up or 1.0
         inexact = any(name in _INEXACT for name in self.steps)
-        return not self.verified, speed_up < 1, inexact, len(self.steps), -speed_up
+        return speed_up < 1, self.doubt, inexact, len(self.steps), -speed_up
 
 
 class _State(NamedTuple):
@@ -558,14 +616,20 @@ class _State(NamedTuple):
 
 
 def advise(
-    config: Config, backend: str, oracle: Oracle, choose: ChoiceFunction, asked: str = AUTO
+    config: Config,
+    backend: str,
+    oracle: Oracle,
+    choose: ChoiceFunction,
+    asked: str = AUTO,
+    release: Release | None = None,
 ) -> tuple[Advice, ...]:
-    """Return at most three ways to let a backend compute a config, each with as few steps as
+    """Return at most four ways to let a backend compute a config, each with as few steps as
     possible.
 
     `choose` returns the backend that PyTorch selects under `asked`, which is `auto` or a setting.
-    If `asked` is a setting, the code in the advice uses this setting. The config must have a dtype.
-    Changes that the grammar cannot express come last, and their `verified` is None. Return () if
+    If `asked` is a setting, the code in the advice uses this setting. The code is for the PyTorch
+    release `release`, which is the newest by default. The config must have a dtype. If the grammar
+    cannot express a change, its `verified` is None. Return () if
     PyTorch already selects the backend, if its eligibility is unknown, or if no change helps.
     """
     answer = oracle(config, backend)
@@ -576,9 +640,8 @@ def advise(
         return (
             Advice(
                 change=(
-                    f"{backend} supports the config, but {asked} prefers another "
-                    f"backend; allow only {backend} with sdpa_kernel, or keep math as a fallback with "
-                    f"{fallback} (PyTorch 2.6 and newer)"
+                    f"allow only {backend} with sdpa_kernel, because {asked} prefers another "
+                    f"backend; or keep math as a fallback with {fallback} (PyTorch 2.6 and newer)"
                 ),
                 code=call_code(config, config, backend),
                 config=config.label,
@@ -591,9 +654,9 @@ def advise(
     ways = [
         _way(config, state, backend, choose, asked) for state in _search(start, backend, oracle)
     ]
-    if (outside := OUTSIDE.get(start.code)) and (advice := outside(config, backend)):
-        ways.append(advice)
-    return tuple(ways[:MAX_ADVICE])
+    outside = (make(config, backend, release) for make in OUTSIDE.get(start.code, ()))
+    ways += filter(None, outside)
+    return tuple(sorted(ways, key=lambda way: way.doubt)[:MAX_ADVICE])
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
@@ -647,7 +710,49 @@ def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, as
     )
 
 
-def _flex(config: Config, _: str) -> Advice | None:
+def _pack(config: Config, _: str, release: Release | None) -> Advice | None:
+    """Return the advice to pack the sequences, if the mask may hide padding.
+
+    Such a mask has a batch dimension, but no head dimension. Flash computes packed sequences.
+    """
+    letters = config.mask_shape or ""
+    plain = not config.dropout and not config.causal and config.mask in ("bool", "float")
+    sizes = config.head_dim == config.value_dim <= 256 and config.head_dim % 8 == 0
+    square = config.seq_len_q == config.seq_len_kv and config.kv_batch is None
+    if not (letters.startswith("b1") and plain and sizes and square):
+        return None
+    has_varlen = release is None or release >= VARLEN_SINCE
+    windowed = release is None or release >= WINDOWED_SINCE
+    scale = "" if config.scale is None else f", scale={config.scale!r}"
+    if has_varlen and scale and not windowed:
+        has_varlen = False  # its scale is fixed
+    call = VARLEN_CALL if has_varlen else JAGGED_CALL
+    causal = "window_size=(-1, 0)" if windowed else "is_causal=True"
+    group = config.num_heads // config.num_kv_heads
+    half = config.dtype in ("bf16", "fp16")
+    code = PACKED.format(
+        imported="from torch.nn.attention.varlen import varlen_attn\n" if has_varlen else "",
+        # All keys that are not padding are visible to the last query of a causal mask too.
+        real="attn_mask[:, 0, -1]" + ("" if config.mask == "bool" else " == 0"),
+        expanded=""
+        if group == 1
+        else f"k, v = (each.repeat_interleave({group}, dim=1) for each in (k, v))\n",
+        cast="" if half else ".to(torch.bfloat16)",
+        call=call.format(causal=causal, arguments=scale),
+    )
+    with_what = (
+        "call torch.nn.attention.varlen.varlen_attn"
+        if has_varlen
+        else "call scaled_dot_product_attention with jagged nested tensors"
+    )
+    change = (
+        f"pack the sequences without their padding and {with_what}{'' if half else ' in bf16'}, "
+        "if the mask only hides padding"
+    )
+    return Advice(change, code, steps=PACK)
+
+
+def _flex(config: Config, _: str, _release: Release | None) -> Advice | None:
     if config.sdpa_call().causal or config.dropout:
         return None
     arguments = "" if config.scale is None else f", scale={config.scale!r}"
@@ -674,7 +779,7 @@ def _flex(config: Config, _: str) -> Advice | None:
     else:
         change = "keep the mask and call flex_attention, whose kernels add any mask to the scores"
         code = FLEX_BIAS.format(arguments=arguments)
-    return Advice(change, code, steps=("flex",))
+    return Advice(change, code, steps=FLEX)
 
 
 def _flash_window(config: Config) -> str:
@@ -685,14 +790,14 @@ def _flash_window(config: Config) -> str:
     return f"flash_attn_func(q, k, v{causal}, window_size=({left}, {right}))"
 
 
-def _switch(_: Config, backend: str) -> Advice:
+def _switch(_: Config, backend: str, _release: Release | None) -> Advice:
     name = {"efficient": "mem_efficient"}.get(backend, backend)
     code = f"import torch\n\ntorch.backends.cuda.enable_{name}_sdp(True)"
     sentence = f"switch on {backend}, which is switched off in this process"
     return Advice(sentence, code, steps=("switch",))
 
 
-def _enable_experimental(_: Config, backend: str) -> Advice:
+def _enable_experimental(_: Config, backend: str, _release: Release | None) -> Advice:
     code = (
         "import os\n\n"
         "# before the first call of SDPA, because PyTorch reads it only once\n"
@@ -705,7 +810,7 @@ def _enable_experimental(_: Config, backend: str) -> Advice:
     return Advice(sentence, code, steps=("experimental",))
 
 
-def _four_d(config: Config, _: str) -> Advice:
+def _four_d(config: Config, _: str, _release: Release | None) -> Advice:
     lines = call_code(config, config).split("\n")
     lines.insert(3, "q, k, v = (each.unsqueeze(0) for each in (q, k, v))")
     code = "\n".join([*lines, "out = out.squeeze(0)"])
@@ -713,11 +818,11 @@ def _four_d(config: Config, _: str) -> Advice:
 
 
 # Functions that return advice for reason codes whose remedy is not a change of a config.
-OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
-    "mask": _flex,
-    "runtime_disabled": _switch,
-    "not_4d": _four_d,
-    "experimental": _enable_experimental,
+OUTSIDE: dict[str, tuple[Callable[[Config, str, Release | None], Advice | None], ...]] = {
+    "mask": (_pack, _flex),
+    "runtime_disabled": (_switch,),
+    "not_4d": (_four_d,),
+    "experimental": (_enable_experimental,),
 }
 
 

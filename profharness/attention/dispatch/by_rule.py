@@ -91,6 +91,10 @@ class Explanation:
     observed: Annotated[
         str | None, column(meaning="the backend shown by the op or the kernels of a stored run")
     ] = None
+    observed_ns: Annotated[
+        float | None,
+        column(meaning="the mean kernel time of a call of this config in a program"),
+    ] = None
     agree: Annotated[
         bool | None,
         column(meaning="whether the known values of predicted, choice and observed agree"),
@@ -381,7 +385,7 @@ def explain_by_rule(
                     replace(each, code=each.code.replace(f"{FIRST_CHOICE_LINE}\n", ""))
                     if machine.is_rocm
                     else each
-                    for each in advise(config, side.backend, oracle, choose, asked)
+                    for each in advise(config, side.backend, oracle, choose, asked, machine.torch)
                 ),
             )
             if side.backend in (backends or advised) and side.backend in params.enabled
@@ -473,14 +477,15 @@ def _reasons_text(config: Config, reasons: Sequence[Refusal]) -> str:
         return "the reason is unknown"
     further = {each.code: each for each in reasons[1:] if each.code != reasons[0].code}
     short = [UNSUPPORTED[code].format(config) for code in further if code in UNSUPPORTED]
-    clauses = [_condition(reasons[0])]
+    clauses = [condition(reasons[0])]
     if short:
         clauses.append(f"{join_and(short)} {'is' if len(short) == 1 else 'are'} not supported")
-    clauses += [_condition(each) for code, each in further.items() if code not in UNSUPPORTED]
+    clauses += [condition(each) for code, each in further.items() if code not in UNSUPPORTED]
     return ", and ".join(clauses)
 
 
-def _condition(reason: Refusal) -> str:
+def condition(reason: Refusal) -> str:
+    """Return the first sentence of a reason, which states the condition that the call violates."""
     return reason.message.partition(". ")[0].rstrip(".")
 
 
@@ -539,9 +544,11 @@ def _changes(before: Explanation, after: Explanation) -> list[str]:
         if old is None or new is None or old.eligible == new.eligible:
             continue
         reasons = (old if new.eligible else new).reasons
-        state = {True: "supports it", False: "refuses it", None: "is unknown"}[new.eligible]
+        states = {True: "PyTorch accepts {}", False: "PyTorch refuses {}", None: "{} is unknown"}
         lead = "no longer: " if new.eligible else ""
-        changes.append(f"{name} {state}" + (f" ({lead}{reasons[0].code})" if reasons else ""))
+        changes.append(
+            states[new.eligible].format(name) + (f" ({lead}{reasons[0].code})" if reasons else "")
+        )
     old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
     if changes and None not in (old_cudnn, new_cudnn) and old_cudnn != new_cudnn:
         changes.append(f"cuDNN {old_cudnn} → {new_cudnn}")
@@ -595,10 +602,7 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
     elif on_gpu and platform.pinned:
         pypi = RELEASES[machine.torch].cuda == machine.cuda
         wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
-        yield (
-            f"The answer assumes cuDNN {machine.cudnn}, which comes with the {wheel}. If your "
-            "build or library path has another version, give it with --cudnn VERSION."
-        )
+        yield (f"The answer assumes cuDNN {machine.cudnn} ({wheel}); give another with --cudnn.")
     elif on_gpu and machine.cudnn is None:
         yield (
             f"The cuDNN version that comes with PyTorch {release} for CUDA {machine.cuda} is "

@@ -526,7 +526,8 @@ Bisect = Annotated[
     ),
 ]
 Full = Annotated[
-    bool, Option(("--full",), help="Explain each config separately, with full messages.")
+    bool,
+    Option(("--full",), help="Explain each config separately, with full messages and all advice."),
 ]
 Measure = Annotated[
     bool,
@@ -944,7 +945,9 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if question.program is not None:
         return program_document(question.program, answers, full=full, named=backends)
     if single:
-        return explain_document(answers, full=full, named=backends)
+        # What was measured is shown, even if it is slower.
+        named = backends or (SDPA_BACKENDS if measure else ())
+        return explain_document(answers, full=full, named=named)
     maps = draw_maps(
         [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from profharness.attention.config import (
     parse_config,
     sdpa_setting,
 )
-from profharness.attention.dispatch.advice import Advice, BackendAnswer
+from profharness.attention.dispatch.advice import FLEX, Advice, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     FUSED_BACKENDS,
     Explanation,
@@ -50,7 +51,7 @@ def with_article(gpu: str) -> str:
 
 
 def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return sentences on what runs, why other backends cannot, the time that an atlas predicts, and
+    """Return sentences on what runs, why PyTorch refuses other backends, how long a call takes, and
     the best change.
 
     `named` contains the backends of --backend. A sentence says so if no change helps one of them.
@@ -73,11 +74,9 @@ def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str,
                 "cover this release."
             ),
         )
-    sentences = [_choice(answer, subject, device), *_others(answer)]
-    if answer.prediction is not None:
-        sentences.append(str(answer.prediction["statement"]))
-    best = best_advice(answer, named)
-    change = change_texts(*best) if best else ()
+    sentences = [_choice(answer, subject, device), *_others(answer), *_time(answer)]
+    way = told_way(answer, named)
+    change = change_texts(way) if way else ()
     return (*sentences, *change, *_without_advice(answer, named))
 
 
@@ -102,8 +101,25 @@ def _choice(answer: Explanation, subject: str, device: str) -> str:
     return f"{subject} {verb} {choice}{library} on {device}{first}."
 
 
+def _time(answer: Explanation) -> Iterator[str]:
+    """Yield sentences on the time of a call: the measured time in a program, and the prediction."""
+    prediction = answer.prediction or {}
+    statement, predicted = str(prediction.get("statement", "")), prediction.get("kernel_ns")
+    if answer.observed_ns is not None:
+        measured = f"{answer.observed} took {time_text(answer.observed_ns)} per call"
+        if predicted is None:
+            yield f"{measured}."
+        else:
+            # The rest of the statement describes the fastest backend.
+            _, mark, fastest = statement.rstrip(".").partition("; ")
+            yield f"{measured} (predicted: {time_text(predicted)}){mark}{fastest}."
+            return
+    if statement:
+        yield statement
+
+
 def _others(answer: Explanation) -> Iterator[str]:
-    """Yield a sentence on the other backends: which could run, which cannot, and why."""
+    """Yield sentences on the other backends: which could run, which are refused, and why."""
     choice, parts = chosen(answer), []
     setting = sdpa_setting(answer.asked)
     allowed = SDPA_BACKENDS if setting is None else setting.backends
@@ -120,7 +136,7 @@ def _others(answer: Explanation) -> Iterator[str]:
     refused = [side for side in considered if side.eligible is False]
     refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
     parts += [
-        f"{join_and(names)} cannot: {reason}"
+        f"PyTorch refuses {join_and(names)}: {reason}"
         for reason, names in refused_because(answer, refused).items()
     ]
     if unknown := [side.backend for side in considered if side.eligible is None]:
@@ -132,54 +148,108 @@ def _others(answer: Explanation) -> Iterator[str]:
         yield f"{'; '.join(parts)}."
 
 
-def advised_sides(answer: Explanation) -> list[BackendAnswer]:
-    """Return the backends that have advice, with the best advice first."""
-    return sorted(
-        (side for side in answer.backends if side.advice), key=lambda side: side.advice[0].rank
-    )
+@dataclass(frozen=True)
+class Way:
+    """Advice on a backend."""
+
+    side: BackendAnswer
+    advice: Advice
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        return self.side.backend
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the call is known to be slower after the change."""
+        return self.advice.speed_up is not None and self.advice.speed_up < 1
 
 
-def saving_texts(advice: Advice) -> Iterator[str]:
-    """Yield sentences on the time that advice saves, first as measured and then as predicted."""
-    without = "without the time to prepare its inputs"
-    if advice.gain is not None:
-        yield f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}), {without}."
-    if (times := advice.predicted) is None:
-        return
-    lead = "According to the atlas" if times.source == MEASURED else "Predicted"
-    if times.before_ns is None or times.speed_up is None:
-        yield f"{lead}: {time_text(times.after_ns)}, {without}."
-        return
-    ratio = as_fast(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
-    yield (
-        f"{lead}: {time_text(times.after_ns)} instead of {time_text(times.before_ns)} ({ratio}), "
-        f"{without}."
-    )
+def ranked_ways(answer: Explanation) -> list[Way]:
+    """Return the advice on all backends, with the best advice first."""
+    ways = [Way(side, advice) for side in answer.backends for advice in side.advice]
+    return sorted(ways, key=lambda way: way.advice.rank)
 
 
-def best_advice(answer: Explanation, named: Sequence[str] = ()) -> tuple[str, Advice] | None:
-    """Return the best change after which a refused fused backend runs, with the backend.
+def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
+    """Return the best advice on a refused fused backend, which the answer describes.
 
-    Return None if the change makes the call slower and its backend is not in `named`.
+    Return None if it makes the call slower and its backend is not in `named`.
     """
-    for side in advised_sides(answer):
-        if side.eligible is False and side.backend in FUSED_BACKENDS:
-            advice = side.advice[0]
-            times = advice.predicted
-            if times and times.certain and (times.speed_up or 1) < 1 and side.backend not in named:
+    for way in ranked_ways(answer):
+        if way.side.eligible is False and way.backend in FUSED_BACKENDS:
+            if way.is_slower and way.backend not in named:
                 return None
-            return side.backend, advice
+            return way
     return None
 
 
-def change_texts(backend: str, advice: Advice) -> Iterator[str]:
+def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list[Way]:
+    """Return the advice to show, with the best advice first.
+
+    By default, leave out advice that makes the call slower, advice on an eligible backend whose
+    time is unknown, and the same change for a backend that is slower than one that is shown.
+    """
+    shown: list[Way] = []
+    configs: set[str | None] = set()
+    for way in ranked_ways(answer):
+        known = way.advice.speed_up is not None
+        better = not way.is_slower and (known or way.side.eligible is not True)
+        again = known and way.advice.config in configs
+        if full or way.backend in named or (better and not again):
+            shown.append(way)
+            configs |= {way.advice.config} if known else set()
+    return shown
+
+
+def hidden_text(answer: Explanation, shown: Sequence[Way]) -> str | None:
+    """Return a sentence on the backends whose advice is not shown, or None if there are none."""
+    told = {way.backend for way in shown}
+    hidden = {way.backend: way for way in ranked_ways(answer) if way.backend not in told}
+    if not hidden:
+        return None
+    names = join_and(list(hidden))
+    if any(way.advice.speed_up is None for way in hidden.values()):
+        return f"--full shows how to run {names}."
+    changed = " after a change" if any(not way.side.eligible for way in hidden.values()) else ""
+    could = f" could run{changed} too, but" if changed else ""
+    slower = f"{'is' if len(hidden) == 1 else 'are'} predicted to be slower"
+    if not all(way.is_slower for way in hidden.values()):
+        slower += f" than {shown[0].backend}" if shown else ""
+    return f"{names}{could} {slower} (see --full)."
+
+
+WITHOUT_PREPARING = ", without the time to prepare its inputs"
+
+
+def saving_texts(way: Way, *, caveat: bool = True) -> Iterator[str]:
+    """Yield sentences on the time that advice saves, first as measured and then as predicted.
+
+    If `caveat` is set, the first sentence says what the times do not include.
+    """
+    advice, without = way.advice, WITHOUT_PREPARING if caveat else ""
+    if advice.gain is not None:
+        yield f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}){without}."
+        without = ""
+    if (times := advice.predicted) is None:
+        return
+    lead = "According to the atlas" if times.source == MEASURED else "Predicted"
+    lead += f": {way.backend} takes {time_text(times.after_ns)}"
+    if times.before_ns is None or times.speed_up is None:
+        yield f"{lead} per call{without}."
+        return
+    ratio = as_fast(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
+    yield f"{lead} instead of {time_text(times.before_ns)} per call ({ratio}){without}."
+
+
+def change_texts(way: Way) -> Iterator[str]:
     """Yield a sentence on a change, and one on the time that it saves."""
-    change = advice.change.rstrip(".")
-    code = " (code below)" if advice.code else ""
-    # other advice leaves SDPA, and does not make the backend run
-    to = "Instead of" if not advice.verified and advice.steps == ("flex",) else "To run"
-    yield f"{to} {backend}: {change}{code}."
-    yield from islice(saving_texts(advice), 1)
+    change = way.advice.change.rstrip(".")
+    code = " (code below)" if way.advice.code else ""
+    to = "Instead of" if way.advice.steps == FLEX else "To run"
+    yield f"{to} {way.backend}: {change}{code}."
+    yield from islice(saving_texts(way), 1)
 
 
 def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:

@@ -33,6 +33,28 @@ class Call:
     asked: str
     """`auto`, or the set of backends that the program allowed."""
     modules: tuple[str, ...]
+    mean_ns: float | None = None
+    """The mean kernel time of a call. None if the run does not contain the kernels."""
+    doubt: str | None = None
+    """The reason why the config does not fully describe the calls. None if it does."""
+
+    def explain(self, platform: Platform, backends: Sequence[str], *, advice: bool) -> Explanation:
+        """Return the explanation of the config, with the backend that ran and its time.
+
+        If the config does not fully describe the calls, the rules decide their backend only if they
+        predict the one that ran.
+        """
+        answer = replace(
+            explain_by_rule(
+                self.config, platform, backends=backends, advice=advice, asked=self.asked
+            ),
+            observed=self.ran,
+            observed_ns=self.mean_ns,
+        )
+        if self.doubt is not None and answer.predicted != self.ran:
+            doubt = f"The config does not fully describe the calls: {self.doubt}."
+            answer = replace(answer, predicted="unknown", caveats=(*answer.caveats, doubt))
+        return settle(answer)
 
 
 @dataclass(frozen=True)
@@ -54,17 +76,7 @@ class ProgramCalls:
         self, platform: Platform, backends: Sequence[str] = (), *, advice: bool = True
     ) -> list[Explanation]:
         """Return an explanation per call, with the backend that ran."""
-        return [
-            settle(
-                replace(
-                    explain_by_rule(
-                        call.config, platform, backends=backends, advice=advice, asked=call.asked
-                    ),
-                    observed=call.ran,
-                )
-            )
-            for call in self.calls
-        ]
+        return [call.explain(platform, backends, advice=advice) for call in self.calls]
 
 
 @dataclass(frozen=True)
@@ -101,14 +113,21 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
 
 def program_calls(layers: LayerMap) -> ProgramCalls:
     """Return the attention calls of a layer map whose backends PyTorch chose."""
-    modules: dict[tuple[str, str, str], dict[str, None]] = {}
+    rows_of: dict[tuple[str, str, str], list[LayerRow]] = {}
     for row in layers.rows:
         if is_explained(row) and (asked := allowed_setting(row.asked)):
             key = (str(row.config), str(row.ran), asked)
-            modules.setdefault(key, {})[short_module(row.module) or ""] = None
+            rows_of.setdefault(key, []).append(row)
     calls = (
-        Call(parse_config(config), ran, asked, tuple(filter(None, names)))
-        for (config, ran, asked), names in modules.items()
+        Call(
+            parse_config(config),
+            ran,
+            asked,
+            tuple(dict.fromkeys(filter(None, (short_module(row.module) for row in rows)))),
+            _mean_ns(rows),
+            next(filter(None, map(_doubt, rows)), None),
+        )
+        for (config, ran, asked), rows in rows_of.items()
     )
     return ProgramCalls(
         layers.run,
@@ -119,6 +138,28 @@ def program_calls(layers: LayerMap) -> ProgramCalls:
         layers.assumed,
         tuple(_left_out(layers)),
     )
+
+
+def _mean_ns(rows: Sequence[LayerRow]) -> float | None:
+    """Return the mean kernel time of a call, in the forward and the backward pass.
+
+    Return None if the time is unknown, or if the calls have several lengths, because the config
+    describes only one of them.
+    """
+    if any(row.lengths is None or row.lengths[0] != row.lengths[1] for row in rows):
+        return None
+    timed = [(row.forward_ns, row.calls, row.backward_ns or 0.0) for row in rows]
+    times = [forward + backward for forward, _, backward in timed if forward is not None]
+    calls = [count for forward, count, _ in timed if forward is not None and count]
+    return sum(times) / sum(calls) if calls and len(calls) == len(times) else None
+
+
+def _doubt(row: LayerRow) -> str | None:
+    """Return the reason why the config of a row does not fully describe its calls, or None."""
+    if row.replayable:
+        return None
+    reasons = [reason for reason in row.reasons if reason != row.why]
+    return reasons[0] if reasons else "some calls differ from it"
 
 
 def _run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from profharness.attention.config import AUTO
-from profharness.attention.dispatch.advice import THEN_SELECT, Advice, BackendAnswer
+from profharness.attention.dispatch.advice import FLEX, THEN_SELECT, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     ALLOW_SET,
     COMPILED,
@@ -18,6 +18,7 @@ from profharness.attention.dispatch.by_rule import (
     Explanation,
     MatrixRow,
     chosen,
+    condition,
     environment_text,
     explanation_record,
     unread,
@@ -25,25 +26,28 @@ from profharness.attention.dispatch.by_rule import (
 )
 from profharness.columns import Column, pick
 from profharness.commands.explain.answer import (
-    advised_sides,
+    Way,
     bisect_answer,
     compares_gpus,
     explain_answer,
     gpu_of,
+    hidden_text,
     map_answer,
     matrix_answer,
     program_answer,
     saving_texts,
+    shown_ways,
+    told_way,
 )
 from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
-from profharness.errors import counted, join_few
+from profharness.errors import counted, join_and, join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table, filled_columns
 from profharness.rows import Refusal
 
 if TYPE_CHECKING:
     from profharness.commands.explain.calls import ProgramCalls
 
-VERDICTS = {True: "could run", False: "cannot", None: "unknown"}
+VERDICTS = {True: "could run", False: "refused", None: "unknown"}
 RUNS = "runs"
 
 
@@ -62,12 +66,14 @@ LIST_COLUMNS = (
 PROGRAM_COLUMNS = (
     LIST_COLUMNS[0],
     Column("ran", "ran", importance="answer"),
+    Column("mean", "mean µs/call", "time", importance="answer"),
     replace(LIST_COLUMNS[1], title="predicted"),
     *LIST_COLUMNS[2:],
 )
 FULL_HINT = Note("--full explains each config.", level="hint")
 GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 """Caveats that apply to every config."""
+MAX_CODES = 2  # maximum number of changes whose code is shown if --full is not given
 NO_REASON = {"code": "", "source": "", "message": ""}
 _STATES = {True: "yes", False: "no", None: "unknown"}
 
@@ -92,15 +98,18 @@ def explain_document(
 
 
 def answer_blocks(
-    answer: Explanation, *, full: bool = False, named: Sequence[str] = (), summary: bool = False
+    answer: Explanation,
+    *,
+    full: bool = False,
+    named: Sequence[str] = (),
+    summary: bool = False,
+    told: bool = True,
 ) -> Iterator[Block]:
     """Yield the heading, table of reasons, advice and caveats for one config.
 
-    If `summary` is set, also yield the sentences of `explain_answer`. The caveats that apply to every
-    config are yielded only if `full` is set.
-
-    Advice on an eligible backend is shown only if `full` is set, `named` contains the backend, or
-    the gain is known.
+    If `summary` is set, also yield the sentences of `explain_answer`. `told` says whether the reader
+    sees these sentences, here or at the top of the document. If `full` is set, yield the complete
+    messages of PyTorch, all advice, and the caveats that apply to every config.
     """
     yield Heading(answer.config, environment_text(answer))
     if summary:
@@ -112,28 +121,41 @@ def answer_blocks(
         for side in answer.backends:
             runs = side.backend == chosen(answer)
             state = {"eligible": RUNS if runs else VERDICTS[side.eligible]}
-            rows += [(state, side, reason) for reason in side.reasons or (NO_REASON,)]
+            reasons = [
+                each if full else replace(each, message=condition(each)) for each in side.reasons
+            ]
+            rows += [(state, side, reason) for reason in reasons or (NO_REASON,)]
         columns = PREDICTED_COLUMNS if answer.source == "rules" else COLUMNS
         yield Table.of(filled_columns(columns, rows, NO_REASON), rows)
-    if answer.agree is not None:
-        witnesses = {
-            "the rules predict": answer.predicted,
-            "PyTorch says": answer.choice,
-            "a stored run shows": answer.observed,
-        }
-        text = ", ".join(f"{witness} {choice}" for witness, choice in witnesses.items() if choice)
-        if answer.agree:
-            yield Note(text, "agree")
-        else:
-            yield Note(f"mismatch: {text}", "agree", "warning")
+    yield from _agreement(answer, full=full)
     for side in answer.backends if full else ():
         yield from (Note(f"{each.code}: {each.message}", side.backend) for each in side.reasons)
-    for side in advised_sides(answer):
-        for advice in side.advice:
-            if full or side.eligible is not True or side.backend in named or advice.gain:
-                yield from _advice(side.backend, advice, answer.asked)
+    yield from _advice(answer, named, full=full, told=told)
     caveats = [text for text in answer.caveats if full or text not in GENERAL]
     yield from (Note(text, "caveat", "warning") for text in caveats)
+
+
+def _agreement(answer: Explanation, *, full: bool) -> Iterator[Note]:
+    """Yield a sentence on whether the rules, PyTorch and a stored run agree, if they do not."""
+    if answer.agree:
+        sources = {
+            "the rules": answer.predicted,
+            "PyTorch": answer.choice,
+            "a stored run": answer.observed,
+        }
+        known = [source for source, choice in sources.items() if choice not in (None, "unknown")]
+        if full:
+            agreed = next(filter(None, (answer.predicted, answer.choice, answer.observed)))
+            text = f"{join_and(known)} agree: {agreed}."
+            yield Note(f"{text[0].upper()}{text[1:]}")
+    elif answer.agree is False:
+        clauses = {
+            "the rules predict {}": answer.predicted,
+            "PyTorch chooses {}": answer.choice,
+            "a stored run shows {}": answer.observed,
+        }
+        text = join_and([clause.format(choice) for clause, choice in clauses.items() if choice])
+        yield Note(text, "mismatch", "warning")
 
 
 def _nothing_known(answer: Explanation) -> bool:
@@ -141,23 +163,67 @@ def _nothing_known(answer: Explanation) -> bool:
     return answer.choice is None and unread([answer]) is not None
 
 
-def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
+def _advice(
+    answer: Explanation, named: Sequence[str], *, full: bool, told: bool
+) -> Iterator[Block]:
+    """Yield the advice. Its conditions, and what its times do not include, are said once.
+
+    By default, only the best advice has code, and the advice that the answer describes has only
+    its code.
+    """
+    first = told_way(answer, named) if told else None
+    said: set[str] = set()
+    if first is not None:
+        _new_sentences(first.advice.change, said)
+    caveat = first is None or first.advice.speed_up is None
+    shown = shown_ways(answer, named, full=full)
+    for at, way in enumerate(shown):
+        if way == first and not full:
+            text = "The code for this change:"
+        else:
+            savings = list(saving_texts(way, caveat=caveat))
+            caveat = caveat and not savings
+            text = " ".join([_way_text(way, answer.asked, said, full=full), *savings])
+        # flex_attention runs its own kernels, not those of the backend.
+        yield Note(text, f"{'instead of' if way.advice.steps == FLEX else 'for'} {way.backend}")
+        if way.advice.code and (full or at < MAX_CODES or way.backend in named):
+            yield Code(way.advice.code)
+    if not full and len(shown) > MAX_CODES and not named:
+        yield Note("--full shows the code for each change.", level="hint")
+    if not full and (hidden := hidden_text(answer, shown)):
+        yield Note(hidden, level="hint")
+
+
+def _new_sentences(change: str, said: set[str]) -> str:
+    """Return the description of a change without the explanations in `said`, and add its own.
+
+    The explanation of a step follows its colon, and the steps are separated by semicolons.
+    """
+    texts = []
+    for step in change.split("; "):
+        what, colon, why = step.partition(": ")
+        texts.append(what if why in said else f"{what}{colon}{why}")
+        said |= {why} if why else set()
+    return "; ".join(texts)
+
+
+def _way_text(way: Way, asked: str, said: set[str], *, full: bool) -> str:
+    """Return sentences on a change, and on the backend that PyTorch chooses after it."""
+    advice, backend = way.advice, way.backend
     # The sentence below says that sdpa_kernel is needed.
     change = advice.change.partition(f"; {THEN_SELECT}")[0].rstrip(".")
+    change = _new_sentences(change, said)
     parts = [f"{change[0].upper()}{change[1:]}"]
-    if advice.verified is not None:
-        parts.append(f"Checked: {backend} {'accepts' if advice.verified else 'still refuses'} this")
-    if advice.choice == backend:
+    if advice.verified is False:
+        parts.append(f"Checked: PyTorch still refuses {backend}")
+    elif advice.verified and full:
+        parts.append(f"Checked: {backend} accepts this")
+    if advice.choice == backend and full:
         parts.append(f"{asked} then runs {backend}")
-    elif advice.choice:
+    elif advice.choice and advice.choice != backend:
         lead = "Without sdpa_kernel PyTorch" if asked == AUTO else f"Without it {asked}"
         parts.append(f"{lead} still picks {advice.choice}")
-    text = " ".join([f"{'. '.join(parts)}.", *saving_texts(advice)])
-    # flex_attention runs its own kernels, not those of the backend.
-    lead = "instead of" if advice.steps == ("flex",) else "for"
-    yield Note(text, f"{lead} {backend}")
-    if advice.code:
-        yield Code(advice.code)
+    return f"{'. '.join(parts)}."
 
 
 LETTERS: dict[str | None, str] = {
@@ -268,7 +334,8 @@ def program_document(
     each distinct reason.
     """
     if len(answers) == 1:
-        blocks = list(answer_blocks(answers[0], full=full, named=named))
+        unlike = answers[0].agree is False
+        blocks = list(answer_blocks(answers[0], full=full, named=named, told=not unlike))
     else:
         where = environment_text(replace(answers[0], asked=AUTO))
         blocks = list(_list_blocks(answers, where, predicted=True, of_program=True))
@@ -305,7 +372,7 @@ def _refused(side: BackendAnswer) -> str:
 def _list_blocks(
     answers: Sequence[Explanation], where: str, *, predicted: bool, of_program: bool = False
 ) -> Iterator[Block]:
-    """Yield a table with the choice for each config, and the backends that could and cannot run.
+    """Yield a table with the choice for each config, and the backends that could run and that are refused.
 
     For a program, the table also has the backend that ran.
     """
@@ -320,12 +387,15 @@ def _list_blocks(
             {
                 "config": answer.config,
                 "ran": answer.observed,
+                "mean": answer.observed_ns,
                 "choice": choice,
                 "others": ", ".join(side.backend for side in sides[True] if side.backend != choice),
                 "refused": ", ".join(map(_refused, sides[False])),
             }
         )
-    yield Table.of(PROGRAM_COLUMNS if of_program else LIST_COLUMNS, lines)
+    columns = PROGRAM_COLUMNS if of_program else LIST_COLUMNS
+    keys = {column.key for column in columns} - {"mean"}
+    yield Table.of(filled_columns(columns, lines, keys), lines)
 
 
 def map_record(drawn: Map) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from profharness.atlas.predictions import Place
 from profharness.attention.dispatch.advice import Advice
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, pick
-from profharness.commands.explain.answer import best_advice, change_texts
+from profharness.commands.explain.answer import change_texts, told_way
 from profharness.commands.explain.calls import program_calls
 from profharness.commands.explain.times import with_times
 from profharness.commands.layers.answer import matters, what_to_change
@@ -394,11 +394,11 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
     reasons = [f"{why}." for why in list(whys)[:REASONS_TOLD]]
     explained = _explained(layers) if matters(layers) else []
     faster = [
-        (answer, *best)
+        (answer, way)
         for answer in explained
         if answer.observed not in (None, "math")
-        and (best := best_advice(answer))
-        and _is_faster(best[1])
+        and (way := told_way(answer, ()))
+        and _is_faster(way.advice)
     ]
     notes = [*_advice_notes(layers)]
     codes = {
@@ -414,15 +414,16 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
             blocks.append(Code(code))
     change: tuple[str, ...] = ()
     seen = set()
-    for answer, backend, advice in faster:
-        texts = tuple(change_texts(backend, advice))
+    for answer, way in faster:
+        texts = tuple(change_texts(way))
         if texts in seen:
             continue
         seen.add(texts)
         change = change or texts
         # The answer tells the first change.
-        text = f"To run {backend}:" if texts == change else " ".join(texts)
-        blocks += [Note(text, answer.config), *([Code(advice.code)] if advice.code else [])]
+        text = f"To run {way.backend}:" if texts == change else " ".join(texts)
+        code = way.advice.code
+        blocks += [Note(text, answer.config), *([Code(code)] if code else [])]
     head = [Heading("Advice")] if blocks else []
     return ProgramAdvice((*reasons, *change), (*head, *blocks))
 

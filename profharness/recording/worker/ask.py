@@ -31,7 +31,7 @@ from profharness.attention.dispatch.advice import (
     blockers,
     rule_oracle,
 )
-from profharness.attention.dispatch.machine import machine_of, with_flags
+from profharness.attention.dispatch.machine import installed_release, machine_of, with_flags
 from profharness.attention.dispatch.predict import CPU_ORDER, Eligibility, clean, code, is_header
 from profharness.device_types import is_gpu
 from profharness.recording.worker.attention import fused_choice, make_inputs, sdpa_mask
@@ -116,7 +116,9 @@ class LiveDispatch:
             except RuntimeError:
                 return "unknown"
 
-        advised = advise(config, name, oracle, choose, asked.name) if advice else ()
+        advised = (
+            advise(config, name, oracle, choose, asked.name, installed_release()) if advice else ()
+        )
         can_use = (
             None if name == "math" or not is_gpu(self.device) else self.can_use(config, name)[0]
         )
