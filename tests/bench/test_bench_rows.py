@@ -517,7 +517,7 @@ def test_sweeps_find_crossovers_and_drops_along_the_length(swept: BenchResult) -
     assert "flash" not in drops  # 1.25x less
     assert "(it ran math instead of flash)" in drops["auto"].text
     assert length.statement.startswith("efficient overtakes flash between 512 and 1,024; the best")
-    assert "the rate of math is 3.3x lower at 1,024 than at 512" in length.statement
+    assert "math takes 3.31 times as long per FLOP at 1,024 as at 512" in length.statement
 
 
 def test_a_lead_that_samples_do_not_show_is_no_crossover(tmp_path: Path) -> None:
@@ -605,8 +605,8 @@ def test_statements_and_charts_of_each_axis_are_shown(swept: BenchResult) -> Non
     assert [text for _, text in latency.marks] == ["efficient overtakes flash"]
     rates = charts["TFLOP/s over sequence length, b2-h4-d64-fp16 (graph)"]
     assert list(rates.marks) == [
-        (1024, "auto 15.0x slower than at 512"),
-        (1024, "math 3.3x slower than at 512"),
+        (1024, "auto 15.0x per FLOP vs 512"),
+        (1024, "math 3.31x per FLOP vs 512"),
     ]
     assert "Latency over batch, h4-s512-d64-fp16 (graph)" in charts
     memory = charts["Peak memory over sequence length, b2-h4-d64-fp16 (PyTorch's allocator)"]

@@ -29,7 +29,7 @@ from profharness.commands._answers import split_text
 from profharness.commands.explain.maps import Bisection
 from profharness.errors import counted, join_and
 from profharness.rows import MEASURED
-from profharness.units import as_fast, time_text
+from profharness.units import by_how_much, compared, time_text
 
 if TYPE_CHECKING:
     from profharness.commands.explain.calls import ProgramCalls
@@ -141,14 +141,14 @@ def saving_texts(advice: Advice) -> Iterator[str]:
     """Yield sentences on the time that advice saves, first as measured and then as predicted."""
     without = "without the time to prepare its inputs"
     if advice.gain is not None:
-        yield f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}), {without}."
+        yield f"The measured call {compared(advice.gain)} ({advice.gain_source}), {without}."
     if (times := advice.predicted) is None:
         return
     lead = "According to the atlas" if times.source == MEASURED else "Predicted"
     if times.before_ns is None or times.speed_up is None:
         yield f"{lead}: {time_text(times.after_ns)}, {without}."
         return
-    ratio = as_fast(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
+    ratio = by_how_much(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
     yield (
         f"{lead}: {time_text(times.after_ns)} instead of {time_text(times.before_ns)} ({ratio}), "
         f"{without}."
