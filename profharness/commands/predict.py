@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness.atlas.data import VERSIONS
 from profharness.atlas.predictions import (
+    BOUND,
     FIELDS,
     Asked,
     Place,
@@ -71,7 +72,6 @@ BACKEND_COLUMNS = pick(
     Predicted,
     *("backend", "choice", "source", "kernel_ns", "interval", "graph_ns", "regret"),
 )
-BOUND = "roofline bound"  # title of the interval if no time is known
 KERNEL_COLUMNS = (
     *pick(Predicted, "backend", "source"),
     *pick(KernelRow, "kernel_short", "grid", "block", "shared_bytes", "registers_per_thread"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from profharness.atlas.predictions import BOUND
 from profharness.columns import Column, pick
 from profharness.commands.layers.answer import layers_answer, matters, told_change, what_to_change
 from profharness.devices import short_gpu_name
@@ -202,6 +203,11 @@ def _forecast_blocks(
     rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
     faster = any(row["predicted_saves_ns"] for row in rows)
     columns = [each for each in FORECAST if faster or each.key not in OF_BEST]
+    if all(row["predicted_ns"] is None for row in rows):
+        columns = [
+            replace(each, title=BOUND) if each.key == "predicted_interval" else each
+            for each in columns
+        ]
     if forecast.of != "step":
         columns = [replace(each, title=each.title.replace("/step", " in all")) for each in columns]
     yield Table.of(columns, rows)
