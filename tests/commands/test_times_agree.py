@@ -64,11 +64,14 @@ def document_of(*words: str) -> Document:
 
 def texts_of(table: Table) -> Iterator[str]:
     for row in formatted_rows(table):
+        unit = ""
         for column, cell in zip(table.columns, row, strict=True):
-            unit = next((unit for unit in UNITS if re.search(rf"\b{unit}\b", column.title)), "")
+            # An interval has the unit of the time before it.
+            own = next((unit for unit in UNITS if re.search(rf"\b{unit}\b", column.title)), "")
+            unit = own or unit
             yield from (
-                f"{each} {unit}" if column.format == "time figure" else each
-                for each in cell.rstrip("*?").split(" → ")
+                f"{each} {unit}" if column.format.endswith("figure") else each
+                for each in re.split(" → | to ", cell.rstrip("*?").removeprefix("at least "))
             )
 
 
