@@ -14,8 +14,8 @@ from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
     "count", "figures", "short", "tenths", "time", "time figure", "kib", "mib", "percent",
-    "spread", "load", "triple", "ratio", "inverse", "excess", "thousandths", "mega", "millions", "giga", "tera",
-    "duration", "price",
+    "interval", "interval figure", "spread", "load", "triple", "ratio", "inverse", "excess", "mega",
+    "millions", "giga", "tera", "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 

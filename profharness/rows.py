@@ -253,7 +253,7 @@ class CellRow:
     predicted: Annotated[
         str | None,
         column(
-            "rules say",
+            "predicted backend",
             importance="detail",
             meaning="prediction of the dispatch rules: a backend or `none` for `auto`, and "
             "`eligible` or `refused` for a forced backend; empty if the rules do not cover the "
@@ -347,12 +347,12 @@ class KernelRow:
         int, column("launches", "count", meaning="number of launches in all profiled calls")
     ]
     launches_per_call: Annotated[
-        float | None, column("launches", "count", meaning="launches of a kernel in one call")
+        float | None, column("launches/call", "count", meaning="launches of a kernel in one call")
     ]
     duration_ns: Annotated[
         int | None,
         column(
-            "median µs",
+            "median µs/launch",
             "time",
             importance="answer",
             scale="launch",

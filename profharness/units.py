@@ -56,35 +56,36 @@ def ratio_text(ratio: float) -> str:
 
 
 def as_fast(speed_up: float, than: str = "", most: float | None = None) -> str:
-    """Describe a speed-up, which is an old time divided by a new time.
+    """Describe a speed-up of 1 or more: `1.40 times as fast as flash`.
 
-    At 1 and above, return `1.40 times as fast as flash`. Below, return `15 % slower than flash`, or
-    `3.20 times slower than flash` if the new time is twice the old time or more. `than` names the
-    side with the old time. If `most` is given, describe the speed-ups from `speed_up` to `most`.
+    A speed-up is an old time divided by a new time, and `than` names the side with the old time. If
+    `most` is given, describe the speed-ups from `speed_up` to `most`.
     """
+    return _times_as("fast", speed_up, than, most)
+
+
+def as_long(ratio: float, than: str = "", most: float | None = None) -> str:
+    """Describe a time divided by the time of `than`: `1.40 times as long as flash`."""
+    return _times_as("long", ratio, than, most)
+
+
+def by_how_much(speed_up: float, than: str = "", most: float | None = None) -> str:
+    """Describe a speed-up with `as_fast`, or a slowdown with `as_long`."""
     high = speed_up if most is None else most
-    if high >= 0.9995:  # also 1.00 if rounded
-        return f"{_range(ratio_figure(speed_up), ratio_figure(high))} times as fast" + (
-            f" as {than}" if than else ""
-        )
-    factors = 1 / high, 1 / speed_up
-    percents = [f"{100 * (each - 1):.2g}" for each in factors]
-    # A greater percentage would have an exponent.
-    in_percent = float(percents[1]) < 100
-    texts = percents if in_percent else [*map(ratio_figure, factors)]
-    amount = f"{_range(*texts)} {'%' if in_percent else 'times'}"
-    return f"{amount} slower" + (f" than {than}" if than else "")
+    if _is_fast(high):
+        return as_fast(speed_up, than, most)
+    return as_long(1 / high, than, 1 / speed_up)
 
 
-def by_how_much(speed_up: float, most: float | None = None) -> str:
-    """Describe a speed-up, or a range of them, after the word `faster` or `slower`."""
-    return as_fast(speed_up, most=most).removesuffix(" slower")
+def compared(speed_up: float, than: str = "") -> str:
+    """Return the predicate `is 1.40 times as fast as flash` or `takes 1.15 times as long as flash`."""
+    return f"{'is' if _is_fast(speed_up) else 'takes'} {by_how_much(speed_up, than)}"
 
 
-def as_long(ratio: float) -> str:
-    """Describe a time divided by the time of the fastest backend: `1.40 times as long`."""
-    return f"{ratio_figure(ratio)} times as long"
+def _is_fast(speed_up: float) -> bool:
+    return speed_up >= 0.9995  # also 1.00 if rounded
 
 
-def _range(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
+def _times_as(how: str, low: float, than: str, most: float | None) -> str:
+    texts = dict.fromkeys(map(ratio_figure, (low, low if most is None else most)))
+    return f"{' to '.join(texts)} times as {how}" + (f" as {than}" if than else "")

@@ -281,4 +281,4 @@ def test_layers_compares_runs_of_an_engine_by_phase(tmp_path: Path) -> None:
     with open_store(tmp_path / "store.db") as store:
         (text,) = runs_answer(find_layers_by_gpu(store, runs))
     assert text.startswith("Attention of a decode step takes 66.4 µs in eager.json.gz and 76.6 µs")
-    assert text.endswith("graph is 15 % slower.")
+    assert text.endswith("graph takes 1.15 times as long.")

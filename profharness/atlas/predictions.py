@@ -445,7 +445,7 @@ class Predicted:
     choice: Annotated[
         str | None,
         column(
-            "predicted choice",
+            "predicted backend",
             importance="answer",
             meaning="the backend that the dispatch rules predict for `auto`, or `none` if PyTorch "
             "raises an error",
@@ -455,16 +455,16 @@ class Predicted:
     kernel_ns: Annotated[
         int | None,
         column(
-            "µs/call", "time", importance="answer", scale="call", meaning="kernel time of the call"
+            "predicted µs/call",
+            "time",
+            importance="answer",
+            scale="call",
+            meaning="kernel time of the call",
         ),
     ]
     low_ns: Annotated[
         int | None,
         column(
-            "from µs",
-            "time",
-            importance="detail",
-            scale="call",
             meaning="lower end of the 90 % interval of the time; if the source is `floor`, the "
             "roofline bound",
         ),
@@ -472,10 +472,6 @@ class Predicted:
     high_ns: Annotated[
         int | None,
         column(
-            "to µs",
-            "time",
-            importance="detail",
-            scale="call",
             meaning="upper end of the 90 % interval of the time",
         ),
     ]
@@ -483,7 +479,7 @@ class Predicted:
     graph_ns: Annotated[
         int | None,
         column(
-            "graph µs",
+            "graph µs/call",
             "time",
             importance="detail",
             scale="call",
@@ -498,7 +494,7 @@ class Predicted:
         column("fastest", importance="answer", meaning="the fastest backend whose time is known"),
     ] = None
     best_ns: Annotated[
-        int | None, column("its µs", "time", scale="call", meaning="time of `best`")
+        int | None, column("fastest µs/call", "time", scale="call", meaning="time of `best`")
     ] = None
     regret: Annotated[
         float | None,
@@ -525,7 +521,25 @@ class Predicted:
     ] = None
     kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None
 
+    @property
+    def interval(
+        self,
+    ) -> Annotated[
+        tuple[int, int | None] | None,
+        column(
+            "90 % interval",
+            "interval",
+            importance="detail",
+            scale="call",
+            meaning="90 % interval of the time; if the source is `floor`, the roofline bound",
+        ),
+    ]:
+        """The interval of the time, or None if the time was measured."""
+        return None if self.low_ns is None else (self.low_ns, self.high_ns)
 
+
+BOUND = "roofline bound µs/call"
+"""The title of a column of intervals if no time is known, only the roofline bound."""
 FIELDS = tuple(field.name for field in fields(Predicted))
 
 

@@ -142,7 +142,7 @@ class AtlasComparison:
     ran_ns: Annotated[
         int,
         column(
-            "ran µs",
+            "measured µs/call",
             "time",
             importance="answer",
             scale="call",
@@ -151,32 +151,26 @@ class AtlasComparison:
     ]
     kernel_ns: Annotated[
         int,
-        column("atlas µs", "time", scale="call", meaning="kernel time of the call in the atlas"),
+        column(
+            "atlas µs/call", "time", scale="call", meaning="kernel time of the call in the atlas"
+        ),
     ]
     low_ns: Annotated[
         int | None,
         column(
-            "from µs",
-            "time",
-            importance="detail",
-            scale="call",
             meaning="lower end of the 90 % interval of `kernel_ns`",
         ),
     ]
     high_ns: Annotated[
         int | None,
         column(
-            "to µs",
-            "time",
-            importance="detail",
-            scale="call",
             meaning="upper end of the 90 % interval of `kernel_ns`",
         ),
     ]
     ratio: Annotated[
         float,
         column(
-            "ran / atlas",
+            "vs atlas",
             "ratio",
             importance="answer",
             meaning="the measured time divided by the time in the atlas",
@@ -208,6 +202,22 @@ class AtlasComparison:
             "ratio of the times",
         ),
     ]
+
+    @property
+    def interval(
+        self,
+    ) -> Annotated[
+        tuple[int, int | None] | None,
+        column(
+            "90 % interval",
+            "interval",
+            importance="detail",
+            scale="call",
+            meaning="90 % interval of `kernel_ns`",
+        ),
+    ]:
+        """The interval of the time, or None if the time was measured."""
+        return None if self.low_ns is None else (self.low_ns, self.high_ns)
 
 
 def against(

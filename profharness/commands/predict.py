@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness.atlas.data import VERSIONS
 from profharness.atlas.predictions import (
+    BOUND,
     FIELDS,
     Asked,
     Place,
@@ -24,7 +25,7 @@ from profharness.atlas.predictions import (
 )
 from profharness.attention.config import AUTO, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
-from profharness.columns import pick
+from profharness.columns import Column, pick
 from profharness.commands._answers import split_text
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
@@ -55,7 +56,7 @@ from profharness.render.document import (
     filled_columns,
     status_note,
 )
-from profharness.rows import MEASURED, KernelRow, sourced
+from profharness.rows import FLOOR, MEASURED, MODEL, KernelRow
 from profharness.run import gpu_names, require_distinct
 from profharness.stats import NOTABLE_LOSS
 from profharness.store import frame
@@ -69,12 +70,10 @@ SCHEMA = "profharness.predict/1"
 Answer = tuple[Predicted, ...]  # the predictions for one config, one per backend, `auto` first
 BACKEND_COLUMNS = pick(
     Predicted,
-    *("backend", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "regret"),
+    *("backend", "choice", "source", "kernel_ns", "interval", "graph_ns", "regret"),
 )
-INTERVAL = ("low_ns", "high_ns")
-BOUND = "at least µs"  # title of `low_ns` if no time is known, only the roofline bound
 KERNEL_COLUMNS = (
-    *pick(Predicted, "backend"),
+    *pick(Predicted, "backend", "source"),
     *pick(KernelRow, "kernel_short", "grid", "block", "shared_bytes", "registers_per_thread"),
     *pick(KernelRow, "duration_ns"),
 )
@@ -85,7 +84,7 @@ LOSS_COLUMNS = (
 GPU_COLUMNS = (
     replace(*pick(Predicted, "gpu"), title="GPU"),
     replace(*pick(Predicted, "torch"), title="torch"),
-    *pick(Predicted, "choice", "source", "kernel_ns", "low_ns", "high_ns"),
+    *pick(Predicted, "choice", "source", "kernel_ns", "interval"),
     *pick(Predicted, "best", "best_ns", "regret"),
 )
 SHOWN_LOSSES = 12
@@ -128,7 +127,10 @@ def places_document(
     blocks: list[Block] = []
     if not several:
         rows = [answer[0] for answer in answers]
-        blocks += [Heading(rows[0].config, "auto on each GPU"), Table.of(GPU_COLUMNS, rows)]
+        blocks += [
+            Heading(rows[0].config, "auto on each GPU"),
+            Table.of(_of_sources(GPU_COLUMNS, rows), rows),
+        ]
     if several or full:
         blocks += [block for page in pages for block in page.blocks]
     return replace(
@@ -227,13 +229,13 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
         may = f" (and perhaps on {unsure:,} more)" if unsure else ""
         sentences.append(
             f"On {len(lossy):,} of {counted(len(known), 'config')}{may}, auto takes more than "
-            f"{much} longer than the fastest backend. The worst case is {worst.config}, where auto "
+            f"{as_long(1 + NOTABLE_LOSS, 'the fastest backend')}. The worst case is {worst.config}, where auto "
             f"takes {as_long(1 + (worst.regret or 0))} as {worst.best!s}."
         )
     elif unsure:
         sentences.append(
-            f"On {unsure:,} of {counted(len(known), 'config')}, auto may take more than {much} "
-            "longer than the fastest backend, but the prediction intervals overlap."
+            f"On {unsure:,} of {counted(len(known), 'config')}, auto may take more than "
+            f"{as_long(1 + NOTABLE_LOSS, 'the fastest backend')}, but the prediction intervals overlap."
         )
     elif known:
         which = "" if len(known) == len(autos) else f" whose times are known ({len(known):,})"
@@ -260,30 +262,22 @@ def _config_blocks(
     auto = answer[0]
     some = {AUTO, auto.best} if len(backends) == len(answer) and not full else {*backends}
     shown = [row for row in answer if row.backend in backends]
-    yield Heading(auto.config, place.text)
+    ran = [row for row in shown if row.status == "ok"]
+    yield Heading(_title(ran, place.text), auto.config)
     if several:
         yield Note(statement(answer))
-    if ran := [row for row in shown if row.status == "ok"]:
-        # Measured times have no prediction interval, so omit its columns.
-        measured = all(row.source == MEASURED for row in ran)
-        hidden = INTERVAL if measured else ()
-        bounds = all(row.kernel_ns is None for row in ran)
-        columns = [
-            replace(each, title=BOUND) if bounds and each.key == "low_ns" else each
-            for each in BACKEND_COLUMNS
-            if each.key not in hidden
-        ]
-        lines = [({"backend": sourced(row.backend, row.source)}, row) for row in ran]
-        yield Table.of(filled_columns(columns, lines), lines)
+    if ran:
+        columns = _of_sources(BACKEND_COLUMNS, ran)
+        yield Table.of(filled_columns(columns, ran), ran)
     kernels = [
-        launch_record(launch) | {"backend": sourced(row.backend, row.source)}
+        launch_record(launch) | {"backend": row.backend, "source": row.source}
         for row in shown
         if row.backend in some and not (row.backend == auto.choice and AUTO in some)
         for launch in row.kernels or ()
     ]
     if kernels:
         yield Heading("Kernels of a call", level=3)
-        yield Table.of(KERNEL_COLUMNS, kernels)
+        yield Table.of(_of_sources(KERNEL_COLUMNS, ran), kernels)
     if auto.best and auto.certain and (auto.regret or 0) > NOTABLE_LOSS:
         config = parse_config(auto.config)
         yield Note(f"for {auto.best}", "use")
@@ -305,11 +299,41 @@ def _config_blocks(
         yield Note(WINDOW, "window")
 
 
+def _title(rows: Sequence[Predicted], where: str) -> str:
+    """Return the title of a table of predictions for a place, in which all times may be measured."""
+    measured = bool(rows) and all(row.source == MEASURED for row in rows)
+    return f"{'Measured on' if measured else 'Predicted for'} {where}"
+
+
+def _of_sources(columns: Iterable[Column], rows: Iterable[Predicted]) -> list[Column]:
+    """Return the columns of a table whose times are measured, predicted or both.
+
+    If all times have the same source, omit the column that names it. Only the times of a model are
+    predicted, and measured times have no interval.
+    """
+    sources = {row.source for row in rows}
+    hidden = {"source"} if len(sources) < 2 else set[str]()
+    what = "measured" if sources == {MEASURED} else "predicted" if sources == {MODEL} else "kernel"
+    titles = {"kernel_ns": f"{what} µs/call", "duration_ns": f"{what} µs/launch"}
+    if sources == {MEASURED}:
+        hidden.add("interval")
+    elif sources == {FLOOR}:
+        titles["interval"] = BOUND
+    return [
+        replace(each, title=titles.get(each.key, each.title))
+        for each in columns
+        if each.key not in hidden
+    ]
+
+
 def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
     autos = [answer[0] for answer in answers]
     if lossy := _lossy(autos):
-        yield Heading("Where auto is slower", f"by more than {share_text(NOTABLE_LOSS)}")
-        yield Table.of(LOSS_COLUMNS, lossy[:SHOWN_LOSSES])
+        yield Heading(
+            "Where auto is slower", f"more than {as_long(1 + NOTABLE_LOSS, 'the fastest')}"
+        )
+        shown = lossy[:SHOWN_LOSSES]
+        yield Table.of(_of_sources(LOSS_COLUMNS, shown), shown)
         if len(lossy) > SHOWN_LOSSES:
             yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more; the JSON has them all")
     if note := timing_note(autos):
@@ -363,10 +387,10 @@ def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str)
     backend = AUTO if AUTO in backends else backends[0]
     rows = [row for answer in answers for row in answer if row.backend == backend]
     lines = [({"choice": row.choice or row.status}, row) for row in rows]
-    columns = LOSS_COLUMNS
+    columns = _of_sources(LOSS_COLUMNS, rows)
     if backend != AUTO:
-        columns = tuple(each for each in LOSS_COLUMNS if each.key != "choice")
-    yield Heading(f"Predicted for {backend}", where)
+        columns = [each for each in columns if each.key != "choice"]
+    yield Heading(_title(rows, where), f"backend {backend}")
     yield Table.of(filled_columns(columns, lines), lines)
     yield Note("--full explains each config.", level="hint")
 

@@ -52,7 +52,7 @@ from profharness.measurements.measurements import (
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION
 from profharness.store import Need, Selection, Store
-from profharness.units import as_fast, by_how_much, ratio_text, time_text
+from profharness.units import by_how_much, compared, ratio_text, time_text
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
@@ -158,11 +158,17 @@ class Loss:
     config: Annotated[str, column("config", meaning="label of the attention problem")]
     choice: Annotated[
         str | None,
-        column("auto took", importance="answer", meaning="the backend that ran for `auto`"),
+        column("auto ran", importance="answer", meaning="the backend that ran for `auto`"),
     ]
     chosen_ns: Annotated[
         float,
-        column("auto µs", "time", importance="answer", scale="call", meaning="median of `auto`"),
+        column(
+            "auto µs/call",
+            "time",
+            importance="answer",
+            scale="call",
+            meaning="median of `auto`",
+        ),
     ]
     best: Annotated[
         str,
@@ -173,7 +179,14 @@ class Loss:
         ),
     ]
     best_ns: Annotated[
-        float, column("µs", "time", importance="answer", scale="call", meaning="median of `best`")
+        float,
+        column(
+            "fastest µs/call",
+            "time",
+            importance="answer",
+            scale="call",
+            meaning="median of `best`",
+        ),
     ]
     regret: Annotated[
         float,
@@ -521,7 +534,7 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> Iterato
             continue
         verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
         if verdict == "slower":
-            yield f"{row.config}: auto is {as_fast(row.speedup, str(row.baseline))}"
+            yield f"{row.config}: auto {compared(row.speedup, str(row.baseline))}"
         elif verdict == "unknown" and row.speedup < 1:
             yield (
                 f"{row.config}: the median of auto is {ratio_text(1 / row.speedup)} the median "

@@ -45,7 +45,7 @@ from profharness.rows import (
     KernelRow,
 )
 from profharness.store import Store
-from profharness.units import by_how_much
+from profharness.units import as_long, by_how_much, ratio_text
 
 CLOCK_MOVED = 0.05
 # The machine is reported as busy if the worker waited for a CPU for more than this share of time.
@@ -249,7 +249,7 @@ class BenchRow:
     median_ns: Annotated[
         float | None,
         column(
-            "median µs",
+            "median µs/call",
             "time",
             importance="answer",
             scale="samples",
@@ -265,13 +265,17 @@ class BenchRow:
     mean_ns: Annotated[
         float | None,
         column(
-            "mean µs", "time", importance="detail", scale="samples", meaning="mean of the samples"
+            "mean µs/call",
+            "time",
+            importance="detail",
+            scale="samples",
+            meaning="mean of the samples",
         ),
     ] = None
     std_ns: Annotated[
         float | None,
         column(
-            "std µs",
+            "std µs/call",
             "time",
             importance="detail",
             scale="samples",
@@ -695,12 +699,12 @@ class AxisEvent:
 
     @property
     def mark(self) -> str:
-        """The text that marks the event in a chart, such as `math 3.1x slower than at 1,024`."""
+        """The text that marks the event in a chart, such as `math 3.10x per FLOP vs 1,024`."""
         if self.kind == "crossover":
             return f"{self.backend} overtakes {self.other}"
         if self.kind == "end":
             return f"{self.other} ends"
-        return f"{self.backend} {self.factor:.1f}x slower than at {self.before:,}"
+        return f"{self.backend} {ratio_text(self.factor or 1)} per FLOP vs {self.before:,}"
 
     @property
     def place(self) -> float:
@@ -865,9 +869,7 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
             why = ""
             if pytorch_chooses(backend) and None not in took and took[0] != took[1]:
                 why = f" (it ran {took[1]} instead of {took[0]})"
-            text = (
-                f"the rate of {backend} is {factor:.1f}x lower at {after:,} than at {before:,}{why}"
-            )
+            text = f"{backend} takes {as_long(factor)} per FLOP at {after:,} as at {before:,}{why}"
             events.append(AxisEvent("drop", backend, before, after, text, factor=factor))
     return sorted(events, key=lambda event: -(event.factor or 0))
 

@@ -152,7 +152,7 @@ class LayerRow:
     forward_ns: Annotated[
         Number,
         column(
-            "forward µs",
+            "forward µs/step",
             "time",
             importance="answer",
             scale="layer",
@@ -162,7 +162,7 @@ class LayerRow:
     backward_ns: Annotated[
         Number,
         column(
-            "backward µs",
+            "backward µs/step",
             "time",
             importance="answer",
             scale="layer",
@@ -185,7 +185,7 @@ class LayerRow:
             "percent",
             importance="detail",
             spare=1,
-            meaning="the kernels' share of the duration of the steps that the row refers to",
+            meaning="the kernels' share of the mean duration of the steps that the row refers to",
         ),
     ]
     reasons: Annotated[
@@ -340,7 +340,7 @@ class LayerForecast:
     predicted_backend: Annotated[
         Text,
         column(
-            "predicted choice",
+            "predicted backend",
             importance="answer",
             meaning="the backend, among those allowed, that the dispatch rules choose on the GPU of the prediction",
         ),
@@ -358,32 +358,30 @@ class LayerForecast:
         column("kernels", "names", meaning="kernels of the call with the median length"),
     ] = ()
     predicted_ns: Annotated[
-        Number, column("µs/call", "time", scale="prediction", meaning="mean time of one call")
+        Number,
+        column(
+            "predicted µs/call",
+            "time",
+            scale="prediction",
+            meaning="mean time of one call",
+        ),
     ] = None
     predicted_low_ns: Annotated[
         Number,
         column(
-            "from µs",
-            "time",
-            importance="detail",
-            scale="prediction",
             meaning="lower end of the 90 % interval of the mean time of one call",
         ),
     ] = None
     predicted_high_ns: Annotated[
         Number,
         column(
-            "to µs",
-            "time",
-            importance="detail",
-            scale="prediction",
             meaning="upper end of the 90 % interval of the mean time of one call",
         ),
     ] = None
     predicted_total_ns: Annotated[
         Number,
         column(
-            "predicted µs",
+            "predicted µs/step",
             "time",
             importance="answer",
             scale="program",
@@ -408,7 +406,7 @@ class LayerForecast:
     predicted_saves_ns: Annotated[
         Number,
         column(
-            "saves µs",
+            "saves µs/step",
             "time",
             importance="answer",
             scale="program",
@@ -424,6 +422,26 @@ class LayerForecast:
     ] = None
     predicted_reason: Annotated[Text, column(meaning="why a value is missing")] = None
     predicted_gpu: Annotated[Text, column(meaning="the predicted GPU")] = None
+
+    @property
+    def predicted_interval(
+        self,
+    ) -> Annotated[
+        tuple[float, float | None] | None,
+        column(
+            "90 % interval",
+            "interval",
+            importance="detail",
+            scale="prediction",
+            meaning="90 % interval of the mean time of one call; if the source is `floor`, a lower bound",
+        ),
+    ]:
+        """The interval of the time, or None if the time was measured."""
+        return (
+            None
+            if self.predicted_low_ns is None
+            else (self.predicted_low_ns, self.predicted_high_ns)
+        )
 
 
 @dataclass(frozen=True, slots=True)

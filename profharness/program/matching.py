@@ -88,10 +88,10 @@ class LayerSide:
     forward_ns: Annotated[
         float | None,
         column(
-            "forward median µs/call", "time", scale="call", meaning="median kernel time of one call"
+            "median forward µs/call", "time", scale="call", meaning="median kernel time of one call"
         ),
     ]
-    backward_ns: Annotated[float | None, column("backward median µs/call", "time", scale="call")]
+    backward_ns: Annotated[float | None, column("median backward µs/call", "time", scale="call")]
     # Only the observer records the following values.
     asked: Annotated[
         str | None,

@@ -64,7 +64,7 @@ class PhaseRow:
     step_ns: Annotated[
         float,
         column(
-            "median step µs",
+            "median µs/step",
             "time",
             importance="answer",
             scale="step",
@@ -73,12 +73,12 @@ class PhaseRow:
     ]
     mean_ns: Annotated[
         float,
-        column("mean µs", "time", importance="detail", scale="step", meaning="mean duration"),
+        column("mean µs/step", "time", importance="detail", scale="step", meaning="mean duration"),
     ]
     step_p90_ns: Annotated[
         float,
         column(
-            "p90 µs",
+            "p90 µs/step",
             "time",
             importance="detail",
             scale="step",
@@ -99,7 +99,7 @@ class PhaseRow:
     attention_ns: Annotated[
         float,
         column(
-            "attention µs",
+            "attention µs/step",
             "time",
             importance="answer",
             scale="attention",
@@ -148,7 +148,7 @@ class PhaseRow:
             "figures",
             importance="answer",
             optional=True,
-            meaning="`new tokens` divided by `median step`; empty if drafted tokens are checked, "
+            meaning="`new tokens` divided by the median duration; empty if drafted tokens are checked, "
             "because some of them are rejected",
         ),
     ]
@@ -170,7 +170,7 @@ class PhaseRow:
     fastest_ns: Annotated[
         Number,
         column(
-            "its µs",
+            "fastest µs/step",
             "time",
             scale="attention",
             optional=True,

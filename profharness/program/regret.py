@@ -33,7 +33,7 @@ from profharness.program.layer_map import (
 )
 from profharness.program.phases import PhaseRow, in_phase
 from profharness.rows import COLD, KERNEL
-from profharness.units import as_fast, time_text
+from profharness.units import by_how_much, time_text
 
 # measurements of a benchmark; the first one that is available ranks the backends
 MEASUREMENTS = KERNEL, COLD
@@ -317,7 +317,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
     else:
         how = f"call {row.best} instead"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
-    return f"{how}: {as_fast(speed)}, {_saves(row, layers)} {_saved_text(row)} a {_step(row)}"
+    return f"{how}: {by_how_much(speed)}, {_saves(row, layers)} {_saved_text(row)} a {_step(row)}"
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
@@ -331,7 +331,7 @@ def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
         if before and after and text in result:
             saved_time = time_text((before - after) * calls)
             saves = f", {_saves(row, layers)} {saved_time} a {_step(row)}"
-            gain = f"{as_fast(before / after)}{saves if after < before else ''}"
+            gain = f"{by_how_much(before / after)}{saves if after < before else ''}"
             result[text] = f"{text} ({gain})"
     return list(result.values())
 

@@ -51,7 +51,8 @@ class KernelTime:
     ]
     launches: Annotated[float, column("launches/step", "count", meaning="launches per step")]
     total_ns: Annotated[
-        float, column("µs/step", "time", meaning="total time of the kernel's launches per step")
+        float,
+        column("mean µs/step", "time", meaning="total time of the kernel's launches per step"),
     ]
     share: Annotated[
         float,

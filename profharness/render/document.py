@@ -326,6 +326,12 @@ def _times(value: Any, each: Callable[[float], str]) -> str:
     return " → ".join(dict.fromkeys(texts))
 
 
+def _interval(value: tuple[float, float | None], each: Callable[[float], str]) -> str:
+    """Format the ends of an interval of times. An interval without an upper end is a lower bound."""
+    low, high = value
+    return f"at least {each(low)}" if high is None else f"{each(low)} to {each(high)}"
+
+
 def _numbers(value: Any) -> tuple[float | None, ...]:
     return value if isinstance(value, tuple) else (value,)
 
@@ -338,6 +344,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "short": lambda value: f"{value:.3g}",
     "time": functools.partial(_times, each=time_text),
     "time figure": functools.partial(_times, each=time_figure),
+    "interval": functools.partial(_interval, each=time_text),
+    "interval figure": functools.partial(_interval, each=time_figure),
     "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
     "percent": lambda value: "<0.1" if 0 < value < 0.0005 else f"{100 * value:.1f}",
@@ -348,7 +356,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "ratio": ratio_text,
     "inverse": lambda value: ratio_text(1 / value) if value else MISSING,
     "excess": lambda value: ratio_text(1 + value),
-    "thousandths": lambda value: f"{value:.3f}x",
     "millions": lambda value: _count(value / 1e6),
     "mega": lambda value: _rate(value / 1e6),
     "giga": lambda value: _rate(value / 1e9),
@@ -422,7 +429,9 @@ def with_time_units(document: Document) -> Document:
 
 def _scales(columns: Sequence[Column]) -> list[str | None]:
     """Return the scale of each column of times, and None for other columns."""
-    return [each.scale or each.key if each.format == "time" else None for each in columns]
+    return [
+        each.scale or each.key if each.format in ("time", "interval") else None for each in columns
+    ]
 
 
 def _units(value: Any) -> Iterator[str]:
@@ -441,7 +450,7 @@ def _in_unit(column: Column, units: Collection[str]) -> Column:
     if len(units) > 1:
         return replace(column, title=column.title.replace("µs", "time"))
     (unit,) = units or ("µs",)
-    return replace(column, title=column.title.replace("µs", unit), format="time figure")
+    return replace(column, title=column.title.replace("µs", unit), format=f"{column.format} figure")
 
 
 def field_names(row_type: Any) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ def test_speed_up_against_naive_else_math(tmp_path: Path) -> None:
     assert first.regret == pytest.approx(369 / 84 - 1)
     second = row_of(found, "auto", "2,1,16,64,fp16")
     assert (second.baseline, second.speedup) == ("math", pytest.approx(2.0))
-    assert any("auto is 4.39 times slower than naive" in text for text in found.conclusions)
+    assert any("auto takes 4.39 times as long as naive" in text for text in found.conclusions)
 
 
 def test_speed_up_against_a_baseline_config_of_the_same_dtype(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_speed_up_against_a_backend_on_each_config(tmp_path: Path) -> None:
     assert math.startswith(
         "compared with auto on 2 configs, math is faster on 1 (2.00 times as fast, b2-h1-"
     )
-    assert "slower on 1 (4.00 times, b1-h1-" in math
+    assert "slower on 1 (4.00 times as long, b1-h1-" in math
     (flash,) = [text for text in found.conclusions if ", flash is" in text]
     assert flash.endswith("flash is the same backend on 1")
     document = bench_document(found)
@@ -517,7 +517,7 @@ def test_sweeps_find_crossovers_and_drops_along_the_length(swept: BenchResult) -
     assert "flash" not in drops  # 1.25x less
     assert "(it ran math instead of flash)" in drops["auto"].text
     assert length.statement.startswith("efficient overtakes flash between 512 and 1,024; the best")
-    assert "the rate of math is 3.3x lower at 1,024 than at 512" in length.statement
+    assert "math takes 3.33 times as long per FLOP at 1,024 as at 512" in length.statement
 
 
 def test_a_lead_that_samples_do_not_show_is_no_crossover(tmp_path: Path) -> None:
@@ -589,7 +589,8 @@ def test_dtypes_are_compared(swept: BenchResult) -> None:
     assert (pair.dtype, pair.other) == ("bf16", "fp16")
     assert pair.counts == {"same": 1, "slower": 1, "unknown": 1}
     assert pair.statement == (
-        "compared with fp16 in 3 pairs of cells, bf16 is as fast (within 3 %) in 1, slower in 1 (50 %, "
+        "compared with fp16 in 3 pairs of cells, bf16 is as fast (within 3 %) in 1, slower in 1 "
+        "(1.50 times as long, "
         "math on b2-h4-s512-d64), not significantly different in 1"
     )
 
@@ -605,8 +606,8 @@ def test_statements_and_charts_of_each_axis_are_shown(swept: BenchResult) -> Non
     assert [text for _, text in latency.marks] == ["efficient overtakes flash"]
     rates = charts["TFLOP/s over sequence length, b2-h4-d64-fp16 (graph)"]
     assert list(rates.marks) == [
-        (1024, "auto 15.0x slower than at 512"),
-        (1024, "math 3.3x slower than at 512"),
+        (1024, "auto 15.0x per FLOP vs 512"),
+        (1024, "math 3.33x per FLOP vs 512"),
     ]
     assert "Latency over batch, h4-s512-d64-fp16 (graph)" in charts
     memory = charts["Peak memory over sequence length, b2-h4-d64-fp16 (PyTorch's allocator)"]

@@ -82,7 +82,7 @@ def test_charts_are_drawn(report: Any) -> None:
 
 
 def test_a_table_sorts_by_keyboard(report: Any) -> None:
-    script = "return [...document.querySelectorAll('table')].findIndex((t) => t.textContent.includes('median µs'))"
+    script = "return [...document.querySelectorAll('table')].findIndex((t) => t.textContent.includes('median µs/call'))"
     table = f"t{report.execute_script(script) + 1}"
     unfold(report)
     heads = report.find_elements("css selector", f"#{table} th")

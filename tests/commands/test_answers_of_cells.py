@@ -149,7 +149,7 @@ def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
     store = tmp_path / "profharness.db"
     ingest_path(store, tmp_path / folder)
     assert answer("bench", "--store", store, "--run", "latest") == [
-        "On all 3 configs, auto takes more than 10 % longer than the fastest backend. The worst case is "
+        "On all 3 configs, auto takes more than 1.10 times as long as the fastest backend. The worst case is "
         "b1-h1-s16-d8192-fp32, where auto takes 34.1 times as long (356 µs on efficient against 10.4 µs on "
         "tiled). Call tiled itself instead.",
         "Medians of 90 to 150 cold calls (with the caches flushed before each call) on NVIDIA H200 with "
@@ -216,12 +216,12 @@ def test_predict_answers_for_one_and_for_several_configs() -> None:
     assert answer(*several) == [
         "On an H200 the fastest backend is predicted to be cudnn on 2 of 4 configs and flash on 2; auto "
         "chooses cudnn on all 4 configs.",
-        "On 2 of 4 configs, auto takes more than 10 % longer than the fastest backend. The worst "
+        "On 2 of 4 configs, auto takes more than 1.10 times as long as the fastest backend. The worst "
         "case is b1-h8-sq9-skv16384-d64-fp16, where auto takes 6.41 times as long as flash.",
     ]  # fmt: skip
     (_, loss) = answer("predict", "--config", "1,4,{512,1024},64,fp32", *of)
     assert loss == (
-        "On 1 of 2 configs (and perhaps on 1 more), auto takes more than 10 % longer than the "
+        "On 1 of 2 configs (and perhaps on 1 more), auto takes more than 1.10 times as long as the "
         "fastest backend. The worst case is b1-h4-s512-d64-fp32, where auto takes 1.58 "
         "times as long as math."
     )
@@ -237,12 +237,12 @@ def test_predict_does_not_rule_out_losses_that_are_not_certain() -> None:
     exact = predict_all(place, configs)
     doubtful = (replace(exact[0][0], regret=0.2, certain=False), *exact[0][1:])
     assert predict_answer([doubtful, exact[1]], place)[1] == (
-        "On 1 of 2 configs, auto may take more than 10 % longer than the fastest backend, but the "
+        "On 1 of 2 configs, auto may take more than 1.10 times as long as the fastest backend, but the "
         "prediction intervals overlap."
     )
     certain = (replace(exact[1][0], regret=0.2, certain=True), *exact[1][1:])
     assert predict_answer([doubtful, certain], place)[1] == (
-        "On 1 of 2 configs (and perhaps on 1 more), auto takes more than 10 % longer than the "
+        "On 1 of 2 configs (and perhaps on 1 more), auto takes more than 1.10 times as long as the "
         "fastest backend. The worst case is b2-h8-s1024-d64-bf16, where auto takes 1.20 "
         "times as long as cudnn."
     )

@@ -18,7 +18,7 @@ from profharness.program.matching import LayerDiff, LayerSide, layer_labels, lay
 from profharness.render.document import Note
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
-from profharness.units import as_fast
+from profharness.units import by_how_much
 
 TRACES = Path(__file__).parents[2] / "traces"
 UNTOLD = "The environments cannot be compared: the traces do not record their PyTorch versions."
@@ -48,7 +48,7 @@ def diff(store: Path, *words: str) -> Any:
     [
         (
             ("llama_prefill", "llama_eager"),
-            "llama_eager.json.gz is 22.6 times slower than llama_prefill.json.gz in the forward "
+            "llama_eager.json.gz takes 22.6 times as long as llama_prefill.json.gz in the forward "
             "pass of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
             "per step. The configs differ (kv8 and causal only in llama_prefill.json.gz), because "
             "a trace of eager attention shows neither the mask nor the number of key heads. The "
@@ -69,7 +69,7 @@ def diff(store: Path, *words: str) -> Any:
         ),
         (
             ("llama_train", "llama_checkpoint"),
-            "llama_checkpoint.json.gz is 23 % slower than llama_train.json.gz in attention (440 "
+            "llama_checkpoint.json.gz takes 1.23 times as long as llama_train.json.gz in attention (440 "
             "µs → 542 µs per step); every layer runs on the same backend on both sides. Only "
             "llama_checkpoint.json.gz uses checkpointing: in each step, its backward pass spends "
             "103 µs on repeating the forward pass of 3 calls. The step takes",
@@ -77,13 +77,13 @@ def diff(store: Path, *words: str) -> Any:
         (
             ("flash", "math"),
             "Compared with flash in CUDA-graph replays, math is slower in all 4 configs (3.14 "
-            "to 12.7 times). Math uses more memory in 4 configs (up to 438x) and launches more "
+            "to 12.7 times as long). Math uses more memory in 4 configs (up to 438x) and launches more "
             "kernels in 4 configs (up to 8.00x). The environments are the same.",
         ),
         (
             ("20261121-151544-59c7", "20261121-165619-f5ef"),
             "Compared with h200-torch2.11 in CUDA-graph replays, h200-torch-nsys-ncu is slower "
-            "in 2 of 24 cells (3.2 %) and the same in 22 cells. The environments are the same.",
+            "in 2 of 24 cells (1.03 times as long) and the same in 22 cells. The environments are the same.",
         ),
     ],
 )
@@ -106,13 +106,13 @@ def test_a_single_trace_without_a_version_is_named(store: Path) -> None:
     [
         (1.2, 1.997, "1.20 to 2.00 times as fast"),
         (1.05, 1.05, "1.05 times as fast"),
-        (0.0442, 0.97, "1.03 to 22.6 times slower"),
+        (0.0442, 0.97, "1.03 to 22.6 times as long"),
         (1000, 13_000, "1,000 to 13,000 times as fast"),
     ],
 )
 def test_factors_have_no_exponent(low: float, high: float, text: str) -> None:
     """Bug: `slower in all 2 configs (20 to 1e+02 %)`."""
-    assert as_fast(low, most=high) == text
+    assert by_how_much(low, most=high) == text
 
 
 def test_a_small_increase_of_memory_has_two_decimals() -> None:
@@ -160,7 +160,7 @@ def test_differences_of_layers_are_one_short_note(store: Path) -> None:
     )
     full = render_table(diff_document(found, full=True))
     assert "q_strides=2097152x64x2048x1" in full and "mode: eager → compile" in full
-    assert "forward median µs/call" in " ".join(render_table(diff_document(found)).split())
+    assert "median forward µs/call" in " ".join(render_table(diff_document(found)).split())
 
 
 def test_a_recomputed_forward_has_its_own_phase(store: Path) -> None:

@@ -283,7 +283,7 @@ def test_predictions_are_marked_in_the_table(store: Path) -> None:
     text = ask(store, the_map(store, "whisper").run, "--gpu", "H200").stdout
     assert text.startswith("Predicted for H200: attention takes 119 µs of a step (")
     titles = next(line for line in text.splitlines() if "saves µs" in line)
-    for title in ("predicted choice", "µs/call", "source", "predicted µs"):
+    for title in ("predicted backend", "predicted µs/call", "source", "predicted µs/step"):
         assert title in titles
 
 

@@ -79,7 +79,7 @@ def test_the_answer_names_the_slow_rank_and_not_the_spread_of_the_others(
     CliRunner().invoke(cli, ["ingest", str(tmp_path / "four"), *store])
     done = CliRunner().invoke(cli, ["ranks", *store])
     text = " ".join(done.stdout.split())
-    slow = r"Rank 2 is slow: its kernels take 1[123] % longer than on the other ranks; "
+    slow = r"Rank 2 is slow: its kernels take 1\.1[123] times as long as on the other ranks; "
     assert re.match(slow + r"all 3 other ranks agree within [0-9.]+ %\. Ranks", text), text
     assert "spread" not in text
     even = CliRunner().invoke(cli, ["ranks", "--fail-on", "any", "--store", str(jobs / "s.db")])
@@ -127,11 +127,11 @@ def test_the_answer_about_slow_ranks_counts_them_and_what_is_slow(jobs: Path) ->
         return ranks_answer(replace(even, rows=tuple(rows), findings=()))
 
     assert asked((1.1, 1.09, 1, 1), "slow-gpu", 2)[0] == (
-        "Rank 0 is slow: its kernels take 10 % longer than on the other ranks, 1 other rank is slow too; all 2 "
+        "Rank 0 is slow: its kernels take 1.10 times as long as on the other ranks, 1 other rank is slow too; all 2 "
         "other ranks agree within 0 %."
     )
     assert asked((0.98, 1, 1), "slow-kernels", 1)[0].startswith(
-        "Rank 0 is slow: some of its kernels take longer than on the other ranks, 0 % longer in total;"
+        "Rank 0 is slow: some of its kernels take longer than on the other ranks, and all together 1.00 times as long;"
     )
     assert asked((1,), "slow-gpu", 0) == ("The times of these ranks cannot be compared.",)
 

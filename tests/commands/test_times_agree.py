@@ -17,7 +17,7 @@ from profharness.cli import find_command
 from profharness.commands import bench
 from profharness.render.document import Document, Heading, Note, Table, for_reading, formatted_rows
 from profharness.store import ingest_path
-from profharness.units import UNITS, as_fast, as_long, ratio_text, time_text, time_unit
+from profharness.units import UNITS, as_fast, as_long, by_how_much, ratio_text, time_text, time_unit
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "traces" / "models"
@@ -64,11 +64,14 @@ def document_of(*words: str) -> Document:
 
 def texts_of(table: Table) -> Iterator[str]:
     for row in formatted_rows(table):
+        unit = ""
         for column, cell in zip(table.columns, row, strict=True):
-            unit = next((unit for unit in UNITS if re.search(rf"\b{unit}\b", column.title)), "")
+            # An interval has the unit of the time before it.
+            own = next((unit for unit in UNITS if re.search(rf"\b{unit}\b", column.title)), "")
+            unit = own or unit
             yield from (
-                f"{each} {unit}" if column.format == "time figure" else each
-                for each in cell.rstrip("*?").split(" → ")
+                f"{each} {unit}" if column.format.endswith("figure") else each
+                for each in re.split(" → | to ", cell.rstrip("*?").removeprefix("at least "))
             )
 
 
@@ -180,7 +183,7 @@ def test_sentences_have_the_digits_of_ratios() -> None:
         assert as_long(ratio) == f"{digits} times as long"
         assert as_fast(ratio) == f"{digits} times as fast"
         if ratio >= 2:
-            assert as_fast(1 / ratio) == f"{digits} times slower"
+            assert by_how_much(1 / ratio) == f"{digits} times as long"
     assert as_fast(1.401, most=1.399) == "1.40 times as fast"
 
 
@@ -196,7 +199,7 @@ def test_a_ratio_has_at_most_three_significant_figures(ratio: float, text: str) 
 
 def test_a_slowdown_has_no_exponent_and_is_not_vanishing() -> None:
     """Bug: 1.996 times the time was `1e+02 % slower`, and an equal time `0.001 % slower`."""
-    assert as_fast(1 / 1.99) == "99 % slower"
-    assert as_fast(1 / 1.996) == "2.00 times slower"
-    assert as_fast(0.99999) == "1.00 times as fast"
+    assert by_how_much(1 / 1.99) == "1.99 times as long"
+    assert by_how_much(1 / 1.996) == "2.00 times as long"
+    assert by_how_much(0.99999) == "1.00 times as fast"
     assert time_text(0.4) == "<0.001 µs"

@@ -191,7 +191,7 @@ def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path)
     text = shown(store).stdout
     counted = "The program made 31 attention calls, 28 on flash, 2 on math, 1 with an error."
     assert counted in text and "No step was recorded" in text
-    assert "forward µs" not in text and "calls in all" in text
+    assert "forward µs/step" not in text and "calls in all" in text
     for arguments, error in (
         (["--fail-on", "eager-attention"], "this gate requires a recorded step"),
         (["--step", "0"], "has no recorded step"),

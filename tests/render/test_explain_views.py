@@ -134,7 +134,7 @@ def test_agreement_is_only_in_the_full_answer() -> None:
     ("gain", "text"),
     [
         (1.5, "The measured call is 1.50 times as fast"),
-        (0.5, "The measured call is 2.00 times slower"),
+        (0.5, "The measured call takes 2.00 times as long"),
     ],
 )
 def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> None:

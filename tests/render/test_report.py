@@ -481,8 +481,8 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
     place = next(n for n, b in enumerate(shown) if getattr(b, "text", "") == "What the words mean")
     told = {note.label: note.text for note in shown[place + 1 :] if isinstance(note, Note)}
     assert told["ran"] == "the backend that computed the calls"
-    assert told["time/step"] == "time per step"
-    assert told["µs/step"] == "total time of the kernel's launches per step"
+    assert told["mean time/step"] == "time per step"
+    assert told["mean µs/step"] == "total time of the kernel's launches per step"
     assert told["launches"] == "number of launches in the range, such as a step"
     shares = [title for title in meanings if title.startswith("% of")]
     assert set(shares) == {"% of step", "% of GPU time", "% of kernels", "% of range", "% of smem"}

@@ -239,7 +239,7 @@ class Figures:
     duration_ns: Annotated[
         float | None,
         column(
-            "median µs",
+            "median µs/call",
             "time",
             importance="answer",
             meaning="median of the measurement that `basis` names",

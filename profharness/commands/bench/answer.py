@@ -66,9 +66,9 @@ def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
     lead = f"auto {may}{'take' if may else 'takes'} {as_long(1 + worst.regret)}: {times}"
     if total > 1:
         lead = (
-            f"On {where}, auto {may}{'take' if may else 'takes'} more than {much} longer than the "
-            f"fastest backend. The worst case is {worst.config}, where auto {may}"
-            f"{'take' if may else 'takes'} {as_long(1 + worst.regret)} ({times})"
+            f"On {where}, auto {may}{'take' if may else 'takes'} more than "
+            f"{as_long(1 + NOTABLE_LOSS, 'the fastest backend')}. The worst case is "
+            f"{worst.config}, where auto {may}{'take' if may else 'takes'} {as_long(1 + worst.regret)} ({times})"
         )
     if not real:
         return f"{lead}. The difference is not significant: {worst.why_open}."

@@ -82,7 +82,11 @@ FEW_CONFIGS = (
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
-LAST = (*pick(KernelRow, "duration_ns"), *pick(DiffRow, "ratio", "verdict"))
+LAST = (
+    # The rows of whole calls have times per call.
+    *(replace(each, title="median µs/launch or call") for each in pick(KernelRow, "duration_ns")),
+    *pick(DiffRow, "ratio", "verdict"),
+)
 COLUMNS = (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *LAST)
 NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
 

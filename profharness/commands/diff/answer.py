@@ -26,7 +26,7 @@ from profharness.program.matching import (
     told_ratio,
 )
 from profharness.rows import COLD, EAGER, EVENT, GRAPH
-from profharness.units import as_fast, by_how_much, ratio_text, time_text
+from profharness.units import by_how_much, compared, ratio_text, time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
@@ -90,7 +90,7 @@ def _layers(diff: Diff, rows: Sequence[LayerDiff], lead: str = "") -> Iterator[s
         else:
             alone = timed[0].ratio if len(timed) == 1 and not again else None
             ratio = told_ratio(times[1] / times[0], alone)
-            text = f"{after} is {as_fast(1 / ratio, before)} in {what} {whole}"
+            text = f"{after} {compared(1 / ratio, before)} in {what} {whole}"
             text += _opposite(timed, ratio)
     else:
         text = f"the times of {before} and {after} cannot be compared"
@@ -113,7 +113,7 @@ def _opposite(rows: Sequence[LayerDiff], ratio: float) -> str:
     names = layer_labels(rows, full=False)
     steps = (_step_ns(row, 1) - _step_ns(row, 0) for row in rows)
     most = opposite_layer(zip(names, (row.ratio for row in rows), steps, strict=True), ratio)
-    return f", but {as_fast(1 / most[1])} in {most[0]}" if most else ""
+    return f", but {by_how_much(1 / most[1])} in {most[0]}" if most else ""
 
 
 def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
@@ -297,8 +297,8 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
             continue
         speed_ups = [1 / (row.ratio or 1) for row in found]
         if len(rows) == 1:
-            return f"{after} is {as_fast(speed_ups[0], before)}{measured}."
-        amount = by_how_much(min(speed_ups), max(speed_ups))
+            return f"{after} {compared(speed_ups[0], before)}{measured}."
+        amount = by_how_much(min(speed_ups), most=max(speed_ups))
         count = (
             f"{len(found):,} of {len(rows):,}"
             if len(found) < len(rows)

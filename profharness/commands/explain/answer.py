@@ -30,7 +30,7 @@ from profharness.commands._answers import split_text
 from profharness.commands.explain.maps import Bisection
 from profharness.errors import counted, join_and
 from profharness.rows import MEASURED
-from profharness.units import as_fast, time_text
+from profharness.units import by_how_much, compared, time_text
 
 if TYPE_CHECKING:
     from profharness.commands.explain.calls import ProgramCalls
@@ -230,7 +230,7 @@ def saving_texts(way: Way, *, caveat: bool = True) -> Iterator[str]:
     """
     advice, without = way.advice, WITHOUT_PREPARING if caveat else ""
     if advice.gain is not None:
-        yield f"The measured call is {as_fast(advice.gain)} ({advice.gain_source}){without}."
+        yield f"The measured call {compared(advice.gain)} ({advice.gain_source}){without}."
         without = ""
     if (times := advice.predicted) is None:
         return
@@ -239,7 +239,7 @@ def saving_texts(way: Way, *, caveat: bool = True) -> Iterator[str]:
     if times.before_ns is None or times.speed_up is None:
         yield f"{lead} per call{without}."
         return
-    ratio = as_fast(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
+    ratio = by_how_much(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
     yield f"{lead} instead of {time_text(times.before_ns)} per call ({ratio}){without}."
 
 

@@ -260,7 +260,7 @@ def matrix_document(
     columns = (
         Column("flip", "", importance="answer"),
         Column("where", "GPU" if by_gpu else "torch", importance="key"),
-        Column("choice", "predicted choice", importance="answer"),
+        Column("choice", "predicted backend", importance="answer"),
         *(Column(name, name) for name in shown),
         Column("changes", "what changed", wrap=True),
     )

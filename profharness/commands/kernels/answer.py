@@ -21,7 +21,7 @@ from profharness.measurements.agreement import (
 )
 from profharness.rows import MODEL, CellRow, KernelRow, preferred_profiler_rows
 from profharness.stats import NOTABLE_LOSS
-from profharness.units import share_text, time_text
+from profharness.units import as_long, share_text, time_text
 
 KINDS = {"memcpy": "copy", "op": "ATen op"}
 
@@ -192,7 +192,7 @@ def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
         loss, config, auto, best = max(losses, key=lambda each: each[0])
         yield (
             f"On {len(losses)} of {counted(compared, 'config')}, the kernels of auto take more "
-            f"than {much} longer than those of the fastest backend. The worst case is {config}, "
+            f"than {as_long(1 + NOTABLE_LOSS)} as those of the fastest backend. The worst case is {config}, "
             f"where auto takes {time_text(auto.ns or 0)} and {best.ran} takes "
             f"{time_text(best.ns or 0)}."
         )

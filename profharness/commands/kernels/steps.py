@@ -80,12 +80,12 @@ class Step:
         column("step", importance="key", meaning="what the kernels of the step compute together"),
     ]
     launches_per_call: Annotated[
-        float | None, column("launches", "count", meaning="launches per call")
+        float | None, column("launches/call", "count", meaning="launches per call")
     ]
     mean_ns: Annotated[
         float | None,
         column(
-            "µs each",
+            "mean µs/launch",
             "time",
             importance="detail",
             scale="launch",
@@ -95,7 +95,7 @@ class Step:
     call_ns: Annotated[
         float | None,
         column(
-            "µs/call",
+            "mean µs/call",
             "time",
             importance="answer",
             scale="launch",
@@ -136,7 +136,7 @@ class CallFigures:
     kernels_ns: Annotated[
         float | None,
         column(
-            "kernel µs",
+            "kernel µs/call",
             "time",
             importance="answer",
             scale="call",
@@ -145,15 +145,15 @@ class CallFigures:
     ]
     """None on a CPU, because the times of its ops do not add up to a latency."""
     graph_ns: Annotated[
-        float | None, column("graph µs", "time", scale="call", meaning="CUDA-graph replay")
+        float | None, column("graph µs/call", "time", scale="call", meaning="CUDA-graph replay")
     ]
     eager_ns: Annotated[
-        float | None, column("eager µs", "time", scale="call", meaning="eager call")
+        float | None, column("eager µs/call", "time", scale="call", meaning="eager call")
     ]
     host_ns: Annotated[
         float | None,
         column(
-            "host µs",
+            "host µs/call",
             "time",
             importance="detail",
             scale="call",
@@ -161,12 +161,12 @@ class CallFigures:
         ),
     ]
     cold_ns: Annotated[
-        float | None, column("cold µs", "time", scale="call", meaning="call with a flushed L2")
+        float | None, column("cold µs/call", "time", scale="call", meaning="call with a flushed L2")
     ]
     event_ns: Annotated[
         float | None,
         column(
-            "event µs",
+            "event µs/call",
             "time",
             importance="normal",
             scale="call",
@@ -176,7 +176,7 @@ class CallFigures:
     wall_ns: Annotated[
         float | None,
         column(
-            "wall µs",
+            "wall µs/call",
             "time",
             importance="normal",
             scale="call",

@@ -92,7 +92,7 @@ OF_RANGE = {
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
     *pick(KernelRow, "registers_per_thread", "launches_per_call"),
-    *(Column(name, f"{name} µs", "time", scale="call") for name in TRACE_PROFILERS),
+    *(Column(name, f"{name} µs/launch", "time", scale="call") for name in TRACE_PROFILERS),
     Column("achieved", "achieved%", "percent"),
     Column("dram", "DRAM KiB", "kib"),
     Column("dram_rate", "DRAM GB/s", "giga"),
@@ -331,6 +331,9 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
     hidden = {"kernel_short" if full else "kernel"}
     hidden |= {"backend", "launches_per_call", "call_ns"} if foreign else {"launches", "total_ns"}
     hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
+    # With one launch per call, the median repeats the mean time per call.
+    if not full and any(row.call_ns is not None for row in rows):
+        hidden.add("duration_ns")
     if all(row.shared_share is None for row in rows):  # the device is unknown
         hidden.add("shared_share")
     columns = (column for column in ROW_COLUMNS if column.key not in hidden)

@@ -50,7 +50,7 @@ from profharness.render.document import (
     record,
 )
 from profharness.store import Selection, Store
-from profharness.units import as_fast, ratio_text, share_text, time_text
+from profharness.units import compared, ratio_text, share_text, time_text
 
 GPU = Column("gpu", "GPU", importance="key")
 FEW_RUNS = 4  # if more runs are named, one row for each replaces their layers
@@ -58,9 +58,9 @@ NAMES_SHOWN = 3
 OVERVIEW = (
     Column("run", "run", importance="key", shrink=True),
     replace(GPU, importance="normal"),
-    Column("step", "step µs", "time", right=True),
+    Column("step", "mean µs/step", "time", right=True),
     Column("busy", "GPU busy %", "percent", right=True),
-    Column("attention", "attention µs", "time", importance="answer", right=True),
+    Column("attention", "attention µs/step", "time", importance="answer", right=True),
     Column("share", "% of GPU time", "percent", importance="answer", right=True),
     Column("ran", "ran", importance="answer", shrink=True),
 )
@@ -572,7 +572,7 @@ def _compared(
         text += f"; the largest difference is in {label} ({time_text(abs(gap))})"
     ratios = [_call_ratio(row, at) for row in rows]
     if most := opposite_layer(zip(labels, ratios, gaps, strict=True), ratio):
-        text += f"; it is {as_fast(1 / most[1])} in {most[0]}"
+        text += f"; it {compared(1 / most[1])} in {most[0]}"
     return f"{text}."
 
 
@@ -585,7 +585,7 @@ def _call_ratio(row: MatchedLayers, at: int) -> float | None:
 def _faster(name: str, ratio: float) -> str:
     """Return a clause with the ratio of the times of run `name` and of the first run."""
     if stats.beyond(ratio, stats.THRESHOLD):
-        return f"{name} is {as_fast(1 / ratio)}"
+        return f"{name} {compared(1 / ratio)}"
     return "no difference"
 
 
@@ -697,7 +697,7 @@ def _bench_blocks(
         for at, name in enumerate(names)
         for column in (
             Column(f"best{at}", f"{name} fastest"),
-            Column(f"best_us{at}", f"{name} fastest µs", "time", scale="call"),
+            Column(f"best_us{at}", f"{name} fastest µs/call", "time", scale="call"),
         )
     ]
     yield Table.of((*GPU_LAYER, *figure_columns(names, "runs"), *best), lines)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from profharness.atlas.predictions import BOUND
 from profharness.columns import Column, pick
 from profharness.commands.layers.answer import layers_answer, matters, told_change, what_to_change
 from profharness.devices import short_gpu_name
@@ -84,8 +85,8 @@ GPU_LAYER = (
     *(replace(each, importance="normal") for each in pick(LayerRow, "config")),
 )
 PREDICTED = (
-    *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
-    *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
+    *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_interval"),
+    *pick(LayerForecast, "predicted_source", "predicted_total_ns"),
     *pick(LayerForecast, "predicted_share", "predicted_best", "predicted_saves_ns"),
 )
 FORECAST = (*GPU_LAYER, *PREDICTED)
@@ -110,6 +111,9 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     lines = list(_lines(layers.rows, full))
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
+    if len(layers.steps) > 1 and not full:
+        # The share refers to the mean step, but the heading shows the median step.
+        columns = tuple(each for each in columns if each.key != "step_share")
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     if layers.engine:
@@ -191,12 +195,22 @@ def _forecast_blocks(
     whole = "a step of the phase" if len(forecast.groups) > 1 else whole
     yield Heading(f"Predicted for {where}", f"kernel times of {whole}")
     rows = [
-        {column.key: line[column.key] for column in GPU_LAYER} | record(row)
+        {column.key: line[column.key] for column in GPU_LAYER}
+        | record(row)
+        | {"predicted_interval": row.predicted_interval}
         for line, row in zip(lines, forecast.rows, strict=True)
     ]
     rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
     faster = any(row["predicted_saves_ns"] for row in rows)
-    yield Table.of([each for each in FORECAST if faster or each.key not in OF_BEST], rows)
+    columns = [each for each in FORECAST if faster or each.key not in OF_BEST]
+    if all(row["predicted_ns"] is None for row in rows):
+        columns = [
+            replace(each, title=BOUND) if each.key == "predicted_interval" else each
+            for each in columns
+        ]
+    if forecast.of != "step":
+        columns = [replace(each, title=each.title.replace("/step", " in all")) for each in columns]
+    yield Table.of(columns, rows)
     if not faster and any(row["predicted_best"] for row in rows):
         yield Note("No other backend is predicted to be faster.")
     yield from map(Note, forecast.conclusions)
@@ -223,7 +237,8 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         predicted = [forecast.rows[at] for forecast in layers.forecasts]
         cells += [(each.predicted_backend, each.predicted_total_ns) for each in predicted]
         rows.append({column.key: line[column.key] for column in GPU_LAYER} | figures(cells))
-    columns = figure_columns(names, "backend", gpus)
+    per = "/step" if first.of == "step" else " in all"
+    columns = figure_columns(names, "backend", per, gpus)
     # A GPU without any time has no speed-up either.
     optional = [each.key for each in columns if each.format == "ratio"]
     yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
@@ -249,16 +264,17 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
 
 
 def figure_columns(
-    names: Sequence[str], backend: str, gpus: Sequence[str] | None = None
+    names: Sequence[str], backend: str, per: str = "/call", gpus: Sequence[str] | None = None
 ) -> list[Column]:
     """Return columns for the backends, the time on each GPU, and speed-ups over the first GPU.
 
-    `names` are the titles of the times, and `backend` is the title of the column with the backends.
+    `names` are the titles of the times, which are times `per` call unless it says otherwise.
+    `backend` is the title of the column with the backends.
     `gpus` are the titles of the speed-ups, by default the same as `names`.
     """
     columns = [Column("ran", backend, importance="answer")]
     columns += [
-        Column(f"us{at}", f"{name} µs", "time", importance="answer", scale="call")
+        Column(f"us{at}", f"{name} µs{per}", "time", importance="answer", scale="call")
         for at, name in enumerate(names)
     ]
     columns += [

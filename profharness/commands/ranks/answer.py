@@ -14,7 +14,7 @@ from profharness.commands.ranks.comparison import (
     usual_ranks,
 )
 from profharness.errors import counted, join_and, join_few
-from profharness.units import share_text
+from profharness.units import as_long, share_text
 
 LABELS_SHOWN = 8
 OF_PACE = (SLOW_GPU, SLOW_KERNELS)
@@ -39,17 +39,17 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
     even = [row for row in answer.rows if row not in slow]
     if slow:
         row = max(slow, key=lambda row: row.ratio or 0)
-        excess = max((row.ratio or 1) - 1, 0)
+        ratio = max(row.ratio or 1, 1)
         # a label without a rank is the name of a file, whose case must not change
         label = row.label if row.rank is None else f"{row.label[0].upper()}{row.label[1:]}"
         rest = f"; {_agreement(even, 'other ')}" if len(even) > 1 else ""
         count = len(slow) - 1
         also = f", {counted(count, 'other rank is', 'other ranks are')} slow too" if count else ""
-        longer = f"its kernels take {share_text(excess)} longer than on the other ranks"
+        longer = f"its kernels take {as_long(ratio)} as on the other ranks"
         if SLOW_GPU not in row.findings:
             longer = (
                 "some of its kernels take longer than on the other ranks, "
-                f"{share_text(excess)} longer in total"
+                f"and all together {as_long(ratio)}"
             )
         yield f"{label} is slow: {longer}{also}{rest}."
     elif agreement := _agreement(answer.rows):

@@ -66,8 +66,8 @@ class RankFigures:
     ratio: Annotated[
         float | None,
         column(
-            "compute / others",
-            "thousandths",
+            "vs others",
+            "ratio",
             importance="answer",
             meaning="kernel time, divided by the median time of the same kernels on the other ranks",
         ),

@@ -34,7 +34,7 @@ from profharness.stats import THRESHOLD
 from profharness.store.names import name_runs
 from profharness.store.ranks import rank_launches, rank_rows
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, COLLECTIVE
-from profharness.units import share_text
+from profharness.units import as_long, share_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -304,7 +304,7 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
                 continue
             if part > BROAD:
                 text = (
-                    f"its compute kernels take {percent(ratio - 1, 1)} longer than the "
+                    f"its compute kernels take {as_long(ratio)} as the "
                     "median of the same kernels on the other ranks; the slower kernels account for "
                     f"{percent(part)} of the rank's compute time"
                 )
@@ -313,8 +313,8 @@ def _slow(rows: list[RankFigures], table: Launched, threshold: float) -> Iterato
             key = int(worst[place])
             kernel = table.kernels[int(table.kernel[keys[key]])].short
             text = (
-                f"{kernel} takes {float(each[place, key]):.2f} times as long as the median of the "
-                f"other ranks; all compute kernels together take {percent(ratio - 1, 1)} longer"
+                f"{kernel} takes {as_long(float(each[place, key]))} as the median of the "
+                f"other ranks; all compute kernels together take {as_long(ratio)}"
             )
             yield RankFinding(SLOW_KERNELS, (rows[index].label,), text)
 

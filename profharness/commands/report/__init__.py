@@ -116,21 +116,26 @@ class Latency:
     median_ns: Annotated[
         float,
         column(
-            "median µs",
+            "median µs/call",
             "time",
             importance="answer",
             scale="call",
             meaning="median of the samples; 80 % of the samples are between p10 and p90",
         ),
     ]
-    p10_ns: Annotated[float, column("p10 µs", "time", scale="call", meaning="10th percentile")]
-    p90_ns: Annotated[float, column("p90 µs", "time", scale="call", meaning="90th percentile")]
+    p10_ns: Annotated[float, column("p10 µs/call", "time", scale="call", meaning="10th percentile")]
+    p90_ns: Annotated[float, column("p90 µs/call", "time", scale="call", meaning="90th percentile")]
     min_ns: Annotated[
         float,
-        column("min µs", "time", importance="detail", scale="call", meaning="shortest sample"),
+        column("min µs/call", "time", importance="detail", scale="call", meaning="shortest sample"),
     ]
 
 
+ATLAS_COLUMNS = pick(
+    AtlasComparison,
+    *("config", "backend", "ran_ns", "kernel_ns", "interval", "ratio", "source", "same_kernels"),
+    *("best", "regret"),
+)
 RAN = Column(
     "ran",
     "ran",
@@ -414,7 +419,7 @@ def _run_blocks(
             Heading("Compared with the atlas", "measured times and the predictions of an atlas"),
             Note(text),
         ]
-        details.append(Table.of(pick(AtlasComparison), compared))
+        details.append(Table.of(ATLAS_COLUMNS, compared))
         extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in compared)
     machine = run_machine(store, run, cells=cells)
     if facts := machine.facts():
@@ -584,7 +589,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
         )
     if len({row["config"] for row in rows}) < 2:
         return []
-    columns = (*pick(CellRow, "config"), Column("backend", "auto took"))
+    columns = (*pick(CellRow, "config"), Column("backend", "ran"))
     axes = ("lengths", "rest", "backend", "sequence length")
     return [
         Heading("Selection map"),

@@ -64,13 +64,13 @@ RANGES, CPU = "range", "CPU"
 PARTS = (
     *pick(LayerRow, "step_phase"),
     *pick(KernelTime, "kind"),
-    Column("ns", "µs/step", "time", meaning="time per step"),
+    Column("ns", "mean µs/step", "time", meaning="time per step"),
     *pick(LayerRow, "step_share"),
 )
 TOP_KERNELS = pick(KernelTime, "kernel_short", "total_ns", "share", "launches", "kind", "layer")
 LISTED = (
     Column("start_ns", "start µs", "time", scale="timeline", meaning="time since the step began"),
-    Column("duration_ns", "µs", "time", meaning="duration of the launch"),
+    Column("duration_ns", "duration µs", "time", meaning="duration of the launch"),
     Column("lane", "stream", optional=True),
     Column("name", "kernel", shrink=True),
     Column("series", "kind"),

@@ -132,7 +132,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
         "Where auto is slower",
         (
             "For each config, how much longer `auto` takes than the fastest correct backend, as in "
-            "`bench` (0.5 means 50 % longer). `run` can be an id or `all`; the default is the "
+            "`bench` (0.5 means 1.50 times as long). `run` can be an id or `all`; the default is the "
             "newest run with times."
         ),
         """SELECT json_extract(value, '$.run') AS run, json_extract(value, '$.config') AS config,
