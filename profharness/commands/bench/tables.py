@@ -355,7 +355,7 @@ def _main_table(answer: BenchResult) -> Table:
         baseline = tuple(str(row.baseline).split(" "))
         if busy & {cell, fastest.get(row.config), (row.config, str(row.baseline)), baseline}:
             values |= dict.fromkeys(RATIOS, "")
-        if sound[row.config] < 2:
+        if sound[row.config] < 2 or row.backend == ALL_DISABLED:
             values["regret"] = ""
         # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
         if len(batches) < 2:
