@@ -210,6 +210,10 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
         )
     )
     total = len(autos)
+    if best and all(row.best == row.choice and (row.regret or 0) <= NOTABLE_LOSS for row in autos):
+        return (
+            f"On {gpu}, auto is predicted to run the fastest backend: {split_text(best, total)}.",
+        )
     takes = (
         f"auto chooses {split_text(chosen, total)}"
         if chosen

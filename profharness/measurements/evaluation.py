@@ -30,7 +30,7 @@ from profharness.columns import column
 from profharness.device_types import CUDA, on_gpu
 from profharness.devices import Peaks
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.errors import NotFoundError, UsageError, join_and, percent
+from profharness.errors import NotFoundError, UsageError, counted, join_and, percent
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.measurements import (
     CHOSEN,
@@ -52,7 +52,7 @@ from profharness.measurements.measurements import (
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION
 from profharness.store import Need, Selection, Store
-from profharness.units import by_how_much, compared, ratio_text, time_text
+from profharness.units import as_long, by_how_much, ratio_text
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
@@ -144,11 +144,31 @@ class Winner:
     config: str
     backend: str
     median_ns: float
-    ties: tuple[str, ...]  # other backends that are as fast, within the threshold
+    ties: tuple[str, ...]  # other backends that are as fast, within the threshold, and `same`
     code: str  # Python code that selects the backend
     # other backends for which the samples do not show whether they are slower
     open: tuple[str, ...] = ()
     why_open: str = ""  # the reason, such as `the samples overlap`
+    ran: str | None = None  # the backend that ran, such as the choice of `auto`
+    same: tuple[str, ...] = ()  # other backends whose calls ran the same backend
+    rivals: tuple[str, ...] = ()  # what ran in `open` and in the other `ties`
+
+    @property
+    def name(self) -> str:
+        """The backend that ran or, if it is unknown, the requested backend."""
+        return self.ran or self.backend
+
+    @property
+    def of_auto(self) -> bool:
+        """Whether `auto` is known to run the fastest backend."""
+        return self.name != CHOSEN and CHOSEN in (self.backend, *self.same)
+
+    @property
+    def between(self) -> str:
+        """A text on backends without a significant difference, or "" if one is the fastest."""
+        if not self.rivals:
+            return ""
+        return f"no significant difference between {join_and([self.name, *self.rivals])}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +373,7 @@ def evaluate_bench(
     winners, losses = [], []
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
-        winners += [_winner(alike, samples_of)] if alike else []
+        winners += [_winner(alike, samples_of, ran)] if alike else []
         if loss := _loss(alike, ran, samples_of):
             losses.append(loss)
     losses.sort(key=lambda loss: -loss.regret)
@@ -381,22 +401,42 @@ def evaluate_bench(
     )
 
 
-def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
+_ONE = "one"  # both rows are measurements of one backend
+
+
+def _verdict(base: BenchRow, row: BenchRow, samples_of: SamplesOf, ran: Ran) -> str:
+    """Return the verdict of `stats.compare` on a row, or `_ONE` if both rows ran the same backend."""
+    actual = ran.get((row.config, row.backend))
+    if actual is not None and actual == ran.get((base.config, base.backend)):
+        return _ONE
+    return stats.compare(samples_of(base), samples_of(row)).verdict
+
+
+def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> Winner:
     named = {row.backend: row for row in alike}
-    best = _best([named[name] for name in contenders(named)])
-    rows: dict[stats.Speed, list[BenchRow]] = {"same": [], "unknown": []}
-    for row in alike:
+    named = {name: named[name] for name in contenders(named)}
+    best = _best([*named.values()])
+    rows: dict[str, list[BenchRow]] = {}
+    for row in named.values():
         if row is not best:
-            verdict = stats.compare(samples_of(best), samples_of(row)).verdict
-            rows.setdefault(verdict, []).append(row)
+            rows.setdefault(_verdict(best, row, samples_of, ran), []).append(row)
+    one, tied, unknown = (rows.get(verdict, []) for verdict in (_ONE, "same", "unknown"))
+    took = ran.get((best.config, best.backend))
     return Winner(
         config=best.config,
         backend=best.backend,
         median_ns=float(best.median_ns or 0),
-        ties=tuple(row.backend for row in rows["same"]),
+        ties=tuple(row.backend for row in alike if row in (*one, *tied)),
         code=selecting(best),
-        open=tuple(row.backend for row in rows["unknown"]),
-        why_open=" or ".join(dict.fromkeys(_why_open(best, row) for row in rows["unknown"])),
+        open=tuple(row.backend for row in unknown),
+        why_open=" or ".join(dict.fromkeys(_why_open(best, row) for row in unknown)),
+        ran=took,
+        same=tuple(row.backend for row in one),
+        rivals=tuple(
+            dict.fromkeys(
+                ran.get((row.config, row.backend)) or row.backend for row in (*tied, *unknown)
+            )
+        ),
     )
 
 
@@ -411,7 +451,7 @@ def _loss(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> Loss | 
     best = _best(others)
     choice, best_ran = ran[chosen.config, CHOSEN], ran[best.config, best.backend]
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
-    verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
+    speed = stats.compare(samples_of(best), samples_of(chosen)).verdict
     return Loss(
         config=chosen.config,
         choice=choice,
@@ -419,10 +459,10 @@ def _loss(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> Loss | 
         best=best.backend,
         best_ns=best_ns,
         regret=max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
-        real=verdict == "slower" and (choice is None or choice != best_ran),
+        real=_verdict(best, chosen, samples_of, ran) == "slower",
         code=selecting(best),
-        verdict=verdict,
-        why_open=_why_open(best, chosen) if verdict == "unknown" else "",
+        verdict=speed,
+        why_open=_why_open(best, chosen) if speed == "unknown" else "",
         best_ran=best_ran,
     )
 
@@ -446,7 +486,6 @@ def selecting(row: BenchRow) -> str:
 
 SHOWN_WINNERS = 3
 WITHIN = percent(stats.THRESHOLD)
-_ONE = "one"  # both rows are measurements of one backend
 _WORDS: dict[str, str] = {
     "faster": "faster",
     "slower": "slower",
@@ -476,21 +515,19 @@ def _conclude(
 ) -> Iterator[str]:
     """Yield sentences that compare the ranking rows."""
     ranked = [row for row in figures if row.ranked]
-    if len({row.config for row in ranked}) > 1:
-        yield from _across_configs(ranked)
-    timed = [row.config for row in ranked]
-    for winner in winners if len(winners) <= SHOWN_WINNERS else ():
-        if timed.count(winner.config) > 1:
-            yield _fastest(winner)
+    undecided = [winner for winner in winners if winner.rivals]
+    # The answer of `bench` counts the configs without a single fastest backend.
+    for winner in undecided if len(undecided) <= SHOWN_WINNERS else ():
+        yield f"{winner.config}: {winner.between} ({winner.why_open or f'within {WITHIN}'})"
     if isinstance(baseline, str):
         yield from _against_backend(ranked, baseline, samples_of, ran)
     else:
-        yield from _against_plain(ranked, samples_of)
+        yield from _against_plain(ranked, samples_of, ran)
     lost = [row for row in ranked if row.speedup is None]
     if baseline is not None and lost:
         where = " for their config" if isinstance(baseline, str) else ""
-        counted = f"{len(lost)} of {len(ranked)} figures"
-        yield f"no speed-up for {counted}, because the baseline {baseline} has no time{where}"
+        number = f"{len(lost)} of {counted(len(ranked), 'figure')}"
+        yield f"no speed-up for {number}, because the baseline {baseline} has no time{where}"
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
         yield f"not ranked because of wrong output: {', '.join(wrong)}"
@@ -501,45 +538,30 @@ def _conclude(
         )
 
 
-def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
-    names = set(contenders({row.backend for row in ranked}))
-    ranked = [row for row in ranked if row.backend in names]
-    quick = _best(ranked)
-    latency = time_text(quick.median_ns or 0)
-    yield f"the lowest latency is {latency} ({quick.backend} on {quick.config})"
-    sound = [row for row in ranked if row.flops_per_s and not (row.efficiency or 0) > 1]
-    if sound:
-        best = max(sound, key=lambda row: row.flops_per_s or 0)
-        rate = (best.flops_per_s or 0) / 1e12
-        yield f"the highest rate is {rate:,.4g} TFLOP/s ({best.backend} on {best.config})"
-
-
-def _fastest(winner: Winner) -> str:
-    tied = f", with {', '.join(winner.ties)} within {WITHIN} of its time" if winner.ties else ""
-    if not winner.open:
-        return f"{winner.config}: {winner.backend} is fastest{tied}"
-    return (
-        f"{winner.config}: {winner.backend} has the lowest median{tied}, but is not significantly "
-        f"faster than {join_and(winner.open)} ({winner.why_open})"
-    )
-
-
-def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> Iterator[str]:
+def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> Iterator[str]:
     by_cell = {(row.config, row.backend): row for row in ranked}
+    slower: dict[str, list[BenchRow]] = {}
     for row in ranked:
         if row.backend != CHOSEN or row.baseline not in REFERENCES or not row.speedup:
             continue
         plain = by_cell.get((row.config, str(row.baseline)))
         if plain is None:  # the machine was too busy to time it
             continue
-        verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
+        verdict = _verdict(plain, row, samples_of, ran)
         if verdict == "slower":
-            yield f"{row.config}: auto {compared(row.speedup, str(row.baseline))}"
+            slower.setdefault(str(row.baseline), []).append(row)
         elif verdict == "unknown" and row.speedup < 1:
             yield (
                 f"{row.config}: the median of auto is {ratio_text(1 / row.speedup)} the median "
                 f"of {row.baseline}, but the difference is not significant: {_why_open(plain, row)}"
             )
+    for baseline, rows in slower.items():
+        worst = min(rows, key=lambda row: row.speedup or 1)
+        most = f"auto takes {as_long(1 / (worst.speedup or 1))} as {baseline} on {worst.config}"
+        others = ""
+        if len(rows) > 1:
+            others = f", and is slower on {counted(len(rows) - 1, 'other config')}"
+        yield f"{most}{others}"
 
 
 def _against_backend(
@@ -551,11 +573,7 @@ def _against_backend(
         own = [row for row in ranked if row.backend == backend and row.config in plain]
         for row in own:
             base = plain[row.config]
-            verdict: str = stats.compare(samples_of(base), samples_of(row)).verdict
-            actual = ran[row.config, row.backend]
-            if actual is not None and actual == ran[base.config, base.backend]:
-                verdict = _ONE
-            verdicts.setdefault(verdict, []).append(row)
+            verdicts.setdefault(_verdict(base, row, samples_of, ran), []).append(row)
         parts = []
         for verdict, words in _WORDS.items():
             if not (rows := verdicts.get(verdict)):
@@ -567,5 +585,5 @@ def _against_backend(
                 most = f" ({'up to ' if len(rows) > 1 else ''}{ratio}, {extreme.config})"
             parts.append(f"{words} on {len(rows)}{most}")
         if parts:
-            counted = f"{len(own)} config{'s' if len(own) > 1 else ''}"
-            yield f"compared with {baseline} on {counted}, {backend} is {', '.join(parts)}"
+            where = counted(len(own), "config")
+            yield f"compared with {baseline} on {where}, {backend} is {', '.join(parts)}"

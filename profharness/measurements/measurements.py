@@ -26,7 +26,7 @@ from profharness.attention.config import (
 from profharness.columns import column
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.errors import NotFoundError, join_few, percent
+from profharness.errors import NotFoundError, counted, join_few, percent
 from profharness.measurements.agreement import with_predictions
 from profharness.rows import (
     COLD,
@@ -82,7 +82,7 @@ def _doubts(
     texts += [*clock_doubts(cell.clocks), *host_doubts(cell, str(row.measurement))]
     half = row.half
     if row.samples < FEW_SAMPLES or half is None:
-        return (*texts, f"only {row.samples} samples")
+        return (*texts, f"only {counted(row.samples, 'sample')}")
     if stats.is_bimodal(samples):
         texts.append("the samples have two modes, so the median may jump between them")
     if half > UNKNOWN:
@@ -621,10 +621,11 @@ def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
     for row in rows:
         if row.ranked and row.median_ns:
             medians.setdefault((row.config, row.measurement), {})[row.backend] = row.median_ns
-    fastest = {key: min(own[name] for name in contenders(own)) for key, own in medians.items()}
+    names = {key: contenders(own) for key, own in medians.items()}
+    fastest = {key: min(medians[key][name] for name in own) for key, own in names.items()}
     return [
         replace(row, regret=row.median_ns / fastest[row.config, row.measurement] - 1)
-        if row.ranked and row.median_ns
+        if row.median_ns and row.backend in names.get((row.config, row.measurement), ())
         else row
         for row in rows
     ]
@@ -982,7 +983,7 @@ def _dtype_pair(
             most = "up to " if len(own) > 1 else ""
             text += f" ({most}{speed_up}, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
         parts.append(text)
-    counted = f"{len(both)} pair{'s' if len(both) > 1 else ''} of cells"
-    statement = f"compared with {other} in {counted}, {dtype} is {', '.join(parts)}"
+    number = counted(len(both), "pair of cells", "pairs of cells")
+    statement = f"compared with {other} in {number}, {dtype} is {', '.join(parts)}"
     counts = {verdict: len(own) for verdict, own in verdicts.items()}
     return DtypePair(dtype, other, counts, statement)

@@ -21,7 +21,7 @@ from profharness.attention.dispatch.by_rule import (
 from profharness.attention.dispatch.machine import machine_of, release_text, rules_know
 from profharness.columns import column
 from profharness.device_types import CPU
-from profharness.errors import NotFoundError, UsageError, join_and
+from profharness.errors import NotFoundError, UsageError, counted, join_and
 from profharness.files import default_store, shell_command
 from profharness.measurements.agreement import (
     AMD_LIBRARIES,
@@ -947,7 +947,7 @@ def _steps_name(steps: Sequence[StepRow], phase: str | None) -> str:
     """Return the name of one step, or text such as `5 decode steps`."""
     if len(steps) == 1:
         return steps[0].name
-    return f"{len(steps)} {phase} steps" if phase else f"{len(steps)} steps"
+    return counted(len(steps), f"{phase} step" if phase else "step")
 
 
 def points_of(calls: Iterable[CallRow], count: int) -> Points:

@@ -15,6 +15,7 @@ from profharness.attention.config import Config, parse_config, without_strides
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.columns import column
 from profharness.devices import Peaks, roofline_ns
+from profharness.errors import counted
 from profharness.measurements.agreement import AMD_LIBRARIES, backend_text
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.program.layer_map import (
@@ -813,7 +814,7 @@ def _speed(
         return None, "unknown", "kernel times are missing on at least one side"
     times = median(base), median(cand)
     ratio = times[1] / times[0]
-    basis = f"{len(base)} and {len(cand)} calls"
+    basis = f"{len(base)} and {counted(len(cand), 'call')}"
     change = f"{basis}: {(ratio - 1) * 100:+.1f} %"
     least = min(len(base), len(cand))
     if times[0] == times[1]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from profharness.devices import Device
-from profharness.errors import TraceFormatError
+from profharness.errors import TraceFormatError, counted
 from profharness.recording.profilers.ncu import check_file
 from profharness.rows import NCU
 from profharness.trace import (
@@ -254,7 +254,7 @@ def _metrics(report: NcuReport, durations: list[int], path: Path) -> HardwareMet
 
 def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
     launches, units = report.launches, report.units
-    of = f"of {len(launches)} kernels have"
+    of = f"of {counted(len(launches), 'kernel')} have"
     if not launches:
         yield "the report contains no kernels; an ncu filter may have excluded them all"
     untimed = [

@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 
-from profharness.errors import TraceFormatError, with_count
+from profharness.errors import TraceFormatError, counted, with_count
 from profharness.files import open_input
 from profharness.traces import NCU_HEADER, UTF_16
 
@@ -176,7 +176,10 @@ class LaunchCompactor:
 def check_shape(path: Path, kernels: int, metrics: int, filled: int) -> None:
     """Raise TraceFormatError if a table with `filled` values would be nearly empty."""
     if kernels * metrics > max(MIN_TABLE_PLACES, PLACES_A_VALUE * filled):
-        message = f"{kernels} kernels and {metrics} metrics, but only {filled} values"
+        message = (
+            f"{counted(kernels, 'kernel')} and {counted(metrics, 'metric')}, but only "
+            f"{counted(filled, 'value')}"
+        )
         raise TraceFormatError(path, message, expected="kernels that have most metrics in common")
 
 
@@ -239,8 +242,8 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
                     "{n} metric [value is not a number and is|values are not numbers and are] skipped",
                     line,
                 )
-    counted = [*_doubt_ids(ids, table.profiled), *table.odd]
-    return NcuReport(launches, units, warnings=(*table.doubts.texts(), *counted, *doubts.texts()))
+    further = [*_doubt_ids(ids, table.profiled), *table.odd]
+    return NcuReport(launches, units, warnings=(*table.doubts.texts(), *further, *doubts.texts()))
 
 
 def read_text(path: Path) -> str:
@@ -324,7 +327,9 @@ class Table:
         metrics = [name for name in place if name not in OWN_COLUMNS]
         if odd := [name for name in metrics if "__" not in name]:
             shown = ", ".join(repr(name[:40]) for name in odd[:3])
-            self.odd.append(f"{len(odd)} columns have unknown names: {shown}")
+            self.odd.append(
+                f"{counted(len(odd), 'column has an unknown name', 'columns have unknown names')}: {shown}"
+            )
         places = [place[name] for name in metrics]
         return dict(zip(metrics, map(self.first.__getitem__, places), strict=True)), places
 
@@ -375,7 +380,9 @@ class Table:
             raise _bad_row(self.path, count, "is cut off")
         if not whole:
             raise _bad_row(
-                self.path, count, f"has {len(cells)} columns instead of {len(self.columns)}"
+                self.path,
+                count,
+                f"has {counted(len(cells), 'column')} instead of {len(self.columns)}",
             )
         self._bare = self._bare or not quoted
         return cells

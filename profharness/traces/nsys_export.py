@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.devices import Device
-from profharness.errors import TraceFormatError
+from profharness.errors import TraceFormatError, counted
 from profharness.traces.columns import (
     CORE_FIELDS,
     MAX_NS,
@@ -263,7 +263,7 @@ def check_schema(export: Export) -> list[str]:
         if not (lacks or unknown) or not (count := export.count(table)):
             continue
         if lacks:
-            text = f"{table} has no column {', '.join(lacks)}, so its {count} rows cannot be read"
+            text = f"{table} has no column {', '.join(lacks)}, so its {counted(count, 'row')} cannot be read"
             if table == KERNEL:
                 raise TraceFormatError(export.path, text, expected=_expected(export))
             warnings.append(text)
@@ -278,7 +278,7 @@ def check_schema(export: Export) -> list[str]:
         if table in expected_tables or not (is_kernel or table.startswith(_ACTIVITIES)):
             continue
         if count := export.count(table):
-            text = f"the table {table[:80]} with {count} rows is unknown"
+            text = f"the table {table[:80]} with {counted(count, 'row')} is unknown"
             if is_kernel:
                 raise TraceFormatError(export.path, text, expected=_expected(export))
             warnings.append(f"{text} and was not read")

@@ -193,7 +193,7 @@ def test_speed_up_against_naive_else_math(tmp_path: Path) -> None:
     assert first.regret == pytest.approx(369 / 84 - 1)
     second = row_of(found, "auto", "2,1,16,64,fp16")
     assert (second.baseline, second.speedup) == ("math", pytest.approx(2.0))
-    assert any("auto takes 4.39 times as long as naive" in text for text in found.conclusions)
+    assert any("auto takes 4.39 times as long as naive on " in text for text in found.conclusions)
 
 
 def test_speed_up_against_a_baseline_config_of_the_same_dtype(tmp_path: Path) -> None:
@@ -647,4 +647,4 @@ def test_a_second_way_to_run_cudnn_is_not_the_fastest_backend(tmp_path: Path) ->
     found = answer(tmp_path, timed("1,1,512,64,fp16", **times))
     assert [winner.backend for winner in found.winners] == ["cudnn"]
     assert row_of(found, "cudnn").regret == 0
-    assert row_of(found, "all-disabled").regret == pytest.approx(8_900 / 9_000 - 1)
+    assert row_of(found, "all-disabled").regret is None

@@ -23,7 +23,12 @@ from profharness.commands.analyze.figures import (
     CellAnalysis,
     RunMachine,
 )
-from profharness.commands.analyze.rules import THRESHOLDS, WARP_STATE_WORDS, score_traffic
+from profharness.commands.analyze.rules import (
+    THRESHOLDS,
+    WARP_STATE_WORDS,
+    helpers,
+    score_traffic,
+)
 from profharness.commands.analyze.several import (
     LITTLE_MEMORY,
     changed_problems,
@@ -315,6 +320,22 @@ def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, 
     assert found.bottleneck == "launch"
     hidden = cell(DECODE, **(samples | {"eager": (9_700,)}))
     assert analyze_cell(hidden, [kernel((256, 1, 1), 9_100)], MACHINE).finding("launch_gap") is None
+
+
+def test_a_memset_is_no_copy_of_inputs(h200: Cells) -> None:
+    """Bug: analyze advised another layout of the inputs for the memset of cuDNN's backward pass."""
+    memsets = [
+        (key, kernel)
+        for key, each in h200.items()
+        for kernel in each.kernels
+        if "memset" in kernel.kernel.lower()
+    ]
+    assert memsets
+    for key, kernel in memsets:
+        # A memset of half the kernel time would be a finding if it counted as a copy.
+        larger = replace(kernel, share=0.5)
+        cell = replace(h200[key], kernels=(larger, *h200[key].kernels))
+        assert not any("Memset" in found.sentence for found in helpers(cell, cell.figures))
 
 
 def test_copies_that_ncu_does_not_see_count_as_busy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,14 @@ def diff(store: Path, *words: str) -> Any:
         (
             ("flash", "math"),
             "Compared with flash in CUDA-graph replays, math is slower in all 4 configs (3.14 "
-            "to 12.7 times as long). Math uses more memory in 4 configs (up to 438x) and launches more "
+            "to 12.7 times as long). math uses more memory in 4 configs (up to 438x) and launches more "
             "kernels in 4 configs (up to 8.00x). The environments are the same.",
         ),
         (
             ("20261121-151544-59c7", "20261121-165619-f5ef"),
             "Compared with h200-torch2.11 in CUDA-graph replays, h200-torch-nsys-ncu is slower "
-            "in 2 of 24 cells (1.03 times as long) and the same in 22 cells. The environments are the same.",
+            "in 2 of the 20 cells that ran (1.03 times as long) and the same in 18 "
+            "cells. The environments are the same.",
         ),
     ],
 )
@@ -260,3 +262,13 @@ def test_a_label_has_no_strides() -> None:
     row = LayerDiff("forward", candidate=side_of(config=label))
     assert layer_names([row], full=False) == ["b2-h8-s64-d64-fp16-strides…"]
     assert layer_names([row], full=True) == [label]
+
+
+def test_kernels_that_pair_share_a_row_and_others_name_their_side(store: Path) -> None:
+    """Bug: every kernel had two rows, marked `-` and `+`, which no text explained."""
+    config = ("--full", "--config", "2,8,512,64,fp16")
+    same = diff(store, "20261121-151544-59c7:cudnn", "20261121-165619-f5ef:cudnn", *config).stdout
+    assert "baseline" not in same and re.search(r"^call +graph .* → ", same, re.MULTILINE)
+    other = diff(store, "20261121-151544-59c7:flash", "20261121-151544-59c7:cudnn", *config).stdout
+    assert re.search(r"^attention +baseline +flash_fwd", other, re.MULTILINE)
+    assert re.search(r"^ +candidate +cudnn_sdpa", other, re.MULTILINE)

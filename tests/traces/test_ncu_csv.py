@@ -443,7 +443,7 @@ def test_values_other_than_numbers_are_counted(tmp_path: Path) -> None:
 
 def test_damage_in_the_header_and_the_units_is_reported(tmp_path: Path) -> None:
     odd = WHOLE.replace('"Grid Size"', '"Gr%d Size"')
-    assert warnings(tmp_path, odd)[1] == ("1 columns have unknown names: 'Gr%d Size'",)
+    assert warnings(tmp_path, odd)[1] == ("1 column has an unknown name: 'Gr%d Size'",)
     unit = WHOLE.replace('"us"', '"ux"')
     assert warnings(tmp_path, unit)[1] == (
         "6 of 6 kernels have no time, because the unit of gpu__time_duration.sum is 'ux'",
@@ -486,7 +486,7 @@ def test_the_long_form_takes_linear_time(tmp_path: Path) -> None:
     begun = os.times().user
     rows = "".join(metric(number, f"a__{number}") for number in range(20_000))
     with pytest.raises(
-        TraceFormatError, match="20000 kernels and 20000 metrics, but only 20000 values"
+        TraceFormatError, match="20,000 kernels and 20,000 metrics, but only 20,000 values"
     ):
         read(tmp_path, f"{LONG}\n{rows}")
     assert os.times().user - begun < 20

@@ -275,7 +275,7 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
         (
             f"ALTER TABLE {RUNTIME} RENAME COLUMN correlationId TO id", 269,
-            f"{RUNTIME} has no column correlationId, so its 2712 rows cannot be read",
+            f"{RUNTIME} has no column correlationId, so its 2,712 rows cannot be read",
         ),
         (
             "DROP TABLE NVTX_EVENTS", 269,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import OWN_CHOICE, pytorch_chooses
+from profharness.attention.config import ALL_DISABLED, OWN_CHOICE, pytorch_chooses
 from profharness.commands.analyze.figures import CellAnalysis, Remedy
-from profharness.commands.analyze.several import where
+from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import basis_text
 from profharness.program.layer_map import short_module
@@ -33,11 +33,12 @@ def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
 
     They describe the cell that matters most. If there are many configs, they describe most cells.
     """
-    ran = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
+    usable = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
+    ran = separate(usable)
     if not ran:
         return ("Nothing to analyze: no backend produced usable results for these configs.",)
     if ran[0].module is None and len({each.config for each in ran}) >= MANY:
-        return tuple(_of_all(ran))
+        return tuple(_of_all(ran, "" if len(ran) == len(usable) else f", without {ALL_DISABLED}"))
     return tuple(_of_one(_chosen(ran), ran))
 
 
@@ -97,7 +98,7 @@ def _limit(bottleneck: str | None) -> str:
     return LIMITS.get(bottleneck or "", bottleneck or "")
 
 
-def _of_all(ran: Sequence[CellAnalysis]) -> Iterator[str]:
+def _of_all(ran: Sequence[CellAnalysis], without: str) -> Iterator[str]:
     limits = Counter(each.bottleneck for each in ran if each.bottleneck)
     if not limits:
         yield "These measurements show no bottleneck."
@@ -105,8 +106,8 @@ def _of_all(ran: Sequence[CellAnalysis]) -> Iterator[str]:
         (first, count), *others = limits.most_common(2)
         next_one = f", followed by {_limit(others[0][0])} ({others[0][1]})" if others else ""
         yield (
-            f"The most frequent bottleneck is {_limit(first)} ({count} of {len(ran)} "
-            f"cells){next_one}."
+            f"The most frequent bottleneck is {_limit(first)} ({count} of the {len(ran)} "
+            f"cells that ran{without}){next_one}."
         )
     remedies: dict[str, list[tuple[CellAnalysis, Remedy]]] = {}
     limited = [each for each in ran if limits and each.bottleneck == limits.most_common(1)[0][0]]

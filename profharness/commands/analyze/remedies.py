@@ -103,7 +103,7 @@ def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
         f"nor the bandwidth ({percent(memory, 1)}) is near its peak"
     )
     if cell.main.waves is not None and cell.main.waves <= 1:
-        text += ", and there is only one wave of blocks, so no other blocks hide its start and end"
+        text += ". There is only one wave of blocks, so no other blocks hide its start and end"
     evidence = achieved.evidence
     for code in ("one_wave", "tail", "few_blocks", "low_occupancy", "idle_warps"):
         if code in findings:

@@ -12,6 +12,7 @@ from profharness.attention.config import Config, pytorch_chooses
 from profharness.columns import column
 from profharness.commands.analyze.figures import CellAnalysis, Figures, Finding, Remedy
 from profharness.errors import counted
+from profharness.measurements.measurements import contenders
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 from profharness.units import time_text
 
@@ -22,6 +23,15 @@ SEVERAL = 2  # A finding is printed once for all its configs if there are at lea
 
 Item = TypeVar("Item", Finding, Remedy)
 Members = list[tuple[CellAnalysis, Item]]
+
+
+def separate(analyses: Sequence[CellAnalysis]) -> list[CellAnalysis]:
+    """Return the cells without those of `all-disabled`, which runs what `auto` runs.
+
+    Return all cells if there are no others.
+    """
+    names = contenders({each.backend for each in analyses})
+    return [each for each in analyses if each.backend in names]
 
 
 def where(members: Members[Item]) -> str:

@@ -33,11 +33,13 @@ from profharness.commands.analyze.several import (
     drops,
     merged_text,
     missing_scenarios,
+    separate,
     sweep,
     where,
 )
 from profharness.commands.bench.tables import roofline_chart
 from profharness.devices import DeviceFact, Peaks
+from profharness.errors import counted
 from profharness.measurements.measurements import basis_text
 from profharness.program.counters import Counters
 from profharness.program.layer_map import short_module
@@ -164,7 +166,7 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
         for remedy in each.remedies
         if remedy.text.removesuffix(".") in told
     }
-    common, shared = common_blocks(analyses, answered, MOST_SHARED if many else None)
+    common, shared = common_blocks(separate(analyses), answered, MOST_SHARED if many else None)
     if table := [*_cell_table(analyses, with_config=several)]:
         yield Heading("Bottlenecks", _basis_detail(analyses))
         yield from table
@@ -177,7 +179,7 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
     absent = Counter(each.status for each in analyses if each.status != "ok")
     if many and several and absent:
         counts = ", ".join(f"{count} {status}" for status, count in absent.items())
-        yield Note(f"{absent.total()} of {len(analyses)} cells did not run: {counts}")
+        yield Note(f"{absent.total()} of {counted(len(analyses), 'cell')} did not run: {counts}")
     if many:
         yield Note("--full explains each cell, with its phases and counters.", level="hint")
 
@@ -303,13 +305,13 @@ def _counter_tables(own: Sequence[CellAnalysis]) -> Iterator[Block]:
     if traffic := [point for analysis in own for point in traffic_points(analysis)]:
         yield Table.of(TRAFFIC_COLUMNS, traffic)
         yield from _past_l1(own)
-    if counted := [
+    if profiled := [
         (analysis, kernel, kernel.counters)
         for analysis in own
         for kernel in analysis.kernels
         if kernel.ncu_ns is not None and (kernel.share or 0) >= COUNTED_SHARE
     ]:
-        yield Table.of(filled_columns(COUNTER_COLUMNS, counted), counted)
+        yield Table.of(filled_columns(COUNTER_COLUMNS, profiled), profiled)
 
 
 def _swept_title(name: str) -> str:
@@ -595,27 +597,60 @@ def common_blocks(
     items that the most cells share are kept. Also return everything that the cells share, so that the
     sections on single configs can omit it.
     """
-    findings = ((each, item) for each in analyses for item in shown_findings(each, full=False))
+    shown = ((each, item) for each in analyses for item in shown_findings(each, full=False))
     remedies = (
         (each, item)
         for each in analyses
         for item in each.remedies
         if (each.run, each.cell, item) not in answered
     )
-    found = sorted(common_findings(findings), key=lambda pair: -len(pair[1]))
+    found = sorted(common_findings(shown), key=lambda pair: -len(pair[1]))
     helpful = sorted(common_remedies(remedies), key=lambda members: -len(members))
     covered: set[tuple[str, str, object]] = {
         *((cell.run, cell.cell, each) for _, members in found for cell, each in members),
         *((cell.run, cell.cell, each) for members in helpful for cell, each in members),
     }
-    notes = [
-        _finding_note(finding, "finding", f"{where(cells)}: ") for finding, cells in found[:most]
-    ]
+    notes, given = [], list[list[tuple[CellAnalysis, Remedy]]]()
+    for finding, cells in found[:most]:
+        mine = next((each for each in helpful if _remedies_for(each, cells)), None)
+        given += [mine] if mine else []
+        notes.append(_shared_note(finding, cells, mine))
     notes += [
-        _remedy_note([remedy for _, remedy in cells], "remedy", f"{where(cells)}: ")
+        Note(f"{_remedy_note([each for _, each in cells], '', '').text} {_cells(cells)}", "remedy")
         for cells in helpful[:most]
+        if cells not in given
     ]
     return ([Heading("Shared by several configs"), *notes] if notes else []), covered
+
+
+def _remedies_for(
+    helpful: Sequence[tuple[CellAnalysis, Remedy]], cells: Sequence[tuple[CellAnalysis, Finding]]
+) -> bool:
+    """Return whether a remedy is for a finding and for the same cells."""
+    causes = {(cell.run, cell.cell): _causes(finding, cell) for cell, finding in cells}
+    return len(helpful) == len(cells) and all(
+        causes.get((cell.run, cell.cell), set()).intersection(remedy.findings)
+        for cell, remedy in helpful
+    )
+
+
+def _shared_note(
+    finding: Finding,
+    cells: Sequence[tuple[CellAnalysis, Finding]],
+    helpful: Sequence[tuple[CellAnalysis, Remedy]] | None,
+) -> Note:
+    """Return a note with the first sentence of a finding, its remedy, and the cells that have it."""
+    sentences = finding.sentence.split(". ")
+    # Without its name, a bottleneck begins with the finding that causes it.
+    first = sentences[sentences[0].startswith("Bottleneck") and len(sentences) > 1]
+    texts = [f"{first.removesuffix('.')}."]
+    texts += [_remedy_note([each for _, each in helpful], "", "").text] if helpful else []
+    level = "warning" if finding.severity == "major" else "note"
+    return Note(" ".join([*texts, _cells(cells)]), "finding", level)
+
+
+def _cells(members: Sequence[tuple[CellAnalysis, Any]]) -> str:
+    return f"Cells: {where([*members])}."
 
 
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from profharness.attention.config import ALL_DISABLED, AUTO, pytorch_chooses, sdpa_setting
+from profharness.attention.config import AUTO, pytorch_chooses, sdpa_setting
 from profharness.attention.dispatch.advice import setting_code
 from profharness.commands._answers import refused_and_failed, split_text
 from profharness.device_types import device_name
 from profharness.errors import counted, join_and
-from profharness.measurements.evaluation import BenchResult, Loss
+from profharness.measurements.evaluation import BenchResult, Loss, Winner
 from profharness.measurements.measurements import BenchRow, basis_text
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL
 from profharness.stats import NOTABLE_LOSS
@@ -50,16 +50,13 @@ def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
     real = [loss for loss in notable if loss.real]
     found = real or [loss for loss in notable if loss.open]
     if not found:
-        noise = max((loss.regret for loss in losses if loss.same_backend), default=0)
-        if total > 1 and noise > NOTABLE_LOSS:
-            return (
-                f"auto runs the fastest backend, or one within {much} of it, on {_all(total)}; two "
-                f"measurements of the same backend differ by up to {share_text(noise)}. "
-                f"{_of_winners(answer)}"
-            )
-        if total > 1:
-            return f"auto is within {much} of the fastest backend on {_all(total)}. {_of_winners(answer)}"
-        return _good_choice(answer, losses[0])
+        winners = answer.sound_winners()
+        if total == 1:
+            return _good_choice(answer, losses[0])
+        text = f"{_of_winners(answer)}{_noise(losses)}"
+        if all(each.of_auto and not each.rivals for each in winners):
+            return text
+        return f"auto is within {much} of the fastest backend on {_all(total)}. {text}"
     worst, may = found[0], "" if real else "may "
     times = f"{_time(worst.chosen_ns, worst.choice)} against {_time(worst.best_ns, worst.best)}"
     where = _all(total) if len(found) == total else f"{len(found)} of {total} configs"
@@ -78,17 +75,20 @@ def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
 def _good_choice(answer: BenchResult, loss: Loss) -> str:
     """Return the fastest backend of a single config on which `auto` is about as fast."""
     lead = _of_winners(answer)
-    if loss.same_backend and loss.regret > NOTABLE_LOSS:
-        return (
-            f"{lead} auto runs {loss.best} too, but takes {time_text(loss.chosen_ns)}, so the times "
-            f"vary by {share_text(loss.regret)}."
-        )
-    if any(each.backend == AUTO for each in answer.winners if each.config == loss.config):
-        return lead
-    if loss.same_backend:
-        return f"{lead} auto runs {loss.best}."
+    if loss.same_backend or any(
+        AUTO in (each.backend, *each.same) for each in answer.winners if each.config == loss.config
+    ):
+        return f"{lead}{_noise([loss])}"
     chosen = _time(loss.chosen_ns, loss.choice)
     return f"{lead} auto takes {chosen}, within {share_text(NOTABLE_LOSS)} of that."
+
+
+def _noise(losses: Sequence[Loss]) -> str:
+    """Return a sentence if two measurements of one backend differ notably, else ""."""
+    noise = max((loss.regret for loss in losses if loss.same_backend), default=0)
+    if noise <= NOTABLE_LOSS:
+        return ""
+    return f" Two measurements of the same backend differ by up to {share_text(noise)}."
 
 
 def _all(count: int) -> str:
@@ -116,38 +116,53 @@ def _of_winners(answer: BenchResult) -> str:
         return "The fastest backend is unknown."
     if len({row.backend for row in ranked}) == 1:
         return _of_one_backend(ranked)
-    choices = {loss.config: loss.choice or AUTO for loss in answer.losses}
     if len(winners) > 1:
-        counts = Counter(
-            choices[each.config] if each.backend == AUTO else each.backend for each in winners
-        )
-        first = counts.most_common(1)[0][0]
-        return f"{first} is the fastest{split_text(counts).removeprefix(first)}."
+        return _of_several(winners, any(row.backend == AUTO for row in ranked))
     (winner,) = winners
-    name, choice = winner.backend, choices.get(winner.config)
-    # auto and the backend that it runs are one backend, and all-disabled is not a backend to choose.
-    same = {ALL_DISABLED, *((AUTO, choice) if name in (AUTO, choice) else (name,))}
-    ties, unclear = (
-        [each for each in names if each not in same] for names in (winner.ties, winner.open)
-    )
-    if name == AUTO and choice != AUTO:
-        name = f"auto, which runs {choice},"
-    time = time_text(winner.median_ns)
-    if unclear:
-        lead = (
-            f"{name} has the lowest median, {time}, but is not significantly faster than "
-            f"{join_and(unclear)}"
-        )
+    name, time = winner.name, time_text(winner.median_ns)
+    if winner.rivals:
+        why = f" ({winner.why_open})" if winner.why_open else ""
+        lead = f"{name} has the lowest median, {time}, but there is {winner.between}{why}"
+    elif winner.of_auto:
+        lead = f"auto already runs {name}, the fastest: {time}"
     else:
-        lead = f"{name} is the fastest: {time}" + (
-            f", and {join_and(ties)} as fast" if ties else ""
-        )
+        lead = f"{name} is the fastest: {time}"
     slowest = max(ranked, key=lambda row: row.median_ns or 0)
-    if slowest.backend in (*same, *ties, *unclear) or pytorch_chooses(slowest.backend):
+    known = (winner.backend, *winner.ties, *winner.open)
+    if slowest.backend in known or pytorch_chooses(slowest.backend):
         return f"{lead}."
     return (
         f"{lead}; {slowest.backend} takes {as_long((slowest.median_ns or 0) / winner.median_ns)}."
     )
+
+
+def _of_several(winners: Sequence[Winner], with_auto: bool) -> str:
+    """Return sentences on the fastest backends of several configs.
+
+    A backend counts as the fastest of a config only if all others are significantly slower.
+    """
+    decided = [each for each in winners if not each.rivals]
+    undecided = Counter(
+        each.between.removeprefix("no significant difference ") for each in winners if each.rivals
+    )
+    texts = []
+    if decided:
+        counts = Counter(each.name for each in decided)
+        split = split_text(counts, len(winners))
+        first = counts.most_common(1)[0][0]
+        of_auto = sum(each.of_auto for each in decided)
+        if of_auto < len(decided):
+            lead = f"{first} is the fastest{split.removeprefix(first)}"
+            also = f"; auto already runs the fastest on {of_auto}" if with_auto and of_auto else ""
+            texts.append(f"{lead}{also}.")
+        elif len(counts) > 1:
+            texts.append(f"auto already runs the fastest backend: {split}.")
+        else:
+            texts.append(f"auto already runs {first}, the fastest{split.removeprefix(first)}.")
+    if undecided:
+        text = split_text(undecided, len(winners))
+        texts.append(f"There is no significant difference {text}.")
+    return " ".join(texts)
 
 
 def _of_one_backend(rows: Sequence[BenchRow]) -> str:
@@ -182,8 +197,3 @@ def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:
             f"The machine was busy, so {busy} of {counted(len(figures), 'time')} cannot be used. "
             "Repeat the benchmark when nothing else is running."
         )
-
-
-def trust_note(measurements: Sequence[str]) -> str:
-    """Return a legend that says what each of these measurements is good for."""
-    return " ".join(text for name, text in TRUST.items() if name in measurements)

@@ -12,10 +12,10 @@ from profharness.attention.config import ALL_DISABLED, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
-from profharness.commands.bench.answer import bench_answer, trust_note
+from profharness.commands.bench.answer import TRUST, bench_answer
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
-from profharness.errors import join_few, percent
+from profharness.errors import counted, join_few, percent
 from profharness.measurements.agreement import replaced_by, replacement_notes
 from profharness.measurements.evaluation import BenchResult, Loss
 from profharness.measurements.measurements import (
@@ -26,7 +26,6 @@ from profharness.measurements.measurements import (
     Axis,
     BenchRow,
     Sweep,
-    basis_detail,
     basis_text,
     families,
     family,
@@ -139,6 +138,13 @@ MEANS = {
     "part of the launch path",
     WALL: "wall-clock time of one call on the CPU",
 }
+COUNTED = {
+    "exact": "Rates are computed from the exact number of FLOPs and from the compulsory bytes, "
+    "which are those of the inputs and outputs.",
+    "flash-attention": "Rates are computed from the number of FLOPs as the FlashAttention "
+    "benchmarks count them and from the compulsory bytes, which are those of the inputs and outputs.",
+}
+"""Maps each way to count FLOPs to a sentence on it."""
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: ""}
@@ -154,7 +160,7 @@ COLUMNS = (
     *(Column(name, f"{name} µs/call", "time", scale="call", optional=True) for name in BESIDE),
     *pick(BenchRow, "flops_per_s", "bytes_per_s", "efficiency", "queries_per_s"),
     *pick(BenchRow, "sequences_per_s", "regret", "speedup", "verified"),
-    Column("mark", "", importance="answer", optional=True),
+    Column("mark", "note", importance="answer", optional=True),
 )
 LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "regret", "remark")
 
@@ -168,9 +174,8 @@ def bench_document(
     contain the samples. If `charts` is not set, the document has no charts.
     """
     environment = answer.environment
-    timed = basis_detail(answer.ranking) if answer.figures() else None
     device = device_name(environment) or "unknown device"
-    facts = [timed, device, f"torch {environment.get('torch')}"]
+    facts = [device, f"torch {environment.get('torch')}"]
     blocks: list[Block] = [
         Heading(f"run {answer.name}", ", ".join(filter(None, [*facts, answer.created[:10]]))),
         _main_table(answer),
@@ -266,14 +271,14 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
 
 def _legend(answer: BenchResult) -> Iterator[Note]:
     """Yield notes on the columns, and on what each measurement is good for."""
-    means = MEANS.get(answer.ranking, answer.ranking)
-    text = f"median of {basis_text(answer.ranking)} ({means}); ±% is half the width of its 95 % interval"
+    measured = {str(row.measurement) for row in answer.rows}
+    text = MEANS.get(answer.ranking) or basis_text(answer.ranking)
+    text += "; ±% is half the width of the median's 95 % interval"
     if any(row.half_between_processes is not None for row in answer.figures()):
         text += ", and ±% processes is the part due to differences between processes"
     yield Note(text, "median")
-    measured = {str(row.measurement) for row in answer.rows}
-    if text := trust_note([*measured]):
-        yield Note(text, "measurements")
+    if len(trusted := [name for name in TRUST if name in measured]) > 1:
+        yield Note(" ".join(TRUST[name] for name in trusted), "measurements")
     if any(row.backend == ALL_DISABLED for row in answer.rows):
         text = (
             "the legacy sdp_kernel context disables flash, efficient and math, which leaves only "
@@ -282,14 +287,12 @@ def _legend(answer: BenchResult) -> Iterator[Note]:
         yield Note(text, ALL_DISABLED)
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)
-    ceiling = "this device's peaks are unknown, so the efficiency is unknown too"
+    ceiling = "The efficiency is unknown, because the peaks of this device are unknown."
     if peaks := answer.peaks:
-        ceiling = f"% of roofline is relative to whichever {peaks.source} peak of {peaks.device} limits first"
         against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
-        ceiling += f" ({'; '.join(against)})" if against else ""
-    yield Note(
-        f"FLOPs are counted as {answer.convention}, bytes are compulsory; {ceiling}", "rates"
-    )
+        which = "; ".join(against) or f"{peaks.source} of {peaks.device}"
+        ceiling = f"% of roofline is relative to the peak that limits a config first: {which}."
+    yield Note(f"{COUNTED[answer.convention]} {ceiling}", "rates")
     named = answer.figures() if answer.baseline is not None else ()
     if baselines := dict.fromkeys(str(row.baseline) for row in named if row.baseline):
         yield Note(f"relative to {'; '.join(baselines)}", "speed-up")
@@ -335,7 +338,7 @@ def _main_table(answer: BenchResult) -> Table:
     for number, cells in enumerate(_doubtful(answer).values(), start=1):
         for cell in cells:
             numbers.setdefault(cell, []).append(f"[{number}]")
-    busy, marked = answer.busy(), not _mostly_wide(answer)
+    busy = answer.busy()
     ranked = answer.ranking_rows()
     fastest = {row.config: (row.config, row.backend) for row in ranked if row.regret == 0}
     sound = Counter(row.config for row in answer.figures() if row.ranked and not row.busy)
@@ -347,13 +350,12 @@ def _main_table(answer: BenchResult) -> Table:
             values = {name: getattr(row, name) for name in ("config", "backend", "status")}
             lines.append((empty | values,))
             continue
-        marks = ["[~]" if marked and row.is_wide(answer.precision) else "", *numbers.get(cell, ())]
         values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
-        values["mark"] = " ".join(filter(None, marks))
+        values["mark"] = " ".join(numbers.get(cell, ()))
         baseline = tuple(str(row.baseline).split(" "))
         if busy & {cell, fastest.get(row.config), (row.config, str(row.baseline)), baseline}:
             values |= dict.fromkeys(RATIOS, "")
-        if sound[row.config] < 2:
+        if sound[row.config] < 2 or row.backend == ALL_DISABLED:
             values["regret"] = ""
         # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
         if len(batches) < 2:
@@ -396,6 +398,12 @@ def _doubtful(answer: BenchResult) -> dict[str, list[tuple[str, str]]]:
     for key in sorted(doubts, key=lambda key: order[key]):
         for text in doubts[key].values():
             cells.setdefault(text, []).append(key)
+    wide = [(row.config, row.backend) for row in answer.figures() if row.is_wide(answer.precision)]
+    if wide and not _mostly_wide(answer):
+        cells[
+            f"the interval is wider than ±{percent(answer.precision, 1)}; take more samples to "
+            "narrow it"
+        ] = wide
     return cells
 
 
@@ -404,13 +412,10 @@ def _doubts(answer: BenchResult) -> Iterator[Note]:
     wide = sum(row.is_wide(answer.precision) for row in figures)
     if wide and _mostly_wide(answer):
         text = (
-            f"the intervals of {wide} of {len(figures)} figures are wider than "
+            f"the intervals of {wide} of {counted(len(figures), 'figure')} are wider than "
             f"±{percent(answer.precision, 1)}; take more samples to narrow them"
         )
         yield Note(text, "precision", "warning")
-    elif wide:
-        text = f"the interval is wider than ±{percent(answer.precision, 1)}; take more samples to narrow it"
-        yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")
     for number, (text, cells) in enumerate(_doubtful(answer).items(), start=1):
         where = " ".join(cells[0]) if len(cells) == 1 else f"{len(cells)} figures"
         yield Note(text, f"[{number}] {where}", "warning")

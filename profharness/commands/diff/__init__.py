@@ -74,8 +74,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FIELDS = field_names(DiffRow)
-SIDE = Column("side", "side", importance="key")
-MARKS = ("-", "+")  # of the baseline and the candidate
+SIDE = Column("side", "side", importance="key", optional=True)
+SIDES = ("baseline", "candidate")  # values of the column
 FEW_CONFIGS = (
     3  # if more configs are compared, the kernels of those without a difference need --full
 )
@@ -120,8 +120,8 @@ COMPOSITE = (
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
     """Return the document of `diff`.
 
-    The tables mark rows of the baseline with `-` and rows of the candidate with `+`. If `full` is
-    set, show all rows and whole names. If `changed_first` is set, list configs without differences
+    Kernels that only differ in their times share a row. If `full` is set, show all rows and whole
+    names. If `changed_first` is set, list configs without differences
     at the end, one per line.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
@@ -221,7 +221,7 @@ def _phase_blocks(phases: Sequence[PhaseDiff]) -> Iterator[Block]:
     lines = [
         (mark, row)
         for each in phases
-        for mark, row in ((MARKS[0], each.baseline), (MARKS[1], each.candidate))
+        for mark, row in ((SIDES[0], each.baseline), (SIDES[1], each.candidate))
         if row
     ]
     yield Heading("Phases", phases_detail(row for _, row in lines), 3)
@@ -330,21 +330,51 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
 
 
 def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
-    """Yield a line per kernel of each side. Show the ratio and the verdict in the first line."""
+    """Yield a line per kernel. Show the ratio and the verdict in the first line.
+
+    A kernel that is launched alike on both sides has one line with both times. If the kernels of a
+    role differ, yield a line per kernel of each side.
+    """
     first: dict[str, Any] = {}
-    for mark, kernels, time_ns in (
-        (MARKS[0], row.baseline, row.baseline_ns),
-        (MARKS[1], row.candidate, row.candidate_ns),
-    ):
-        for kernel in kernels:
-            yield {"side": mark} | first, kernel, row
-            first = {"ratio": "", "verdict": ""}
-        if not kernels and time_ns is not None:
-            times = {"kernel": row.basis, "kernel_short": row.basis, "duration_ns": time_ns}
-            yield NO_KERNEL | {"side": mark} | times | first, row
-            first = {"ratio": "", "verdict": ""}
+    rest = {"ratio": "", "verdict": ""}
+    if _alike(row):
+        for one, other in zip(row.baseline, row.candidate, strict=True):
+            yield (
+                {"side": "", "duration_ns": (one.duration_ns, other.duration_ns)} | first,
+                one,
+                row,
+            )
+            first = rest
+        if not row.baseline:
+            both = {"duration_ns": (row.baseline_ns, row.candidate_ns)}
+            yield NO_KERNEL | {"kernel": row.basis, "kernel_short": row.basis} | both, row
+            first = rest
+    else:
+        for side, kernels, time_ns in zip(
+            SIDES,
+            (row.baseline, row.candidate),
+            (row.baseline_ns, row.candidate_ns),
+            strict=True,
+        ):
+            for kernel in kernels:
+                yield {"side": side} | first, kernel, row
+                first = rest
+            if not kernels and time_ns is not None:
+                times = {"kernel": row.basis, "kernel_short": row.basis, "duration_ns": time_ns}
+                yield NO_KERNEL | {"side": side} | times | first, row
+                first = rest
     if not first:
         yield NO_KERNEL, row
+
+
+def _alike(row: DiffRow) -> bool:
+    """Return whether both sides have the same kernels with the same launches, or only times."""
+    one, other = (
+        [(kernel.kernel, *(getattr(kernel, name) for name in OF_A_KERNEL)) for kernel in side]
+        for side in (row.baseline, row.candidate)
+    )
+    timed = row.baseline_ns is not None and row.candidate_ns is not None
+    return one == other and (bool(one) or timed)
 
 
 Baseline = Annotated[

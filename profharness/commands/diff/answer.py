@@ -249,11 +249,15 @@ def _mode_changes(rows: Sequence[LayerDiff], names: tuple[str, str]) -> Iterator
 
 def _cells(diff: Diff) -> Iterator[str]:
     before, after = _names(diff)
-    rows = list(_of_whole_calls(diff))
+    every = list(_of_whole_calls(diff))
+    # A cell that both sides refuse has no time.
+    rows = [row for row in every if row.role != "status" or row.verdict != "same"]
     # A diff of two runs compares each backend of a config.
     noun = "config" if len({row.config for row in rows}) == len(rows) else "cell"
     if rows:
-        yield _speeds(before, after, rows, noun)
+        yield _speeds(before, after, rows, noun, that_ran=len(rows) < len(every))
+    elif every:
+        yield f"Nothing ran in {before} or in {after}."
     verb = {REFUSED: "refuses", MEMORY: "uses more memory in", LAUNCHES: "launches more kernels in"}
     worse = []
     for what, text in verb.items():
@@ -264,7 +268,7 @@ def _cells(diff: Diff) -> Iterator[str]:
             of = f" that {before} runs" if what == REFUSED else ""
             worse.append(f"{text} {counted(len(found), noun)}{of}{_most(found)}")
     if worse:
-        yield f"{after[0].upper()}{after[1:]} {join_and(worse)}."
+        yield _joined("", f"{after} {join_and(worse)}.")
 
 
 def _most(costs: Sequence[Cost]) -> str:
@@ -286,11 +290,13 @@ def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
         yield from [row for row in rows if row.role in WHOLE_CALL][:1]
 
 
-def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
+def _speeds(
+    before: str, after: str, rows: Sequence[DiffRow], noun: str, *, that_ran: bool = False
+) -> str:
     """Return a sentence such as `Compared with flash, math is slower in all 9 configs (3.40 to 13.00 times).`"""
     bases = {row.basis for row in rows if row.ratio}
     measured = MEASURED_BY.get(bases.pop() or "", "") if len(bases) == 1 else ""
-    parts = []
+    parts: list[str] = []
     for verdict in ("slower", "faster"):
         found = [row for row in rows if row.verdict == verdict and row.ratio]
         if not found:
@@ -300,13 +306,14 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
             return f"{after} {compared(speed_ups[0], before)}{measured}."
         amount = by_how_much(min(speed_ups), most=max(speed_ups))
         count = (
-            f"{len(found):,} of {len(rows):,}"
+            f"{len(found):,} of {'the ' if that_ran else ''}{len(rows):,}"
             if len(found) < len(rows)
             else "both"
             if len(rows) == 2
             else f"all {len(rows):,}"
         )
-        parts.append(f"{verdict} in {count} {noun}s ({amount})")
+        which = " that ran" if that_ran and not parts else ""
+        parts.append(f"{verdict} in {count} {noun}s{which} ({amount})")
     others = Counter(row.verdict for row in rows if row.verdict not in ("slower", "faster"))
     words = {
         "same": "the same in {}",
@@ -318,8 +325,9 @@ def _speeds(before: str, after: str, rows: Sequence[DiffRow], noun: str) -> str:
     parts += [words[name].format(counted(count, noun)) for name, count in others.items()]
     text = f"Compared with {before}{measured}, {after} is {join_and(parts)}."
     if len(parts) == 1 and set(others) == {"same"}:
-        where = counted(len(rows), noun)
-        return f"{after[0].upper()}{after[1:]} takes as long as {before}{measured} in {where}."
+        where = f"{counted(len(rows), noun)}{' that ran' if that_ran else ''}"
+        where = f"the {where}" if that_ran else where
+        return _joined("", f"{after} takes as long as {before}{measured} in {where}.")
     return text
 
 
