@@ -227,9 +227,12 @@ def test_decoding_is_compared_with_decoding(
     names = found.names
     assert answer.startswith("The median decode step takes ")
     comparison = (
-        f"slower than {names[0]}" if verdict == "slower" else f"times as fast as {names[0]}"
+        f"times as long as {names[0]}" if verdict == "slower" else f"times as fast as {names[0]}"
     )
-    assert f", and {names[1]} is " in answer and f"{comparison} in the for" in answer
+    assert (
+        f", and {names[1]} {'takes' if verdict == 'slower' else 'is'} " in answer
+        and f"{comparison} in the for" in answer
+    )
     graph = next(name for name in names if name == "graph")
     assert f"; only {graph} replays CUDA graphs. Only " in answer
     assert "has prefill steps. The env" in answer

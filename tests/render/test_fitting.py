@@ -735,10 +735,11 @@ def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:
 
 def test_an_interval_has_the_unit_of_its_time() -> None:
     """Bug: the ends of a predicted interval could be in µs beside a time in ms."""
-    columns = pick(LayerForecast, "predicted_ns", "predicted_low_ns", "predicted_high_ns")
-    table = Table(columns, ((1_200_000, 900_000, 1_400_000),))
+    columns = pick(LayerForecast, "predicted_ns", "predicted_interval")
+    table = Table(columns, ((1_200_000, (900_000, 1_400_000)),))
     text = render_table(Document("t/1", "t", (table,), (), ()))
-    assert text.split()[:5] == ["time/call", "from", "time", "to", "time"]
+    assert text.split()[:2] == ["predicted", "time/call"]
+    assert "1.20 ms  900 µs to 1.40 ms" in text
 
 
 def test_tables_with_the_same_columns_have_the_same_units() -> None:

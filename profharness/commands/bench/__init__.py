@@ -305,7 +305,7 @@ def show(
     answer, *_ = answers
     path = None if output is None else Path(output)
     with contextlib.nullcontext() if run else measured("bench", answer.run):
-        page = benches_by_gpu_document(answers, explain=explain, raw=raw)
+        page = benches_by_gpu_document(answers, explain=explain, raw=raw, full=full)
         if path is not None and is_folder(path):
             _write_folder(page, path, answer.environment, force=force)
             emit(page, "table", full=full)

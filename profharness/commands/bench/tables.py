@@ -154,6 +154,7 @@ RATIOS = ("speedup", "regret", "efficiency")
 """Keys of the columns that are left empty if a figure they depend on comes from a busy machine."""
 BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 """Measurements with a column of their own in the main table."""
+ONLY_FULL = ("mean_ns", "std_ns")
 COLUMNS = (
     *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
@@ -166,19 +167,25 @@ LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "r
 
 
 def bench_document(
-    answer: BenchResult, *, explain: bool = False, raw: bool = False, charts: bool = True
+    answer: BenchResult,
+    *,
+    explain: bool = False,
+    raw: bool = False,
+    charts: bool = True,
+    full: bool = False,
 ) -> Document:
     """Return the document of `bench`.
 
     If `explain` is set, the document lists every reason for a refusal. If `raw` is set, the records
-    contain the samples. If `charts` is not set, the document has no charts.
+    contain the samples. If `charts` is not set, the document has no charts. The means and standard
+    deviations are shown only if `full` is set.
     """
     environment = answer.environment
     device = device_name(environment) or "unknown device"
     facts = [device, f"torch {environment.get('torch')}"]
     blocks: list[Block] = [
         Heading(f"run {answer.name}", ", ".join(filter(None, [*facts, answer.created[:10]]))),
-        _main_table(answer),
+        _main_table(answer, full),
         *(_charts(answer) if charts else ()),
         *_regret(answer),
         *([Heading("Comparison")] if answer.conclusions else ()),
@@ -321,7 +328,7 @@ def _measured(answer: BenchResult) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _main_table(answer: BenchResult) -> Table:
+def _main_table(answer: BenchResult, full: bool) -> Table:
     """Return a table with one line per cell and a column for the median of each measurement.
 
     The line of a cell without samples shows only its status.
@@ -361,7 +368,8 @@ def _main_table(answer: BenchResult) -> Table:
         if len(batches) < 2:
             values["sequences_per_s"] = ""
         lines.append((values, row))
-    return Table.of(_columns(answer), lines)
+    columns = [each for each in _columns(answer) if full or each.key not in ONLY_FULL]
+    return Table.of(columns, lines)
 
 
 def _columns(answer: BenchResult) -> tuple[Column, ...]:
@@ -592,7 +600,11 @@ SHOWN = 3
 
 
 def benches_by_gpu_document(
-    answers: Sequence[BenchResult], *, explain: bool = False, raw: bool = False
+    answers: Sequence[BenchResult],
+    *,
+    explain: bool = False,
+    raw: bool = False,
+    full: bool = False,
 ) -> Document:
     """Return one document with the results of `bench` on each GPU, and a table that compares them.
 
@@ -600,7 +612,7 @@ def benches_by_gpu_document(
     for the `classes` key, which has an item per GPU. If there is only one result, return its
     document.
     """
-    documents = [bench_document(answer, explain=explain, raw=raw) for answer in answers]
+    documents = [bench_document(answer, explain=explain, raw=raw, full=full) for answer in answers]
     first = documents[0]
     if len(answers) < 2:
         return first
