@@ -154,7 +154,7 @@ RATIOS = ("speedup", "regret", "efficiency")
 """Keys of the columns that are left empty if a figure they depend on comes from a busy machine."""
 BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 """Measurements with a column of their own in the main table."""
-ONLY_FULL = ("mean_ns", "std_ns")
+ONLY_FULL = ("half_between_processes", "mean_ns", "std_ns")
 COLUMNS = (
     *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
@@ -177,8 +177,8 @@ def bench_document(
     """Return the document of `bench`.
 
     If `explain` is set, the document lists every reason for a refusal. If `raw` is set, the records
-    contain the samples. If `charts` is not set, the document has no charts. The means and standard
-    deviations are shown only if `full` is set.
+    contain the samples. If `charts` is not set, the document has no charts. The means, the standard
+    deviations and the differences between processes are shown only if `full` is set.
     """
     environment = answer.environment
     device = device_name(environment) or "unknown device"
@@ -192,7 +192,7 @@ def bench_document(
         *(Note(text) for text in answer.conclusions),
         *_axis_blocks(answer),
         Heading("Notes"),
-        *_legend(answer),
+        *_legend(answer, full),
         Note(_measured(answer), "measured"),
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
@@ -276,12 +276,12 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
         yield Chart("dumbbell", title, shown, "µs", "pair", "dtype", "µs", label="label")
 
 
-def _legend(answer: BenchResult) -> Iterator[Note]:
+def _legend(answer: BenchResult, full: bool) -> Iterator[Note]:
     """Yield notes on the columns, and on what each measurement is good for."""
     measured = {str(row.measurement) for row in answer.rows}
     text = MEANS.get(answer.ranking) or basis_text(answer.ranking)
     text += "; ±% is half the width of the median's 95 % interval"
-    if any(row.half_between_processes is not None for row in answer.figures()):
+    if full and any(row.half_between_processes is not None for row in answer.figures()):
         text += ", and ±% processes is the part due to differences between processes"
     yield Note(text, "median")
     if len(trusted := [name for name in TRUST if name in measured]) > 1:

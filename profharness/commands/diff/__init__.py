@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
 from profharness.attention.config import split_names, without_strides
-from profharness.columns import Column, pick
+from profharness.columns import Column, columns_of, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
@@ -82,12 +82,7 @@ FEW_CONFIGS = (
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 LAUNCH = pick(KernelRow, *OF_A_KERNEL)
-LAST = (
-    # The rows of whole calls have times per call.
-    *(replace(each, title="median µs/launch or call") for each in pick(KernelRow, "duration_ns")),
-    *pick(DiffRow, "ratio", "verdict"),
-)
-COLUMNS = (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *LAST)
+TIME = columns_of(KernelRow)["duration_ns"]
 NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
 
 SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
@@ -315,7 +310,7 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
     first = rows[0]
     yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
     lines = [line for row in rows for line in _lines(row)]
-    yield Table.of(COLUMNS, lines)
+    yield Table.of(_columns(rows), lines)
     notes: dict[str, list[DiffRow]] = {}
     for row in rows:
         # The table shows the ratio, so a clear verdict on a time needs no note.
@@ -329,6 +324,22 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
         yield Note(cost_text(cost), COST_NAMES[cost.what], level)
 
 
+def _columns(rows: Sequence[DiffRow]) -> tuple[Column, ...]:
+    """Return the columns of a table of kernels. Its times are per call if every kernel's are."""
+    kernels = [kernel for row in rows for kernel in (*row.baseline, *row.candidate)]
+    of_calls = all(kernel.launches_per_call for kernel in kernels)
+    time = replace(TIME, title="median µs/call") if of_calls else TIME
+    last = (time, *pick(DiffRow, "ratio", "verdict"))
+    return (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *last)
+
+
+def _kernel_ns(kernel: KernelRow) -> float | None:
+    """Return the median time of a kernel's launches in a call, or of one launch if calls are unknown."""
+    if kernel.duration_ns is None:
+        return None
+    return kernel.duration_ns * (kernel.launches_per_call or 1)
+
+
 def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
     """Yield a line per kernel. Show the ratio and the verdict in the first line.
 
@@ -339,11 +350,8 @@ def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
     rest = {"ratio": "", "verdict": ""}
     if _alike(row):
         for one, other in zip(row.baseline, row.candidate, strict=True):
-            yield (
-                {"side": "", "duration_ns": (one.duration_ns, other.duration_ns)} | first,
-                one,
-                row,
-            )
+            times = {"side": "", "duration_ns": (_kernel_ns(one), _kernel_ns(other))}
+            yield times | first, one, row
             first = rest
         if not row.baseline:
             both = {"duration_ns": (row.baseline_ns, row.candidate_ns)}
@@ -357,7 +365,7 @@ def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
             strict=True,
         ):
             for kernel in kernels:
-                yield {"side": side} | first, kernel, row
+                yield {"side": side, "duration_ns": _kernel_ns(kernel)} | first, kernel, row
                 first = rest
             if not kernels and time_ns is not None:
                 times = {"kernel": row.basis, "kernel_short": row.basis, "duration_ns": time_ns}
