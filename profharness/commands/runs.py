@@ -98,12 +98,11 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     """List stored and unfinished runs, newest first.
 
     A run that was ingested from a trace is named after the file, or after the folder if the folder
-    was given and contains only this trace. Interrupted runs in
-    {runs_folder} are listed after the stored runs, with the commands that resume them.
+    was given and contains only this trace. Interrupted runs in {runs_folder} are listed after the stored runs, with the commands that resume them.
 
     `duration` is the time that profharness spent on a run, or the time that a trace covers, which
-    is a little longer than its steps. With --price-per-hour, the `cost` column is the price of this
-    time on all GPUs that the run used.
+    is slightly longer than the steps in the trace. With --price-per-hour, the `cost` column shows
+    the price of the run's duration on all GPUs that the run used.
 
     --delete removes a run from the store, but keeps the run folder and the traces. To restore a
     deleted run, ingest the run folder or the trace again.

@@ -467,7 +467,8 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     if not losses:
         return
     yield Heading(
-        "Where auto is slower", "compared with the fastest other backend whose results are correct"
+        "Where auto is slower",
+        "compared with the fastest of the other backends with correct results",
     )
     yield Table.of(LOSS_COLUMNS, losses)
     labels_of: dict[str, list[str]] = {}
@@ -579,7 +580,7 @@ def rate_blocks(
         caption = (
             "The bytes are compulsory, and the FLOPs are exact. The roofs are the "
             f"{peaks.source} peaks of {peaks.device}. Points can lie above the slope if the data "
-            "is in the L2."
+            "is in the L2 cache."
         )
         blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
     if wrong:
