@@ -98,7 +98,8 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     """List stored and unfinished runs, newest first.
 
     A run that was ingested from a trace is named after the file, or after the folder if the folder
-    was given and contains only this trace. Interrupted runs in {runs_folder} are listed after the stored runs, with the commands that resume them.
+    was given and contains only this trace. Interrupted runs in
+    {runs_folder} are listed after the stored runs, with the commands that resume them.
 
     `duration` is the time that profharness spent on a run, or the time that a trace covers, which
     is slightly longer than the steps in the trace. With --price-per-hour, the `cost` column shows
