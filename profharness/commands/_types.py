@@ -421,8 +421,8 @@ ConfigOrRunArguments = Annotated[
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the `*runs` parameter of a command that shows several runs."""
 DEFAULT_RELEASE = (
-    "[default: the installed release if an atlas of the GPU covers it, else the newest release in the GPU's "
-    "atlases]"
+    "[default: the installed release if an atlas of the GPU covers it, else the newest release in "
+    "the GPU's atlases]"
 )
 
 

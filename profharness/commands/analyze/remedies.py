@@ -177,7 +177,7 @@ REMEDIES: Mapping[tuple[str, ...], Text] = {
         else "Pass inputs in the layout that the kernel expects, so that no copy is needed."
     ),
     ("kv_reread", "cache_traffic", "unused_shared"): (
-        "Give each block more query rows, so that they share a tile of K and V in shared memory."
+        "Give each block more query rows, so that these rows share each tile of K and V in shared memory."
     ),
     ("no_tensor_cores",): "Compute the products on tensor cores (mma or wgmma in CUDA, tl.dot in "
     "Triton).",

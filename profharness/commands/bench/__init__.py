@@ -316,7 +316,7 @@ def show(
         hint_cpu(answer.environment, device, remedy)
     for other in answer.others:
         again = shell_command("diff", answer.run, other, store=store_path(store))
-        hint(f"compare them with: {again}")
+        hint(f"compare the runs with: {again}")
 
 
 def _write_folder(

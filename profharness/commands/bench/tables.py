@@ -77,7 +77,7 @@ def _axis_blocks(answer: BenchResult) -> Iterator[Block]:
                 text = "; ".join(growth.text for growth in sweep.growth)
                 yield Note(f"{sweep.name} over {axis.title}: {text}", "peak memory")
         if len(own) > SHOWN_SWEEPS:
-            more = f"{len(own) - SHOWN_SWEEPS} more sweeps; the JSON has them all"
+            more = f"{len(own) - SHOWN_SWEEPS} more sweeps are hidden; the JSON contains all sweeps"
             yield Note(more, axis.title)
     yield from (Note(pair.statement, "dtype") for pair in answer.dtypes)
 
