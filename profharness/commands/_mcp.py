@@ -42,7 +42,7 @@ INSTRUCTIONS = (
     "config is batch,heads,seq_len,head_dim and, after these four, in any order: "
     f"{GRAMMAR} as in 2,8,512,64,bf16,causal or 16,32,1,128,bf16,seq_kv=4096,kv_heads=8. "
     "{fp16,bf16} and 128:4096:*2 stand for several values. PyTorch's backends are flash, "
-    "efficient, cudnn, math; auto is PyTorch's own choice. Times are in nanoseconds. "
+    "efficient, cudnn and math; auto is PyTorch's own choice. Times are in nanoseconds. "
     "The value null means unknown.\\n"
 )
 

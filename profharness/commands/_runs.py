@@ -299,7 +299,7 @@ def ingest_progress(source: Path) -> Iterator[Progress | None]:
     """
     if source.suffix == SUFFIX:
         hint(
-            f"{printable_path(source)}: exporting with nsys, for at most "
+            f"{printable_path(source)}: exporting with nsys, which may take up to "
             f"{export_limit_s(source):.0f} s"
         )
     if not is_command_line() or not sys.stderr.isatty():

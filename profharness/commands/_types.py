@@ -421,7 +421,8 @@ ConfigOrRunArguments = Annotated[
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the `*runs` parameter of a command that shows several runs."""
 DEFAULT_RELEASE = (
-    "[default: the installed release if an atlas of the GPU covers it, else its newest release]"
+    "[default: the installed release if an atlas of the GPU covers it, else the newest release in "
+    "the GPU's atlases]"
 )
 
 
@@ -433,7 +434,7 @@ def release_option(command: str, text: str) -> Option:
         metavar="RELEASE",
         check=require_one(command, "release"),
         help=f"{text}  {DEFAULT_RELEASE}",
-        tool="The release of PyTorch.",
+        tool="The PyTorch release.",
         tool_examples=("2.11",),
     )
 

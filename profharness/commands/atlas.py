@@ -209,8 +209,8 @@ DECLARATION = CommandGroup(
     """List, add, merge and export atlases for `predict`.
 
     An atlas contains the results of thousands of configs on PyTorch's backends on one GPU. For each
-    config, it records PyTorch's choice, the kernels with their launch configurations, the times and
-    the memory. Each atlas is specific to one GPU, one PyTorch release, and one version each of
+    config, an atlas records PyTorch's choice, the kernels with their launch configurations, the
+    times and the memory. Each atlas is specific to one GPU, one PyTorch release, and one version each of
     CUDA, cuDNN and the driver.
 
     \b

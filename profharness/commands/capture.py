@@ -296,7 +296,7 @@ def show(captured: CapturedRuns) -> None:
     except CaptureError as error:  # some interpreters could not be used
         failures.append(str(error))
     for run in runs[1:]:
-        hint(f"compare them with: {shell_command('diff', runs[0], run, store=store)}")
+        hint(f"compare the runs with: {shell_command('diff', runs[0], run, store=store)}")
     if failures:
         raise CaptureError("\n".join(failures))
 
@@ -334,7 +334,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
     with open_store(store) as opened:
         if busy := busy_text(opened.kernels(run.run), opened.cells(run.run)):
             hint(f"warning: {busy}")
-        hint(f"see it with: {opened.shown_by(run.run)}")
+        hint(f"show the run with: {opened.shown_by(run.run)}")
     remedy = "the CPU ran these configs; for a GPU, use: profharness predict CONFIG --gpu H200"
     hint_cpu(run.environment, run.protocol.device, remedy)
     # Problems of the GPU were already printed as notices.

@@ -122,15 +122,15 @@ def export(
 
     RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
 
-    The trace can be opened in Perfetto, chrome://tracing or HolisticTraceAnalysis. Each cell has its own track,
-    which shows the kernels of the cell. Each launch in the trace lists its
-    resources, theoretical occupancy, op stack and ncu counters. Thread tracks contain ranges,
-    launch calls, and ops that launched kernels. The store does not contain op times, so each op is
+    The trace can be opened in Perfetto, chrome://tracing or HolisticTraceAnalysis. Each cell has
+    its own track, which shows that cell's kernels. Each launch in the trace lists its resources,
+    theoretical occupancy, op stack and ncu counters. Thread tracks contain ranges, launch calls,
+    and ops that launched kernels. The store does not contain op times, so each op is
     drawn from its first launch to its last. The file is compressed if FILE ends in .gz. Without -o,
     the trace is written to stdout as plain JSON.
 
-    Each profiler of a run has its own clock. With `--profiler all`, the file has separate processes
-    for each profiler, and the times of each profiler start at 0.
+    Each profiler of a run has its own clock. With `--profiler all`, each profiler has
+    its own processes in the trace, and the times of each profiler start at 0.
 
     \b
     Example:

@@ -53,7 +53,9 @@ Companions = Annotated[
         ),
     ),
 ]
-Strict = Annotated[bool, Option(("--strict",), help="Exit with 1 if a source causes a warning.")]
+Strict = Annotated[
+    bool, Option(("--strict",), help="Exit with code 1 if a source causes a warning.")
+]
 Scheduler = Annotated[
     str | None,
     Option(

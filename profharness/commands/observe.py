@@ -151,8 +151,8 @@ def observe_program(
     itself fails, its own exit code is returned, even if a gate fails too.
 
     With --gpu, the time of each layer on another GPU is predicted at the end and printed on stderr,
-    in the format of `layers --gpu`. The program may run on a CPU, or with tensors on the device
-    `meta`, which contain no data. The recorded calls and dtypes are those that the program uses on
+    in the format of `layers --gpu`. The program may run on a CPU, or with tensors on the `meta`
+    device, which contain no data. The recorded calls and dtypes are those that the program uses on
     this machine.
 
     No run is created for a program without attention calls. If no process of the program could be

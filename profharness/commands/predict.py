@@ -493,9 +493,9 @@ def predict(
     and `model` if the fitted model predicts the time, with a 90 % interval. The source is `floor`
     if the GPU or the release has no atlas, or if the config lies outside the range that the atlas
     covers. A prediction with the source `floor` contains only the roofline bound and the backend
-    that the dispatch rules choose. With several configs, the output shows maps of the chosen
-    backend, its time, and how this time compares with that of the best backend. Neither torch nor a
-    store is needed.
+    that the dispatch rules choose. With several configs, the output consists of maps that show the
+    chosen backend, its time, and the ratio of its time to that of the best backend. Neither torch
+    nor a store is needed.
 
     \b
     Examples:

@@ -102,8 +102,8 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     {runs_folder} are listed after the stored runs, with the commands that resume them.
 
     `duration` is the time that profharness spent on a run, or the time that a trace covers, which
-    is a little longer than its steps. With --price-per-hour, the `cost` column is the price of this
-    time on all GPUs that the run used.
+    is slightly longer than the steps in the trace. With --price-per-hour, the `cost` column shows
+    the price of the run's duration on all GPUs that the run used.
 
     --delete removes a run from the store, but keeps the run folder and the traces. To restore a
     deleted run, ingest the run folder or the trace again.

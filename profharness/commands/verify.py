@@ -215,12 +215,12 @@ def verify(
 
     The allowed error of a result is twice the error of plain attention in the same dtype on the
     same inputs. Each result is computed twice, once in memory filled with NaN and once in memory
-    filled with other values. --cases standard also tests each config with odd lengths, other head
-    counts, other layouts and extreme values. The store records wrong results, and bench does not
+    filled with other values. --cases standard also tests each config with odd lengths, different
+    head counts, different layouts and extreme values. The store records wrong results, and bench does not
     rank them.
 
-    The default of --backend is all,kernels, which means PyTorch's backends and the implementations
-    in kernels/. The exit code is 3 if any result is wrong. Refused calls are skipped.
+    The default value of --backend is all,kernels, which means PyTorch's backends and the
+    implementations in kernels/. The exit code is 3 if any result is wrong. Refused calls are skipped.
 
     \b
     Example:

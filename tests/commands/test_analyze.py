@@ -487,7 +487,7 @@ def test_products_in_fp32_of_a_backend_that_casts_are_its_own_to_mend() -> None:
     assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 4
     assert each.finding("fp32_products") is not None
     (remedy,) = [each for each in each.remedies if each.findings == ("fp32_products",)]
-    assert remedy.text.startswith("Pass bf16 to the matrix products")
+    assert remedy.text.startswith("Pass the operands of the matrix products as bf16")
 
 
 def seen_by_ncu(row: KernelRow, **counted: float) -> list[KernelRow]:

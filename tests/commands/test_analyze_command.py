@@ -89,7 +89,7 @@ def test_a_remedy_follows_its_finding(store: Path) -> None:
     parts = (
         "flash Bottleneck: launch overhead",
         "flash Remedy: Capture the call into a CUDA graph",
-        "flash Copies around the attention kernel",
+        "flash Copies before and after the attention kernel",
         "flash Remedy: Pass inputs in the layout",
     )
     places = [text.find(part) for part in parts]

@@ -585,4 +585,4 @@ def test_the_answer_on_a_capture_has_the_verdict_on_auto(tmp_path: Path) -> None
     answer = " ".join(report(tmp_path / "s.db").answer)
     assert "no backend is significantly faster than auto" in answer
     assert "No change is necessary." in answer
-    assert "What limits the fastest backend: latency" in answer
+    assert "the fastest backend is limited by latency" in answer

@@ -77,12 +77,12 @@ def analyze(
 
     Each finding is either measured (by a counter or a timing) or derived (from a formula or a
     launch configuration). TFLOP/s is calculated from the exact FLOPs, and GB/s from the compulsory
-    bytes; the heading names the times that both are based on. A finding that several cells share is
-    printed once. If there are many cells, only the most frequent findings are printed. --full
-    explains every cell: it shows the phases, the counters, and the figures and sources behind each
-    finding. --full also names the best backend for training, prefill, decoding and low memory,
-    describes the device, and adds a table for each sweep (a set of configs that differ in one
-    number).
+    bytes. The heading names the measurement on which TFLOP/s and GB/s are based. A finding that
+    several cells share is printed once. If there are many cells, only the most frequent findings
+    are printed. --full explains every cell: it shows the phases, the counters, and the figures and
+    sources behind each finding. --full also names the best backend for training, prefill, decoding
+    and low memory, describes the device, and adds a table for each sweep (a set of configs that
+    differ in one number).
 
     \b
     Examples:

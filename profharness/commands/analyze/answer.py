@@ -88,10 +88,10 @@ def limits_text(fastest: Sequence[CellAnalysis]) -> str:
         return ""
     if len(fastest) == 1:
         return f"{fastest[0].backend} is limited by {_limit(fastest[0].bottleneck)}."
-    parts = [
-        f"{_limit(name)} on {counted(count, 'config')}" for name, count in limits.most_common()
-    ]
-    return f"What limits the fastest backend: {'; '.join(parts)}."
+    (first, count), *others = limits.most_common()
+    text = f"On {counted(count, 'config')}, the fastest backend is limited by {_limit(first)}"
+    rest = [f"on {counted(count, 'config')}, by {_limit(name)}" for name, count in others]
+    return f"{'; '.join([text, *rest])}."
 
 
 def _limit(bottleneck: str | None) -> str:

@@ -242,7 +242,7 @@ class Figures:
             "median µs/call",
             "time",
             importance="answer",
-            meaning="median of the measurement that `basis` names",
+            meaning="median time in the measurement that `basis` names",
         ),
     ]
     kernels_ns: float | None

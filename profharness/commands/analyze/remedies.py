@@ -79,7 +79,7 @@ def _at_peak(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
         return None
     if memory >= NEAR_PEAK and memory >= rate:
         text = (
-            "Bottleneck: memory bandwidth. Moving the compulsory bytes takes "
+            "Bottleneck: memory bandwidth. Moving the compulsory bytes uses "
             f"{percent(memory, 1)} of the peak bandwidth."
         )
         return _named("memory", text, achieved)
@@ -136,7 +136,10 @@ def _products(config: Config, backend: str) -> str:
             "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) makes it compute in the "
             "dtype of the inputs, which is less accurate."
         )
-    return f"Pass {config.dtype} to the matrix products; tensor cores accumulate in fp32."
+    return (
+        f"Pass the operands of the matrix products as {config.dtype}; tensor cores accumulate in "
+        "fp32."
+    )
 
 
 def _more_blocks(config: Config, _: str) -> str:
@@ -167,14 +170,14 @@ REMEDIES: Mapping[tuple[str, ...], Text] = {
     ),
     ("copies",): lambda config, _: (
         (
-            f"Pad head_dim {config.head_dim} to a multiple of 8 once, outside of the call, and "
+            f"Pad head_dim {config.head_dim} to a multiple of 8 once, outside the call, and "
             "keep the inputs contiguous."
         )
         if config.head_dim % 8 or config.value_dim % 8
         else "Pass inputs in the layout that the kernel expects, so that no copy is needed."
     ),
     ("kv_reread", "cache_traffic", "unused_shared"): (
-        "Give each block more query rows, so that they share a tile of K and V in shared memory."
+        "Give each block more query rows, so that these rows share each tile of K and V in shared memory."
     ),
     ("no_tensor_cores",): "Compute the products on tensor cores (mma or wgmma in CUDA, tl.dot in "
     "Triton).",

@@ -280,7 +280,7 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
                 f"Before the matrix products, math copies the inputs ({what}). These copies account for "
                 f"{size(copied)} of the {size(by_phases)} that its kernels move. One score matrix "
                 f"takes {size(matrix)}; fused attention would move "
-                f"{size(figures.compulsory_bytes)} in all."
+                f"{size(figures.compulsory_bytes)} in total."
             ),
             severity,
             in_bytes("bytes of copies", copied, "phases, unfused"),
@@ -328,8 +328,8 @@ def full_precision(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     yield derived(
         "fp32_products",
         (
-            f"The matrix products run in fp32 on {dtype} inputs, which is {ratio:.0f} times "
-            f"slower on this device ({name} against {dtype}, {peaks.source})."
+            f"The matrix products run in fp32 although the inputs are {dtype}, so at peak rates they "
+            f"take {ratio:.0f} times as long on this device ({name} against {dtype}, {peaks.source})."
         ),
         _severity(ratio, 4),
         *(
@@ -364,7 +364,7 @@ def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     kernels, part, time_ns = _time_of(copies, *COPIES)
     if part >= HELPERS_MINOR and any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
         text = (
-            f"Copies around the attention kernel take {percent(part, 1)} of the kernel time "
+            f"Copies before and after the attention kernel take {percent(part, 1)} of the kernel time "
             f"({time_text(time_ns)}): {', '.join(sorted(set(kernels)))}"
         )
         dims = (cell.config.head_dim, cell.config.value_dim)
@@ -544,15 +544,15 @@ def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
         text = (
             f"{times:.0f} blocks of {kernel.kernel} read the same rows of K and V: {size(moved)} "
-            f"in all for {size(both)} of K and V. A block uses them for "
+            f"in total, although K and V occupy only {size(both)}. Each block uses these rows for "
             f"{counted(round(rows), 'query row')}"
         )
         if kernel.family not in READS_ALL and kernel.l1_bytes is None and kernel.l2_bytes is None:
             text += UNCOUNTED
         fits = both <= (l2 or 0)
         text += (
-            f", which is {per_byte:.2f} FLOPs per byte. The repeated reads {('can' if fits else 'cannot all')} "
-            "be served by the L2."
+            f", so it performs {per_byte:.2f} FLOPs per byte. The L2 cache "
+            f"{'can serve the' if fits else 'cannot serve all'} repeated reads."
         )
         rate = None
         if kernel.call_ns:
@@ -797,7 +797,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
 """The threshold of each check of a counter, and the source of the threshold."""
 
 
-_FEWER = "issue fewer instructions for that unit, or other instructions in between"
+_FEWER = "issue fewer instructions for that unit, or interleave them with other instructions"
 WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
     "long_scoreboard": (
         "for data from global or local memory (L1, L2 or DRAM)",
@@ -835,7 +835,7 @@ WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
         "let two groups of warps take turns, so that one computes while the other prepares",
     ),
     "wait": (
-        "a fixed time after the previous instruction",
+        "for a fixed time after the previous instruction",
         "use more independent instructions in a warp, or have more warps resident",
     ),
     "branch_resolving": ("for the target of a branch", "unroll loops, and branch less"),

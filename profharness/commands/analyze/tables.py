@@ -416,8 +416,8 @@ def _past_l1(own: Sequence[CellAnalysis]) -> Iterator[Note]:
         names.setdefault(what, []).append(each.backend)
     for what, backends in names.items():
         text = (
-            f"TMA copies load {what} from the L2 into shared memory and bypass the L1, so no L1 "
-            "traffic is counted"
+            f"TMA copies load {what} from the L2 cache into shared memory and bypass the L1 "
+            "cache, so no L1 traffic is counted"
         )
         yield Note(text, ", ".join(backends))
 

@@ -182,7 +182,7 @@ Timeout = Annotated[float, timeout_option("Time limit for one step of a cell, in
 Explained = Annotated[
     bool, Option(("--explain",), help="Show every reason why a backend refused a config.")
 ]
-Raw = Annotated[bool, Option(("--raw",), help="Include the samples in JSON and CSV.")]
+Raw = Annotated[bool, Option(("--raw",), help="Include the timing samples in JSON and CSV.")]
 Overwrite = Annotated[bool, replace(FORCE_OPTION, help="Overwrite the output files if they exist.")]
 Target = Annotated[
     PathLike | None,
@@ -237,11 +237,11 @@ def bench(
     alike. A cell that is refused, fails, crashes or hangs gets a row with the reason.
 
     The `cold` measurement is the GPU time of one call, with the L2 cache flushed and the inputs
-    rotated. It excludes host time. The `graph` measurement times the replay of a CUDA graph,
-    `kernel` times the kernels of a profiled call, and `eager` times calls that are issued one after
-    another, as a program would issue them.
+    rotated. The `cold` measurement excludes host time. The `graph` measurement is the time per call
+    in a CUDA graph replay, `kernel` is the kernel time of a profiled call, and `eager` is the time
+    per call when calls are issued one after another, as a program would issue them.
 
-    If --backend is `all` or is not given, time the default backends of the device. With RUN (a run
+    If --backend is `all` or is not given, time the device's default backends. With RUN (a run
     folder or a stored run), nothing is measured; the output shows the results stored in the run, or
     only those of the given configs and backends.
 
@@ -316,7 +316,7 @@ def show(
         hint_cpu(answer.environment, device, remedy)
     for other in answer.others:
         again = shell_command("diff", answer.run, other, store=store_path(store))
-        hint(f"compare them with: {again}")
+        hint(f"compare the runs with: {again}")
 
 
 def _write_folder(

@@ -80,7 +80,7 @@ def _good_choice(answer: BenchResult, loss: Loss) -> str:
     ):
         return f"{lead}{_noise([loss])}"
     chosen = _time(loss.chosen_ns, loss.choice)
-    return f"{lead} auto takes {chosen}, within {share_text(NOTABLE_LOSS)} of that."
+    return f"{lead} auto takes {chosen}, which is within {share_text(NOTABLE_LOSS)} of the fastest."
 
 
 def _noise(losses: Sequence[Loss]) -> str:

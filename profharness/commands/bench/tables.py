@@ -77,7 +77,7 @@ def _axis_blocks(answer: BenchResult) -> Iterator[Block]:
                 text = "; ".join(growth.text for growth in sweep.growth)
                 yield Note(f"{sweep.name} over {axis.title}: {text}", "peak memory")
         if len(own) > SHOWN_SWEEPS:
-            more = f"{len(own) - SHOWN_SWEEPS} more sweeps; the JSON has them all"
+            more = f"{len(own) - SHOWN_SWEEPS} more sweeps are hidden; the JSON contains all sweeps"
             yield Note(more, axis.title)
     yield from (Note(pair.statement, "dtype") for pair in answer.dtypes)
 
@@ -475,7 +475,8 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     if not losses:
         return
     yield Heading(
-        "Where auto is slower", "compared with the fastest other backend whose results are correct"
+        "Where auto is slower",
+        "compared with the fastest of the other backends with correct results",
     )
     yield Table.of(LOSS_COLUMNS, losses)
     labels_of: dict[str, list[str]] = {}
@@ -587,7 +588,7 @@ def rate_blocks(
         caption = (
             "The bytes are compulsory, and the FLOPs are exact. The roofs are the "
             f"{peaks.source} peaks of {peaks.device}. Points can lie above the slope if the data "
-            "is in the L2."
+            "is in the L2 cache."
         )
         blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
     if wrong:

@@ -418,7 +418,8 @@ FailOn = Annotated[
             "`memory` gate fails if the candidate uses more memory. The `launches` gate fails if "
             "the candidate launches more kernels. The `refused` gate fails if the candidate "
             "refuses a config that the baseline runs. The `backend-changed` gate fails if a layer "
-            "of a program runs on another backend. Separate several values by commas, or repeat the option."
+            "of a program runs on one backend in the baseline and on another in the candidate. "
+            "Separate several values by commas, or repeat the option."
         ),
     ),
 ]
@@ -462,7 +463,7 @@ def diff(
 
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
-    taken from the latest run that has all named backends. Kernels are paired by what they compute.
+    taken from the latest run that has all named backends. Two kernels are paired if they compute the same thing.
     The speed-up is the baseline's time divided by the candidate's time. A gate (--fail-on) also
     fails if there is nothing to compare. Traces of two programs are also compared layer by layer.
 

@@ -699,9 +699,10 @@ def explain(
     setting selects, rather than which one auto selects.
 
     With --engine, explain which attention backend a release of vLLM or SGLang chooses. The output
-    lists the candidates in the order of the engine's rules, the first reason against each
-    candidate, and the options that select other candidates. With --engine, each config (such as
-    1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8) describes one layer on one GPU.
+    lists the candidate backends in the order of the engine's rules, the first reason why each
+    rejected candidate is rejected, and the options that select other candidates. With --engine,
+    each config (such as 1,32,1,128,kv_heads=8,seq_kv=4096,kv_dtype=fp8) describes one layer on one
+    GPU.
 
     \b
     Examples:

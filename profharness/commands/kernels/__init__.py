@@ -200,11 +200,12 @@ def kernels(
     show the latest run. Without CONFIG, show every config of the run. If CONFIG is given without
     RUN, use the latest run that has the configs; if no run has them, capture the configs first.
 
-    The column "smem KiB" is the shared memory of a block, and "% of smem" is this amount as a share
-    of an SM's shared memory. The column "launches/call" is the number of launches per call, and
-    "mean µs/call" is the mean time per call, summed over the kernel's launches. With --full, the
-    column "median µs/launch" is the median time of one launch. The column "% of call" is the
-    kernel's share of the cell's time on the device, and "% occupancy" is the theoretical occupancy.
+    The column "smem KiB" shows the shared memory of a block, and "% of smem" shows this amount as a
+    share of an SM's shared memory. The column "launches/call" shows the number of launches per
+    call, and "mean µs/call" shows the mean time per call, summed over the kernel's launches. With
+    --full, the column "median µs/launch" shows the median time of one launch. The column "% of
+    call" shows the kernel's share of the cell's time on the device, and "% occupancy" shows the
+    theoretical occupancy.
     For a program's trace, the table has the columns "median µs/launch", "total µs" and "% of range"
     instead of "mean µs/call" and "% of call". `-` means that the profiler does not record the
     value.

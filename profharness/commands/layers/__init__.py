@@ -67,22 +67,23 @@ WORDS = """
 mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
        fast path (nn.TransformerEncoder's own op)
 phase  train (with a backward pass), recompute (a forward pass repeated by checkpointing),
-       decode (one query), prefill (causal), self (not causal), cross (unlike lengths)
+       decode (one query), prefill (causal), self (not causal),
+       cross (query and key lengths differ)
 ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
 
---savings adds the time that each row would save per step on the fastest correct backend. The saving
-is the number of calls, multiplied by the difference between the measured times of the backend that
-ran and of the fastest backend. The savings of the forward and the backward pass are computed
-separately. If the GPU waits for the CPU, the program saves less time.
+--savings adds the time per step that the calls of each row would save on the fastest correct
+backend. The saving is the number of calls, multiplied by the difference between the measured times
+of the backend that ran and of the fastest backend. The savings of the forward pass and the backward
+pass are computed separately. If the GPU waits for the CPU, the program saves less time.
 
 --gpu adds a table that predicts the same calls on another GPU. The table shows the backend that
-PyTorch chooses on this GPU, the kernel time with a 90 % interval, the source of the time, and the
-time that the fastest backend would save. The source is measured, model or floor. The source floor
-means that only a lower bound is known. The run may be a trace from another GPU, or a program that was
-observed on a CPU. If you name several GPUs, such as H100,H200, the table has a column for each GPU.
+PyTorch chooses on the other GPU, the kernel time with a 90 % interval, the source of the time, and
+the time that the fastest backend would save. The source is `measured`, `model` or `floor`. With the
+source `floor`, only a lower bound is known. The run may be a trace from another GPU, or a program
+that was observed on a CPU. If you name several GPUs, such as H100,H200, the table has a column for each GPU.
 
-To compare a model on several GPU models, name one run for each. The table then shows the backends
-that ran, the median time of a call in each run, and the speed-up over the first run.
+To compare a model on several GPU models, name one run for each GPU model. The table then shows the
+backends that ran, the median time per call in each run, and the speed-up over the first run.
 
 --bench BENCH-ON-H100,BENCH-ON-H200 adds columns for each benchmark of the layers' configs. The columns
 show the backend that PyTorch chose and the fastest backend. With one run, the benchmarks may come from

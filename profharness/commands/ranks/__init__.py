@@ -96,7 +96,7 @@ def _to_frame(answer: RankComparison) -> pd.DataFrame:
 def ranks(
     *runs: Runs, threshold: Threshold = stats.THRESHOLD, store: Store = None
 ) -> RankComparison:
-    """Compare the ranks of a job to find slow GPUs, and ranks that ran different work.
+    """Compare the ranks of a job to find slow GPUs, and ranks that did different work.
 
     Kernels are compared across ranks only if they have the same name, run in the same range and use
     the same grid. Collectives are excluded, because all ranks spend time in them while they wait
