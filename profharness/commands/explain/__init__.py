@@ -382,13 +382,12 @@ def _caveats(environment: Mapping[str, Any], sides: Sequence[BackendAnswer]) -> 
             f"that {impl} does not support raises an error instead of falling back to another "
             "backend."
         )
-    for side in sides:
-        if None not in (side.eligible, side.can_use) and side.eligible != side.can_use:
-            sentences.append(
-                f"PyTorch contradicts itself: can_use_{side.backend}_attention returns "
-                f"{side.can_use}, but a call restricted to {side.backend} "
-                f"would{(' ' if side.eligible else ' not ')}run."
-            )
+    sentences += [
+        f"PyTorch contradicts itself: can_use_{side.backend}_attention returns {side.can_use}, but "
+        f"a call restricted to {side.backend} would{(' ' if side.eligible else ' not ')}run."
+        for side in sides
+        if None not in (side.eligible, side.can_use) and side.eligible != side.can_use
+    ]
     return sentences
 
 
