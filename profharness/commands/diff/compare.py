@@ -141,8 +141,8 @@ class DiffRow:
             "role",
             repeat=False,
             meaning="the part of the call that the kernels compute, such as attention, softmax or "
-            "dQ; `call` and `status` refer to the whole call, and `kernels` refers to all its "
-            "kernels together",
+            "dQ. The roles `call` and `status` refer to the whole call, and `kernels` refers to "
+            "all its kernels together",
         ),
     ]
     verdict: Annotated[
@@ -162,7 +162,8 @@ class DiffRow:
             "speed-up",
             "inverse",
             importance="answer",
-            meaning="candidate time divided by baseline time; tables show the inverse, the speed-up",
+            meaning="the candidate's time divided by the baseline's time; tables show the inverse (the "
+            "speed-up)",
         ),
     ] = None
     baseline_ns: Annotated[float | None, column(meaning="the baseline's time per call")] = None
