@@ -315,7 +315,7 @@ class BenchRow:
             "ratio",
             importance="answer",
             optional=True,
-            meaning="the baseline's median divided by `median_ns`",
+            meaning="the baseline's median divided by the backend's median",
         ),
     ] = None
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
