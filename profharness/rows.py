@@ -127,8 +127,8 @@ class RunRow:
         column(
             "kind",
             importance="normal",
-            meaning="the command that created the run, such as `capture`; `trace` if the run was "
-            "read from another file",
+            meaning="the command that created the run, such as `capture`. The value is `trace` if the "
+            "run was read from another file",
         ),
     ]
     path: Annotated[
@@ -204,7 +204,7 @@ class RunRow:
     lanes_ns: Annotated[
         int | None,
         column(
-            meaning="durations summed over the GPUs (or groups of cores) that worked in parallel"
+            meaning="sum of the durations of all GPUs (or groups of cores) that worked in parallel"
         ),
     ] = None
 
@@ -230,9 +230,9 @@ class CellRow:
             "`aten::_scaled_dot_product_flash_attention`; the op identifies the backend"
         ),
     ]
-    iterations: Annotated[int, column(meaning="profiled calls")]
+    iterations: Annotated[int, column(meaning="number of profiled calls")]
     refusals: Annotated[
-        tuple[Refusal, ...], column(meaning="reasons why the backend cannot compute the config")
+        tuple[Refusal, ...], column(meaning="reasons why the backend refuses the config")
     ]
     warnings: Annotated[tuple[str, ...], column(meaning="reasons to doubt the cell's figures")]
     samples: Annotated[
@@ -347,7 +347,8 @@ class KernelRow:
         int, column("launches", "count", meaning="number of launches in all profiled calls")
     ]
     launches_per_call: Annotated[
-        float | None, column("launches/call", "count", meaning="launches of a kernel in one call")
+        float | None,
+        column("launches/call", "count", meaning="number of launches of the kernel in one call"),
     ]
     duration_ns: Annotated[
         int | None,
@@ -368,8 +369,8 @@ class KernelRow:
             meaning="total time of all launches in all profiled calls",
         ),
     ]
-    min_ns: Annotated[int | None, column(meaning="shortest launch")]
-    max_ns: Annotated[int | None, column(meaning="longest launch")]
+    min_ns: Annotated[int | None, column(meaning="duration of the shortest launch")]
+    max_ns: Annotated[int | None, column(meaning="duration of the longest launch")]
     share: Annotated[
         float | None,
         column(
@@ -429,7 +430,10 @@ class KernelRow:
         ),
     ] = None
     source: Annotated[
-        str, column(meaning="`profiled`, or from an atlas `measured`, `model` or `floor`")
+        str,
+        column(
+            meaning="`profiled` for a stored run, and `measured`, `model` or `floor` for an atlas"
+        ),
     ] = PROFILED
     accum_registers_per_thread: Annotated[
         int | None, column(meaning="accumulation registers (AGPRs) per thread on AMD GPUs")

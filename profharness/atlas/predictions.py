@@ -437,8 +437,8 @@ class Predicted:
         str,
         column(
             "source",
-            meaning="`measured` if the atlas has the cell, `model` if the model interpolates, `floor` if "
-            "no time is known",
+            meaning="`measured` if the atlas contains the cell, `model` if the time is interpolated by "
+            "the model, `floor` if no time is known",
         ),
     ]
     status: Annotated[str, column(meaning="`ok`, `refused`, `unknown`, or the kind of failure")]

@@ -198,7 +198,7 @@ class AtlasComparison:
         column(
             "vs fastest",
             "excess",
-            meaning="how much longer than `best` the backend takes in the atlas; tables show the "
+            meaning="how much longer the backend takes than `best` in the atlas; tables show the "
             "ratio of the times",
         ),
     ]

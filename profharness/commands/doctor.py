@@ -359,9 +359,9 @@ def check_rocm(
         if any(map(LOSES_KERNELS.search, tracers)):
             state = "warning"
             remedy = (
-                "traces of HIP graphs lack kernels, because torch uses its own copy of the libraries "
-                "of ROCm 7.2.0 or 7.2.1; install a torch built for another ROCm version, or preload "
-                "the system's libroctracer64.so (installing a newer ROCm is not enough)"
+                "traces of HIP graphs lack kernels, because torch bundles the libraries of ROCm 7.2.0 "
+                "or 7.2.1; install a build of torch for another ROCm version, or preload the "
+                " system's libroctracer64.so (installing a newer ROCm is not enough)"
             )
         checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
     if vllm and arch in AITER_ARCHITECTURES and "VLLM_ROCM_USE_AITER" not in variables:
@@ -610,7 +610,8 @@ def check_injection(path: str | None) -> list[Check]:
     if not path:
         return []
     remedy = (
-        "unset CUDA_INJECTION64_PATH, because nsys and ncu do not work with another injected tool"
+        "unset CUDA_INJECTION64_PATH, because nsys and ncu do not work while another tool is "
+        "injected"
     )
     return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
 

@@ -64,8 +64,8 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
 @command(
     "explain-kernel",
     frame=_to_frame,
-    tool="Use this tool to describe a full or short kernel name from any profiler. The tool reads "
-    "only the name.",
+    tool="Use this tool to describe a kernel, given its full or short name from any profiler. The "
+    "tool reads only the name.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
     """Explain a kernel's name: which library the kernel belongs to, what each part of the name
@@ -110,7 +110,7 @@ def show(descriptions: list[Description]) -> Document:
             and kernel.family in ATTENTION_FAMILIES
             and kernel.stages is None
         ):
-            text = "neither the name nor published sources show the stages and the warp roles"
+            text = "neither the name nor any published source shows the stages or the warp roles"
             blocks.append(Note(text, "open"))
         if description.untold:
             text = (

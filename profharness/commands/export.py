@@ -446,7 +446,7 @@ class _Ops:
         for op in stack:
             duration = op.end_ns - op.start_ns
             args = {
-                "extent": "from the first launch of the op to its last launch",
+                "extent": "from the op's first launch to its last launch",
                 "launches": op.launches,
             }
             yield op.start_ns, -duration, op.tie, _event("cpu_op", op.name, *thread, duration, args)

@@ -123,7 +123,9 @@ def ingest(
         else ingested(path, paths, scheduler)
     )
     if strict and any(result.warnings for result in results):
-        raise ProfharnessError("some sources caused warnings, which strict=True forbids")
+        raise ProfharnessError(
+            "some sources caused warnings, and strict=True treats warnings as errors"
+        )
     return results
 
 

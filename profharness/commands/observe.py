@@ -283,7 +283,7 @@ def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str
     idle = [item for item in calls if item.mask == NO_MASK_EFFECT]
     if idle:
         where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))
-        lines.append(f"The mask hides nothing in {where}: omit attn_mask.")
+        lines.append(f"The mask hides nothing in {where}, so attn_mask can be omitted.")
     return lines
 
 

@@ -35,7 +35,7 @@ COST = Column(
     "cost",
     "price",
     importance="answer",
-    meaning="`lanes_ns` times --price-per-hour, if given",
+    meaning="`lanes_ns` multiplied by --price-per-hour, if given",
 )
 RUN_COLUMNS = (
     *pick(RunRow, "name", "rank", "kind", "created", "duration_ns"),

@@ -244,7 +244,7 @@ class BenchRow:
         ),
     ]
     message: Annotated[str | None, column(meaning="why the cell failed")]
-    measurement: Annotated[str | None, column(meaning="what was timed, such as `cold`")] = None
+    measurement: Annotated[str | None, column(meaning="the measurement, such as `cold`")] = None
     samples: Annotated[int, column(meaning="number of samples")] = 0
     median_ns: Annotated[
         float | None,
@@ -315,7 +315,7 @@ class BenchRow:
             "ratio",
             importance="answer",
             optional=True,
-            meaning="the baseline's median divided by `median_ns`",
+            meaning="the baseline's median divided by the backend's median",
         ),
     ] = None
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
@@ -343,8 +343,8 @@ class BenchRow:
     host_ns: Annotated[
         float | None, column(meaning="median of the host's own time per `eager` call")
     ] = None
-    p90_ns: Annotated[float | None, column(meaning="90th percentile")] = None
-    p99_ns: Annotated[float | None, column(meaning="99th percentile")] = None
+    p90_ns: Annotated[float | None, column(meaning="90th percentile of the samples")] = None
+    p99_ns: Annotated[float | None, column(meaning="99th percentile of the samples")] = None
     queries_per_s: Annotated[
         float | None,
         column(

@@ -21,10 +21,10 @@ class EnvChange:
 
     key: Annotated[str, column("environment", meaning="name of the property")]
     baseline: Annotated[
-        Any, column("baseline", importance="answer", shrink=True, meaning="value of the baseline")
+        Any, column("baseline", importance="answer", shrink=True, meaning="value in the baseline")
     ]
     candidate: Annotated[
-        Any, column("candidate", importance="answer", shrink=True, meaning="value of the candidate")
+        Any, column("candidate", importance="answer", shrink=True, meaning="value in the candidate")
     ]
     explains: Annotated[
         str | None,

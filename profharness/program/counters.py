@@ -123,7 +123,7 @@ class Counters:
             "conflict%",
             "percent",
             importance="detail",
-            meaning="share of shared-memory passes caused by bank conflicts",
+            meaning="share of shared-memory passes that are due to bank conflicts",
         ),
     ] = None
     issue_active: Annotated[

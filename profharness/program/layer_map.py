@@ -87,7 +87,7 @@ class LayerRow:
     """
 
     run: Annotated[str, column(meaning="id of the run")]
-    step: Annotated[str, column(meaning="name of the steps")]
+    step: Annotated[str, column(meaning="name of the steps that the row refers to")]
     module: Annotated[
         Text,
         column(
@@ -114,14 +114,16 @@ class LayerRow:
     ]
     calls: Annotated[
         Number,
-        column("calls/step", "count", importance="normal", spare=1, meaning="calls per step"),
+        column(
+            "calls/step", "count", importance="normal", spare=1, meaning="number of calls per step"
+        ),
     ]
     phase: Annotated[
         Text,
         column(
             "phase",
             meaning="`train`, `recompute` (checkpointing), `decode` (one query), `prefill` (causal), "
-            "`self` (not causal) or `cross` (unlike lengths)",
+            "`self` (not causal) or `cross` (different lengths)",
         ),
     ]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
@@ -138,7 +140,8 @@ class LayerRow:
         column(
             "requested",
             importance="detail",
-            meaning="backends that the program allowed, joined by commas; `auto` if it excluded none; empty if unknown",
+            meaning="backends that the program allowed, separated by commas. The value is `auto` if the "
+            "program excluded no backend, and empty if the allowed backends are unknown",
         ),
     ]
     ran: Annotated[
@@ -147,7 +150,11 @@ class LayerRow:
     sdpa_op: Annotated[Text, column(meaning="the attention op in the trace")]
     kernels: Annotated[
         tuple[str, ...],
-        column("kernels", "names", meaning="short names of the kernels, in order of first launch"),
+        column(
+            "kernels",
+            "names",
+            meaning="short names of the kernels, in the order of their first launches",
+        ),
     ]
     forward_ns: Annotated[
         Number,
@@ -203,7 +210,8 @@ class LayerRow:
         column(
             "mask",
             importance="detail",
-            meaning="effect of the first call's mask; `none` if there is no mask; empty if unknown",
+            meaning="effect of the first call's mask. The value is `none` if there is no mask, and empty if "
+            "the effect is unknown",
         ),
     ] = None
     points: Annotated[
@@ -260,7 +268,7 @@ class LayerRow:
             "count",
             importance="detail",
             spare=1,
-            meaning="calls in the whole program, recorded by `observe`",
+            meaning="number of calls in the whole program, recorded by `observe`",
         ),
     ] = None
     dims: Annotated[
@@ -390,7 +398,11 @@ class LayerForecast:
     ] = None
     predicted_share: Annotated[
         Number,
-        column("% of attention", "percent", meaning="share of the total predicted attention time"),
+        column(
+            "% of attention",
+            "percent",
+            meaning="the row's share of the total predicted attention time",
+        ),
     ] = None
     predicted_best: Annotated[
         Text,
@@ -421,7 +433,9 @@ class LayerForecast:
         ),
     ] = None
     predicted_reason: Annotated[Text, column(meaning="why a value is missing")] = None
-    predicted_gpu: Annotated[Text, column(meaning="the predicted GPU")] = None
+    predicted_gpu: Annotated[Text, column(meaning="the GPU that the times are predicted for")] = (
+        None
+    )
 
     @property
     def predicted_interval(

@@ -81,7 +81,7 @@ def answer(*words: object) -> list[str]:
             ["flash is the fastest: 12.7 µs a call in 2 kernels; math is the slowest: 102 µs in 14 kernels."],
         ),
         (("--config", "2,8,512,64,fp16", "--backend", "flash"), ["flash launches 2 kernels, 12.7 µs a call."]),
-        (("--backend", "flash"), ["The kernels of flash take 12.7 µs to 80.7 µs a call on 4 configs."]),
+        (("--backend", "flash"), ["The kernels of flash take 12.7 µs to 80.7 µs per call on 4 configs."]),
         (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["cudnn refuses this config."]),
     ],
 )  # fmt: skip

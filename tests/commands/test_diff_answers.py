@@ -22,7 +22,9 @@ from profharness.store import ingest_path, open_store
 from profharness.units import by_how_much
 
 TRACES = Path(__file__).parents[2] / "traces"
-UNTOLD = "The environments cannot be compared: the traces do not record their PyTorch versions."
+UNTOLD = (
+    "The environments cannot be compared, because the traces do not record their PyTorch versions."
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def diff(store: Path, *words: str) -> Any:
         ),
         (
             ("llama_prefill", "llama_train"),
-            "The forward pass of attention takes as long in llama_train.json.gz as in "
+            "The attention forward pass takes as long in llama_train.json.gz as in "
             "llama_prefill.json.gz (104 µs → 103 µs per step); every layer runs on the same backend "
             "on both sides. The step takes 9.68 ms → 32.9 ms, and the GPU is idle for most of that "
             f"time. {UNTOLD}",
@@ -73,7 +75,7 @@ def diff(store: Path, *words: str) -> Any:
             "llama_checkpoint.json.gz takes 1.23 times as long as llama_train.json.gz in attention (440 "
             "µs → 542 µs per step); every layer runs on the same backend on both sides. Only "
             "llama_checkpoint.json.gz uses checkpointing: in each step, its backward pass spends "
-            "103 µs on repeating the forward pass of 3 calls. The step takes",
+            "103 µs repeating the forward pass of 3 calls. The step takes",
         ),
         (
             ("flash", "math"),

@@ -229,7 +229,7 @@ def test_a_choice_without_times_is_the_answer(store: Path) -> None:
     """Bug: the answer was that no time is known, although the choice was predicted."""
     run = the_map(store, "llama_prefill").run
     first = ask(store, run, "--gpu", "MI300X", "--torch", "2.11").stdout.splitlines()[0]
-    assert first == "Predicted for MI300X: PyTorch chooses flash; the times are unknown."
+    assert first == "On MI300X, PyTorch is predicted to choose flash; the times are unknown."
 
 
 @pytest.mark.parametrize(

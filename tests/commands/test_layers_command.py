@@ -201,7 +201,7 @@ def test_a_model_written_out_pairs_by_layer_and_is_changed(programs: dict[str, s
     assert row["baseline"]["backward_ns"] is None
     text = " ".join(diff(programs, "sdpa", "eager").stdout.split())
     assert (
-        "The environments cannot be compared: the traces do not record their PyTorch versions."
+        "The environments cannot be compared, because the traces do not record their PyTorch versions."
         in text
     )
     assert "Attention by layer" in text and "flash → eager" in text

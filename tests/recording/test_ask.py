@@ -286,7 +286,7 @@ def test_doubts_are_reported_if_they_apply() -> None:
     assert "legacy sdp_kernel" not in doubts(cuda | {"sdp_cudnn": False})
     assert "FA3 is activated" in doubts(cuda | {"flash_attention_impl": "FA3"})
     assert "activated" not in doubts(cuda | {"flash_attention_impl": None})
-    assert "can_use_flash_attention says no" in doubts(
+    assert "can_use_flash_attention returns False" in doubts(
         cuda, BackendAnswer("flash", True, can_use=False)
     )
     assert "differently" not in doubts(cuda, BackendAnswer("flash", True, can_use=True))

@@ -143,7 +143,9 @@ def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> N
     made = answer("flash", backends=(side,))
     said = " ".join(render_table(explain_document([made], named=["cudnn"])).split())
     assert said.count(text) == 1  # in the answer, which the advice does not repeat
-    assert "for cudnn The code for this change:" in said and "Checked" not in said
+    assert (
+        "for cudnn The following code makes the advised change:" in said and "Checked" not in said
+    )
     full = " ".join(render_table(explain_document([made], full=True)).split())
     assert f"Pad it. Checked: cudnn accepts this. auto then runs cudnn. {text}" in full
     assert explain_answer(made, ["cudnn"])[-2:] == (
@@ -238,7 +240,9 @@ def test_each_refused_backend_has_all_its_reasons() -> None:
 
 def test_a_named_backend_without_advice_is_mentioned() -> None:
     made = answer("math", backends=(BackendAnswer("flash", False, (NO_MASK,)),))
-    told = "No advice is available: no known change to the call makes flash accept it."
+    told = (
+        "No advice is available for flash: no known change to the call would prevent the refusal."
+    )
     assert explain_answer(made, ["flash"])[-1] == told
     assert told not in explain_answer(made) and told not in explain_answer(made, ["cudnn"])
     assert told in render_table(explain_document([made], named=["flash"]))

@@ -257,7 +257,7 @@ def test_field_declares_its_column() -> None:
         "launches/call",
         "count",
         right=True,
-        meaning="launches of a kernel in one call",
+        meaning="number of launches of the kernel in one call",
     )
     keys = list(columns)
     assert keys.index("run") < keys.index("source") < keys.index("call_ns"), "properties come last"

@@ -93,14 +93,15 @@ class Explanation:
     ] = None
     observed_ns: Annotated[
         float | None,
-        column(meaning="the mean kernel time of a call of this config in a program"),
+        column(meaning="the mean kernel time of a call with this config in a program"),
     ] = None
     agree: Annotated[
         bool | None,
-        column(meaning="whether the known values of predicted, choice and observed agree"),
+        column(meaning="whether the known values among predicted, choice and observed agree"),
     ] = None
     backends: Annotated[
-        tuple[BackendAnswer, ...], column(meaning="eligibility, reasons and advice per backend")
+        tuple[BackendAnswer, ...],
+        column(meaning="eligibility, reasons and advice for each backend"),
     ]
     caveats: Annotated[tuple[str, ...], column(meaning="why the explanation may be wrong")] = ()
     error: Annotated[str | None, column(meaning="why PyTorch did not report its choice")] = None
@@ -115,7 +116,7 @@ class Explanation:
     computed_by: Annotated[
         str | None,
         column(
-            meaning="the library that computes the predicted backend on an AMD GPU, such as `AOTriton 0.11.2b`"
+            meaning="the library that implements the predicted backend on an AMD GPU, such as `AOTriton 0.11.2b`"
         ),
     ] = None
 

@@ -168,7 +168,8 @@ class KernelFigures:
         ),
     ]
     blocks: Annotated[
-        int | None, column("blocks", "count", importance="detail", meaning="blocks of the grid")
+        int | None,
+        column("blocks", "count", importance="detail", meaning="number of blocks in the grid"),
     ]
     threads: int | None
     blocks_per_sm: int | None
@@ -177,7 +178,7 @@ class KernelFigures:
         column(
             "waves",
             "count",
-            meaning="blocks of the grid, divided by the number of blocks that fit on the device at "
+            meaning="number of blocks in the grid, divided by the number of blocks that fit on the device at "
             "once",
         ),
     ]
@@ -257,12 +258,16 @@ class Figures:
     ]
     ridge: float | None
     flops_per_s: Annotated[
-        float | None, column("TFLOP/s", "tera", meaning="exact FLOPs per second")
+        float | None,
+        column("TFLOP/s", "tera", meaning="FLOPs per second, from the exact number of FLOPs"),
     ]
     flops_share: Annotated[
         float | None,
         column(
-            "% of peak FLOP/s", "percent", importance="answer", meaning="share of the peak rate"
+            "% of peak FLOP/s",
+            "percent",
+            importance="answer",
+            meaning="the FLOP rate as a share of the peak rate",
         ),
     ]
     rate: str | None
@@ -270,7 +275,10 @@ class Figures:
         float | None, column("GB/s", "giga", meaning="compulsory bytes per second")
     ]
     bandwidth_share: Annotated[
-        float | None, column("% of peak GB/s", "percent", meaning="share of the peak bandwidth")
+        float | None,
+        column(
+            "% of peak GB/s", "percent", meaning="the byte rate as a share of the peak bandwidth"
+        ),
     ]
     dram_bytes: Annotated[
         float | None,
@@ -286,7 +294,9 @@ class Figures:
     peak_memory_bytes: int | None
     kv_head_bytes: Annotated[
         int,
-        column("K+V KiB/head", "kib", importance="detail", meaning="size of one head's K and V"),
+        column(
+            "K+V KiB/head", "kib", importance="detail", meaning="total size of K and V of one head"
+        ),
     ] = 0
     working_set_bytes: int = 0
     cold_ns: float | None = None

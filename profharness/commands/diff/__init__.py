@@ -389,8 +389,8 @@ Baseline = Annotated[
     PathLike,
     replace(
         SIDE_OPTION,
-        tool="A run (RUN) or one backend of a run (RUN:BACKEND). If only a backend is given, it is "
-        "taken from the latest run that has all named backends.",
+        tool="A run (RUN) or one backend of a run (RUN:BACKEND). A backend without a "
+        "run is taken from the latest run that contains all the named backends.",
         tool_examples=("latest~1", "latest:flash", "flash"),
     ),
 ]
@@ -448,8 +448,8 @@ def to_frame(comparison: Comparison) -> pd.DataFrame:
 @command(
     "diff",
     frame=to_frame,
-    tool="Use this tool to find what changed between two runs, or which of two backends is faster "
-    "on the measured configs.",
+    tool="Use this tool to find out what changed between two runs, or which of two backends is "
+    "faster on the measured configs.",
 )
 def diff(
     baseline: Baseline,

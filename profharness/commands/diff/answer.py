@@ -81,7 +81,7 @@ def _layers(diff: Diff, rows: Sequence[LayerDiff], lead: str = "") -> Iterator[s
         whole = f"({time_text(times[0])} → {time_text(times[1])} per step"
         whole += ", without the unmatched layers)" if some else ")"
         both_ways = any(row.basis != "forward" for row in timed)
-        what = "attention" if both_ways else "the forward pass of attention"
+        what = "attention" if both_ways else "the attention forward pass"
         if (speeds == {"same"} and not again) or times[0] == times[1] > 0:
             text = f"{what} takes as long in {after} as in {before} {whole}"
         elif not times[0] or not times[1] or speeds == {"unknown"}:
@@ -125,7 +125,7 @@ def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
             ns = sum(side.forward_step_ns or 0 for side in own)
             yield (
                 f"Only {name} uses checkpointing: in each step, its backward pass spends "
-                f"{time_text(ns)} on repeating the forward pass of {calls}."
+                f"{time_text(ns)} repeating the forward pass of {calls}."
             )
 
 
@@ -345,7 +345,7 @@ def _environment(diff: Diff) -> Iterator[str]:
         yield "The environments are the same."
     if not diff.environment_told:
         lead = (
-            "The environments may have other differences"
+            "The environments may also differ in other ways"
             if diff.environment
             else "The environments cannot be compared"
         )
@@ -355,4 +355,4 @@ def _environment(diff: Diff) -> Iterator[str]:
             if both
             else "{} does not record its PyTorch version"
         )
-        yield f"{lead}: {why.format(*diff.environment_unknown)}."
+        yield f"{lead}, because {why.format(*diff.environment_unknown)}."

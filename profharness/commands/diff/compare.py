@@ -141,8 +141,8 @@ class DiffRow:
             "role",
             repeat=False,
             meaning="the part of the call that the kernels compute, such as attention, softmax or "
-            "dQ; `call` and `status` refer to the whole call, and `kernels` refers to all its "
-            "kernels together",
+            "dQ. The roles `call` and `status` refer to the whole call, and `kernels` refers to "
+            "all its kernels together",
         ),
     ]
     verdict: Annotated[
@@ -162,7 +162,8 @@ class DiffRow:
             "speed-up",
             "inverse",
             importance="answer",
-            meaning="candidate time divided by baseline time; tables show the inverse, the speed-up",
+            meaning="the candidate's time divided by the baseline's time; tables show the inverse (the "
+            "speed-up)",
         ),
     ] = None
     baseline_ns: Annotated[float | None, column(meaning="the baseline's time per call")] = None
@@ -444,7 +445,7 @@ def _contents(side: Side) -> str:
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = dict.fromkeys(
         [cell.config for cell in cells]
-        or [row.range or "kernels outside of any range" for row in rows]
+        or [row.range or "kernels outside any range" for row in rows]
     )
     if not labels and side.program and not side.program.calls:
         return (
@@ -577,7 +578,7 @@ def _one_sided_rows(base: _Cell | None, cand: _Cell | None) -> Iterator[DiffRow]
         backend_candidate=cand.backend if cand else None,
         role="call",
         verdict="removed" if base else "added",
-        reasons=(f"the {other} does not have this config",),
+        reasons=(f"the {other} does not contain this config",),
     )
     if here.cell:
         yield row
@@ -639,7 +640,7 @@ def _role_rows(
         reasons: tuple[str, ...]
         if not old or not new:
             here, verdict = ("baseline", "removed") if old else ("candidate", "added")
-            reasons = (f"only the {here} launches this kernel",)
+            reasons = (f"this kernel runs only in the {here}",)
         elif doubts:
             verdict, reasons = "changed" if differing else "unknown", doubts
         else:
@@ -763,7 +764,7 @@ def _status_or_call(
     basis = next(shared, None)
     if basis is None:
         return replace(
-            row, reasons=(*doubts, "the two sides have no unprofiled measurement in common")
+            row, reasons=(*doubts, "the two sides share no measurement made without a profiler")
         )
     timed = _timed_row(row, basis, *samples, doubts, threshold)
     # Add the warnings about clocks and parallel lanes that apply to one side only.
@@ -911,7 +912,7 @@ def _speed(
     times = _call_ns(baseline, calls[0]), _call_ns(candidate, calls[1])
     old, new = times
     if not old or not new:
-        return "unknown", "the kernels of one side have no recorded time"
+        return "unknown", "no times are recorded for the kernels of one side"
     ratio = new / old
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"

@@ -242,7 +242,7 @@ def require_answer(answers: Sequence[Explanation]) -> None:
         return
     more = f" (and {len(answers) - 1} more)" if len(answers) > 1 else ""
     raise CaptureError(
-        f"PyTorch gave no answer for {answers[0].config}{more} ({answers[0].error}); give it "
+        f"querying PyTorch failed for {answers[0].config}{more} ({answers[0].error}); allow "
         "more time with --timeout SECONDS, or use the dispatch rules with --torch and --gpu"
     )
 
@@ -382,14 +382,12 @@ def _caveats(environment: Mapping[str, Any], sides: Sequence[BackendAnswer]) -> 
             f"that {impl} does not support raises an error instead of falling back to another "
             "backend."
         )
-    for side in sides:
-        if None not in (side.eligible, side.can_use) and side.eligible != side.can_use:
-            says = "yes" if side.can_use else "no"
-            sentences.append(
-                f"PyTorch gives two different answers: can_use_{side.backend}_attention says "
-                f"{says}, but a call restricted to {side.backend} "
-                f"would{(' ' if side.eligible else ' not ')}run."
-            )
+    sentences += [
+        f"PyTorch contradicts itself: can_use_{side.backend}_attention returns {side.can_use}, but "
+        f"a call restricted to {side.backend} would{(' ' if side.eligible else ' not ')}run."
+        for side in sides
+        if None not in (side.eligible, side.can_use) and side.eligible != side.can_use
+    ]
     return sentences
 
 
@@ -939,9 +937,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
             hint(doubt)
     question.explanations.extend(answers)
     if not platforms:
-        remedy = (
-            "the answer applies to the CPU unless a GPU is named with --gpu, such as --gpu H200"
-        )
+        remedy = "without --gpu (for example, --gpu H200), the answer applies to the CPU"
         hint_cpu(answers[0].environment, question.device, remedy)
     if question.program is not None:
         return program_document(question.program, answers, full=full, named=backends)

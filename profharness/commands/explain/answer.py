@@ -60,9 +60,9 @@ def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str,
     if reason := outside_sdpa(config):
         able = [name for name, each in BACKENDS.items() if each.load and not each.supports(config)]
         others = (
-            f"{join_and(able)} can compute this config"
+            f"this config is supported by {join_and(able)}"
             if able
-            else "no built-in backend can compute this config"
+            else "this config is not supported by any built-in backend"
         )
         return (f"PyTorch's {reason}; {others}.",)
     torch, device = platform_text(answer.environment)
@@ -263,8 +263,8 @@ def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:
     ]
     if names:
         yield (
-            "No advice is available: no known change to the call makes "
-            f"{join_and(names)} accept it."
+            f"No advice is available for {join_and(names)}: no known change to the call would "
+            "prevent the refusal."
         )
 
 
@@ -349,8 +349,7 @@ def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:
         sentences.append(f"{subject} {verb} {split_text(counts, total=len(answers))} on {device}.")
     if outside:
         sentences.append(
-            f"scaled_dot_product_attention has no parameters for what {counted(outside, 'config')} "
-            f"{'describes' if outside == 1 else 'describe'}."
+            f"scaled_dot_product_attention has no parameters to express {counted(outside, 'config')}."
         )
     if lost["none"] > outside:
         errors = counted(lost["none"] - outside, "config")

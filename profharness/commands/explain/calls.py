@@ -159,7 +159,7 @@ def _doubt(row: LayerRow) -> str | None:
     if row.replayable:
         return None
     reasons = [reason for reason in row.reasons if reason != row.why]
-    return reasons[0] if reasons else "some calls differ from it"
+    return reasons[0] if reasons else "some calls differ from the config"
 
 
 def _run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:

@@ -95,7 +95,7 @@ class ReleaseRow:
     refused: Annotated[
         str,
         column(
-            "not selected, with the first reason",
+            "not selected (first reason)",
             wrap=True,
             meaning="backends that the engine refuses, or that are not its default",
         ),

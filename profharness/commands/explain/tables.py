@@ -179,7 +179,7 @@ def _advice(
     shown = shown_ways(answer, named, full=full)
     for at, way in enumerate(shown):
         if way == first and not full:
-            text = "The code for this change:"
+            text = "The following code makes the advised change:"
         else:
             savings = list(saving_texts(way, caveat=caveat))
             caveat = caveat and not savings
@@ -450,7 +450,7 @@ def map_blocks(drawn: Map, where: str, *, predicted: bool) -> Iterator[Block]:
     if len(drawn.edges) > MAX_EDGES:
         yield Note(f"{len(drawn.edges) - MAX_EDGES} more; the JSON has them all", "edge")
     if not drawn.edges and used != ["unknown"]:
-        yield Note("the map has no edges, because the choice is the same everywhere", "edge")
+        yield Note("the choice is the same everywhere on the map", "edge")
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:

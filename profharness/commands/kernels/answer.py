@@ -159,7 +159,7 @@ def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
                 takes = "are predicted to take" if predicted else "take"
                 yield (
                     f"The kernels of {names.pop()} {takes} {time_text(times[0])} to "
-                    f"{time_text(times[-1])} a call on {counted(len(configs), 'config')}."
+                    f"{time_text(times[-1])} per call on {counted(len(configs), 'config')}."
                 )
         elif fastest:
             are = "are predicted to take" if predicted else "take"
@@ -212,7 +212,7 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     what = counted(count, "launch", "launches") if of == "kernel" else counted(count, "call")
     lead = (
         f"The trace has {what} of {counted(names, 'different ' + of)}, "
-        f"which {'takes' if count == 1 else 'take'} {time_text(total)} in all."
+        f"with a total time of {time_text(total)}."
     )
     if of == "op":
         return (lead,)

@@ -116,7 +116,8 @@ class Step:
     ]
     """None for the cold refill, because an eager call contains no refill."""
     tile: Annotated[
-        str | None, column("tile", importance="detail", meaning="tile of the step's longest kernel")
+        str | None,
+        column("tile", importance="detail", meaning="tile size of the step's longest kernel"),
     ]
     kernels: Annotated[
         tuple[str, ...], column("kernels", "names", shrink=True, meaning="kernels of the step")
@@ -140,15 +141,18 @@ class CallFigures:
             "time",
             importance="answer",
             scale="call",
-            meaning="sum of the kernel times",
+            meaning="sum of the call's kernel times",
         ),
     ]
     """None on a CPU, because the times of its ops do not add up to a latency."""
     graph_ns: Annotated[
-        float | None, column("graph µs/call", "time", scale="call", meaning="CUDA-graph replay")
+        float | None,
+        column(
+            "graph µs/call", "time", scale="call", meaning="time of a call in a CUDA graph replay"
+        ),
     ]
     eager_ns: Annotated[
-        float | None, column("eager µs/call", "time", scale="call", meaning="eager call")
+        float | None, column("eager µs/call", "time", scale="call", meaning="time of an eager call")
     ]
     host_ns: Annotated[
         float | None,
@@ -161,7 +165,10 @@ class CallFigures:
         ),
     ]
     cold_ns: Annotated[
-        float | None, column("cold µs/call", "time", scale="call", meaning="call with a flushed L2")
+        float | None,
+        column(
+            "cold µs/call", "time", scale="call", meaning="time of a call with a flushed L2 cache"
+        ),
     ]
     event_ns: Annotated[
         float | None,

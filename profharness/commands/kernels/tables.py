@@ -85,7 +85,7 @@ OF_RANGE = {
     "share": replace(
         KERNEL["share"],
         title="% of range",
-        meaning="share of the time of all kernels in the range",
+        meaning="the kernel's share of the total kernel time in the range",
     ),
 }
 # Columns of the table that compares profilers. `_line` returns the values.

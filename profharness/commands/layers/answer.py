@@ -344,8 +344,8 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
         _backend(row.predicted_backend) for row in forecast.rows if row.predicted_backend
     )
     if not forecast.calls:
-        chosen = f"PyTorch chooses {join_and(ran)}" if ran else "no backend is known"
-        return f"Predicted for {forecast.gpu}: {chosen}; the times are unknown."
+        chosen = f"PyTorch is predicted to choose {join_and(ran)}" if ran else "no backend is known"
+        return f"On {forecast.gpu}, {chosen}; the times are unknown."
     saves = ""
     if forecast.saves_ns:
         a_step = " per step on average" if several_phases(layers) else ""

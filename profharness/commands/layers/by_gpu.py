@@ -479,7 +479,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     optional = [column.key for column in titles if column.importance == "detail"]
     yield Table.of(filled_columns(columns, rows, optional), rows)
     if full:
-        yield Heading("Kernels compared", "kernels of one call, the longest first", 3)
+        yield Heading("Kernels compared", "kernels of one call, longest first", 3)
         yield Table.of(
             (*pick(LayerRow, "module"), GPU, *pick(LayerSide, "kernels")),
             _kernels(answer, ordered),

@@ -261,7 +261,7 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
     if processes > 1 and forecast.of != "step":
         yield f"The times are totals over all {processes} processes."
     yield (
-        "The times are kernel times for a warm L2 cache; they exclude launch costs and the gaps "
+        "The times are kernel times with a warm L2 cache; they exclude launch costs and the gaps "
         "between kernels."
     )
 
@@ -278,8 +278,8 @@ def _contiguous(predictions: Iterable[Prediction]) -> str:
 def _doubts(layers: LayerMap, configs: Sequence[Config]) -> Iterator[str]:
     if any(map(_as_sdpa, layers.rows)):
         yield (
-            "Eager attention is predicted as a call of scaled_dot_product_attention without a mask, "
-            "because its mask is unknown."
+            "The prediction replaces eager attention by scaled_dot_product_attention without a "
+            "mask, because the mask is unknown."
         )
     if layers.gpu is None and all(config.dtype == "fp32" for config in configs):
         yield (

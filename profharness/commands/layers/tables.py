@@ -65,15 +65,15 @@ OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "step_phase", "kernels")
 GAPS = (
     Column("duration_ns", "idle µs", "time", meaning="length of the gap"),
-    Column("kernel_short", "ended by", shrink=True, meaning="the kernel after the gap"),
+    Column("kernel_short", "ended by", shrink=True, meaning="the kernel that follows the gap"),
     Column("op_path", "launched by", shrink=True, meaning="the op that launched the kernel"),
     Column(
         "launch_ns",
         "launched after",
         right=True,
-        meaning="in tables, the time from the start of the gap to the launch of the kernel that "
-        "ended the gap, or `before it` if that kernel was launched before the gap began; in JSON, "
-        "the time of the launch",
+        meaning="when the kernel that ended the gap was launched. JSON contains the time of the "
+        "launch. Tables show the time from the start of the gap to the launch, or `before it` if "
+        "the kernel was launched before the gap began",
     ),
 )
 PHASES = pick(PhaseRow)
@@ -215,7 +215,7 @@ def _forecast_blocks(
         yield Note("No other backend is predicted to be faster.")
     yield from map(Note, forecast.conclusions)
     if full:
-        yield Heading("Predicted kernels", "for a call of median size", 3)
+        yield Heading("Predicted kernels", "for the call with the median length", 3)
         yield Table.of((KERNELS[0], *pick(LayerForecast, "predicted_kernels")), rows)
 
 

@@ -24,7 +24,7 @@ CLAUSES = {
     "other-software": "ran other software",
     "other-gpu": "ran on another GPU model",
     "waits": "left the GPU idle for longer",
-    "late": "arrived late at collectives, where the other ranks waited",
+    "late": "arrived late at collectives, so that the other ranks had to wait",
 }
 """Maps the code of a finding to what the ranks did, compared with most ranks."""
 

@@ -80,7 +80,7 @@ class RankFigures:
             "time",
             importance="answer",
             scale="rank",
-            meaning="kernel time without collectives",
+            meaning="kernel time, excluding collectives",
         ),
     ]
     span_ns: Annotated[

@@ -169,17 +169,18 @@ FIELDS = (
 
 
 TERMS = {
-    **{name: f"{MEANS[name]}, without a profiler" for name in CALL_MEASUREMENTS},
-    "kernel": "a function that runs on the GPU, or an ATen op on a CPU. Kernel times come from the "
+    **{name: f"{MEANS[name]}; no profiler is active" for name in CALL_MEASUREMENTS},
+    "kernel": "a function that runs on the GPU or, on a CPU, an ATen op; kernel times come from the "
     "profiler and exclude the gaps between kernels",
     "launch": "one execution of a kernel",
     "cell": "one config on one backend",
     "refused": "rejected because the backend does not support the config; a refusal is a result, "
     "not an error",
-    "GPU time": "the time in which the GPU was busy",
+    "GPU time": "the time during which the GPU was busy",
     "waves": "the number of blocks in a launch divided by the number of blocks that the GPU runs "
     "at once; a partial wave leaves SMs idle",
-    "roofline": "the highest rate that the bandwidth allows at a given intensity, up to the peak rate",
+    "roofline": "the highest possible rate at a given intensity, limited by the memory bandwidth and by "
+    "the peak rate",
     "intensity": "FLOPs per byte of memory traffic",
     MISSING: "a value that the profiler cannot record; it does not mean zero",
 }
