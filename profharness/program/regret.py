@@ -385,7 +385,7 @@ def _of_steps(steps: StepGroup, gpu: str | None) -> Iterator[str]:
     shares += [f"{percent(saves.saves_ns / step, 1)} of the traced step"] if step else []
     parts = f", {' and '.join(shares)}" if shares else ""
     if not is_launch_bound(steps, gpu):
-        yield f"The fastest correct backends save {_saved_text(saves)} a step{parts}."
+        yield f"The fastest correct backends save {_saved_text(saves)} per step{parts}."
         return
     waits = "The trace has no kernels, so it is unknown how busy the GPU is."
     if busy:
@@ -394,7 +394,7 @@ def _of_steps(steps: StepGroup, gpu: str | None) -> Iterator[str]:
         )
     yield (
         f"{waits} Faster kernels save time only while the GPU is busy: at most "
-        f"{_saved_text(saves)} a step{parts}."
+        f"{_saved_text(saves)} per step{parts}."
     )
 
 
