@@ -317,7 +317,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
     else:
         how = f"call {row.best} instead"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
-    return f"{how}: {by_how_much(speed)}, {_saves(row, layers)} {_saved_text(row)} a {_step(row)}"
+    return f"{how}: {by_how_much(speed)}, {_saves(row, layers)} {_saved_text(row)} per {_step(row)}"
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
@@ -330,7 +330,7 @@ def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
         after = times.median(str(change.config), backend)
         if before and after and text in result:
             saved_time = time_text((before - after) * calls)
-            saves = f", {_saves(row, layers)} {saved_time} a {_step(row)}"
+            saves = f", {_saves(row, layers)} {saved_time} per {_step(row)}"
             gain = f"{by_how_much(before / after)}{saves if after < before else ''}"
             result[text] = f"{text} ({gain})"
     return list(result.values())
