@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("profharness.commands.explain", "Explain which backend PyTorch chooses, and why."),
     "predict": (
         "profharness.commands.predict",
-        "Predict the backend and time on a GPU that you do not have.",
+        "Predict the backend and the time of a call on a GPU that you do not have.",
     ),
     "atlas": (
         "profharness.commands.atlas",
@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.ranks",
         "Compare the ranks of a job to find slow or unusual ranks.",
     ),
-    "bench": ("profharness.commands.bench", "Time backends on configs, side by side."),
+    "bench": ("profharness.commands.bench", "Time several backends on the same configs."),
     "analyze": (
         "profharness.commands.analyze",
         "Find the bottleneck of each backend, with evidence.",
@@ -49,7 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("profharness.commands.verify", "Check backends against an fp64 reference."),
     "report": (
         "profharness.commands.report",
-        "Report on runs as HTML (with charts), Markdown or another format.",
+        "Write a report on runs as HTML (with charts), Markdown or another format.",
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
     "mcp": ("profharness.commands.mcp", "Serve read-only MCP tools to other programs."),

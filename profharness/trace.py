@@ -29,7 +29,7 @@ WARMUP_RANGE = "profharness:warmup"
 # the value is unknown.
 NONE = -1
 # Why the config of an attention call in a CUDA graph, or of bare kernels, is unknown
-NO_SHAPES = "recorded in a CUDA graph; its shapes are not in the trace"
+NO_SHAPES = "the call belongs to a CUDA graph, so the trace does not contain its shapes"
 NO_OP = "the kernels of the call were launched without an op, so the trace does not show its shapes"
 
 

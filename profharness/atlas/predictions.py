@@ -717,7 +717,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     """Describe the backend that `auto` selects, its time, and the fastest backend."""
     auto = answer[0]
     if auto.choice == "none":
-        return "auto is predicted to raise an error: no backend accepts this config."
+        return "PyTorch is predicted to raise an error, because no backend accepts this config."
     if auto.choice == "unknown":
         return (
             "It is unknown which backend auto selects, because the rules do not cover this release."

@@ -174,7 +174,7 @@ def read_campaign(folder: Path) -> Campaign:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
     # groups are also folders, so a name must not be a path that leads out of the campaign
     if not all(GROUP_NAME.fullmatch(group.group) for group in campaign.groups):
-        raise TraceFormatError(path, "the name of a group is invalid", expected=f"schema {SCHEMA}")
+        raise TraceFormatError(path, "a group has an invalid name", expected=f"schema {SCHEMA}")
     return campaign
 
 
@@ -503,7 +503,7 @@ class CampaignScheduler:
             self._count_finished(task)
             self._notify(self._summary(name, float(outcome["seconds"])))
             return
-        why = str(error or "the group did not write a run folder")
+        why = str(error or "no run folder was written for the group")
         if outcome.get("lost"):
             self._reject(name, why)
             self._queue.appendleft(task)  # this does not count as a failure of the group

@@ -319,7 +319,7 @@ def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
         return None
     if any(gpu.key == gpu_key for gpu in visible_gpus()):
         return None
-    return "the GPU of the lane no longer responds"
+    return "the lane's GPU no longer responds"
 
 
 class _StepPrinter:

@@ -203,7 +203,7 @@ BASES = {
     KERNEL: ("kernel times", "of profiled calls with warm caches"),
     EAGER: ("eager calls", "including the launch cost"),
     EVENT: ("cold calls", "timed by an older version of profharness"),
-    WALL: ("calls", "timed by the wall clock"),
+    WALL: ("calls", "timed with the wall clock"),
 }
 """Maps each measurement to the name of its samples in headings and sentences, and to what they include."""
 

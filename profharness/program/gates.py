@@ -30,7 +30,7 @@ PASSED = {
     "math-fallback": "no layer runs on math",
     "eager-attention": "no layer computes attention eagerly",
     "noop-mask": "every mask has an effect",
-    "requested-not-run": "every layer ran a backend that the program allowed",
+    "requested-not-run": "every layer ran on a backend that the program allowed",
     "backend-changed": "identical calls of a layer ran on the same backend",
     "unseen": "the backend of every layer is known",
 }

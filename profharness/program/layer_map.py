@@ -1132,7 +1132,7 @@ def _caveats(
 def _assumption(platform: Platform) -> str:
     return (
         "The run does not record its PyTorch release, so "
-        f"{release_text(platform.machine.torch)} is assumed; name another with --torch."
+        f"{release_text(platform.machine.torch)} is assumed; specify another with --torch."
     )
 
 

@@ -317,7 +317,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
     else:
         how = f"call {row.best} instead"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
-    return f"{how}: {by_how_much(speed)}, {_saves(row, layers)} {_saved_text(row)} a {_step(row)}"
+    return f"{how}: {by_how_much(speed)}, {_saves(row, layers)} {_saved_text(row)} per {_step(row)}"
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
@@ -330,7 +330,7 @@ def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
         after = times.median(str(change.config), backend)
         if before and after and text in result:
             saved_time = time_text((before - after) * calls)
-            saves = f", {_saves(row, layers)} {saved_time} a {_step(row)}"
+            saves = f", {_saves(row, layers)} {saved_time} per {_step(row)}"
             gain = f"{by_how_much(before / after)}{saves if after < before else ''}"
             result[text] = f"{text} ({gain})"
     return list(result.values())
@@ -385,7 +385,7 @@ def _of_steps(steps: StepGroup, gpu: str | None) -> Iterator[str]:
     shares += [f"{percent(saves.saves_ns / step, 1)} of the traced step"] if step else []
     parts = f", {' and '.join(shares)}" if shares else ""
     if not is_launch_bound(steps, gpu):
-        yield f"The fastest correct backends save {_saved_text(saves)} a step{parts}."
+        yield f"The fastest correct backends save {_saved_text(saves)} per step{parts}."
         return
     waits = "The trace has no kernels, so it is unknown how busy the GPU is."
     if busy:
@@ -394,7 +394,7 @@ def _of_steps(steps: StepGroup, gpu: str | None) -> Iterator[str]:
         )
     yield (
         f"{waits} Faster kernels save time only while the GPU is busy: at most "
-        f"{_saved_text(saves)} a step{parts}."
+        f"{_saved_text(saves)} per step{parts}."
     )
 
 

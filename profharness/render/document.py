@@ -16,7 +16,7 @@ from profharness.logs import duration
 from profharness.units import ratio_text, time_figure, time_text, time_unit
 
 KINDS: dict[str, str] = {
-    "lines": "y over x on two logarithmic axes, with one line and one kind of mark per series",
+    "lines": "y over x on two logarithmic axes, with one line and one shape of mark per series",
     "dots": "one row per label (y), with one mark per series at x on a logarithmic axis",
     "stack": "one bar per label (y), split into series by x; `label` is the text beside the bar",
     "map": "a grid of x and y; the colour and the letter of each field show its series",

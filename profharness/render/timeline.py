@@ -14,9 +14,9 @@ from profharness.render.document import Span, Timeline
 MOST_SPANS = 40_000  # maximum number of spans in a page; this number needs about 1 MB
 NO_NAMES: Mapping[str, Sequence[str]] = {}
 KEYS = (
-    "Drag to move. Zoom with + and −, by pinching, or with Ctrl and the mouse wheel. After a click "
-    "on the timeline, you can also use the arrow keys, +, − and 0, and N for the next attention "
-    "kernel."
+    "Drag to move. Zoom with + and −, by pinching, or with Ctrl and the mouse wheel. After you "
+    "click the timeline, you can also use the arrow keys, +, − and 0, and press N to go to the next "
+    "attention kernel."
 )
 
 

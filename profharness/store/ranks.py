@@ -94,7 +94,7 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
             given = [ref for ref in refs if not Path(ref).is_dir()]
             run = store.find_run(Selection(given[0])) if given else min(wanted)
             name = store.run_name(run)
-            what = f"run {name} is the only rank of its job in the store"
+            what = f"run {name} contains the only rank of its job in the store"
         raise NotFoundError(f"{store.path}: {what}; {NEED}")
     stored_environments = store.connection.execute("SELECT id, data FROM environments")
     environments = {number: json.loads(data) for number, data in stored_environments}

@@ -176,7 +176,10 @@ def test_explain_answers_for_a_setting() -> None:
             "With math>flash, PyTorch 2.11 is predicted to run math on an H100",
         ),
         (("--backend", "flash+math", "--torch", "2.5..2.6"), "H100, flash+math"),
-        (("--backend", "math>flash", "--torch", "2.5..2.6"), "before 2.6 cannot set an order"),
+        (
+            ("--backend", "math>flash", "--torch", "2.5..2.6"),
+            "before 2.6 cannot set a backend order",
+        ),
         (("--backend", "flash+math,cudnn>math"), "one setting at a time"),
     ],
 )

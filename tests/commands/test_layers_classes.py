@@ -283,7 +283,7 @@ def benches(store: dict[str, str]) -> dict[str, str]:
 
 def test_benches_of_one_program_have_a_column_each(benches: dict[str, str]) -> None:
     text = ask(benches, "whisper", "--bench", "both").stdout
-    assert "12.0 µs a step" in text  # of its own GPU what the fastest saves
+    assert "12.0 µs per step" in text  # of its own GPU what the fastest saves
     table = text[text.index("Benches compared") :]
     header, first = table.splitlines()[1:3]
     for title in ("runs", "H100 µs", "H200 µs", "H200 speed-up", "H200 fastest µs"):
@@ -491,7 +491,7 @@ def test_regret_of_a_stored_bench(folder: Path) -> None:
     assert (regret["run"], regret["measurement"], regret["saves_ns"]) == (run, "wall", 120 * US)
     assert not regret["launch_bound"]  # a CPU's step waits for nothing else
     text = invoke("layers", layers.run, "--bench", run, "--store", store).stdout
-    assert "120 µs (20.0 µs forward, 100 µs backward) a step" in " ".join(text.split())
+    assert "120 µs (20.0 µs forward, 100 µs backward) per step" in " ".join(text.split())
     assert "which then chooses flash: 2.50 times as fast, saves 120 µs" in " ".join(text.split())
     assert "The profiler lengthens the traced step" in " ".join(text.split())
 
@@ -562,7 +562,7 @@ def test_advice_of_the_rules_has_its_measured_gain(folder: Path) -> None:
         (each.label, backend): 10 * US for each in changed for backend in ("flash", "cudnn")
     }
     told = judged(store, layers, "eeee", times, ON_H200).rows[0]
-    gain = "10.0 times as fast, saves at most 180 µs a step"
+    gain = "10.0 times as fast, saves at most 180 µs per step"
     assert any("bf16" in text and gain in text for text in told.advice), told.advice
 
 

@@ -228,6 +228,6 @@ def test_a_trace_without_ranks_is_no_job_with_its_neighbours(tmp_path: Path) -> 
     """Bug: unrelated traces in the folder of a trace were taken for the ranks of its job."""
     for name in ("llama_train", "llama_eager", "unet"):
         ingest_path(tmp_path / "s.db", MODELS / f"{name}.json.gz")
-    told = pytest.raises(NotFoundError, match=r"run llama_train\.json\.gz is the only rank")
+    told = pytest.raises(NotFoundError, match=r"run llama_train\.json\.gz contains the only rank")
     with open_store(tmp_path / "s.db") as store, told:
         rank_rows(store, ["llama_train.json.gz"])

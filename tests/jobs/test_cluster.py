@@ -276,9 +276,7 @@ def test_lost_gpu_costs_its_lane_but_no_cell(hosts: Hosts, tmp_path: Path) -> No
     hosts.gpu(left).unlink()
     assert [cell.status for cell in captured.run.cells] == ["ok"]
     (out,) = (
-        text
-        for text in said
-        if "gets no more groups: the GPU of the lane no longer responds" in text
+        text for text in said if "gets no more groups: the lane's GPU no longer responds" in text
     )
     assert left not in out
 

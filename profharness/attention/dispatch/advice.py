@@ -328,7 +328,7 @@ CHANGES = (
            lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
            "detach attn_mask if its gradient is not needed"),
     ConfigChange("slice keys", ("causal_non_square",), _fewer_keys,
-           "cut k and v to the first {a.seq_len_kv} keys: is_causal aligns the mask with the first key and hides the "
+           "cut k and v to the first {a.seq_len_kv} keys: is_causal aligns the mask with the first key and hides all "
            "later keys (to align the mask with the last key, see torch.nn.attention.bias.causal_lower_right)"),
     ConfigChange("no causal", ("causal_non_square",),
            lambda c: replace(c, causal=False) if c.seq_len_q == 1 else None,
@@ -746,8 +746,8 @@ def _pack(config: Config, _: str, release: Release | None) -> Advice | None:
         else "call scaled_dot_product_attention with jagged nested tensors"
     )
     change = (
-        f"pack the sequences without their padding and {with_what}{'' if half else ' in bf16'}, "
-        "if the mask only hides padding"
+        f"if the mask hides only padding, pack the sequences without it and {with_what}"
+        f"{'' if half else ' in bf16'}"
     )
     return Advice(change, code, steps=PACK)
 
@@ -761,7 +761,7 @@ def _flex(config: Config, _: str, _release: Release | None) -> Advice | None:
     if config.window is not None:
         change = (
             "call flex_attention with a BlockMask for the window: its kernels skip the blocks "
-            f"outside the window; or the flash-attn package: {_flash_window(config)}"
+            f"outside the window; or call the flash-attn package: {_flash_window(config)}"
         )
         condition, sizes = window_condition(config), f"None, None, {lengths}"
         code = FLEX_BLOCKS.format(before="", seen=condition, sizes=sizes, arguments=arguments)

@@ -422,8 +422,8 @@ def computed_by(choice: str, machine: Machine) -> str | None:
 
 
 NO_ORDER = (
-    "PyTorch before 2.6 cannot set an order, because its sdpa_kernel has no "
-    "set_priority; join the backends with + to allow them in any order"
+    "PyTorch before 2.6 cannot set a backend order, because its sdpa_kernel has no "
+    "set_priority parameter; join the backends with + to allow them in any order"
 )
 
 
@@ -564,16 +564,17 @@ COMPILED = (
     "keeps this choice."
 )
 ALLOW_SET = (
-    "sdpa_kernel([...]) restricts the backends, but does not set an order unless "
-    "set_priority=True (PyTorch 2.6 and newer)."
+    "sdpa_kernel([...]) restricts the backends, but does not set their order unless "
+    "set_priority=True is passed (PyTorch 2.6 and newer)."
 )
 FIRST_CHOICE = (
-    "In PyTorch 2.9 and newer, the first backend choice of a process on CUDA replaces any "
-    "order you set, and changes the order for later auto calls. Make one call before you "
-    "set an order."
+    "In PyTorch 2.9 and newer, the first backend choice in a process on CUDA replaces any "
+    "backend order that you set, and changes the order for later auto calls. Make one call "
+    "before you set an order."
 )
 CPU_IGNORES = (
-    "On a CPU, PyTorch ignores any order you set and keeps its default order (flash, then math)."
+    "On a CPU, PyTorch ignores any backend order that you set, and keeps its default order "
+    "(flash, then math)."
 )
 LEGACY = "The legacy sdp_kernel leaves cuDNN on even if all three of its flags are off."
 
@@ -603,11 +604,14 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
     elif on_gpu and platform.pinned:
         pypi = RELEASES[machine.torch].cuda == machine.cuda
         wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
-        yield (f"The answer assumes cuDNN {machine.cudnn} ({wheel}); give another with --cudnn.")
+        yield (
+            f"The answer assumes cuDNN {machine.cudnn} ({wheel}); specify another version with "
+            "--cudnn."
+        )
     elif on_gpu and machine.cudnn is None:
         yield (
             f"The cuDNN version that comes with PyTorch {release} for CUDA {machine.cuda} is "
-            "unknown; give it with --cudnn VERSION."
+            "unknown; specify it with --cudnn VERSION."
         )
     if machine.known and prediction.choice == "unknown":
         gaps = []
@@ -620,7 +624,7 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
             gaps.append(
                 f"it is unknown whether {' and '.join(names)} can compute this call (see {reasons})"
             )
-        yield f"The rules cannot determine the backend of this call: {'; '.join(gaps)}."
+        yield f"The rules cannot determine which backend this call uses: {'; '.join(gaps)}."
     yield COMPILED
     if machine.is_rocm:
         yield ALLOW_SET
@@ -639,12 +643,12 @@ def _rocm_caveats(platform: Platform) -> Iterator[str]:
     if platform.pinned and machine.aotriton is not None:
         yield (
             f"The answer assumes AOTriton {versions}, which PyTorch's own ROCm wheels of {release} "
-            f"contain. {another}; give the version with --aotriton VERSION."
+            f"contain. {another}; specify the version with --aotriton VERSION."
         )
     elif machine.aotriton is None:
         yield (
             f"It is unknown whether PyTorch's own ROCm wheels of {release} contain AOTriton "
-            f"{versions}. {another}; give the version with --aotriton VERSION."
+            f"{versions}. {another}; specify the version with --aotriton VERSION."
         )
     if machine.fa_library != rocm.CK:
         return

@@ -91,7 +91,7 @@ RULES = (
         r"LibraryNotLoaded",
         (
             "ncu could not load its counter library (LibraryNotLoaded) and stopped the program; "
-            "either the driver is too old for this version of ncu, ncu is running in a gVisor "
+            "the driver is too old for this version of ncu, ncu is running in a gVisor "
             "container, or ncu does not support the GPU"
         ),
         (

@@ -123,7 +123,7 @@ UNWRITTEN_RULES = (
             "nsys wrote a raw .qdstrm file but not {report}: its importer (QdstrmImporter) is "
             "not in the folder host-linux-x64 beside nsys's target-linux-x64"
         ),
-        "link the importer's folder to the place where nsys looks for it (on Debian: `ln -s "
+        "create a link to the importer's folder where nsys looks for it (on Debian: `ln -s "
         "/usr/lib/nsight-systems/host-linux-x64 "
         "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
     ),
