@@ -245,7 +245,9 @@ def test_phases_are_rows_with_one_caveat_about_sizes(tmp_path: Path) -> None:
         ("prefill", "same"),
     ]
     page = RENDERERS["table"](diff_document(found))
-    phases = re.findall(r"^(?:[-+]|DecoderLayer\S+) +(decode|prefill)", page, re.MULTILINE)
+    phases = re.findall(
+        r"^(?:(?:baseline|candidate) +|DecoderLayer\S+) +(decode|prefill)", page, re.MULTILINE
+    )
     assert phases == ["decode", "decode", "prefill", "prefill", "decode", "prefill"]
     document = diff_document(found)
     notes = [block for block in document.blocks if isinstance(block, Note)]

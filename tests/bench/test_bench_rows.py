@@ -96,8 +96,8 @@ def test_an_interval_wider_than_its_median_is_shown_as_busy(tmp_path: Path, plac
     assert row.half is not None and row.half > 1
     assert row.doubts[-1].startswith("the half-width of the 95 % interval exceeds the median")
     for text in (
-        RENDERERS["table"](bench_document(found), width=200),
-        RENDERERS["md"](bench_document(found)),
+        RENDERERS["table"](bench_document(found, full=True), width=250),
+        RENDERERS["md"](bench_document(found, full=True)),
     ):
         lines = [line.replace("|", " ").split() for line in text.splitlines()]
         assert any(line.count("busy") == 2 for line in lines), text  # ±% and ±% processes

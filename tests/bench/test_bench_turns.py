@@ -395,7 +395,8 @@ def test_the_store_and_the_answer_know_the_processes(captured: Captured) -> None
     assert list(map(list, samples.turns)) == list(map(list, captured.run.cells[0].turns["wall"]))
     row = found.rows[0]
     assert row.processes == 2 and row.between_processes_ns is not None
-    text = RENDERERS["table"](bench_document(found), width=160)
+    assert "±% processes" not in RENDERERS["table"](bench_document(found), width=160)
+    text = RENDERERS["table"](bench_document(found, full=True), width=200)
     assert "in 2 processes" in text and "±% processes" in text
     assert "±% processes is the part due to differences between processes" in " ".join(text.split())
     told = json.loads(RENDERERS["json"](bench_document(found, raw=True)))["rows"][0]

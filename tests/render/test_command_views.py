@@ -112,7 +112,7 @@ def test_terminal_cuts_names_to_distinct_ones(store: Path, rows: list[KernelRow]
     assert code == 0
     lines = [line.removeprefix("math").strip() for line in text.splitlines()]
     names = [line[: line.index("  ")] for line in lines if "…" in line]
-    assert len(names) > 5
+    assert len(names) >= 5
     short = {row.kernel_short for row in rows if (row.config, row.backend) == (CONFIG, "math")}
     assert len(set(names)) == len([name for name in short if len(name) > max(map(len, names))])
 

@@ -350,8 +350,8 @@ def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
     rest = {"ratio": "", "verdict": ""}
     if _alike(row):
         for one, other in zip(row.baseline, row.candidate, strict=True):
-            times = {"side": "", "duration_ns": (_kernel_ns(one), _kernel_ns(other))}
-            yield times | first, one, row
+            pair = {"side": "", "duration_ns": (_kernel_ns(one), _kernel_ns(other))}
+            yield pair | first, one, row
             first = rest
         if not row.baseline:
             both = {"duration_ns": (row.baseline_ns, row.candidate_ns)}
