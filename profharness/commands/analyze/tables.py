@@ -235,7 +235,8 @@ def _peak_notes(
         )
         origin = f" ({peaks.origin})" if full else ""
         text = "; ".join(filter(None, parts))
-        yield Note(f"Peaks of {peaks.device}, {peaks.source}: {text}{origin}")
+        kind = peaks.source[0].upper() + peaks.source[1:]  # data sheet or measured
+        yield Note(f"{kind} peaks of {peaks.device}: {text}{origin}")
     if not known:
         yield Note("The peaks of this device are unknown, so no shares of the peaks are shown.")
         yield Note(
