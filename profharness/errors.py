@@ -176,6 +176,10 @@ class UnknownNameError(NotFoundError):
     exit_code = 2
 
 
+class AmbiguousNameError(UnknownNameError):
+    """The user gave a name that several runs have."""
+
+
 class MissingExtraError(ProfharnessError):
     """A feature needs a package of an optional extra, and the package is not installed."""
 

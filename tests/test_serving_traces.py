@@ -175,7 +175,9 @@ def test_a_diff_of_engines_names_the_versions_in_their_logs(tmp_path: Path) -> N
         assert CliRunner().invoke(cli, words).exit_code == 0
         runs.append(f"{name}.json.gz")
     told = CliRunner().invoke(cli, ["diff", *runs, "--store", store]).stdout
-    assert told.startswith("The median decode step takes 1.89 ms → 1.78 ms, and the forward pass ")
+    assert told.startswith(
+        "The median decode step takes 1.89 ms → 1.78 ms, and the attention forward pass"
+    )
     assert "The environments differ in engine_version (0.20.0 → 0.25.0)" in " ".join(told.split())
     table = told.split("environment ")[1].splitlines()
     keys = [line.split()[:3] for line in table[1:] if line.strip()]
@@ -231,7 +233,7 @@ def test_decoding_is_compared_with_decoding(
     )
     assert (
         f", and {names[1]} {'takes' if verdict == 'slower' else 'is'} " in answer
-        and f"{comparison} in the for" in answer
+        and f"{comparison} in the attention for" in answer
     )
     graph = next(name for name in names if name == "graph")
     assert f"; only {graph} replays CUDA graphs. Only " in answer

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from profharness.attention.config import setting_name, split_names
 from profharness.commands._output import hint, hint_warning, is_command_line, live
 from profharness.errors import (
+    AmbiguousNameError,
     NotFoundError,
     ProfharnessError,
     StoreError,
@@ -181,6 +182,8 @@ def _require_run(text: str, store: Path) -> None:
                 return  # `ranks` compares the traces of a folder that was deleted
             try:
                 opened.resolve(text)
+            except AmbiguousNameError as error:
+                raise AmbiguousNameError(f"{missing}; {error}") from None
             except NotFoundError as error:
                 unknown = f"; {error}"
             else:

@@ -201,7 +201,7 @@ def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0
         count, total = len(results) - len(lost), len(results) + failed
         names = [str(path) for path in lost] if len(lost) <= FEW else ["SOURCE..."]
         raise StoreError(
-            f"{store}: {count} of {counted(total, 'source')} were stored, because the file was deleted, "
+            f"{store}: {count} of {total:,} sources were stored, because the file was deleted, "
             "replaced or damaged at the same time; ingest the missing sources with: "
             f"{shell_command('ingest', *names, store=store)}"
         )

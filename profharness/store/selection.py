@@ -20,6 +20,7 @@ import msgspec
 
 from profharness.attention.config import Config
 from profharness.errors import (
+    AmbiguousNameError,
     NotFoundError,
     UnknownNameError,
     counted,
@@ -140,7 +141,7 @@ class RunFinder:
                 return matching[0]
             if matching:
                 could = _some([names[run] for run in matching])
-                raise UnknownNameError(f"run {ref!r} is ambiguous; choose from {could}")
+                raise AmbiguousNameError(f"run {ref!r} is ambiguous; choose from {could}")
         near = near_names(ref, [*names.values(), *ids, *[LATEST] * ref.isalpha()])
         there = did_you_mean(near) or f"choose from {join_few([*names.values()], SHOWN_RUNS)}"
         if len(names) > SHOWN_RUNS:

@@ -47,7 +47,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["20261121-165619-f5ef"],
             "The most frequent bottleneck is latency, with neither compute nor memory near its peak "
-            "(8 of 20 cells), followed by the overhead of launching kernels (4).",
+            "(7 of the 17 cells that ran, without all-disabled), followed by memory traffic of the score "
+            "matrix (3).",
         ),
     ],
 )
@@ -88,10 +89,13 @@ def test_a_remedy_of_several_cells_has_the_range_of_its_gains_and_their_basis(st
     assert "Measured 1.37 to 23.1 times as fast (medians of CUDA-graph replays)." in text
 
 
-def test_the_headings_of_rates_name_their_basis(store: Path) -> None:
+def test_outputs_with_rates_name_their_basis(store: Path) -> None:
     """Bug: `analyze` and `bench` showed different TFLOP/s of a cell without saying of what."""
     ingest_path(store, TRACES / "h200-torch2.11")
-    for command, basis in (("analyze", "rates of kernel times"), ("bench", "rates of cold calls")):
+    for command, basis in (
+        ("analyze", "rates of kernel times"),
+        ("bench", "Medians of 30 cold calls"),
+    ):
         given = [command, "h200-torch2.11", "--store", str(store)]
         text = " ".join(CliRunner().invoke(cli, given, env={"COLUMNS": "80"}).stdout.split())
         assert basis in text

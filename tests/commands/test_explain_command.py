@@ -116,7 +116,7 @@ def test_a_matrix_has_columns_of_the_named_backends_only() -> None:
         out = told(*args, *(("--backend", *backend) if backend else ()))
         (head,) = [line for line in out.splitlines() if line.split()[:1] == ["torch"]]
         # Nothing changed between these releases, so there is no column for it.
-        assert head.split() == ["torch", "predicted", "choice", *names]
+        assert head.split() == ["torch", "predicted", "backend", *names]
 
 
 def test_several_configs_make_a_map_with_a_legend_and_edges() -> None:
