@@ -475,15 +475,23 @@ def formatted_rows(table: Table) -> list[list[str]]:
     """Format all rows. Omit repeated values in leading columns with `repeat=False`."""
     result: list[list[str]] = []
     previous: list[str] = []
+    leading = leading_columns(table)
     for row in table.rows:
         texts = [
             format_value(column, value) for column, value in zip(table.columns, row, strict=True)
         ]
         shown = list(texts)
-        for index, column in enumerate(table.columns):
-            if column.repeat or not previous or texts[: index + 1] != previous[: index + 1]:
+        for index in range(leading):
+            if not previous or texts[: index + 1] != previous[: index + 1]:
                 break
             shown[index] = ""
         result.append(shown)
         previous = texts
     return result
+
+
+def leading_columns(table: Table) -> int:
+    """Return the number of leading columns with `repeat=False`."""
+    return next(
+        (at for at, column in enumerate(table.columns) if column.repeat), len(table.columns)
+    )

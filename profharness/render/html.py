@@ -30,6 +30,8 @@ from profharness.render.document import (
     Table,
     Timeline,
     format_value,
+    formatted_rows,
+    leading_columns,
 )
 from profharness.render.timeline import draw_timeline
 
@@ -37,6 +39,7 @@ FILTER_FROM = 16  # minimum number of rows in a table with a filter
 CARDS_FROM = 4  # minimum number of columns in a table whose rows become cards on a phone
 DEEPEST = 3  # deepest heading level in the table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
+HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
 _BREAK = re.compile(r"(?<=[.,_<])(?=\w)")
 _SPAN = re.compile(r"(\{[0-9]+-[0-9]+\})")
@@ -97,7 +100,7 @@ def render_html(document: Document) -> str:
         policy=policy,
         title=_text(document.title),
         heading=_wrapping(document.title),
-        subtitle=f'<p class="subtitle">{_text(document.subtitle)}</p>' if document.subtitle else "",
+        subtitle=_subtitle(document.subtitle),
         style=_asset("page.css"),
         answer=_answer(document.answer),
         contents=_contents(headings) if len(headings) > 1 else "",
@@ -125,6 +128,12 @@ class _Folds:
 
     def end(self) -> str:
         return "</details>" * len(self._open)
+
+
+def _subtitle(text: str) -> str:
+    """Return the line below the title, which wraps only between its parts, such as GPU and date."""
+    parts = (f"<span>{_text(part)}</span>" for part in text.split(" · "))
+    return f'<p class="subtitle">{" · ".join(parts)}</p>' if text else ""
 
 
 def _answer(sentences: Sequence[str]) -> str:
@@ -200,36 +209,48 @@ def shortened(text: str) -> str:
 def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]]) -> str:
     """Return an HTML table. `data-v` contains the number by which the script sorts a cell.
 
-    Keep repeated values, because the rows can be sorted. On a phone, each row of a table with many
-    columns becomes a card, in which `data-label` names the values.
+    A repeated value of the first `data-groups` columns has the class `same`. It is invisible, but it
+    is still filtered, sorted and copied. The script sets the class again when the rows change. On a
+    phone, each row of a table with many columns becomes a card, in which `data-label` names the
+    values. A value with the class `l` takes a whole line.
     """
     # Names in a column with long texts may wrap within words.
     wide = [
         any(isinstance(row[at], str) and len(row[at]) > LONG_TEXT for row in table.rows)
         for at in range(len(table.columns))
     ]
+    texts = [
+        [format_value(column, value) for column, value in zip(table.columns, row, strict=True)]
+        for row in table.rows
+    ]
     classes = [
-        ' class="r"' if column.right else ' class="t"' if long else ""
+        "r" if column.right else "t" if long else ""
         for column, long in zip(table.columns, wide, strict=True)
     ]
-    head = "".join(
-        f'<th scope="col"{_th(column.title, right)}><button type="button"{_tip(column.meaning)}>'
-        f"{_text(column.title) or '&nbsp;'}</button></th>"
-        for column, right in zip(table.columns, classes, strict=True)
-    )
     cards = len(table.columns) >= CARDS_FROM
+    lengths = [max(map(len, column), default=0) for column in zip(*texts, strict=True)]
+    whole_lines = [
+        "l" if cards and len(column.title) + length >= HALF_LINE else ""
+        for column, length in zip(table.columns, lengths, strict=False)
+    ]
+    head = "".join(
+        f'<th scope="col"{_th(column.title, own)}><button type="button"{_tip(column.meaning)}>'
+        f"{_text(column.title) or '&nbsp;'}</button></th>"
+        for column, own in zip(table.columns, classes, strict=True)
+    )
     lines = []
-    for row in table.rows:
+    for row, own_texts, shown_texts in zip(table.rows, texts, formatted_rows(table), strict=True):
         cells = []
-        for column, right, long, value in zip(table.columns, classes, wide, row, strict=True):
+        for at, (column, value, text) in enumerate(zip(table.columns, row, own_texts, strict=True)):
             number = _sort_number(value)
             if column.format == "inverse" and number:
                 number = 1 / number  # sort by the speed-up that the cell shows
             sort = f' data-v="{number!r}"' if number is not None else ""
-            text = format_value(column, value)
-            shown = _wrapping(text) if long else _text(text)
+            same = "same" if text and not shown_texts[at] else ""
+            kind = _class(classes[at], whole_lines[at], same)
+            shown = _wrapping(text) if wide[at] else _text(text)
             name_of = f' data-label="{_text(column.title)}"' if cards and column.title else ""
-            cells.append(f"<td{right}{sort}{name_of}>{_named(shown, full.get(text, ()))}</td>")
+            cells.append(f"<td{kind}{sort}{name_of}>{_named(shown, full.get(text, ()))}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     search = ""
     if len(lines) >= FILTER_FROM:
@@ -238,10 +259,13 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             f'autocomplete="off"></label> <output>{len(lines)} rows</output></p>'
         )
     body = "\n".join(lines)
-    kind = ' class="cards"' if cards else ""
+    leading = leading_columns(table)
+    groups = f' data-groups="{leading}"' if leading else ""
+    kind = _class("cards" if cards else "")
     return (
         f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
-        f'<table id="{ident}"{kind}><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+        f'<table id="{ident}"{kind}{groups}><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
@@ -255,11 +279,15 @@ def _named(shown: str, full: Sequence[str]) -> str:
     return f'<details class="full"><summary>{shown}</summary>{names}</details>' if full else shown
 
 
-def _th(title: str, attributes: str) -> str:
-    """Return the attributes of a heading. A heading with a long word may wrap anywhere."""
-    if max(map(len, title.split()), default=0) < LONG_TITLE:
-        return attributes
-    return attributes.replace('class="', 'class="w ') or ' class="w"'
+def _th(title: str, classes: str) -> str:
+    """Return the class of a heading. A heading with a long word may wrap anywhere."""
+    long = max(map(len, title.split()), default=0) >= LONG_TITLE
+    return _class("w" if long else "", classes)
+
+
+def _class(*names: str) -> str:
+    text = " ".join(filter(None, names))
+    return f' class="{text}"' if text else ""
 
 
 def _sort_number(value: Any) -> float | int | None:

@@ -25,6 +25,7 @@ while (walker.nextNode()) {
   const element = walker.currentNode.parentElement;
   const text = walker.currentNode.data.trim();
   if (!text || !element.checkVisibility({visibilityProperty: true})) continue;
+  if (element.closest(".same")) continue;  // repeats the value above
   if (["TITLE", "SCRIPT", "STYLE", "title"].includes(element.tagName)) continue;
   const style = getComputedStyle(element);
   if (element.closest("svg") && style.fill === "rgb(255, 255, 255)") continue;  // on a tile

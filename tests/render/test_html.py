@@ -110,6 +110,12 @@ def test_a_long_path_wraps_between_its_parts() -> None:
     assert ">12,345</td>" in html
 
 
+def test_a_subtitle_wraps_between_its_parts() -> None:
+    """Bug: on a phone, the first line ended within the date."""
+    html = render_html(Document("t/1", "t", (), (), (), subtitle="NVIDIA H200 · 2026-11-22"))
+    assert '<p class="subtitle"><span>NVIDIA H200</span> · <span>2026-11-22</span></p>' in html
+
+
 def test_a_name_breaks_between_its_words() -> None:
     """Bug: on a phone, a line could end within a word of a kernel's name and of the title."""
     kernel = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
@@ -188,10 +194,15 @@ def test_values_are_sorted_by_number_not_by_text() -> None:
     assert page.text_of("td")[:3] == ["4,2,8", "1.23 ms", "-"]
 
 
-def test_repeated_value_is_still_shown() -> None:
-    table = Table((Column("b", "b", repeat=False),), (("flash",), ("flash",)))
-    page = Page(render_html(Document("t/1", "t", (table,), (), ())))
-    assert page.text_of("td") == ["flash", "flash"]
+def test_repeated_value_is_in_the_page_but_invisible() -> None:
+    """Bug: each row of a group had the same config."""
+    columns = (Column("a", "a", repeat=False), Column("b", "b", repeat=False), Column("c", "c"))
+    rows = (("x", "flash", "1"), ("x", "flash", "1"), ("x", "math", "1"), ("y", "math", "1"))
+    page = Page(render_html(Document("t/1", "t", (Table(columns, rows),), (), ())))
+    assert page.text_of("td") == [text for row in rows for text in row]
+    assert page.named("table")[0]["data-groups"] == "2"
+    classes = [each.get("class") for each in page.named("td")]
+    assert [at for at, name in enumerate(classes) if name == "same"] == [3, 4, 6]
 
 
 def test_charts_are_inline_and_their_ids_differ() -> None:

@@ -23,6 +23,7 @@ from profharness.commands.diff.compare import Diff, DiffRow
 from profharness.commands.report import (
     FIELDS,
     GLOSSARY,
+    NOT_RANKED,
     diff_blocks,
     environment_blocks,
     glossary_blocks,
@@ -548,8 +549,43 @@ def test_the_latencies_of_a_capture_need_no_unfolding(tmp_path: Path) -> None:
     blocks = list(document.blocks)
     start = next(at for at, each in enumerate(blocks) if getattr(each, "text", "") == "Latency")
     table = next(each for each in blocks[start:] if isinstance(each, Table))
-    assert [column.key for column in table.columns][-1] == "to_fastest"
+    assert [column.key for column in table.columns][-1] == "regret"
     assert len(table.rows) == 20
+
+
+def test_a_capture_does_not_rank_all_disabled(tmp_path: Path) -> None:
+    """Bug: `all-disabled` was 0.99x of the fastest in the tables, and the charts showed it."""
+    ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "h200-torch2.11")
+    document = report(tmp_path / "s.db")
+    tables = [each for each in document.blocks if isinstance(each, Table)]
+    ranked = [each for each in tables if each.columns[-1].title == "vs fastest"]
+    ranked = [each for each in ranked if each.columns[2].key in ("median_ns", "measurement")]
+    assert len(ranked) == 2  # the table below the charts, and all latencies
+    for table in ranked:
+        for _, backend, *_, ratio in table.rows:
+            assert (ratio == "") == (backend == "all-disabled")
+    drawn = [each for each in document.blocks if isinstance(each, Chart)]
+    drawn = [each for each in drawn if each.kind in ("dots", "roofline")]
+    assert len(drawn) == 2
+    for chart in drawn:
+        series = {row[chart.series] for row in chart.rows}
+        assert "cudnn" in series and "all-disabled" not in series
+    assert ("all-disabled", NOT_RANKED) in [
+        (each.label, each.text) for each in document.blocks if isinstance(each, Note)
+    ]
+
+
+def test_the_mean_of_several_steps_is_called_so(tmp_path: Path) -> None:
+    """Bug: the bar had the mean without saying so, above a table that began with the median."""
+    ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "serving/eager.json.gz")
+    document = report(tmp_path / "s.db")
+    chart = next(each for each in document.blocks if isinstance(each, Chart))
+    assert list(dict.fromkeys(row[chart.y] for row in chart.rows)) == [
+        "decode, mean of 5 steps:",
+        "prefill",
+    ]
+    heading = next(each for each in document.blocks if isinstance(each, Heading))
+    assert heading.detail == "decode mean 1.86 ms (5 steps); prefill 5.29 ms (1 step)"
 
 
 def test_a_terminal_has_no_headings_of_charts(tmp_path: Path) -> None:
@@ -585,4 +621,9 @@ def test_the_answer_on_a_capture_has_the_verdict_on_auto(tmp_path: Path) -> None
     answer = " ".join(report(tmp_path / "s.db").answer)
     assert "no backend is significantly faster than auto" in answer
     assert "No change is necessary." in answer
+    # Bug: the answer stood above a table with 1.07x for auto.
+    assert (
+        "On 4 configs, auto ran the same kernels as the fastest backend, so the differences between "
+        "their times (up to 1.07x) are noise between measurements."
+    ) in answer
     assert "the fastest backend is limited by latency" in answer

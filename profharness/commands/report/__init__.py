@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
-from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config
+from profharness.attention.config import ALL_DISABLED, AUTO, SDPA_BACKENDS, parse_config
 from profharness.columns import Column, column, pick
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
@@ -78,7 +78,6 @@ from profharness.measurements.measurements import (
     BenchRow,
     basis_detail,
     basis_text,
-    contenders,
 )
 from profharness.program.changes import OF_A_FILE, EnvChange
 from profharness.program.layer_map import LayerMap, short_module
@@ -100,7 +99,7 @@ from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow, decisive
 from profharness.stats import NOTABLE_LOSS, THRESHOLD
 from profharness.store import Store, open_store
-from profharness.units import as_long, time_text
+from profharness.units import as_long, ratio_text, time_text
 
 SCHEMA = "profharness.report/1"
 
@@ -147,14 +146,12 @@ CELL_COLUMNS = (
     RAN,
     *pick(CellRow, "predicted", "peak_memory_bytes", "reason"),
 )
-TO_FASTEST = Column(
-    "to_fastest",
-    "vs fastest",
-    "ratio",
-    importance="answer",
-    meaning="the median divided by the fastest backend's median for the same config",
+NOT_RANKED = "not ranked, because it is another way to run cudnn and not a separate backend"
+LATENCY_COLUMNS = (
+    *pick(CellRow, "config", "backend"),
+    *pick(Latency),
+    *pick(BenchRow, "regret"),
 )
-LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
 TOP_KERNELS = pick(
     KernelRow, "config", "backend", "kernel_short", "call_ns", "share", "launches_per_call"
 )
@@ -191,12 +188,11 @@ GLOSSARY = {
         column.title: column.meaning
         for column in (
             RAN,
-            TO_FASTEST,
             *pick(CellRow, "predicted", "peak_memory_bytes"),
             *pick(KernelRow, "launches_per_call", "grid", "block", "shared_bytes"),
             *pick(KernelRow, "registers_per_thread", "occupancy", "share"),
             *pick(DiffRow, "role", "ratio"),
-            *pick(BenchRow, "half", "efficiency", "speedup"),
+            *pick(BenchRow, "half", "efficiency", "speedup", "regret"),
         )
     },
 }
@@ -376,15 +372,19 @@ def _run_blocks(
     drawn: list[Block] = []
     if evaluated:
         measured = basis_text(evaluated.ranking)
+        # `all-disabled` is not ranked, and a second mark for cudnn could seem to be the fastest.
         medians = [
             (row.config, row.backend, row.median_ns)
             for row in evaluated.figures()
-            if row.median_ns is not None
+            if row.median_ns is not None and not (row.ranked and row.regret is None)
         ]
         drawn += latency_charts(medians, measured)
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
         # The document of `bench` has this table too.
-        drawn += [] if bench else _latency_tables(cells, [evaluated.ranking])
+        if not bench:
+            drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
+            if any(row.backend == ALL_DISABLED for row in evaluated.figures()):
+                drawn.append(Note(NOT_RANKED, ALL_DISABLED))
     blocks += (
         [Heading("Latency", basis_detail(evaluated.ranking)), *drawn] if evaluated and drawn else []
     )
@@ -405,7 +405,8 @@ def _run_blocks(
     told = _disagreement_blocks(cells, kernels)
     apart = any(isinstance(each, Note) and each.label for each in told)
     blocks += told if apart else []
-    details: list[Block] = [*_cell_blocks(cells), *map(Note, summary), *_latency_blocks(cells)]
+    latency = _latency_blocks(cells, evaluated.rows) if evaluated else []
+    details: list[Block] = [*_cell_blocks(cells), *map(Note, summary), *latency]
     details += [] if apart else told
     details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     if kernels:
@@ -533,9 +534,9 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     yield Table.of(CELL_COLUMNS, rows)
 
 
-def _latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
+def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> list[Block]:
     """Return a table of the latencies of cells under a heading, or no blocks."""
-    tables = _latency_tables(cells, CALL_MEASUREMENTS)
+    tables = _latency_tables(cells, evaluated, CALL_MEASUREMENTS)
     return (
         [
             Heading(
@@ -548,19 +549,22 @@ def _latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
     )
 
 
-def _latency_tables(cells: Sequence[CellRow], measurements: Collection[str]) -> list[Block]:
-    """Return a table of the latencies of cells by some measurements, or no blocks."""
-    timed = [(cell, row) for cell in cells for row in latencies(cell)]
-    timed = [(cell, row) for cell, row in timed if row.measurement in measurements]
-    medians: dict[tuple[str, str], dict[str, float]] = {}
-    for cell, row in timed:
-        medians.setdefault((cell.config, row.measurement), {})[cell.backend] = row.median_ns
-    fastest = {key: min(own[name] for name in contenders(own)) for key, own in medians.items()}
+def _latency_tables(
+    cells: Sequence[CellRow], evaluated: Sequence[BenchRow], measurements: Collection[str]
+) -> list[Block]:
+    """Return a table of the latencies of cells by some measurements, or no blocks.
+
+    The rows of the evaluated benchmark say how each latency compares with the fastest backend.
+    """
+    regrets = {(row.config, row.backend, row.measurement): row.regret for row in evaluated}
     rows: list[tuple[Any, ...]] = []
-    for cell, row in timed:
-        least = fastest[cell.config, row.measurement]
-        # Put `row` before `cell`, because the `samples` column shows the number of samples.
-        rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
+    for cell in cells:
+        for each in latencies(cell):
+            if each.measurement in measurements:
+                # The table of `bench` leaves the cells of unranked backends blank too.
+                regret = regrets.get((cell.config, cell.backend, each.measurement))
+                # Put the latency before `cell`, because `samples` shows the number of samples.
+                rows.append(({"regret": "" if regret is None else regret}, each, cell))
     # A heading names a single measurement.
     hidden = ("measurement", "samples") if len(measurements) == 1 else ()
     columns = [column for column in LATENCY_COLUMNS if column.key not in hidden]
@@ -719,6 +723,7 @@ def _cost_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
             f"On {compared}, no backend is significantly faster than auto (by {percent(THRESHOLD)} "
             f"or more){doubt}. No change is necessary."
         )
+        yield from _noise_of_auto(losses)
         return
     worst = real[0]
     yield (
@@ -726,9 +731,23 @@ def _cost_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
         f"largest difference is on {worst.config}, where auto takes {as_long(1 + worst.regret)} as "
         f"{worst.best} ({time_text(worst.chosen_ns)} against {time_text(worst.best_ns)})."
     )
+    yield from _noise_of_auto(losses)
     yield (
         f"Select {_named(Counter(loss.best for loss in real))}. The code below selects the fastest "
         "backend for the config with the largest difference."
+    )
+
+
+def _noise_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
+    """Yield a sentence if the times of `auto` and of the backend that it ran differ visibly."""
+    same = [loss.regret for loss in losses if loss.same_backend]
+    if max(same, default=0) <= THRESHOLD:
+        return
+    part = f"{len(same)} of " if len(same) < len(losses) else ""
+    yield (
+        f"On {part}{_count(len(losses), 'config')}, auto ran the same kernels as the fastest "
+        f"backend, so the differences between their times (up to {ratio_text(1 + max(same))}) are "
+        "noise between measurements."
     )
 
 

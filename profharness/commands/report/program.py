@@ -152,7 +152,7 @@ def compared_steps(programs: Mapping[str, Mapping[str | None, ProgramTimes]]) ->
             "run": name,
             "µs": times.parts.get(part, 0) / 1e3,
             "kind": _series(*part),
-            "label": time_text(times.step_ns) if part[0] == IDLE else "",
+            "label": _step_text(times) if part[0] == IDLE else "",
         }
         for part in sorted(
             dict.fromkeys(
@@ -176,18 +176,24 @@ def _series(kind: str, backend: str | None) -> str:
     return f"{ATTENTION_ON}{backend or UNKNOWN}" if kind == ATTENTION else kind
 
 
+def _step_text(times: ProgramTimes) -> str:
+    """Return the duration of a step. The mean of several steps is called so."""
+    return f"{'mean ' if len(times.steps) > 1 else ''}{time_text(times.step_ns)}"
+
+
 def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
     """Yield a chart and a table with the step of each phase."""
     details, bars, parts = [], [], []
     for phase, times in phases.items():
-        count, time = len(times.steps), time_text(times.step_ns)
-        name = f"average of {count} steps" if count > 1 else times.steps[0].name
+        count, time = len(times.steps), _step_text(times)
+        name = f"{count} steps" if count > 1 else times.steps[0].name
         of_phase = f"{phase} {time} ({counted(count, 'step')})"
         details.append(of_phase if phase else f"{time}, {name}")
+        bar = f"{phase or 'step'}, mean of {count} steps:" if count > 1 else phase or "step"
         for (kind, backend), ns in _ordered(times):
             series, share = _series(kind, backend), ns / times.step_ns
             label = f"{time_text(ns)} · {share_text(share)}"
-            bars.append({"step": phase or "step", "µs": ns / 1e3, "kind": series, "label": label})
+            bars.append({"step": bar, "µs": ns / 1e3, "kind": series, "label": label})
             parts.append({"step_phase": phase, "kind": series, "ns": ns, "step_share": share})
     yield Heading("The step" if len(phases) == 1 else "Steps by phase", "; ".join(details))
     caption = "The shares refer to the whole step, including the time in which the GPU is idle."
@@ -237,7 +243,8 @@ def _layer_bars(
         if ns
     )
     if len({row["layer"] for row in rows}) > 1:  # the table below has the same figures
-        caption = "Attention kernel time per step, and its share of the GPU's busy time."
+        what = "Mean attention" if len(times.steps) > 1 else "Attention"
+        caption = f"{what} kernel time per step, and its share of the GPU's busy time."
         yield Chart(
             "stack",
             f"Attention by layer in {phase} steps" if phase else "Attention by layer",

@@ -38,6 +38,20 @@
     if (missing(s) !== missing(t)) return missing(s) ? 1 : -1; // what is not known comes last
     return sign * s.localeCompare(t, "en", { numeric: true });
   };
+  const regroup = (table) => { // hide a value of the leading columns that the row above shows
+    let above = [];
+    for (const row of table.tBodies[0].rows) {
+      if (row.hidden) continue;
+      const leading = [...row.cells].slice(0, Number(table.dataset.groups ?? 0));
+      const texts = leading.map((cell) => cell.textContent);
+      let same = above.length > 0;
+      leading.forEach((cell, at) => {
+        same = same && texts[at] === above[at];
+        cell.classList.toggle("same", same);
+      });
+      above = texts;
+    }
+  };
   for (const table of document.querySelectorAll("table")) {
     const body = table.tBodies[0];
     const original = [...body.rows];
@@ -54,11 +68,13 @@
           rows = [...original].sort((a, b) => compare(a.cells[column], b.cells[column], sign));
         }
         body.append(...rows);
+        regroup(table);
       });
     });
   }
   for (const input of document.querySelectorAll(".filter input")) {
-    const rows = [...document.getElementById(input.getAttribute("aria-controls")).tBodies[0].rows];
+    const table = document.getElementById(input.getAttribute("aria-controls"));
+    const rows = [...table.tBodies[0].rows];
     const output = input.closest(".filter").querySelector("output");
     const texts = rows.map((row) => row.textContent.toLowerCase());
     input.addEventListener("input", () => {
@@ -68,6 +84,7 @@
         row.hidden = !words.every((word) => texts[place].includes(word));
         shown += row.hidden ? 0 : 1;
       });
+      regroup(table);
       output.textContent = words.length ? `${shown} of ${rows.length} rows` : `${rows.length} rows`;
     });
     input.addEventListener("keydown", (event) => {
