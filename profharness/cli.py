@@ -173,6 +173,8 @@ def _run() -> int:
             _say(f"error: {_wrong_usage(error)}")
         if _TORN_CONFIG.search(error.message):
             _say("hint: put quotes around configs that contain braces, as in '2,8,{512,1024},64'")
+        elif _is_third_side(error):
+            _say("hint: to compare two backends of a run: profharness diff RUN:flash RUN:cudnn")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")
@@ -184,6 +186,13 @@ def _run() -> int:
         _say(f"{error.label}: {error}")
         return error.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _is_third_side(error: click.ClickException) -> bool:
+    """Return whether `diff` was given three arguments, as in `diff RUN flash cudnn`."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = context.command.name if context else None
+    return command == "diff" and "unexpected extra argument" in error.message
 
 
 def _wrong_usage(error: click.ClickException) -> str:

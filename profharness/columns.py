@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 NUMERIC = frozenset({
     "count", "figures", "short", "tenths", "time", "time figure", "kib", "mib", "percent",
     "interval", "interval figure", "spread", "load", "triple", "ratio", "inverse", "excess", "mega",
-    "millions", "giga", "tera", "duration", "price",
+    "giga", "tera", "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 

@@ -51,8 +51,17 @@ def ratio_figure(ratio: float) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """Format a ratio for a table or a clause: `1.40x`."""
-    return f"{ratio_figure(ratio)}x"
+    """Format a ratio for a table or a clause: `1.40x`. A smaller ratio than 0.01 is `<0.01x`."""
+    return "<0.01x" if 0 < float(f"{ratio:.3g}") < 0.01 else f"{ratio_figure(ratio)}x"
+
+
+def rate_figure(rate: float) -> str:
+    """Format a rate with three significant figures, but at most three decimals from 0.0005 on: `3,350`."""
+    if not rate or not math.isfinite(rate):
+        return f"{rate:g}"
+    rounded = float(f"{rate:.3g}")
+    digits = max(2 - math.floor(math.log10(rounded)), 0)
+    return f"{rounded:,.{digits if rounded < 0.0005 else min(digits, 3)}f}"
 
 
 def as_fast(speed_up: float, than: str = "", most: float | None = None) -> str:

@@ -400,18 +400,10 @@ RunOrConfigs = Annotated[
     ),
 ]
 """Like `OneRun`, for a command whose arguments may also be configs."""
-RunAmongConfigs = Annotated[
-    PathLike | None,
-    replace(
-        ONE_RUN,
-        flags=("--run",),
-        old_flags=(),
-        find=find_only,
-        configs="configs",
-        tool="",
-        click={"hidden": True},
-    ),
-]
+RUN_OPTION = replace(ONE_RUN, flags=("--run",), old_flags=(), tool="", click={"hidden": True})
+RunOfBackends = Annotated[PathLike | None, RUN_OPTION]
+"""The run of a command whose positional arguments are two backends or two runs."""
+RunAmongConfigs = Annotated[PathLike | None, replace(RUN_OPTION, find=find_only, configs="configs")]
 """The run of a command whose positional arguments are configs or one run."""
 ConfigOrRunArguments = Annotated[
     ConfigLike,

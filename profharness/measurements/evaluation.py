@@ -151,12 +151,31 @@ class Winner:
     why_open: str = ""  # the reason, such as `the samples overlap`
     ran: str | None = None  # the backend that ran, such as the choice of `auto`
     same: tuple[str, ...] = ()  # other backends whose calls ran the same backend
-    rivals: tuple[str, ...] = ()  # what ran in `open` and in the other `ties`
+    # what ran in `open` and in the other `ties`, without the backends in `busy`
+    rivals: tuple[str, ...] = ()
+    # other backends whose times cannot be used, because the machine was too busy
+    busy: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The backend that ran or, if it is unknown, the requested backend."""
         return self.ran or self.backend
+
+    @property
+    def subject(self) -> str:
+        """The requested backend, whose row has the median, and what ran: `auto, which runs flash,`."""
+        return (
+            self.backend
+            if self.name == self.backend
+            else f"{self.backend}, which runs {self.name},"
+        )
+
+    @property
+    def not_comparable(self) -> str:
+        """A text on the backends whose times cannot be used, or "" if there are none."""
+        if not self.busy:
+            return ""
+        return f"{join_and(self.busy)} {'is' if len(self.busy) == 1 else 'are'} not comparable"
 
     @property
     def of_auto(self) -> bool:
@@ -402,6 +421,7 @@ def evaluate_bench(
 
 
 _ONE = "one"  # both rows are measurements of one backend
+_BUSY = "busy"  # the machine was too busy to compare the rows
 
 
 def _verdict(base: BenchRow, row: BenchRow, samples_of: SamplesOf, ran: Ran) -> str:
@@ -419,8 +439,11 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> Winne
     rows: dict[str, list[BenchRow]] = {}
     for row in named.values():
         if row is not best:
-            rows.setdefault(_verdict(best, row, samples_of, ran), []).append(row)
-    one, tied, unknown = (rows.get(verdict, []) for verdict in (_ONE, "same", "unknown"))
+            verdict = _verdict(best, row, samples_of, ran)
+            rows.setdefault(_BUSY if row.busy and verdict != _ONE else verdict, []).append(row)
+    one, tied, unknown, busy = (
+        rows.get(verdict, []) for verdict in (_ONE, "same", "unknown", _BUSY)
+    )
     took = ran.get((best.config, best.backend))
     return Winner(
         config=best.config,
@@ -437,6 +460,7 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> Winne
                 ran.get((row.config, row.backend)) or row.backend for row in (*tied, *unknown)
             )
         ),
+        busy=tuple(row.backend for row in busy),
     )
 
 
@@ -518,7 +542,8 @@ def _conclude(
     undecided = [winner for winner in winners if winner.rivals]
     # The answer of `bench` counts the configs without a single fastest backend.
     for winner in undecided if len(undecided) <= SHOWN_WINNERS else ():
-        yield f"{winner.config}: {winner.between} ({winner.why_open or f'within {WITHIN}'})"
+        text = f"{winner.config}: {winner.between} ({winner.why_open or f'within {WITHIN}'})"
+        yield f"{text}; {winner.not_comparable}" if winner.busy else text
     if isinstance(baseline, str):
         yield from _against_backend(ranked, baseline, samples_of, ran)
     else:

@@ -45,7 +45,7 @@ from profharness.rows import (
     KernelRow,
 )
 from profharness.store import Store
-from profharness.units import as_long, by_how_much, ratio_text
+from profharness.units import as_long, by_how_much, rate_figure, ratio_text
 
 CLOCK_MOVED = 0.05
 # The machine is reported as busy if the worker waited for a CPU for more than this share of time.
@@ -171,7 +171,7 @@ def busy_text(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> str | None
     A busy CPU interrupts some ops and not others, so the mean of their times and the median differ.
     Kernels on a GPU are not interrupted.
     """
-    factors: dict[tuple[str, str | None], float] = {}
+    factors: dict[tuple[str, str, str | None], float] = {}
     for cell in cells:
         own = [
             (row.total_ns / row.launches, row.duration_ns, row.launches_per_call or 1)
@@ -181,7 +181,7 @@ def busy_text(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> str | None
         ]
         if own:
             mean, median = (sum(row[at] * row[2] for row in own) for at in (0, 1))
-            factors[cell.config, cell.backend] = max(mean / median, median / mean)
+            factors[cell.run, cell.config, cell.backend] = max(mean / median, median / mean)
     scattered = {key: factor for key, factor in factors.items() if factor > SCATTERED}
     waits = [cell for cell in cells if (cell.clocks.get(CPU_WAIT) or 0) > BUSY]
     waited = max((cell.clocks[CPU_WAIT] for cell in waits), default=0)
@@ -189,7 +189,7 @@ def busy_text(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> str | None
         return None
     why = f"the worker waited for a CPU for {percent(waited)} of the time"
     if scattered:
-        (config, backend), most = max(scattered.items(), key=lambda item: item[1])
+        (_, config, backend), most = max(scattered.items(), key=lambda item: item[1])
         why = (
             f"the mean and the median time of the ops differ by a factor of up to {most:.1f} "
             f"({backend} on {config})"
@@ -349,9 +349,10 @@ class BenchRow:
         float | None,
         column(
             "Mquery/s",
-            "millions",
+            "mega",
             importance="detail",
-            meaning="number of query rows processed per second, summed over all heads",
+            meaning="number of query rows processed per second, where a call processes batch x "
+            "heads x queries of them; tables show millions",
         ),
     ] = None
     sequences_per_s: Annotated[
@@ -900,11 +901,12 @@ def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
     if len(rates) > 1:
         (first, low), *_, (last, high) = rates.items()
         rate = (
-            f"the best rate changes from {low:,.4g} TFLOP/s at {first:,} to {high:,.4g} at {last:,}"
+            f"the best rate changes from {rate_figure(low)} TFLOP/s at {first:,} to "
+            f"{rate_figure(high)} at {last:,}"
         )
         top = max(rates, key=lambda value: rates[value])
         if rates[top] > SUMMIT * max(low, high):
-            rate += f", with a maximum of {rates[top]:,.4g} at {top:,}"
+            rate += f", with a maximum of {rate_figure(rates[top])} at {top:,}"
     drops = [event.text for event in events if event.kind == "drop"]
     more = f" and {len(drops) - SHOWN_EVENTS} more" if len(drops) > SHOWN_EVENTS else ""
     fall = f". Drops: {'; '.join(drops[:SHOWN_EVENTS])}{more}" if drops else ""

@@ -13,7 +13,7 @@ import msgspec
 from profharness.columns import Column
 from profharness.errors import one_line
 from profharness.logs import duration
-from profharness.units import ratio_text, time_figure, time_text, time_unit
+from profharness.units import rate_figure, ratio_text, time_figure, time_text, time_unit
 
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, with one line and one shape of mark per series",
@@ -301,14 +301,6 @@ def _figures(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _rate(value: float) -> str:
-    """Format a rate with four significant figures, or with three decimals below 1."""
-    if not math.isfinite(value) or 0 < value < 0.0005:
-        return _figures(value)
-    digits = 3 if value < 1 else max(3 - math.floor(math.log10(value)), 0)
-    return f"{value:,.{digits}f}"
-
-
 def _price(value: float) -> str:
     if value >= 0.1:
         return f"{value:,.2f}"
@@ -356,10 +348,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "ratio": ratio_text,
     "inverse": lambda value: ratio_text(1 / value) if value else MISSING,
     "excess": lambda value: ratio_text(1 + value),
-    "millions": lambda value: _count(value / 1e6),
-    "mega": lambda value: _rate(value / 1e6),
-    "giga": lambda value: _rate(value / 1e9),
-    "tera": lambda value: _rate(value / 1e12),
+    "mega": lambda value: rate_figure(value / 1e6),
+    "giga": lambda value: rate_figure(value / 1e9),
+    "tera": lambda value: rate_figure(value / 1e12),
     "duration": _duration,
     "price": _price,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,

@@ -170,6 +170,39 @@ def test_what_auto_ran_is_tied_with_auto(tmp_path: Path) -> None:
     assert ratios["all-disabled"] is None and ratios["auto"] == pytest.approx(0.04)
 
 
+def test_the_lowest_median_is_that_of_its_row(tmp_path: Path) -> None:
+    """Bug: auto had 111 µs and ran flash, and the answer said that flash had 111 µs instead of 112."""
+    cells = [
+        *(
+            cell("1,1,64,64,fp16", name, {"event": steady(ns)}, choice="flash")
+            for name, ns in (("auto", 111_000), ("flash", 112_000))
+        ),
+        *timed("1,1,64,64,fp16", efficient=113_000),
+    ]
+    assert bench_answer(answer(tmp_path, cells))[0] == (
+        "auto, which runs flash, has the lowest median, 111 µs, but there is no significant "
+        "difference between flash and efficient."
+    )
+
+
+def test_a_time_that_cannot_be_used_is_not_comparable(tmp_path: Path) -> None:
+    """Bug: there was `no significant difference` to a backend whose time was `busy`."""
+    cells = [
+        *timed("1,2,128,64,fp16", auto=100_000, flash=100_500),
+        cell("1,2,128,64,fp16", "math", {"event": [ns * 20 for ns in BUSY]}),
+    ]
+    found = answer(tmp_path, cells)
+    (winner,) = found.winners
+    assert (winner.open, winner.rivals, winner.busy) == ((), ("flash",), ("math",))
+    both = "no significant difference between auto and flash"
+    assert bench_answer(found)[0] == (
+        f"auto has the lowest median, 100 µs, but there is {both}; math is not comparable."
+    )
+    assert found.conclusions == (
+        f"b1-h2-s128-d64-fp16: {both} (within 3 %); math is not comparable",
+    )
+
+
 def test_of_two_cells_with_one_config_and_backend_the_first_counts(tmp_path: Path) -> None:
     cells = [*timed(STUDY, auto=80_000), *timed(STUDY, auto=40_000, math=160_000)]
     found = answer(tmp_path, cells)
@@ -332,7 +365,8 @@ def test_nothing_is_concluded_from_figures_of_a_busy_machine(tmp_path: Path) -> 
     # The second config has only one usable time, so only the table of losses has a third ratio.
     assert re.findall(r"[\d.]+x\b", text) == ["1.00x", "1.50x", "1.00x"]
     said = " ".join((*bench_answer(found), *found.conclusions))
-    assert "flash" not in said and "2 of 5 times cannot be used" in said
+    assert re.findall(r"[^;:.]*flash[^;:.]*", said) == [" flash is not comparable"]
+    assert "2 of 5 times cannot be used" in said
     assert [loss.config for loss in found.sound_losses()] == ["b1-h2-s128-d64-fp16"]
     assert len(found.losses) == 2
     assert all(row.speedup for row in found.figures())  # JSON and CSV keep every figure

@@ -115,7 +115,7 @@ def test_measured_gains_precede_bounds(h200: Cells) -> None:
     assert first.measured and not second.measured
     assert first.factor is not None and second.factor is not None and first.factor < second.factor
     for full in (False, True):
-        notes = [note.text for note in cell_notes(flash, "flash", full=full)]
+        notes = [note.text for note in cell_notes(flash, full=full)]
         (measured,) = [at for at, text in enumerate(notes) if "Measured 1.53 times" in text]
         bounds = [at for at, text in enumerate(notes) if "At most" in text]
         assert bounds and measured < min(bounds)
@@ -764,7 +764,7 @@ def test_drops_of_a_sweep_are_told_where_they_are() -> None:
     ((name, group),) = sweep(analyses)
     assert list(drops(name, group)) == [(1024, 2048, pytest.approx(130 / 42))]
     notes = [each.text for each in analyze_document(analyses).blocks if isinstance(each, Note)]
-    fall = "TFLOP/s fall by a factor of 3.1 from head_dim 1024 to 2048 (sweep from"
+    fall = "mine: TFLOP/s fall by a factor of 3.1 from head_dim 1024 to 2048 (sweep from"
     assert f"{fall} b1-h4-s64-d512-fp32)." in notes
     assert not list(changed_problems(analyses))
 

@@ -15,14 +15,18 @@ from click.testing import CliRunner, Result
 
 import profharness
 from profharness.cli import find_command
+from profharness.commands.analyze.cells import analyze_rows
 from profharness.commands.analyze.figures import CellAnalysis, KernelFigures
 from profharness.commands.analyze.tables import analyze_document, traffic_points
-from profharness.devices import MEASURED, Peaks, l1_bytes
+from profharness.commands.kernels.tables import kernels_document
+from profharness.devices import DATA_SHEET, MEASURED, Peaks, l1_bytes
 from profharness.errors import CaptureError, UsageError
+from profharness.measurements.measurements import busy_text
 from profharness.program.counters import Counters
 from profharness.recording.profilers.ncu import ACTIVE_THREADS, PRESETS, TENSOR_PIPE_OF_ADA
 from profharness.render.document import Chart, Heading, Note, Table
-from profharness.store import ingest_path, open_store
+from profharness.rows import TORCH
+from profharness.store import Selection, ingest_path, open_store
 
 analyze = find_command("analyze")
 kernels = find_command("kernels")
@@ -53,12 +57,12 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
     result = run(analyze, "--store", store, "--config", "2,8,512,64")
     assert result.exit_code == 0, result.output
     for text in (
-        "NVIDIA H200, data sheet: 4,800 GB/s",
+        "Data sheet peaks of NVIDIA H200: 4,800 GB/s",
         "score traffic",
-        "auto, cudnn, all-disabled Bottleneck: too few blocks.",
+        "bottleneck auto, cudnn, all-disabled: too few blocks.",
         "at least 68 SMs are idle. (derived)",
-        "flash, efficient Bottleneck: latency. Neither the fp16 rate (4.9 to 8.5 % of the peak)",
-        "flash, efficient, math Remedy: Use cudnn",
+        "bottleneck flash, efficient: latency. Neither the fp16 rate (4.9 to 8.5 % of the peak)",
+        "remedy flash, efficient, math: Use cudnn",
         "1.36 to 10.9 times as fast",
     ):
         assert text in " ".join(result.stdout.split())
@@ -78,19 +82,53 @@ def test_many_cells_have_one_table_and_what_most_of_them_share(store: Path) -> N
     notes = [block for block in brief.blocks if isinstance(block, Note)]
     assert "4 of 24 cells did not run: 4 refused" in [note.text for note in notes]
     labels = [note.label for note in notes]
-    assert (labels.count("finding"), labels.count("remedy")) == (2, 2)
+    counts = [labels.count(name) for name in ("bottleneck", "finding", "remedy")]
+    assert counts == [1, 1, 2]
     headings = [block.text for block in full.blocks if isinstance(block, Heading)]
     assert {"Best backend for", "Device", "auto over head_dim 64 to 100"} <= {*headings}
+
+
+def test_notes_have_the_same_labels_for_one_config_and_for_several(store: Path) -> None:
+    """Bug: `Bottleneck:` stood in the text for one config, and long labels had their own lines."""
+    analyses = profharness.analyze(peaks="data-sheet", store=store).attrs["analyses"]
+    one = [each for each in analyses if each.config == analyses[0].config]
+    for chosen in (one, analyses):
+        for full in (False, True):
+            document = analyze_document(chosen, full=full)
+            notes = [block for block in document.blocks if isinstance(block, Note) and block.label]
+            labels = {note.label for note in notes if note.level != "hint"}
+            assert {"bottleneck", "remedy"} <= labels
+            assert labels <= {"bottleneck", "finding", "remedy", "refused"}
+            assert not any(": Bottleneck:" in note.text for note in notes)
+
+
+def test_analyze_warns_of_a_busy_machine(store: Path) -> None:
+    """Bug: `kernels` warned of unreliable times of ops, and `analyze` of the same run did not."""
+    with open_store(store) as opened:
+        rows, cells = opened.rows(Selection("latest"))
+    scattered = [
+        replace(row, kernel_kind="op", total_ns=4 * (row.total_ns or 0))
+        for row in rows
+        if row.profiler == TORCH
+    ]
+    warning = Note(str(busy_text(scattered, cells)), level="warning")
+    assert "the machine was busy" in warning.text
+    analyses = analyze_rows(store, cells, scattered, DATA_SHEET)
+    for full in (False, True):
+        assert analyze_document(analyses, full=full).blocks[-1] == warning
+    assert kernels_document(scattered, cells).blocks[-1] == warning
+    calm = analyze_rows(store, cells, rows, DATA_SHEET)
+    assert not any(each.machine.busy for each in calm)
 
 
 def test_a_remedy_follows_its_finding(store: Path) -> None:
     asked = ("--config", "2,8,1024,64,causal,bwd", "--backend", "flash", "--full")
     text = " ".join(run(analyze, "--store", store, *asked).stdout.split())
     parts = (
-        "flash Bottleneck: launch overhead",
-        "flash Remedy: Capture the call into a CUDA graph",
-        "flash Copies before and after the attention kernel",
-        "flash Remedy: Pass inputs in the layout",
+        "bottleneck flash: launch overhead",
+        "remedy flash: Capture the call into a CUDA graph",
+        "finding flash: Copies before and after the attention kernel",
+        "remedy flash: Pass inputs in the layout",
     )
     places = [text.find(part) for part in parts]
     assert -1 not in places and places == sorted(places)
@@ -340,7 +378,7 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
     document = analyze_document([*cells.values()], full=True)
     notes = [block for block in document.blocks if isinstance(block, Note)]
     (products,) = [note for note in notes if "bypass the L1" in note.text and "128x8" in note.text]
-    assert products.label == "naive" and "nvjet_sm90" in products.text
+    assert products.text.startswith("naive: ") and "nvjet_sm90" in products.text
     charts = {block.title: block for block in document.blocks if isinstance(block, Chart)}
     rows = charts["Roofline on measured traffic"].rows
     assert len(rows) == sum(len(traffic_points(analysis)) for analysis in cells.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
-from profharness.commands.diff import diff_document
+from profharness.commands.diff import diff_document, show
 from profharness.commands.diff.answer import _most, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
+from profharness.measurements.measurements import busy_text
 from profharness.program.matching import LayerDiff, LayerSide, layer_labels, layer_names
 from profharness.render.document import Note
 from profharness.render.terminal import render_table
@@ -274,3 +277,37 @@ def test_kernels_that_pair_share_a_row_and_others_name_their_side(store: Path) -
     other = diff(store, "20261121-151544-59c7:flash", "20261121-151544-59c7:cudnn", *config).stdout
     assert re.search(r"^attention +baseline +flash_fwd", other, re.MULTILINE)
     assert re.search(r"^ +candidate +cudnn_sdpa", other, re.MULTILINE)
+
+
+def test_run_names_the_run_of_two_backends(store: Path) -> None:
+    """Bug: there was no option --run, and three arguments gave an error without the right form."""
+    run = "h200-torch2.11"
+    named = diff(store, f"{run}:flash", f"{run}:cudnn")
+    assert named.exit_code == 0 and named.stdout
+    assert diff(store, "flash", "cudnn", "--run", run).stdout == named.stdout
+    refused = diff(store, run, "flash", "--run", run).exception
+    assert f"--run requires two backends, but '{run}' is not a stored backend" in str(refused)
+
+
+def test_three_sides_give_the_form_for_two_backends_of_a_run() -> None:
+    for words, hinted in ((("latest", "flash", "cudnn"), True), (("flash",), False)):
+        program = (sys.executable, "-m", "profharness", "diff", *words)
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert ("profharness diff RUN:flash RUN:cudnn" in done.stderr) == hinted
+
+
+def test_diff_warns_of_a_busy_machine(store: Path) -> None:
+    """Bug: `kernels` warned of unreliable times of ops, and `diff` of the same run did not."""
+    with open_store(store) as opened:
+        calm = find_sides(opened, "h200-torch2.11:flash", "h200-torch2.11:cudnn")
+    rows = [
+        replace(row, kernel_kind="op", total_ns=4 * (row.total_ns or 0)) for row in calm[0].kernels
+    ]
+    busy = replace(calm[0], kernels=tuple(rows)), calm[1]
+    cells = [cell for cell in calm[0].cells if cell.backend == "flash"]
+    warning = Note(str(busy_text(rows, cells)), level="warning")
+    assert "the machine was busy" in warning.text and "(flash on " in warning.text
+    for full in (False, True):
+        assert show((diff_cells(*busy), busy), full=full).blocks[-1] == warning
+        assert warning not in show((diff_cells(*calm), calm), full=full).blocks

@@ -14,10 +14,29 @@ from written_benches import bench_run
 
 import profharness.commands._command as command_module
 from profharness.cli import find_command
+from profharness.columns import pick
 from profharness.commands import bench
-from profharness.render.document import Document, Heading, Note, Table, for_reading, formatted_rows
+from profharness.measurements.measurements import BenchRow
+from profharness.render.document import (
+    FORMATS,
+    Document,
+    Heading,
+    Note,
+    Table,
+    for_reading,
+    formatted_rows,
+)
 from profharness.store import ingest_path
-from profharness.units import UNITS, as_fast, as_long, by_how_much, ratio_text, time_text, time_unit
+from profharness.units import (
+    UNITS,
+    as_fast,
+    as_long,
+    by_how_much,
+    rate_figure,
+    ratio_text,
+    time_text,
+    time_unit,
+)
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "traces" / "models"
@@ -189,12 +208,25 @@ def test_sentences_have_the_digits_of_ratios() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(0.0123, "0.0123x"), (0.714, "0.71x"), (1.399, "1.40x"), (9.996, "10.0x"), (22.63, "22.6x"),
+    [(0.00312, "<0.01x"), (0.0123, "0.0123x"), (0.714, "0.71x"), (1.399, "1.40x"), (9.996, "10.0x"), (22.63, "22.6x"),
      (437.53, "438x"), (13_000, "13,000x")],
 )  # fmt: skip
 def test_a_ratio_has_at_most_three_significant_figures(ratio: float, text: str) -> None:
-    """Bug: `22.63 times as fast`, from 3 calls."""
+    """Bugs: `22.63 times as fast`, from 3 calls, and a speed-up of `0.00312x`."""
     assert ratio_text(ratio) == text
+
+
+@pytest.mark.parametrize("unit", ["mega", "giga", "tera"])
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(0, "0"), (0.00001234, "0.0000123"), (0.0512, "0.051"), (0.9996, "1.00"), (13.84, "13.8"),
+     (11.7, "11.7"), (1_367.31, "1,370")],
+)  # fmt: skip
+def test_a_rate_has_at_most_three_significant_figures(rate: float, text: str, unit: str) -> None:
+    """Bug: a column of rates with `1,367.31`, `13.84` and `11.7`."""
+    size = {"mega": 1e6, "giga": 1e9, "tera": 1e12}[unit]
+    assert FORMATS[unit](rate * size) == rate_figure(rate) == text
+    assert {column.format for column in pick(BenchRow, "queries_per_s")} == {"mega"}
 
 
 def test_a_slowdown_has_no_exponent_and_is_not_vanishing() -> None:

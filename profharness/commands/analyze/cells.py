@@ -32,7 +32,7 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import is_another
-from profharness.measurements.measurements import basis_text
+from profharness.measurements.measurements import basis_text, busy_text
 from profharness.program.layer_map import (
     actual_backend,
     group_calls,
@@ -179,6 +179,7 @@ def analyze_rows(
             own = [cell for cell in cells if cell.run == run]
             kernels = [row for row in rows if row.run == run]
             machine = run_machine(store, run, source, own)
+            machine = replace(machine, busy=busy_text(kernels, own))
             analyses += analyze_all(own, kernels, machine, store.wrong(run), store.cells(run))
     return analyses
 

@@ -104,6 +104,9 @@ class RunMachine:
     sm_mhz: float | None = None  # median SM clock while the cells were timed
     memory_mhz: float | None = None  # median memory clock while the cells were timed
     host: Mapping[str, Any] = field(default_factory=dict)  # the run's environment
+    busy: str | None = (
+        None  # the warning that the machine was too busy for reliable times, if it was
+    )
 
     @property
     def name(self) -> str | None:
@@ -136,17 +139,19 @@ def run_machine(
     `source` is the source of the peak rates. If it is None, measured peaks are preferred.
     """
     environment, devices = store.environment(run), store.devices(run)
-    clocks: dict[str, float | None] = {}
-    for name in ("sm_mhz", "memory_mhz"):
+
+    def clock(name: str) -> float | None:
         values = [value for cell in cells if (value := cell.clocks.get(name))]
-        clocks[name] = float(median(values)) if values else None
+        return float(median(values)) if values else None
+
     return RunMachine(
         device=devices[0] if devices else None,
         peaks=store.peaks(run, source),
         l2_bytes=environment.get("l2_bytes"),
         tf32=bool(environment.get("tf32")),
+        sm_mhz=clock("sm_mhz"),
+        memory_mhz=clock("memory_mhz"),
         host=environment,
-        **clocks,
     )
 
 

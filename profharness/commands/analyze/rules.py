@@ -28,7 +28,7 @@ from profharness.errors import counted, percent
 from profharness.program.roles import FUSED_ROLES, GEMMS
 from profharness.recording.profilers import ncu
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
-from profharness.units import time_text
+from profharness.units import rate_figure, time_text
 
 Rule = Callable[[CellAnalysis, Figures], Iterator[Finding]]
 KernelRule = Callable[[CellAnalysis, KernelFigures], Iterator[Finding]]
@@ -163,7 +163,7 @@ def achieved(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if figures.flops_per_s is None or figures.bytes_per_s is None or not cell.kernels:
         return
     tera, giga = figures.flops_per_s / 1e12, figures.bytes_per_s / 1e9
-    text = f"{tera:.2f} TFLOP/s and {giga:.0f} GB/s of compulsory bytes"
+    text = f"{rate_figure(tera)} TFLOP/s and {rate_figure(giga)} GB/s of compulsory bytes"
     parts = []
     if figures.flops_share is not None:
         parts.append(f"{percent(figures.flops_share, 1)} of the {figures.rate} rate")

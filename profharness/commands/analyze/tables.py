@@ -51,7 +51,6 @@ from profharness.render.document import (
     Note,
     Table,
     filled_columns,
-    status_note,
 )
 from profharness.rows import KERNEL
 
@@ -129,6 +128,8 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     for name, facts in devices.items() if full else ():
         if facts:
             blocks += [Heading("Device", name), Table.of(pick(DeviceFact), facts)]
+    busy = dict.fromkeys(each.machine.busy for each in analyses if each.machine.busy)
+    blocks += [Note(text, level="warning") for text in busy]
     extra = {
         "peaks": [asdict(peaks) for peaks in known],
         "devices": [
@@ -206,11 +207,12 @@ def _notes_of(
 
     `most` is the maximum number of findings, and of remedies, per cell.
     """
-    notes: list[Note] = []
+    notes: list[tuple[str, Note]] = []
     for analysis in own:
         module = short_module(analysis.module) if len(own) > 1 else None
-        label = f"{module} {analysis.backend}" if module else analysis.backend
-        notes += cell_notes(analysis, label, full=full, most=most, covered=covered)
+        name = f"{module} {analysis.backend}" if module else analysis.backend
+        found = cell_notes(analysis, full=full, most=most, covered=covered)
+        notes += [(name, note) for note in found]
     return merged_notes(notes, full=full)
 
 
@@ -332,7 +334,7 @@ def _sweep_blocks(name: str, group: Sequence[CellAnalysis], *, full: bool) -> It
     for before, after, factor in drops(name, group):
         text = f"TFLOP/s fall by a factor of {factor:.1f} from {title} {before} to {after}"
         aside = "" if full else f" (sweep from {first.config.label})"
-        yield Note(f"{text}{aside}.", "" if full else first.backend)
+        yield Note(f"{text}{aside}." if full else f"{first.backend}: {text}{aside}.", FINDING)
 
 
 def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
@@ -341,12 +343,12 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
         counts = ", ".join(f"{count:,}" for count in scores.values())
         yield Note(
             (
-                f"the configs with head_dim {', '.join(map(str, scores))} also differ in how much "
+                f"{backend}: the configs with head_dim {', '.join(map(str, scores))} also differ in how much "
                 f"work can run in parallel (batch x heads x queries x keys is {counts}), so "
                 "head_dim alone does not explain a change in TFLOP/s. A set such as "
                 "'B,H,S,{512,1024}' changes only head_dim"
             ),
-            backend,
+            FINDING,
             "warning",
         )
 
@@ -417,10 +419,10 @@ def _past_l1(own: Sequence[CellAnalysis]) -> Iterator[Note]:
         names.setdefault(what, []).append(each.backend)
     for what, backends in names.items():
         text = (
-            f"TMA copies load {what} from the L2 cache into shared memory and bypass the L1 "
+            f"{', '.join(backends)}: TMA copies load {what} from the L2 cache into shared memory and bypass the L1 "
             "cache, so no L1 traffic is counted"
         )
-        yield Note(text, ", ".join(backends))
+        yield Note(text, FINDING)
 
 
 def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
@@ -464,6 +466,8 @@ def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
         yield from roofline_chart(title, rows, roofs, x_title=x_title, caption=caption)
 
 
+# Labels of notes. They are short, so that all notes have the same layout.
+BOTTLENECK, FINDING, REMEDY = "bottleneck", "finding", "remedy"
 ADVICE_COLUMNS = pick(
     ScenarioChoice, "scenario", "config", "best", "median", "measurement", "runner_up", "factor"
 )
@@ -513,7 +517,6 @@ def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
 
 def cell_notes(
     analysis: CellAnalysis,
-    label: str,
     *,
     full: bool,
     most: int | None = None,
@@ -524,7 +527,8 @@ def cell_notes(
     The remedy whose gain was measured precedes all others.
     """
     if analysis.status != "ok":
-        yield status_note(analysis.status, analysis.message or "no reason recorded", label)
+        level = "note" if analysis.status == "refused" else "error"
+        yield Note(analysis.message or "no reason recorded", analysis.status, level)
         return
     cell = (analysis.run, analysis.cell)
     remedies = [each for each in analysis.remedies[:most] if (*cell, each) not in covered]
@@ -532,13 +536,13 @@ def cell_notes(
     for finding in sorted(shown, key=lambda each: each.code != "faster_backend"):
         if (*cell, finding) in covered:
             continue
-        yield _finding_note(finding, label, full=full)
+        yield _finding_note(finding, full=full)
         codes = _causes(finding, analysis)
         for remedy in [r for r in remedies if r.measured or codes.intersection(r.findings)]:
-            yield _remedy_note([remedy], label, "Remedy: ", full=full)
+            yield _remedy_note([remedy], full=full)
             remedies.remove(remedy)
     for remedy in remedies:
-        yield _remedy_note([remedy], label, "Remedy: ", full=full)
+        yield _remedy_note([remedy], full=full)
 
 
 def _causes(finding: Finding, analysis: CellAnalysis) -> set[str]:
@@ -552,41 +556,43 @@ def _causes(finding: Finding, analysis: CellAnalysis) -> set[str]:
     }
 
 
-def merged_notes(notes: Iterable[Note], *, full: bool) -> list[Note]:
-    """Merge notes with equal texts into one note that names all their labels.
+def merged_notes(notes: Iterable[tuple[str, Note]], *, full: bool) -> list[Note]:
+    """Merge equal notes on cells into one note that begins with the names of the cells.
 
     Backends that run the same kernels, such as `auto` and the backend that PyTorch chose for it, have
     equal notes.
     Unless `full` is set, texts may differ in their numbers, which become ranges.
     """
-    groups: dict[tuple[str, str], list[Note]] = {}
-    for note in notes:
+    groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}  # names and texts
+    for name, note in notes:
         form = note.text if full else NUMBER.sub("#", note.text)
-        groups.setdefault((form, note.level), []).append(note)
+        groups.setdefault((form, note.label, note.level), []).append((name, note.text))
     return [
-        Note(
-            merged_text([note.text for note in group]),
-            ", ".join(dict.fromkeys(note.label for note in group)),
-            level,
-        )
-        for (_, level), group in groups.items()
+        Note(f"{', '.join(dict(group))}: {merged_text([text for _, text in group])}", label, level)
+        for (_, label, level), group in groups.items()
     ]
 
 
-def _finding_note(finding: Finding, label: str, prefix: str = "", *, full: bool = False) -> Note:
+def _kind(finding: Finding) -> dict[str, str]:
+    """Return the label and the level of the note on a finding."""
+    return {
+        "label": BOTTLENECK if finding.code == "bottleneck" else FINDING,
+        "level": "warning" if finding.severity == "major" else "note",
+    }
+
+
+def _finding_note(finding: Finding, *, full: bool) -> Note:
     figures = f"[{finding.grade}: {_evidence_text(finding.evidence)}]"
-    level = "warning" if finding.severity == "major" else "note"
-    return Note(
-        f"{prefix}{finding.sentence} {figures if full else f'({finding.grade})'}", label, level
-    )
+    text = finding.sentence.removeprefix("Bottleneck: ")  # the label says this
+    return Note(f"{text} {figures if full else f'({finding.grade})'}", **_kind(finding))
 
 
-def _remedy_note(alike: Sequence[Remedy], label: str, prefix: str, *, full: bool = False) -> Note:
+def _remedy_note(alike: Sequence[Remedy], *, full: bool = False) -> Note:
     """Return the note on a remedy, which may be that of several cells."""
     remedy, gain = alike[0], gain_text(alike)
     gained = f" {gain[0].upper()}{gain[1:]}." if gain else ""
     codes = f" [{', '.join(remedy.findings)}]" if full else ""
-    return Note(f"{prefix}{remedy.text}{gained}{codes}", label)
+    return Note(f"{remedy.text}{gained}{codes}", REMEDY)
 
 
 def common_blocks(
@@ -617,7 +623,7 @@ def common_blocks(
         given += [mine] if mine else []
         notes.append(_shared_note(finding, cells, mine))
     notes += [
-        Note(f"{_remedy_note([each for _, each in cells], '', '').text} {_cells(cells)}", "remedy")
+        Note(f"{_remedy_note([each for _, each in cells]).text} {_cells(cells)}", REMEDY)
         for cells in helpful[:most]
         if cells not in given
     ]
@@ -645,9 +651,8 @@ def _shared_note(
     # Without its name, a bottleneck begins with the finding that causes it.
     first = sentences[sentences[0].startswith("Bottleneck") and len(sentences) > 1]
     texts = [f"{first.removesuffix('.')}."]
-    texts += [_remedy_note([each for _, each in helpful], "", "").text] if helpful else []
-    level = "warning" if finding.severity == "major" else "note"
-    return Note(" ".join([*texts, _cells(cells)]), "finding", level)
+    texts += [_remedy_note([each for _, each in helpful]).text] if helpful else []
+    return Note(" ".join([*texts, _cells(cells)]), **_kind(finding))
 
 
 def _cells(members: Sequence[tuple[CellAnalysis, Any]]) -> str:

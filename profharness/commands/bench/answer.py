@@ -119,14 +119,16 @@ def _of_winners(answer: BenchResult) -> str:
     if len(winners) > 1:
         return _of_several(winners, any(row.backend == AUTO for row in ranked))
     (winner,) = winners
-    name, time = winner.name, time_text(winner.median_ns)
+    time = time_text(winner.median_ns)
     if winner.rivals:
         why = f" ({winner.why_open})" if winner.why_open else ""
-        lead = f"{name} has the lowest median, {time}, but there is {winner.between}{why}"
+        lead = f"{winner.subject} has the lowest median, {time}, but there is {winner.between}{why}"
     elif winner.of_auto:
-        lead = f"auto already runs {name}, the fastest: {time}"
+        lead = f"auto already runs {winner.name}, the fastest: {time}"
     else:
-        lead = f"{name} is the fastest: {time}"
+        lead = f"{winner.subject} is the fastest: {time}"
+    if winner.busy:
+        lead = f"{lead}; {winner.not_comparable}"
     slowest = max(ranked, key=lambda row: row.median_ns or 0)
     known = (winner.backend, *winner.ties, *winner.open)
     if slowest.backend in known or pytorch_chooses(slowest.backend):
@@ -162,6 +164,8 @@ def _of_several(winners: Sequence[Winner], with_auto: bool) -> str:
     if undecided:
         text = split_text(undecided, len(winners))
         texts.append(f"There is no significant difference {text}.")
+    if busy := sum(bool(each.busy) for each in winners):
+        texts.append(f"On {counted(busy, 'config')}, some backends are not comparable.")
     return " ".join(texts)
 
 

@@ -691,7 +691,8 @@ def other_winners(answers: Sequence[BenchResult]) -> list[str]:
             config
             for config in both
             if each[config].backend != best[0][config].backend
-            and best[0][config].backend not in (*each[config].ties, *each[config].open)
+            and best[0][config].backend
+            not in (*each[config].ties, *each[config].open, *each[config].busy)
         ]
         examples = ", ".join(
             f"{config} ({best[0][config].backend} → {each[config].backend})"

@@ -19,6 +19,7 @@ from profharness.commands._types import (
     SIDE_OPTION,
     Configs,
     PathLike,
+    RunOfBackends,
     Store,
     complete_names,
     config_list,
@@ -38,11 +39,13 @@ from profharness.commands.diff.compare import (
     DiffRow,
     PhaseDiff,
     Side,
+    backends_of,
     diff_cells,
     find_sides,
     nothing_compared,
 )
 from profharness.errors import GateError, NotFoundError, counted, join_few
+from profharness.measurements.measurements import busy_text
 from profharness.program.changes import VERDICTS, EnvChange
 from profharness.program.layer_map import LayerRow
 from profharness.program.matching import (
@@ -112,12 +115,14 @@ COMPOSITE = (
 )
 
 
-def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
+def diff_document(
+    diff: Diff, *, full: bool = False, changed_first: bool = False, busy: str | None = None
+) -> Document:
     """Return the document of `diff`.
 
     Kernels that only differ in their times share a row. If `full` is set, show all rows and whole
     names. If `changed_first` is set, list configs without differences
-    at the end, one per line.
+    at the end, one per line. `busy` is a warning that the times are unreliable.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     hidden = bool(diff.layers) and not full
@@ -160,6 +165,8 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
                 level="hint",
             )
         )
+    if busy:
+        blocks.append(Note(busy, level="warning"))
     plain = diff.to_json()
     return Document(
         answer=diff_answer(diff),
@@ -457,6 +464,7 @@ def diff(
     *,
     configs: Configs = None,
     threshold: Threshold = stats.THRESHOLD,
+    run: RunOfBackends = None,
     store: Store = None,
 ) -> Comparison:
     """Compare two backends of a run, or two runs.
@@ -479,7 +487,10 @@ def diff(
     contains peak memory, launches and refusals of both sides.
     """
     with open_store(store_path(store)) as opened:
-        sides = find_sides(opened, str(baseline), str(candidate), config_list(configs))
+        names = (str(baseline), str(candidate))
+        if run is not None:
+            names = backends_of(opened, str(run), names)
+        sides = find_sides(opened, *names, config_list(configs))
     if sides[0].label == sides[1].label:
         hint(f"warning: both sides have the same content: {sides[0].name or sides[0].label}")
     threshold = stats.THRESHOLD if threshold is None else threshold
@@ -496,7 +507,10 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
     if not fail_on and (reason := nothing_compared(found, sides)):
         raise NotFoundError(reason)
     many = len({row.config for row in found.rows}) > FEW_CONFIGS
-    return diff_document(found, full=full, changed_first=many and not full)
+    rows = [row for side in sides for row in side.kernels]
+    cells = [each for side in sides for each in side.cells if side.backend in (None, each.backend)]
+    busy = busy_text(rows, cells)
+    return diff_document(found, full=full, changed_first=many and not full, busy=busy)
 
 
 @gate(diff)

@@ -20,7 +20,7 @@ from profharness import stats
 from profharness.attention.config import Config, setting_name
 from profharness.columns import column
 from profharness.device_types import CPU
-from profharness.errors import NotFoundError, UnknownNameError, join_few
+from profharness.errors import NotFoundError, UnknownNameError, UsageError, join_few
 from profharness.measurements.measurements import clock_doubts, host_doubts
 from profharness.program.changes import (
     MIN_LAUNCHES,
@@ -305,6 +305,18 @@ class _Cell:
 
     def of(self, profiler: str | None) -> Kernels:
         return tuple(row for row in self.kernels if row.profiler == profiler)
+
+
+def backends_of(store: Store, run: str, sides: tuple[str, str]) -> tuple[str, str]:
+    """Return both sides as RUN:BACKEND. Raise UsageError if a side is not a stored backend."""
+    stored = store.backends()
+    for side in sides:
+        if setting_name(side) not in stored:
+            raise UsageError(
+                f"--run requires two backends, but {side!r} is not a stored backend (stored: "
+                f"{', '.join(stored) or 'none'})"
+            )
+    return f"{run}:{sides[0]}", f"{run}:{sides[1]}"
 
 
 def find_sides(
