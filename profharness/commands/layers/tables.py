@@ -171,7 +171,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         records,
         extra,
         answer=answer,
-        configs_printed_by="" if of_several else layers.command("layers", "--configs"),
+        configs_printed_by="" if of_several else layers.command("layers", "--list-configs"),
     )
 
 
