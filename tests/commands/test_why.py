@@ -348,6 +348,8 @@ def test_configs_can_be_copied_at_each_width(store: Path, name: str, width: int)
 def test_many_shortened_configs_name_the_command_that_prints_them(store: Path) -> None:
     layers = the_map(store, "unet.json.gz")
     text = render_table(layers_document(layers), width=60, cut=True)
-    assert "configs in full: profharness layers unet.json.gz --list-configs" in " ".join(text.split())
+    assert "configs in full: profharness layers unet.json.gz --list-configs" in " ".join(
+        text.split()
+    )
     printed = run_cli(store, "layers", "unet.json.gz", "--list-configs")
     assert all(str(row.config) in printed for row in layers.rows)
