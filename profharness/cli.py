@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 from importlib import import_module
@@ -111,6 +112,9 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] in COMMANDS:
             return super().resolve_command(ctx, args)
+        if Path(args[0]).exists():
+            look = f"profharness layers {shlex.quote(args[0])}"
+            ctx.fail(f"{args[0]!r} is not a command; to look into it, use: {look}")
         import difflib  # needed only for an unknown command
 
         near = difflib.get_close_matches(args[0], COMMANDS)

@@ -93,7 +93,7 @@ def run_cases(runs: dict[str, str]) -> Iterator[tuple[str, ...]]:
         if kind in ("trace", "observe"):
             yield ("layers", run, "--full")
             yield ("layers", run, "--gpu", "H200")
-            yield ("layers", run, "--configs")
+            yield ("layers", run, "--list-configs")
             yield ("layers", run, "--fail-on", "math-fallback,eager-attention,unseen")
         else:
             yield ("kernels", "--run", run)
@@ -162,7 +162,9 @@ def without_machine(value: Any) -> Any:
 
 def answer(root: Path, folder: Path, case: tuple[str, ...]) -> dict[str, Any]:
     """Run one case. Return its exit code and its output."""
-    as_json = () if case[0] in ("export", "repro") or "--configs" in case else ("--format", "json")
+    as_json = (
+        () if case[0] in ("export", "repro") or "--list-configs" in case else ("--format", "json")
+    )
     code, text, _ = ask(root, folder, *case, *as_json)
     try:
         return {"code": code, "json": without_machine(json.loads(text))}

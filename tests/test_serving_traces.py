@@ -157,7 +157,7 @@ def test_a_bench_of_another_gpu_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_configs_of_phases_are_printed_for_a_bench(tmp_path: Path) -> None:
-    words = ["layers", str(SERVING / "shapes.json.gz"), "--savings", "--configs"]
+    words = ["layers", str(SERVING / "shapes.json.gz"), "--savings", "--list-configs"]
     result = CliRunner().invoke(cli, [*words, "--store", str(tmp_path / "store.db")])
     assert result.stdout.split() == [label for ((label, _),) in POINTS.values()]
 

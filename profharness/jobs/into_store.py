@@ -452,7 +452,7 @@ def time_layers(
             raise CaptureError(
                 f"run {layers.name} was recorded on {layers.gpu}, but this machine has {here or 'no GPU'}; "
                 f"run the command on a machine with {layers.gpu}, or run `bench` on such a machine "
-                "with the configs that `layers --savings --configs` prints, and then pass the "
+                "with the configs that `layers --savings --list-configs` prints, and then pass the "
                 "bench run with --bench RUN"
             )
         options = replace(options, configs=regret_configs(layers), device=device)

@@ -1137,7 +1137,7 @@ def _assumption(platform: Platform) -> str:
 
 
 def replay_lines(layers: LayerMap) -> list[str]:
-    """Return the output lines of `--configs`. Each line contains a config that replays some calls,
+    """Return the output lines of `--list-configs`. Each line contains a config that replays some calls,
     followed by the modules that make these calls.
     """
     lines: dict[str, list[str]] = {}

@@ -122,7 +122,7 @@ def fit_columns(
     if full:
         return _full_layout(columns, rows, width)
     layout = _best_layout(columns, rows, width)
-    if _lacks(layout) == (0, 1, 0):
+    if _lacks(layout)[:2] == (0, 1) and not _cuts_configs(layout):
         return layout
     found = {place: split for place in natural.lines[0] if (split := _common_part(rows, place))}
     if not found:
@@ -140,6 +140,15 @@ def fit_columns(
         cut = other.cuts.get(at, {})
         cuts[at] = {text: cut.get(part, part) for text, part in own.items()}
     return replace(other, cuts=cuts, common={at: text for at, (text, _) in found.items()})
+
+
+def _cuts_configs(layout: Layout) -> bool:
+    """Return whether a layout shortens a config."""
+    return any(
+        text != cut and CONFIG_LABEL.match(text)
+        for own in layout.cuts.values()
+        for text, cut in own.items()
+    )
 
 
 def _common_part(rows: Sequence[Texts], place: int) -> tuple[str, dict[str, str]] | None:
@@ -289,7 +298,40 @@ def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) ->
     strides = [_shorter_labels(own) for own in texts]
     texts = [[cuts[text] for text in own] for cuts, own in zip(strides, texts, strict=True)]
     most = tuple(map(max, titles, map(_longest, texts)))
-    choice = _choice(columns, rows, texts, titles, most, width)
+    layouts = (
+        _layout_of(choice, columns, texts, titles, most, width, strides)
+        for choice in _choices(columns, rows, texts, titles, most, width)
+    )
+    # Use separate lines for groups only if this shows more columns, or more of the names.
+    return min(layouts, key=lambda layout: (_hidden(columns, layout), _lost_names(columns, layout)))
+
+
+def _hidden(columns: Sequence[Column], layout: Layout) -> int:
+    """Return the number of hidden columns that are not details."""
+    return sum(_importance(columns[at], at) == "normal" for at in layout.hidden)
+
+
+def _lost_names(columns: Sequence[Column], layout: Layout) -> int:
+    """Return the number of characters by which the texts that identify rows are shortened."""
+    return sum(
+        cell_len(text) - cell_len(cut)
+        for at, cuts in layout.cuts.items()
+        if is_key(columns[at], at)
+        for text, cut in cuts.items()
+    )
+
+
+def _layout_of(
+    choice: _Choice,
+    columns: Sequence[Column],
+    texts: Sequence[Texts],
+    titles: Sequence[int],
+    most: tuple[int, ...],
+    width: int,
+    strides: Sequence[Mapping[str, str]],
+) -> Layout:
+    """Return the layout for a choice of columns. `strides` maps whole texts to `texts`."""
+    every = range(len(columns))
     # The last parts of dotted names are usually enough to recognize them.
     dotted = {at for at in every if any(map(_DOTTED.fullmatch, texts[at]))}
     widths = _narrowed(most, choice, width, dotted)
@@ -326,15 +368,18 @@ def _cut(texts: Texts, title: int, width: int, shrunk: _Shrunk) -> tuple[int, Ma
     return min(width, max(title, _longest(cuts.get(text, text) for text in texts))), cuts
 
 
-def _choice(
+def _choices(
     columns: Sequence[Column],
     rows: Sequence[Texts],
     texts: Sequence[Texts],
     titles: Sequence[int],
     most: tuple[int, ...],
     width: int,
-) -> _Choice:
-    """Choose the columns to show. Prefer readable texts and rows that are not folded."""
+) -> list[_Choice]:
+    """Choose the columns to show, with all rows on one line and with groups on separate lines.
+
+    Prefer readable texts and rows that are not folded.
+    """
     kinds = [_importance(column, place) for place, column in enumerate(columns)]
     required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
 
@@ -376,20 +421,14 @@ def _choice(
             kept.append(place)
         return _Choice(tuple(sorted(kept)), stacked, shrunk)
 
-    def hidden(choice: _Choice) -> int:
-        return sum(
-            kind == "normal" and place not in choice.kept for place, kind in enumerate(kinds)
-        )
-
     for floor in (READABLE, MIN_SHRUNK):
         shrunk = shrink(floor)
         choices = [with_optional(stacked, shrunk) for stacked in ((), *_groups(columns, rows))]
         if found := [choice for choice in choices if choice is not None]:
-            # Use separate lines for groups only if this shows more columns.
-            return min(found, key=hidden)
+            return found
     stacked = _widest(columns, required, [each.width for each in shrunk], width)
     choice = with_optional(stacked, shrunk)
-    return choice or _Choice(tuple(required), stacked, shrunk)
+    return [choice or _Choice(tuple(required), stacked, shrunk)]
 
 
 @functools.lru_cache(maxsize=32)  # the layouts that are compared shrink the same texts

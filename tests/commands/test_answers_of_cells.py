@@ -180,13 +180,13 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
         "PyTorch 2.13 is predicted to run cudnn on an H100, its first choice.",
         "efficient and math could also run; PyTorch refuses flash: Flash Attention does not "
         "support non-null attn_mask.",
-        "To run flash: pass is_causal=True instead of attn_mask, if the mask is lower triangular; then "
+        "To run flash: if the mask is lower triangular, pass is_causal=True instead of attn_mask; then "
         "select flash with sdpa_kernel, because auto would choose cudnn (code below).",
     ]  # fmt: skip
     for kind in ("table", "md", "html"):
         shown = " ".join(invoke(*words, *none, "--format", kind).stdout.split())
         assert "predicted" in shown
-        assert "if it hides nothing. Without sdpa" in shown.replace("\\", "")
+        assert "hides nothing, leave it out. Without sdpa" in shown.replace("\\", "")
         assert "auto then runs" not in shown
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from profharness.attention.config import parse_config
 from profharness.cli import cli
-from profharness.commands.layers import savings
+from profharness.commands.explain import savings
 from profharness.commands.layers.answer import layers_answer, told_change
 from profharness.commands.layers.tables import layers_document
 from profharness.commands.report.program import program_advice

@@ -313,7 +313,7 @@ def test_recomputed_calls_are_timed_as_forward_calls(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     store = {"store": str(path)}
     ingest_path(path, TRACES / "models" / "llama_checkpoint.json.gz")
-    whole, forward = ask(store, "--savings", "--configs").stdout.split()
+    whole, forward = ask(store, "--savings", "--list-configs").stdout.split()
     runs = []
     for name, gpu in (("h100", H100), ("h200", H200)):
         cells = {(whole, "cudnn"): 90 * US, (forward, "cudnn"): 30 * US}
@@ -366,7 +366,7 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
         (("whisper", "--bench", "both", "--bench", "configs"), "name one run per GPU model"),
         (("whisper", "--bench", "both", "--bench", "whisper"), "has no timed cells"),
         (("whisper", "--bench", "b200", "--bench", "latest~99"), "latest~99"),
-        (("llama", "--bench", "both"), "--savings --configs` prints"),
+        (("llama", "--bench", "both"), "--savings --list-configs` prints"),
         (("eager", "--bench", "both"), "no config describes these calls"),
         (("whisper", "--bench", "both", "--gpu", "H100,H200"), "apply to one run"),
         (("whisper", "--bench", "both", "--step", "0"), "apply to one run"),
@@ -613,11 +613,11 @@ def test_regret_needs_times_of_the_backend_that_ran(folder: Path) -> None:
         (["--bench", elsewhere], "was timed on NVIDIA H200"),
         (["--bench", run, "--max-time", "1s"], "--max-time limits measurements"),
         (["--backend", "flash"], "requires --savings"),
-        (["--configs", "--bench", run], "use only one of these options"),
+        (["--list-configs", "--bench", run], "use only one of these options"),
     ):
         failed = invoke("layers", layers.run, *arguments, "--store", store).exception
         assert isinstance(failed, ProfharnessError) and error in str(failed)
-    printed = invoke("layers", layers.run, "--savings", "--configs", "--store", store).stdout
+    printed = invoke("layers", layers.run, "--savings", "--list-configs", "--store", store).stdout
     assert printed == f"{whole}\n{forward}\n"
 
 

@@ -67,7 +67,7 @@ def test_equal_layers_are_one_line(store: Path) -> None:
 def test_eager_attention_has_advice(store: Path) -> None:
     text = run("layers", "--store", store)
     assert "eager" in text and "scaled_dot_product_attention" in text
-    message = run("layers", "--configs", "--store", store, code=1)
+    message = run("layers", "--list-configs", "--store", store, code=1)
     assert message == ""
     assert (
         "Eager attention in Attention_{0-1} takes" in text
@@ -79,7 +79,9 @@ def test_eager_attention_has_advice(store: Path) -> None:
 def test_capture_accepts_the_printed_configs(store: Path, tmp_path: Path) -> None:
     with open_store(store) as opened:
         train = next(row.run for row in reversed(opened.runs()))
-    lines = run("layers", train, "--configs", "--store", store)
+    lines = run("layers", train, "--list-configs", "--store", store)
+    assert run("layers", train, "--configs", "--store", store) == lines  # the earlier spelling
+    assert "\n  --configs" not in run("layers", "--help")
     assert lines == f"{LABEL}-bwd  # Model_0.Attention_{{0-1}}\n"
     (tmp_path / "calls.txt").write_text(lines)
     run(
@@ -102,8 +104,14 @@ def test_layers_names_what_is_missing(store: Path, tmp_path: Path) -> None:
         (["--store", str(tmp_path / "s.db")], "no stored run has attention calls"),
         (["--step", "9", "--store", str(store)], "has only step 0"),
         (["--torch", "x", "--store", str(store)], "'x'"),
-        (["--configs", "-o", "calls.txt", "--store", str(store)], "--configs > calls.txt"),
-        (["--configs", "--format", "json", "--store", str(store)], "--configs > calls.txt"),
+        (
+            ["--list-configs", "-o", "calls.txt", "--store", str(store)],
+            "--list-configs > calls.txt",
+        ),
+        (
+            ["--list-configs", "--format", "json", "--store", str(store)],
+            "--list-configs > calls.txt",
+        ),
     ):
         failed = CliRunner().invoke(cli, ["layers", *arguments]).exception
         assert isinstance(failed, ProfharnessError) and error in str(failed)

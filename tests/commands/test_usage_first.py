@@ -23,9 +23,9 @@ WRONG: dict[tuple[str, ...], str] = {
     ("layers", "a", "b", "--step", "0"): "apply to one run",
     ("layers", "--bench", "a,b", "--gpu", "H200"): "apply to one run",
     ("layers", "--gpu", "H200", "--savings"): "--gpu cannot be combined with",
-    ("layers", "--configs", "--bench", "a"): "use only one of these options",
-    ("layers", "--configs", "-o", "calls.json"): "--configs > calls.txt",
-    ("layers", "--configs", "--format", "json"): "--configs > calls.txt",
+    ("layers", "--list-configs", "--bench", "a"): "use only one of these options",
+    ("layers", "--list-configs", "-o", "calls.json"): "--list-configs > calls.txt",
+    ("layers", "--list-configs", "--format", "json"): "--list-configs > calls.txt",
     ("layers", "--bench", "a", "--max-time", "1s"): "measures nothing",
     ("layers", "--backend", "flash"): "requires --savings",
     ("layers", "--savings", "--max-time", "soon"): "'soon'",
@@ -172,3 +172,13 @@ def test_a_warning_names_its_file_once(tmp_path: Path) -> None:
 def test_a_number_of_calls_that_is_not_whole_is_an_average() -> None:
     assert _every(3.0, "call") == "all 3 calls"
     assert _every(2.913, "call") == "the 2.91 calls per step"
+
+
+def test_a_file_instead_of_a_command_names_the_command_for_it(tmp_path: Path) -> None:
+    """Bug: the error said only that there is no such command."""
+    trace = tmp_path / "a trace.json.gz"
+    trace.touch()
+    done = CliRunner().invoke(cli, [str(trace)])
+    assert done.exit_code == 2
+    assert f"to look into it, use: profharness layers '{trace}'" in " ".join(done.output.split())
+    assert "No such command" in CliRunner().invoke(cli, ["nothing.json.gz"]).output

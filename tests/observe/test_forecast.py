@@ -155,7 +155,7 @@ def test_eager_attention_without_shapes_is_not_predicted(traced: dict[str, Path]
         forecast_map(layers, place)
 
 
-@pytest.mark.parametrize("other", ["--savings", "--configs", "--fail-on=math-fallback"])
+@pytest.mark.parametrize("other", ["--savings", "--list-configs", "--fail-on=math-fallback"])
 def test_options_about_what_ran_are_refused(other: str, traced: dict[str, Path]) -> None:
     done = map_of(traced["unet"], "--gpu", "H200", other)
     assert "--gpu cannot be combined with" in str(done.exception)
@@ -234,7 +234,7 @@ def test_benches_of_the_requested_gpus(
     """Calls outside of steps belong to the whole program, with the backends that it allowed."""
     store = tmp_path / "s.db"
     shutil.copy(observed[0], store)
-    labels = map_of(store, "--savings", "--configs").stdout.split()
+    labels = map_of(store, "--savings", "--list-configs").stdout.split()
     assert {PLAIN, FORCED} < {*labels} and len(labels) > 10  # decoding at many lengths
     runs = []
     for name, speed in (("NVIDIA H100 80GB HBM3", 30), ("NVIDIA H200", 20)):

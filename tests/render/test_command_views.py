@@ -52,10 +52,10 @@ def shown(*words: str) -> list[str]:
     return [sys.executable, "-m", "profharness", "kernels", "--config", TEXT, *words]
 
 
-def on_terminal(*call: str, stream: str = "stdout") -> tuple[str, int]:
-    """Run a command with a stream on a terminal of 80 columns. Return its output and exit code."""
+def on_terminal(*call: str, stream: str = "stdout", width: int = 80) -> tuple[str, int]:
+    """Run a command with a stream on a narrow terminal. Return its output and exit code."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
+    environment = os.environ | {"COLUMNS": str(width), "NO_COLOR": "1"}
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | {stream: theirs}
     with subprocess.Popen(call, env=environment, **streams) as child:
         os.close(theirs)
@@ -108,7 +108,7 @@ def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
 
 
 def test_terminal_cuts_names_to_distinct_ones(store: Path, rows: list[KernelRow]) -> None:
-    text, code = on_terminal(*shown("--backend", "math", "--store", str(store)))
+    text, code = on_terminal(*shown("--backend", "math", "--store", str(store)), width=60)
     assert code == 0
     lines = [line.removeprefix("math").strip() for line in text.splitlines()]
     names = [line[: line.index("  ")] for line in lines if "…" in line]

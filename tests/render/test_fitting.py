@@ -405,6 +405,21 @@ def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
     assert "-strides…  " in "\n".join(fitted(columns, *rows, width=88))
 
 
+def test_configs_are_whole_if_shorter_modules_make_room() -> None:
+    """Bug: configs were reduced to the parts that differ, although they fitted next to modules that
+    were cut."""
+    columns = [
+        Column("m", "module", shrink=True),
+        Column("c", "config", shrink=True, importance="key"),
+        Column("a", "ran", importance="answer"),
+    ]
+    labels = [f"b2-h8-{lengths}-d64-fp16-scale=1" for lengths in ("s1500", "sq32-skv1500")]
+    modules = [f"Whisper{end}Layer_0.WhisperAttention_0" for end in ("Encoder", "Decoder")]
+    rows = list(zip(modules, labels, ("cudnn", "flash"), strict=True))
+    text = "\n".join(fitted(columns, *rows, width=80))
+    assert all(label in text for label in labels) and "configs in full" not in text
+
+
 def test_a_module_keeps_the_outer_name_that_tells_it_apart() -> None:
     """Bug: at 80 columns one could not see which attention belonged to the decoder."""
     ends = ("Encoder", "{0-1}"), ("Decoder", "{3,5}"), ("Decoder", "{2,4}")
@@ -531,6 +546,24 @@ def test_repeated_values_get_their_own_line_before_columns_are_hidden() -> None:
         "  flash    1.00",
         "  math     2.00",
     ]
+
+
+def test_repeated_values_get_their_own_line_before_names_are_cut() -> None:
+    """Bug: the longest backend took the width that the names of kernels needed."""
+    columns = [
+        Column("backend", "backend", repeat=False),
+        Column("kernel", "kernel", importance="key", shrink=True),
+        Column("time", "mean µs", "time"),
+    ]
+    names = [f"{name}_{'x' * 24}" for name in ("one", "two")]
+    rows = [("all-disabled", names[0], 1000), ("all-disabled", names[1], 2000)]
+    assert fitted(columns, *rows)[-3:] == [
+        "all-disabled",
+        f"  {names[0]}  1.00",
+        f"  {names[1]}  2.00",
+    ]
+    # If no name is cut, each row stays on one line.
+    assert fitted(columns, *rows, width=60)[1].startswith("all-disabled  one_x")
 
 
 def test_long_sentences_continue_in_their_column() -> None:

@@ -343,9 +343,9 @@ CHANGES = (
     ConfigChange("no window", ("mask", "mask_shape"), _without_window,
            "leave out the window: a window of {b.window} hides no key from {b.seq_len_q} queries"),
     ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
-           "pass is_causal=True instead of attn_mask, if the mask is lower triangular", exact=False),
+           "if the mask is lower triangular, pass is_causal=True instead of attn_mask", exact=False),
     ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: _unmasked(c),
-           "leave out attn_mask if it hides nothing", exact=False),
+           "if attn_mask hides nothing, leave it out", exact=False),
     ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
            "compute in bf16 instead of {b.dtype}: bf16 has the range of fp32, but only 8 of its 24 significant bits "
            "(about 2 to 3 digits)", exact=False, group="dtype"),

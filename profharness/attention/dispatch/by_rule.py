@@ -490,6 +490,16 @@ def condition(reason: Refusal) -> str:
     return reason.message.partition(". ")[0].rstrip(".")
 
 
+def conditions(config: Config, reasons: Sequence[Refusal]) -> list[str]:
+    """Return a short text for each reason against a backend, in the words of `refused_because`."""
+    return [
+        f"{UNSUPPORTED[each.code].format(config)} is not supported"
+        if at and each.code in UNSUPPORTED and each.code != reasons[0].code
+        else condition(each)
+        for at, each in enumerate(reasons)
+    ]
+
+
 def why_ran(answer: Explanation, ran: str | None) -> str | None:
     """Return a clause that says why a backend ran, or that the rules predict another backend.
 

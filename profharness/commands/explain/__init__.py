@@ -83,6 +83,7 @@ from profharness.commands.explain.tables import (
     map_document,
     matrix_document,
     program_document,
+    unexplained_document,
 )
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
 from profharness.devices import Gpu, find_gpu
@@ -597,6 +598,8 @@ class Question:
 
         Raise CaptureError if PyTorch is queried and no worker replies.
         """
+        if self.program is not None and not self.program.calls:
+            return []  # the answer is the change that the program needs
         if self.program is not None:
             return self.program.explain(self.platforms[0], self.backends, advice=advice)
         if self.platforms:
@@ -754,6 +757,8 @@ def explain(
     from profharness.commands.explain.calls import RunConfigs, find_calls
 
     found = find_calls(path, os.fspath(run))
+    if not isinstance(found, RunConfigs) and not found.calls:
+        return Question([], asked, backends, [], path, program=found)
     platforms = _platforms_of(found, torch, gpu, build)
     if isinstance(found, RunConfigs):
         return Question(list(found.configs), asked, backends, platforms, path, torch)
@@ -889,6 +894,8 @@ def show(
     if (engine := question.engine) is not None:
         found = engine.ask(question.configs)
         return engine_document(found, question.configs, engine.gpu, full=full)
+    if question.program is not None and not question.program.calls:
+        return unexplained_document(question.program)
     page = (
         _bisected(question, bisect)
         if bisect is not None
@@ -907,7 +914,7 @@ def check(question: Question) -> None:
 
     The document is printed before this check, because it still contains the prediction by rule.
     """
-    if not question.platforms and question.engine is None:
+    if question.configs and not question.platforms and question.engine is None:
         require_answer(question.explanations)
 
 

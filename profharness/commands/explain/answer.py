@@ -186,7 +186,7 @@ def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
 
 
 def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list[Way]:
-    """Return the advice to show, with the best advice first.
+    """Return the advice to show: first the best advice, and then advice with a known gain by its gain.
 
     By default, leave out advice that makes the call slower, advice on an eligible backend whose
     time is unknown, and the same change for a backend that is slower than one that is shown.
@@ -200,7 +200,7 @@ def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list
         if full or way.backend in named or (better and not again):
             shown.append(way)
             configs |= {way.advice.config} if known else set()
-    return shown
+    return shown[:1] + sorted(shown[1:], key=lambda way: -(way.advice.speed_up or 0))
 
 
 def hidden_text(answer: Explanation, shown: Sequence[Way]) -> str | None:
@@ -212,12 +212,19 @@ def hidden_text(answer: Explanation, shown: Sequence[Way]) -> str | None:
     names = join_and(list(hidden))
     if any(way.advice.speed_up is None for way in hidden.values()):
         return f"--full shows how to run {names}."
-    changed = " after a change" if any(not way.side.eligible for way in hidden.values()) else ""
-    could = f" could run{changed} too, but" if changed else ""
     slower = f"{'is' if len(hidden) == 1 else 'are'} predicted to be slower"
     if not all(way.is_slower for way in hidden.values()):
         slower += f" than {shown[0].backend}" if shown else ""
-    return f"{names}{could} {slower} (see --full)."
+    changed = [name for name, way in hidden.items() if not way.side.eligible]
+    if not changed:
+        return f"{names} {slower} (see --full)."
+    if len(changed) == len(hidden):
+        return f"{names} could run after a change, but {slower} (see --full)."
+    as_it_is = [name for name in hidden if name not in changed]
+    return (
+        f"{join_and(as_it_is)} could also run, and {join_and(changed)} could run after a change, "
+        f"but {slower} (see --full)."
+    )
 
 
 WITHOUT_PREPARING = ", without the time to prepare its inputs"
@@ -250,6 +257,15 @@ def change_texts(way: Way) -> Iterator[str]:
     to = "Instead of" if way.advice.steps == FLEX else "To run"
     yield f"{to} {way.backend}: {change}{code}."
     yield from islice(saving_texts(way), 1)
+
+
+def short_change_text(way: Way, command: str) -> str:
+    """Return what `change_texts` says on a change, but without explanations. `command` prints the code."""
+    # The explanation of a step follows its colon.
+    steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
+    saving = " ".join(islice(saving_texts(way), 1))
+    code = "the code" if way.advice.code else "more"
+    return f"To run {way.backend}: {'; '.join(steps)}. {saving} For {code}: {command}"
 
 
 def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import Config, parse_config
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
+from profharness.commands.explain.savings import main_change, saving_text
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
     NO_CHOICE,
@@ -71,6 +72,8 @@ class ProgramCalls:
     """A sentence about the release of the platform, if the run does not record it."""
     left_out: tuple[str, ...] = ()
     """The reasons why other calls are not explained."""
+    change: str = ""
+    """The change after which PyTorch chooses the backends of calls that are not explained."""
 
     def explain(
         self, platform: Platform, backends: Sequence[str] = (), *, advice: bool = True
@@ -93,7 +96,8 @@ class RunConfigs:
 def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
     """Return the attention calls of a program, or the configs of a run that has no program.
 
-    Raise NotFoundError if the run has no attention, or if PyTorch chose none of its backends.
+    Raise NotFoundError if the run has no attention. Also raise it if PyTorch chose none of the
+    backends, unless there is advice on the calls.
     """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
@@ -103,6 +107,9 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
             )
         layers = find_layers(opened, name, assume=assumed_release)
     program = program_calls(layers)
+    if not program.calls and (change := main_change(layers)):
+        saves = f", {saving_text(change.saves)}" if change.saves else ""
+        return replace(program, change=f"{change.text}{saves}")
     if not program.calls:
         raise NotFoundError(
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from profharness.attention.config import AUTO
+from profharness.attention.config import AUTO, parse_config
 from profharness.attention.dispatch.advice import FLEX, THEN_SELECT, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     ALLOW_SET,
@@ -18,7 +18,7 @@ from profharness.attention.dispatch.by_rule import (
     Explanation,
     MatrixRow,
     chosen,
-    condition,
+    conditions,
     environment_text,
     explanation_record,
     unread,
@@ -121,8 +121,10 @@ def answer_blocks(
         for side in answer.backends:
             runs = side.backend == chosen(answer)
             state = {"eligible": RUNS if runs else VERDICTS[side.eligible]}
+            texts = conditions(parse_config(answer.config), side.reasons)
             reasons = [
-                each if full else replace(each, message=condition(each)) for each in side.reasons
+                each if full else replace(each, message=text)
+                for each, text in zip(side.reasons, texts, strict=True)
             ]
             rows += [(state, side, reason) for reason in reasons or (NO_REASON,)]
         columns = PREDICTED_COLUMNS if answer.source == "rules" else COLUMNS
@@ -183,7 +185,7 @@ def _advice(
         else:
             savings = list(saving_texts(way, caveat=caveat))
             caveat = caveat and not savings
-            text = " ".join([_way_text(way, answer.asked, said, full=full), *savings])
+            text = " ".join([*savings, _way_text(way, answer.asked, said, full=full)])
         # flex_attention runs its own kernels, not those of the backend.
         yield Note(text, f"{'instead of' if way.advice.steps == FLEX else 'for'} {way.backend}")
         if way.advice.code and (full or at < MAX_CODES or way.backend in named):
@@ -362,6 +364,14 @@ def program_document(
     told = program_answer(program, answers, named)
     fields = (*FIELDS, "modules")
     return Document(SCHEMA, "Why these kernels", tuple(blocks), fields, records, extra, answer=told)
+
+
+def unexplained_document(program: ProgramCalls) -> Document:
+    """Return the document of a program whose backends PyTorch does not choose, with the advice."""
+    change = f"{program.change[0].upper()}{program.change[1:]}."
+    told = (f"In {program.name}, {'; '.join(program.left_out)}.", change)
+    fields = (*FIELDS, "modules")
+    return Document(SCHEMA, "Why these kernels", (), fields, (), {"run": program.run}, answer=told)
 
 
 def _refused(side: BackendAnswer) -> str:

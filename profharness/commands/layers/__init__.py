@@ -121,7 +121,8 @@ GpuNames = Annotated[
 OnlyConfigs = Annotated[
     bool,
     Option(
-        ("--configs",),
+        ("--list-configs",),
+        old_flags=("--configs",),
         help="Print the configs of the attention calls, as input for `capture --configs`. "
         "With --savings, print the configs to time, as input for `bench --configs`.",
     ),
@@ -255,7 +256,7 @@ def layers(
       profharness layers --gpu H200
       profharness layers RUN-ON-H100 RUN-ON-H200
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
-      profharness layers --configs > calls.txt; profharness capture --configs calls.txt
+      profharness layers --list-configs > calls.txt; profharness capture --configs calls.txt
 
     In Python the result contains the rows of the table, with the keys of the JSON output.
     `attrs["layers"]` contains the layer maps.
@@ -308,8 +309,8 @@ def check_options(
         of_one = (step is not None, gpu, backend, max_time, only_configs, regret and not named)
         if any(of_one):
             raise UsageError(
-                "--step, --gpu, --configs, --savings without --bench, --backend and --max-time apply "
-                "to one run; name only one run"
+                "--step, --gpu, --list-configs, --savings without --bench, --backend and --max-time "
+                "apply to one run; name only one run"
             )
         return
     if gpu is not None:
@@ -317,13 +318,13 @@ def check_options(
         return
     if only_configs and named:
         raise UsageError(
-            "--configs prints configs to bench, and --bench reads the results; use only one of these "
-            "options"
+            "--list-configs prints configs to bench, and --bench reads the results; use only one of "
+            "these options"
         )
     if only_configs and (output or format):
         raise UsageError(
-            "--configs cannot be combined with -o or --format; redirect stdout, as in "
-            "`--configs > calls.txt`"
+            "--list-configs cannot be combined with -o or --format; redirect stdout, as in "
+            "`--list-configs > calls.txt`"
         )
     if named and max_time is not None:
         raise UsageError(
@@ -349,7 +350,7 @@ def show(
     expect: Expected = (),
     out: OutFolder = RUNS_FOLDER,
 ) -> Document | None:
-    """Return the document of the layer maps. With --configs, print the configs and return None."""
+    """Return the document of the layer maps. With --list-configs, print the configs and return None."""
     named = split_names(benches)
     gates = parse_gates(fail_on, expect)
     if found.classes is not None or len(named) > 1:
@@ -443,7 +444,7 @@ def require_forecast_alone(*others: object) -> None:
     """Raise UsageError if --gpu is combined with an option that needs the calls that ran."""
     if any(others):
         raise UsageError(
-            "--gpu cannot be combined with --configs, --savings, --bench, --fail-on or --expect; "
+            "--gpu cannot be combined with --list-configs, --savings, --bench, --fail-on or --expect; "
             "to compare benchmarks on several GPUs, use --bench RUN,RUN without --gpu"
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from profharness.attention.config import SDPA_BACKENDS
-from profharness.commands.layers.savings import Change, main_change, saving_text
+from profharness.commands.explain.savings import Change, main_change, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
 from profharness.measurements.agreement import ANOTHER_PACKAGE, backend_text

@@ -279,7 +279,7 @@ def _bench_class(
         unknown = "; ".join(dict.fromkeys(call.doubt for call in calls if call.doubt))
         run, remedy = programs.classes[at].layers.name, ""
         if any(call.calls for call in calls):
-            remedy = f"; benchmark the configs that `profharness layers {run} --savings --configs` prints"
+            remedy = f"; benchmark the configs that `profharness layers {run} --savings --list-configs` prints"
         raise NotFoundError(
             f"run {bench.name} has no times for the layers of run {run} ({unknown}){remedy}"
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 from profharness.atlas.predictions import BOUND
 from profharness.columns import Column, pick
+from profharness.commands.explain.answer import short_change_text
+from profharness.commands.explain.faster import explained_calls, faster_ways
 from profharness.commands.layers.answer import layers_answer, matters, told_change, what_to_change
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_few
@@ -130,9 +132,9 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     blocks += _notes(layers.rows, full, change.text if change else None, advise=matters(layers))
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
-    blocks += [Note(text, "", "warning") for text in layers.caveats]
     if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
-        blocks.append(Note(f"why: {layers.command('explain')}", level="hint"))
+        blocks.append(faster_note(layers))
+    blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of first launch", 3)]
         named = zip(lines, layers.rows, strict=True)
@@ -169,8 +171,23 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         records,
         extra,
         answer=answer,
-        configs_printed_by="" if of_several else layers.command("layers", "--configs"),
+        configs_printed_by="" if of_several else layers.command("layers", "--list-configs"),
     )
+
+
+def faster_note(layers: LayerMap) -> Note:
+    """Return a note on the change that makes the costliest call faster, or on the command that says why.
+
+    If a benchmark has measured the backends, predictions say nothing new.
+    """
+    command = layers.command("explain")
+    if matters(layers) and layers.regret is None and not layers.benched:
+        for answer, way in faster_ways(explained_calls(layers)):
+            of_one = len({row.config for row in layers.rows}) == 1
+            if not of_one:
+                command = layers.command("explain", "--full")
+            return Note(short_change_text(way, command), "" if of_one else answer.config)
+    return Note(f"why: {command}", level="hint")
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:

@@ -8,14 +8,11 @@ from itertools import chain
 from typing import Any
 
 from profharness.atlas.predictions import Place
-from profharness.attention.dispatch.advice import Advice
-from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, pick
-from profharness.commands.explain.answer import change_texts, told_way
-from profharness.commands.explain.calls import program_calls
-from profharness.commands.explain.times import with_times
+from profharness.commands.explain.answer import change_texts
+from profharness.commands.explain.faster import explained_calls, faster_ways
+from profharness.commands.explain.savings import own_place, saved_ns, saving_text
 from profharness.commands.layers.answer import matters, what_to_change
-from profharness.commands.layers.savings import own_place, saved_ns, saving_text
 from profharness.errors import counted
 from profharness.program.layer_map import (
     LayerMap,
@@ -55,7 +52,6 @@ from profharness.units import share_text, time_text
 
 MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
 MOST_KERNELS = 15
-MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
 REASONS_TOLD = 2  # maximum number of reasons for backends in the answer
 MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
 MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
@@ -399,14 +395,7 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
     ordered = sorted(layers.rows, key=lambda row: -row.total_ns)
     whys = dict.fromkeys(row.why for row in ordered if row.why)
     reasons = [f"{why}." for why in list(whys)[:REASONS_TOLD]]
-    explained = _explained(layers) if matters(layers) else []
-    faster = [
-        (answer, way)
-        for answer in explained
-        if answer.observed not in (None, "math")
-        and (way := told_way(answer, ()))
-        and _is_faster(way.advice)
-    ]
+    explained = explained_calls(layers) if matters(layers) else []
     notes = [*_advice_notes(layers)]
     codes = {
         f"{side.backend}: {advice.change}": advice.code
@@ -421,7 +410,7 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
             blocks.append(Code(code))
     change: tuple[str, ...] = ()
     seen = set()
-    for answer, way in faster:
+    for answer, way in faster_ways(explained):
         texts = tuple(change_texts(way))
         if texts in seen:
             continue
@@ -433,25 +422,6 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
         blocks += [Note(text, answer.config), *([Code(code)] if code else [])]
     head = [Heading("Advice")] if blocks else []
     return ProgramAdvice((*reasons, *change), (*head, *blocks))
-
-
-def _explained(layers: LayerMap) -> list[Explanation]:
-    """Return explanations of the costliest attention calls, with predicted times."""
-    if layers.platform is None:
-        return []
-    spent: dict[str | None, float] = {}
-    for row in layers.rows:
-        spent[row.config] = spent.get(row.config, 0) + row.total_ns
-    program = program_calls(layers)
-    calls = sorted(program.calls, key=lambda call: -spent.get(call.config.label, 0))
-    answers = replace(program, calls=tuple(calls[:MOST_EXPLAINED])).explain(layers.platform)
-    return with_times(answers, layers.platform)[0]
-
-
-def _is_faster(advice: Advice) -> bool:
-    """Return whether a change is predicted to make a call faster, beyond the error of predictions."""
-    times = advice.predicted
-    return times is not None and bool(times.certain) and (times.speed_up or 0) > 1
 
 
 def _advice_notes(layers: LayerMap) -> Iterator[tuple[Note, str]]:
