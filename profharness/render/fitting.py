@@ -25,6 +25,7 @@ COMFORTABLE = 40  # minimum width of texts if columns with details are shown
 READABLE = 24  # width to which texts are shortened before other columns are hidden
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
+REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
 ELLIPSIS = "…"
 NARROWEST = 20  # minimum width that is assumed for a terminal
 ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
@@ -460,9 +461,9 @@ def _importance(column: Column, place: int) -> str:
 
 
 def _groups(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
-    """Yield the first column, the first two columns, … while most values repeat the row above."""
+    """Yield the first column, the first two columns, … while enough values repeat the row above."""
     for place, column in enumerate(columns[:-1]):
-        if column.repeat or 2 * sum(not row[place] for row in rows) < len(rows):
+        if column.repeat or sum(not row[place] for row in rows) < REPEATED * len(rows):
             return
         yield tuple(range(place + 1))
 

@@ -191,14 +191,19 @@ def _print_table(
 def _record_lines(columns: Sequence[Column], rows: Rows, width: int) -> Iterator[str]:
     """Yield a block of lines for each row, with blank lines between them.
 
-    The columns that identify the row, and long texts, have a line of their own. The other values
-    follow as pairs of a name and a value, aligned in columns.
+    A single row has a line for each column. If there are several rows, the columns that identify a
+    row, and long texts, have a line of their own. The other values follow as pairs of a name and a
+    value, aligned in columns.
     """
     titles = [one_line(column.title) for column in columns]
     longest = [max((cell_len(row[at]) for row in rows), default=0) for at in range(len(columns))]
     every = range(len(columns))
     keys = [at for at in every if is_key(columns[at], at)]
-    alone = [*keys, *(at for at in every if at not in keys and longest[at] > LONG_VALUE)]
+    alone = (
+        [*every]
+        if len(rows) == 1
+        else [*keys, *(at for at in every if at not in keys and longest[at] > LONG_VALUE)]
+    )
     pairs = [at for at in every if at not in alone]
     lead = max(cell_len(titles[at]) for at in alone) + GAP
     room = width - INDENT + 2 * GAP

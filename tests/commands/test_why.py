@@ -17,7 +17,7 @@ from profharness.attention.dispatch.by_rule import explain_by_rule, named_platfo
 from profharness.cli import cli
 from profharness.commands.explain.calls import Call
 from profharness.commands.explain.faster import explained_calls
-from profharness.commands.layers.tables import faster_note, layers_document
+from profharness.commands.layers.tables import faster_notes, layers_document
 from profharness.commands.report.program import program_advice
 from profharness.errors import ProfharnessError, UsageError
 from profharness.program.layer_map import LayerMap, find_layers
@@ -73,7 +73,7 @@ def test_layers_says_why_efficient_ran(store: Path) -> None:
     text = run_cli(store, "layers", str(MODELS / "bert_fp32.json.gz"))
     assert text.count(OF_BERT) == 1
     assert "does not record its PyTorch release, so 2.11.0 is assumed" in text
-    assert f"For the code: profharness explain bert_fp32.json.gz --store {store}" in text
+    assert f"code: profharness explain bert_fp32.json.gz --store {store}" in text
 
 
 def test_layers_has_the_change_and_the_saving_of_a_report(store: Path) -> None:
@@ -84,7 +84,7 @@ def test_layers_has_the_change_and_the_saving_of_a_report(store: Path) -> None:
     assert advice.startswith(
         "Predicted: cudnn takes 33.6 µs instead of 163 µs per call (4.84 times"
     )
-    assert f"To run cudnn: compute in bf16 instead of fp32. {advice} For the code: " in text
+    assert f"To run cudnn: compute in bf16 instead of fp32. {advice} code: " in text
     assert "why: profharness explain" not in text
     # The times of a benchmark are better than predictions, and --gpu has its own predictions.
     assert "To run cudnn" not in run_cli(store, "layers", layers.run, "--gpu", "H200")
@@ -96,9 +96,9 @@ def test_layers_names_the_config_that_a_change_is_for(store: Path) -> None:
     layers = the_map(store, "bert_fp32.json.gz")
     (row,) = layers.rows
     other = replace(row, config="b8-h12-s384-d64-bf16", ran="cudnn", why=None)
-    note = faster_note(replace(layers, rows=(row, other)))
+    note, code = faster_notes(replace(layers, rows=(row, other)))
     assert note.label == row.config
-    assert note.text.endswith(layers.command("explain", "--full"))
+    assert code.text == f"code: {layers.command('explain', '--full')}"
 
 
 def test_a_program_on_a_cpu_has_no_faster_backend(store: Path) -> None:

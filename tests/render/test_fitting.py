@@ -566,6 +566,26 @@ def test_repeated_values_get_their_own_line_before_names_are_cut() -> None:
     assert fitted(columns, *rows, width=60)[1].startswith("all-disabled  one_x")
 
 
+def test_a_long_role_takes_no_width_from_the_names_of_kernels() -> None:
+    """Bug: one long role in a diff cut the names of all kernels to 20 characters."""
+    columns = [
+        Column("role", "role", repeat=False),
+        Column("side", "side", importance="key"),
+        Column("kernel", "kernel", importance="key", shrink=True),
+    ]
+    name = "flash_bwd_convert_{}_kernel"
+    rows = [
+        ("call", "", "graph"),
+        ("bwd_postprocess", "baseline", name.format("dq")),
+        ("", "candidate", name.format("dkv")),
+    ]
+    assert fitted(columns, *rows, width=42)[-3:] == [
+        "bwd_postprocess",
+        f"  baseline   {name.format('dq')}",
+        f"  candidate  {name.format('dkv')}",
+    ]
+
+
 def test_long_sentences_continue_in_their_column() -> None:
     columns = [Column("k", "check"), Column("t", "found", importance="answer", wrap=True)]
     lines = fitted(columns, ("CUDA", "no NVIDIA GPU: captures run on the CPU, as ATen ops"))
@@ -622,7 +642,7 @@ def test_a_blank_cell_repeats_the_value_above() -> None:
     assert fit_columns(columns, alike, 20).hidden == ()
     apart = [("auto", "gemm", "decode"), ("", "softmax", "decode")]
     apart += [("flash", "copy", "decode"), ("", "softmax", "prefill")]  # of another backend
-    apart += [("cudnn", "sdpa", "decode")]
+    apart += [(name, "sdpa", "decode") for name in ("cudnn", "math", "fa3", "fa2", "naive")]
     assert fit_columns(columns, apart, 20).hidden == (2,)
 
 
@@ -648,6 +668,24 @@ def test_a_wide_row_is_a_block_of_names_and_values_with_full() -> None:
         "note     m",
         "  value 0  10    value 1  2    value 2  3    value 3  4",
         "  value 4  50",
+    ]
+
+
+def test_a_single_wide_row_has_its_values_in_the_order_of_the_columns() -> None:
+    """Bug: the config came before the number of calls, and the figures stood side by side."""
+    columns = [
+        Column("module", "module"),
+        Column("calls", "calls/step", "count"),
+        Column("config", "config", importance="key"),
+        Column("ran", "ran"),
+    ]
+    table = Table(tuple(columns), (("m" * 36, 3, "b2-h32", "eager"),))
+    document = Document("t/1", "t", (table,), (), ())
+    assert render_table(document, width=50, cut=True, full=True).splitlines() == [
+        f"module      {'m' * 36}",
+        "calls/step  3",
+        "config      b2-h32",
+        "ran         eager",
     ]
 
 

@@ -259,13 +259,12 @@ def change_texts(way: Way) -> Iterator[str]:
     yield from islice(saving_texts(way), 1)
 
 
-def short_change_text(way: Way, command: str) -> str:
-    """Return what `change_texts` says on a change, but without explanations. `command` prints the code."""
+def short_change_text(way: Way) -> str:
+    """Return what `change_texts` says on a change, but without explanations."""
     # The explanation of a step follows its colon.
     steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
     saving = " ".join(islice(saving_texts(way), 1))
-    code = "the code" if way.advice.code else "more"
-    return f"To run {way.backend}: {'; '.join(steps)}. {saving} For {code}: {command}"
+    return f"To run {way.backend}: {'; '.join(steps)}. {saving}"
 
 
 def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:

@@ -133,7 +133,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
-        blocks.append(faster_note(layers))
+        blocks += faster_notes(layers)
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of first launch", 3)]
@@ -175,19 +175,20 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     )
 
 
-def faster_note(layers: LayerMap) -> Note:
-    """Return a note on the change that makes the costliest call faster, or on the command that says why.
+def faster_notes(layers: LayerMap) -> Iterator[Note]:
+    """Yield a note on the change that makes the costliest call faster, and on the command with its code.
 
-    If a benchmark has measured the backends, predictions say nothing new.
+    Without such a change, yield only the command that says why the backends ran. If a benchmark has
+    measured the backends, predictions say nothing new.
     """
-    command = layers.command("explain")
     if matters(layers) and layers.regret is None and not layers.benched:
         for answer, way in faster_ways(explained_calls(layers)):
             of_one = len({row.config for row in layers.rows}) == 1
-            if not of_one:
-                command = layers.command("explain", "--full")
-            return Note(short_change_text(way, command), "" if of_one else answer.config)
-    return Note(f"why: {command}", level="hint")
+            yield Note(short_change_text(way), "" if of_one else answer.config)
+            command = layers.command("explain", *(() if of_one else ("--full",)))
+            yield Note(f"{'code' if way.advice.code else 'why'}: {command}", level="hint")
+            return
+    yield Note(f"why: {layers.command('explain')}", level="hint")
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:
