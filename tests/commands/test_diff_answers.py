@@ -54,8 +54,8 @@ def diff(store: Path, *words: str) -> Any:
     [
         (
             ("llama_prefill", "llama_eager"),
-            "llama_eager.json.gz takes 22.6 times as long as llama_prefill.json.gz in the forward "
-            "pass of attention (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
+            "llama_eager.json.gz takes 22.6 times as long as llama_prefill.json.gz in the "
+            "attention forward pass (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
             "per step. The configs differ (kv8 and causal only in llama_prefill.json.gz), because "
             "a trace of eager attention shows neither the mask nor the number of key heads. The "
             "step takes 9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "

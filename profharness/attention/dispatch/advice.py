@@ -747,7 +747,7 @@ def _pack(config: Config, _: str, release: Release | None) -> Advice | None:
     )
     change = (
         f"if the mask hides only padding, pack the sequences without it and {with_what}"
-        f"{'' if half else ' in bf16'}"
+        f"{'' if half else ' in bf16'}, which then computes no padding"
     )
     return Advice(change, code, steps=PACK)
 

@@ -17,7 +17,7 @@ from profharness.attention.config import (
     parse_config,
     sdpa_setting,
 )
-from profharness.attention.dispatch.advice import FLEX, Advice, BackendAnswer
+from profharness.attention.dispatch.advice import FLEX, PACK, Advice, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     FUSED_BACKENDS,
     Explanation,
@@ -186,10 +186,12 @@ def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
 
 
 def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list[Way]:
-    """Return the advice to show: first the best advice, and then advice with a known gain by its gain.
+    """Return the advice to show, with the best advice first.
 
-    By default, leave out advice that makes the call slower, advice on an eligible backend whose
-    time is unknown, and the same change for a backend that is slower than one that is shown.
+    The advice to pack comes second, although its gain is unknown, because a mask with a batch
+    dimension usually hides padding. The rest is sorted by gain. By default, leave out advice that
+    makes the call slower, advice on an eligible backend whose time is unknown, and the same change
+    for a backend that is slower than one that is shown.
     """
     shown: list[Way] = []
     configs: set[str | None] = set()
@@ -200,7 +202,9 @@ def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list
         if full or way.backend in named or (better and not again):
             shown.append(way)
             configs |= {way.advice.config} if known else set()
-    return shown[:1] + sorted(shown[1:], key=lambda way: -(way.advice.speed_up or 0))
+    return shown[:1] + sorted(
+        shown[1:], key=lambda way: (way.advice.steps != PACK, -(way.advice.speed_up or 0))
+    )
 
 
 def hidden_text(answer: Explanation, shown: Sequence[Way]) -> str | None:
