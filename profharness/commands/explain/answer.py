@@ -173,12 +173,13 @@ def ranked_ways(answer: Explanation) -> list[Way]:
 
 
 def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
-    """Return the best advice on a refused fused backend, which the answer describes.
+    """Return the best change after which another fused backend runs, or the same one is faster.
 
     Return None if it makes the call slower and its backend is not in `named`.
     """
     for way in ranked_ways(answer):
-        if way.side.eligible is False and way.backend in FUSED_BACKENDS:
+        changed = way.side.eligible is False or way.advice.config not in (None, answer.config)
+        if changed and way.backend in FUSED_BACKENDS:
             if way.is_slower and way.backend not in named:
                 return None
             return way
@@ -259,7 +260,10 @@ def change_texts(way: Way) -> Iterator[str]:
     change = way.advice.change.rstrip(".")
     code = " (code below)" if way.advice.code else ""
     to = "Instead of" if way.advice.steps == FLEX else "To run"
-    yield f"{to} {way.backend}: {change}{code}."
+    if way.side.eligible:
+        yield f"{change[0].upper()}{change[1:]}{code}."
+    else:
+        yield f"{to} {way.backend}: {change}{code}."
     yield from islice(saving_texts(way), 1)
 
 
@@ -268,7 +272,10 @@ def short_change_text(way: Way) -> str:
     # The explanation of a step follows its colon.
     steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
     saving = " ".join(islice(saving_texts(way), 1))
-    return f"To run {way.backend}: {'; '.join(steps)}. {saving}"
+    change = "; ".join(steps)
+    if way.side.eligible:
+        return f"{change[0].upper()}{change[1:]}. {saving}"
+    return f"To run {way.backend}: {change}. {saving}"
 
 
 def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:

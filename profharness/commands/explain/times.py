@@ -14,7 +14,7 @@ from profharness.atlas.predictions import (
     timed_place,
 )
 from profharness.attention.config import AUTO, parse_config
-from profharness.attention.dispatch.advice import Advice
+from profharness.attention.dispatch.advice import THEN_SELECT, Advice, BackendAnswer, call_code
 from profharness.attention.dispatch.by_rule import Explanation, Platform, chosen
 
 Rows = Mapping[str, Predicted]
@@ -51,6 +51,40 @@ def _changed(advice: Advice) -> str:
     return (advice.verified and advice.config) or ""
 
 
+def _of_choices(
+    answer: Explanation, before: Predicted | None, rows: Mapping[str, Rows]
+) -> tuple[BackendAnswer, ...]:
+    """Return the backends, each also with the changes after which PyTorch would choose it.
+
+    A change that lets a backend run may let PyTorch choose another one. If that one is faster, the
+    change is advice for it, without `sdpa_kernel`.
+    """
+    found: dict[str, dict[str, Advice]] = {}
+    for side in answer.backends:
+        for advice in side.advice:
+            choice, label = advice.choice, _changed(advice)
+            if not label or choice in (None, side.backend) or label == answer.config:
+                continue
+            after, slower = rows[label].get(choice), rows[label][side.backend].kernel_ns
+            if after is None or not after.kernel_ns or not slower or after.kernel_ns >= slower:
+                continue
+            found.setdefault(choice, {}).setdefault(
+                label,
+                replace(
+                    advice,
+                    change=advice.change.partition(f"; {THEN_SELECT}")[0],
+                    code=call_code(parse_config(answer.config), parse_config(label)),
+                    predicted=saving(before, after),
+                ),
+            )
+    sides = []
+    for side in answer.backends:
+        known = {advice.config for advice in side.advice}
+        more = (each for label, each in found.get(side.backend, {}).items() if label not in known)
+        sides.append(replace(side, advice=(*side.advice, *more)))
+    return tuple(sides)
+
+
 def _timed(answer: Explanation, rows: Mapping[str, Rows], *, single: bool) -> Explanation:
     own = rows[answer.config]
     before = own.get(chosen(answer))
@@ -67,6 +101,8 @@ def _timed(answer: Explanation, rows: Mapping[str, Rows], *, single: bool) -> Ex
         replace(side, advice=tuple(times(each, side.backend) for each in side.advice))
         for side in answer.backends
     )
+    if answer.asked == AUTO:
+        backends = _of_choices(replace(answer, backends=backends), before, rows)
     has_prediction = single and answer.asked == AUTO
     prediction = prediction_record(tuple(own.values())) if has_prediction else None
     note = contiguous_note(row.backend for row in used if row.timed_as)
