@@ -361,7 +361,7 @@ def check_rocm(
             remedy = (
                 "traces of HIP graphs lack kernels, because torch bundles the libraries of ROCm 7.2.0 "
                 "or 7.2.1; install a build of torch for another ROCm version, or preload the "
-                " system's libroctracer64.so (installing a newer ROCm is not enough)"
+                "system's libroctracer64.so (installing a newer ROCm is not enough)"
             )
         checks.append(Check("roctracer", state, f"torch uses {join_and(list(tracers))}", remedy))
     if vllm and arch in AITER_ARCHITECTURES and "VLLM_ROCM_USE_AITER" not in variables:

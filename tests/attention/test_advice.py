@@ -523,9 +523,9 @@ def test_packed_sequences_have_the_result_of_the_padding_mask(
         cwd=root,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for line in done.stdout.splitlines():
-        same, difference = json.loads(line)
-        assert same and difference < 3e-2
+    results = list(map(json.loads, done.stdout.splitlines()))
+    assert len(results) == len(lines)
+    assert all(same and difference < 3e-2 for same, difference in results)
 
 
 def test_only_a_mask_that_may_hide_padding_gets_the_advice_to_pack() -> None:
@@ -538,10 +538,30 @@ def test_only_a_mask_that_may_hide_padding_gets_the_advice_to_pack() -> None:
     for text in (
         "2,8,512,64,fp16,mask=bool",
         f"{padding}bhqk",
+        f"{padding}b1q1",
         f"{padding}b1qk,dropout=0.1",
         "2,8,512,64,fp16,seq_kv=96,mask=bool,mask_shape=b1qk",
     ):
         assert ("pack",) not in steps(text, "flash")
+    for gpu in ("T4", "V100"):  # flash refuses packed sequences too
+        machine = machine_for(gpu, "2.11")
+        found = advise(
+            parse_config(f"{padding}b1qk"), "flash", first_only(machine), rule_choice(machine)
+        )
+        assert ("pack",) not in [each.steps for each in found]
+
+
+def test_packing_fails_loudly_if_the_last_query_is_padding() -> None:
+    """Bug: a sequence with padding at its end was dropped if the mask also hid padded queries."""
+    import torch
+
+    config = parse_config("2,4,24,16,bf16,mask=bool,mask_shape=b1qk")
+    code = advise(config, "flash", first_only(H200), rule_choice(H200))[0].code
+    real = torch.arange(24) < torch.tensor([9, 24])[:, None]
+    seen = real[:, None, :, None] & real[:, None, None, :]
+    q = k = v = torch.zeros(2, 4, 24, 16, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        exec(code, {"q": q, "k": k, "v": v, "attn_mask": seen})
 
 
 def test_flex_attention_has_the_result_of_the_mask() -> None:

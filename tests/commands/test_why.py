@@ -120,7 +120,7 @@ def test_the_reason_equals_that_of_explain(store: Path) -> None:
         ),
     ):
         assert f"{backend} ({reason})" in str(row.why)
-        assert f"PyTorch refuses {backend}: {reason}" in text
+        assert f"{backend} ({reason})" in text
     (answer,) = explained(store, "bert_fp32.json.gz")["rows"]
     first = {side["backend"]: side["reasons"][:1] for side in answer["backends"]}
     assert all(
@@ -162,6 +162,11 @@ def test_the_measured_time_is_beside_the_prediction(store: Path) -> None:
     )
     assert told in run_cli(store, "explain", str(MODELS / "bert_fp32.json.gz"))
     assert "mean µs/call" in run_cli(store, "explain", str(MODELS / "whisper.json.gz"))
+    # a forward pass that checkpointing repeats is no call of its own
+    for name in ("llama_train.json.gz", "llama_checkpoint.json.gz"):
+        ingest_path(store, MODELS / name)
+        (answer,) = explained(store, name)["rows"]
+        assert 144_000 < answer["observed_ns"] < 149_000, name
     # the calls of a decode step have several lengths, and the config has only one of them
     ingest_path(store, MODELS / "llama_generate")
     rows = explained(store, "llama_generate")["rows"]
@@ -265,8 +270,8 @@ def test_the_predicted_saving_follows_the_advice(store: Path) -> None:
     assert text.count("without the time to prepare its inputs") == 1
     assert text.count("only 8 of its 24 significant bits") == 1
     # the most plausible advice comes first, and then advice with a known gain, by its gain
-    assert len(text.split("for flash")) > 3 and text.index("varlen_attn") < text.index("is_causal")
-    first, second = text.index("(8.16 times as fast)"), text.index("(7.11 times as fast)")
+    assert text.index("varlen_attn") < text.index("is_causal")
+    first, second = text.index("(11.5 times as fast)"), text.index("(10.2 times as fast)")
     assert first < text.index("If the mask is lower triangular, pass is_causal=True") < second
     assert text.index("varlen_attn") < first
     assert second < text.index("If attn_mask hides nothing, leave it out")
@@ -365,9 +370,8 @@ def test_advice_names_the_faster_backend_that_pytorch_chooses_after_the_change(s
     assert causal["predicted"]["after_ns"] < flash["predicted"]["after_ns"]
     assert "sdpa_kernel" in flash["code"] and "sdpa_kernel" not in causal["code"]
     assert "sdpa_kernel" not in causal["change"] and causal["choice"] == "cudnn"
-    told = run_cli(
-        store, "predict", config.replace("mask=bool", "causal"), *gpu, "--format", "json"
-    )
+    changed = config.replace("mask=bool", "causal")
+    told = CliRunner().invoke(cli, ["predict", changed, *gpu, "--format", "json"]).stdout
     times = {each["backend"]: each["kernel_ns"] for each in json.loads(told)["rows"]}
     assert causal["predicted"]["after_ns"] == times["cudnn"]
     text = run_cli(store, "explain", config, *gpu)

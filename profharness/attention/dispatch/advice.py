@@ -502,8 +502,10 @@ import torch
 import torch.nn.functional as F
 {imported}
 # compute these once, and reuse them in every layer
-real = {real}  # [batch, seq]: true for each token that is not padding
+# true for each token that is not padding, like the attention_mask of a tokenizer: [batch, seq]
+real = {real}
 lengths = real.sum(1)
+assert lengths.all()  # if the last query is padding and sees no token, use the attention_mask
 starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 longest = int(lengths.max())
 
@@ -655,7 +657,11 @@ def advise(
         _way(config, state, backend, choose, asked) for state in _search(start, backend, oracle)
     ]
     outside = (make(config, backend, release) for make in OUTSIDE.get(start.code, ()))
-    ways += filter(None, outside)
+    ways += [
+        way
+        for way in outside
+        if way and (way.steps != PACK or oracle(_packed(config), backend).eligible is not False)
+    ]
     return tuple(sorted(ways, key=lambda way: way.doubt)[:MAX_ADVICE])
 
 
@@ -715,11 +721,10 @@ def _pack(config: Config, _: str, release: Release | None) -> Advice | None:
 
     Such a mask has a batch dimension, but no head dimension. Flash computes packed sequences.
     """
-    letters = config.mask_shape or ""
     plain = not config.dropout and not config.causal and config.mask in ("bool", "float")
     sizes = config.head_dim == config.value_dim <= 256 and config.head_dim % 8 == 0
     square = config.seq_len_q == config.seq_len_kv and config.kv_batch is None
-    if not (letters.startswith("b1") and plain and sizes and square):
+    if not (config.mask_shape in ("b1qk", "b11k") and plain and sizes and square):
         return None
     has_varlen = release is None or release >= VARLEN_SINCE
     windowed = release is None or release >= WINDOWED_SINCE
@@ -750,6 +755,17 @@ def _pack(config: Config, _: str, release: Release | None) -> Advice | None:
         f"{'' if half else ' in bf16'}, which then computes no padding"
     )
     return Advice(change, code, steps=PACK)
+
+
+def _packed(config: Config) -> Config:
+    """Return the config of the sequences of `_pack`, as if they had no padding."""
+    return replace(
+        config,
+        mask="none",
+        mask_shape=None,
+        num_kv_heads=config.num_heads,
+        dtype=config.dtype if config.dtype in ("bf16", "fp16") else "bf16",
+    )
 
 
 def _flex(config: Config, _: str, _release: Release | None) -> Advice | None:

@@ -473,6 +473,13 @@ def refused_because(answer: Explanation, sides: Iterable[BackendAnswer]) -> dict
     return backends
 
 
+def refusals_text(answer: Explanation, sides: Iterable[BackendAnswer]) -> str:
+    """Return a clause such as `PyTorch refuses flash (REASON)`, or "" if no backend is refused."""
+    refused = refused_because(answer, sides)
+    texts = [f"{join_and(names)} ({reason})" for reason, names in refused.items()]
+    return f"PyTorch refuses {join_and(texts)}" if texts else ""
+
+
 def _reasons_text(config: Config, reasons: Sequence[Refusal]) -> str:
     if not reasons:
         return "the reason is unknown"
@@ -515,10 +522,8 @@ def why_ran(answer: Explanation, ran: str | None) -> str | None:
     allowed = SDPA_BACKENDS if setting is None else setting.backends
     before = order[: order.index(ran)] if ran in order else SDPA_BACKENDS
     sides = [each for each in answer.backends if each.backend in before and each.backend in allowed]
-    refused = [
-        f"{join_and(names)} ({reason})" for reason, names in refused_because(answer, sides).items()
-    ]
-    return f"{ran} ran because PyTorch refuses {join_and(refused)}" if refused else None
+    refused = refusals_text(answer, sides)
+    return f"{ran} ran because {refused}" if refused else None
 
 
 def choices_by_rule(configs: Sequence[Config], platform: Platform, asked: str = AUTO) -> list[str]:

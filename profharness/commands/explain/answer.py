@@ -23,7 +23,7 @@ from profharness.attention.dispatch.by_rule import (
     Explanation,
     MatrixRow,
     chosen,
-    refused_because,
+    refusals_text,
     unread,
 )
 from profharness.commands._answers import split_text
@@ -113,8 +113,7 @@ def _time(answer: Explanation) -> Iterator[str]:
             # The rest of the statement describes the fastest backend.
             _, mark, fastest = statement.rstrip(".").partition("; ")
             yield f"{measured} (predicted: {time_text(predicted)}){mark}{fastest}."
-            return
-    if statement:
+    elif statement:
         yield statement
 
 
@@ -135,10 +134,8 @@ def _others(answer: Explanation) -> Iterator[str]:
         parts.append(f"{join_and(able)} could also run")
     refused = [side for side in considered if side.eligible is False]
     refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
-    parts += [
-        f"PyTorch refuses {join_and(names)}: {reason}"
-        for reason, names in refused_because(answer, refused).items()
-    ]
+    if refusals := refusals_text(answer, refused):
+        parts.append(refusals)
     if unknown := [side.backend for side in considered if side.eligible is None]:
         parts.append(f"whether {join_and(unknown)} could run is unknown")
     if forbidden := [name for name in SDPA_BACKENDS if name not in allowed]:
@@ -219,7 +216,9 @@ def hidden_text(answer: Explanation, shown: Sequence[Way]) -> str | None:
         return f"--full shows how to run {names}."
     slower = f"{'is' if len(hidden) == 1 else 'are'} predicted to be slower"
     if not all(way.is_slower for way in hidden.values()):
-        slower += f" than {shown[0].backend}" if shown else ""
+        most = max(way.advice.speed_up or 0 for way in hidden.values())
+        faster = next((way for way in shown if (way.advice.speed_up or 0) > most), None)
+        slower += f" than {faster.backend}" if faster else ""
     changed = [name for name, way in hidden.items() if not way.side.eligible]
     if not changed:
         return f"{names} {slower} (see --full)."

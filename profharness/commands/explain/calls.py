@@ -11,7 +11,7 @@ from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import Config, parse_config
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
-from profharness.commands.explain.savings import main_change, saving_text
+from profharness.commands.explain.savings import main_change, matters, saving_text
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
     NO_CHOICE,
@@ -23,6 +23,7 @@ from profharness.program.layer_map import (
     short_module,
 )
 from profharness.store import Selection, open_store
+from profharness.units import share_text
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
     program = program_calls(layers)
     if not program.calls and (change := main_change(layers)):
         saves = f", {saving_text(change.saves)}" if change.saves else ""
+        if not matters(layers):
+            share = share_text(layers.attention_ns / layers.gpu_ns)
+            saves = f"; it would save little, because attention takes {share} of the GPU time"
         return replace(program, change=f"{change.text}{saves}")
     if not program.calls:
         raise NotFoundError(
@@ -150,15 +154,17 @@ def program_calls(layers: LayerMap) -> ProgramCalls:
 def _mean_ns(rows: Sequence[LayerRow]) -> float | None:
     """Return the mean kernel time of a call, in the forward and the backward pass.
 
-    Return None if the time is unknown, or if the calls have several lengths, because the config
-    describes only one of them.
+    Forward passes that checkpointing repeats are no calls of their own. Return None if the time is
+    unknown, or if the calls have several lengths, because the config describes only one of them.
     """
+    rows = [row for row in rows if row.direction != "recompute"]
     if any(row.lengths is None or row.lengths[0] != row.lengths[1] for row in rows):
         return None
-    timed = [(row.forward_ns, row.calls, row.backward_ns or 0.0) for row in rows]
-    times = [forward + backward for forward, _, backward in timed if forward is not None]
-    calls = [count for forward, count, _ in timed if forward is not None and count]
-    return sum(times) / sum(calls) if calls and len(calls) == len(times) else None
+    if not rows or any(row.forward_ns is None or not row.calls for row in rows):
+        return None
+    # The times and the calls of a row are means per step of its phase.
+    total = sum(((row.forward_ns or 0) + (row.backward_ns or 0)) * (row.steps or 1) for row in rows)
+    return total / sum((row.calls or 0) * (row.steps or 1) for row in rows)
 
 
 def _doubt(row: LayerRow) -> str | None:

@@ -18,6 +18,8 @@ from profharness.units import time_text
 Saves = Sequence[tuple[str | None, float]]
 """The phases of a program, or None if it has none, each with the time saved per step."""
 
+NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -27,6 +29,11 @@ class Change:
     rows: tuple[LayerRow, ...]
     saves: Saves | None
     why_unknown: str = ""  # the reason why no time is predicted, if it is known
+
+
+def matters(layers: LayerMap) -> bool:
+    """Return whether attention takes enough of the GPU time that a change could be worthwhile."""
+    return not layers.gpu_ns or layers.attention_ns >= NEGLIGIBLE * layers.gpu_ns
 
 
 def main_change(layers: LayerMap) -> Change | None:

@@ -147,7 +147,7 @@ def _agreement(answer: Explanation, *, full: bool) -> Iterator[Note]:
         }
         known = [source for source, choice in sources.items() if choice not in (None, "unknown")]
         if full:
-            agreed = next(filter(None, (answer.predicted, answer.choice, answer.observed)))
+            agreed = next(each for each in sources.values() if each not in (None, "unknown"))
             text = f"{join_and(known)} agree: {agreed}."
             yield Note(f"{text[0].upper()}{text[1:]}")
     elif answer.agree is False:
@@ -156,7 +156,13 @@ def _agreement(answer: Explanation, *, full: bool) -> Iterator[Note]:
             "PyTorch chooses {}": answer.choice,
             "a stored run shows {}": answer.observed,
         }
-        text = join_and([clause.format(choice) for clause, choice in clauses.items() if choice])
+        text = join_and(
+            [
+                clause.format(choice)
+                for clause, choice in clauses.items()
+                if choice not in (None, "unknown")
+            ]
+        )
         yield Note(text, "mismatch", "warning")
 
 

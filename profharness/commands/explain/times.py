@@ -56,8 +56,8 @@ def _of_choices(
 ) -> tuple[BackendAnswer, ...]:
     """Return the backends, each also with the changes after which PyTorch would choose it.
 
-    A change that lets a backend run may let PyTorch choose another one. If that one is faster, the
-    change is advice for it, without `sdpa_kernel`.
+    A change that lets a backend run may let PyTorch choose another one. If that one is faster, and
+    certainly faster than before the change, the change is advice for it, without `sdpa_kernel`.
     """
     found: dict[str, dict[str, Advice]] = {}
     for side in answer.backends:
@@ -68,13 +68,16 @@ def _of_choices(
             after, slower = rows[label].get(choice), rows[label][side.backend].kernel_ns
             if after is None or not after.kernel_ns or not slower or after.kernel_ns >= slower:
                 continue
+            times = saving(before, after)
+            if times is None or not times.certain or (times.speed_up or 0) < 1:
+                continue
             found.setdefault(choice, {}).setdefault(
                 label,
                 replace(
                     advice,
                     change=advice.change.partition(f"; {THEN_SELECT}")[0],
                     code=call_code(parse_config(answer.config), parse_config(label)),
-                    predicted=saving(before, after),
+                    predicted=times,
                 ),
             )
     sides = []

@@ -112,7 +112,7 @@ def _of_config(calls: dict[str, Call]) -> str:
     lead = f"auto {runs} {auto.ran}: {auto.launches}"
     if auto.ns is None:
         return f"{lead}."
-    lead = f"{lead}, {time_text(auto.ns)} a call"
+    lead = f"{lead}, {time_text(auto.ns)} per call"
     other = next((c for c in timed if c.backend not in OWN_CHOICE and c.ran != auto.ran), None)
     # On a CPU the sum of the ops is not the time of the call.
     if other is None or other.ns is None or auto.on_cpu:
@@ -122,7 +122,7 @@ def _of_config(calls: dict[str, Call]) -> str:
 
 
 def _named(call: Call) -> str:
-    time = "" if call.ns is None else f", {time_text(call.ns)} a call"
+    time = "" if call.ns is None else f", {time_text(call.ns)} per call"
     return f"{call.backend} {'is predicted to launch' if call.predicted else 'launches'} {call.launches}{time}"
 
 
@@ -135,7 +135,7 @@ def _without_auto(timed: Sequence[Call]) -> str:
     last = others[-1]
     return (
         f"{first.backend} is {'predicted to be ' if first.predicted else ''}the fastest: "
-        f"{time_text(first.ns or 0)} a call in {first.launches}; {last.backend} is the "
+        f"{time_text(first.ns or 0)} per call in {first.launches}; {last.backend} is the "
         f"slowest: {time_text(last.ns or 0)} in {last.launches}."
     )
 

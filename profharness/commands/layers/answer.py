@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from profharness.attention.config import SDPA_BACKENDS
-from profharness.commands.explain.savings import Change, main_change, saving_text
+from profharness.commands.explain.savings import Change, main_change, matters, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
 from profharness.measurements.agreement import ANOTHER_PACKAGE, backend_text
@@ -23,7 +23,6 @@ LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that lau
 LIMITING = 0.1  # minimum share of attention in a step that attention limits
 ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
 IDLE = 0.1  # minimum idle share that the answer reports
-NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
 STEPS_NAMED = 3  # maximum number of slow steps that the answer names
 USE_SDPA = "use scaled_dot_product_attention"
@@ -55,11 +54,6 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
 def several_phases(layers: LayerMap) -> bool:
     """Return whether a program has steps of several phases. The first sentence then has no backend."""
     return len({row.step_phase for row in layers.rows}) > 1
-
-
-def matters(layers: LayerMap) -> bool:
-    """Return whether attention takes enough of the GPU time that a change could be worthwhile."""
-    return not layers.gpu_ns or layers.attention_ns >= NEGLIGIBLE * layers.gpu_ns
 
 
 def _unfused(rows: Sequence[LayerRow]) -> str:

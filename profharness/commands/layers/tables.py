@@ -10,7 +10,8 @@ from profharness.atlas.predictions import BOUND
 from profharness.columns import Column, pick
 from profharness.commands.explain.answer import short_change_text
 from profharness.commands.explain.faster import explained_calls, faster_ways
-from profharness.commands.layers.answer import layers_answer, matters, told_change, what_to_change
+from profharness.commands.explain.savings import matters
+from profharness.commands.layers.answer import layers_answer, told_change, what_to_change
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_few
 from profharness.program.layer_map import (

@@ -11,8 +11,8 @@ from profharness.atlas.predictions import Place
 from profharness.columns import Column, pick
 from profharness.commands.explain.answer import change_texts
 from profharness.commands.explain.faster import explained_calls, faster_ways
-from profharness.commands.explain.savings import own_place, saved_ns, saving_text
-from profharness.commands.layers.answer import matters, what_to_change
+from profharness.commands.explain.savings import matters, own_place, saved_ns, saving_text
+from profharness.commands.layers.answer import what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
     LayerMap,
