@@ -22,7 +22,7 @@ from profharness.program.matching import LayerDiff, LayerSide, layer_labels, lay
 from profharness.render.document import Note
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
-from profharness.units import by_how_much
+from profharness.units import by_how_much, ratio_text
 
 TRACES = Path(__file__).parents[2] / "traces"
 UNTOLD = (
@@ -311,3 +311,15 @@ def test_diff_warns_of_a_busy_machine(store: Path) -> None:
     for full in (False, True):
         assert show((diff_cells(*busy), busy), full=full).blocks[-1] == warning
         assert warning not in show((diff_cells(*calm), calm), full=full).blocks
+
+
+def test_a_kernel_of_both_passes_is_split(store: Path) -> None:
+    """Bug: a product with the same kernel and grid in both passes counted as forward only."""
+    config = ("--config", "2,8,1024,64,causal,bwd")
+    done = diff(store, "h200-torch2.11:flash", "h200-torch2.11:math", *config, "--format", "json")
+    rows = {row["role"]: row for row in json.loads(done.stdout)["rows"]}
+    shared = "sm80_xmma_gemm_f32_tn_128x64x8"
+    for role, speed_up in (("attention", "0.0561x"), ("attention_bwd", "0.16x")):
+        assert ratio_text(1 / rows[role]["ratio"]) == speed_up
+        (product,) = (row for row in rows[role]["candidate"] if row["kernel_short"] == shared)
+        assert product["launches_per_call"] == 1

@@ -31,7 +31,13 @@ from profharness.program.changes import (
 )
 from profharness.program.matching import LayerDiff, Program, diff_layers, find_program
 from profharness.program.phases import PhaseRow, middle_steps
-from profharness.program.roles import ROLES, by_role, launches_per_call, role_order
+from profharness.program.roles import (
+    ROLES,
+    by_role,
+    launches_per_call,
+    role_order,
+    split_passes,
+)
 from profharness.rows import (
     CALL_MEASUREMENTS,
     KERNEL,
@@ -382,8 +388,9 @@ def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need:
 def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]) -> Side:
     # A program may use one kernel for attention and for other ops, such as a product of scores and
     # a linear layer. Its rows are therefore separate for each op.
-    by_op = not store.cells(run)
-    kernels, cells = store.rows(Selection(run, configs), by_op=by_op)
+    kernels, cells = store.rows(Selection(run, configs), by_op=True)
+    if store.cells(run):
+        kernels = split_passes(store.rows(Selection(run, configs))[0], kernels)
     if backend is not None and backend not in {cell.backend for cell in cells}:
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
