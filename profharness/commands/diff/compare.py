@@ -372,12 +372,12 @@ def _find_sides(
             except AmbiguousNameError:
                 raise
             except UnknownNameError as error:
-                if near := did_you_mean(near_names(text, stored)):
-                    why = f"{text!r} is neither a stored backend nor a stored run; {near}"
-                else:
-                    known = ", ".join(stored) or "none"
-                    why = f"{text!r} is not a stored backend (stored: {known}); {error}"
-                raise UnknownNameError(why) from None
+                near = did_you_mean(near_names(text, stored))
+                known = near or f"stored: {', '.join(stored) or 'none'}"
+                # The error of the run comes last, because it may end with a command.
+                raise UnknownNameError(
+                    f"{text!r} is not a stored backend ({known}); {error}"
+                ) from None
             sides.append(_side(store, found, None, configs))
     return sides[0], sides[1]
 
