@@ -57,6 +57,12 @@ _NODE = re.compile(r"(\w+?)Backward\d*")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
+# The fields that identify a kernel and its launch configuration within a cell.
+_SAME_LAUNCH = (
+    *("run", "cell", "profiler", "range", "device", "kernel", "kernel_kind", "grid", "block"),
+    *("registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes", "shared_bytes"),
+)
+
 _Table = tuple[tuple[str, re.Pattern[str]], ...]
 
 
@@ -210,6 +216,20 @@ def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
     for name, row in assign_roles(rows):
         groups.setdefault(name, []).append(row)
     return groups
+
+
+def split_passes(rows: Sequence[KernelRow], by_op: Iterable[KernelRow]) -> list[KernelRow]:
+    """Replace each row with launches in both passes by its rows per op path.
+
+    The forward and the backward pass may launch the same kernel with the same grid. `by_op` contains
+    the same launches as `rows`, with one row per op path.
+    """
+    parts: dict[tuple[object, ...], list[KernelRow]] = {}
+    for row in by_op:
+        parts.setdefault(tuple(getattr(row, name) for name in _SAME_LAUNCH), []).append(row)
+    both = {key: own for key, own in parts.items() if len(set(map(_is_backward, own))) == 2}
+    kept = (row for row in rows if tuple(getattr(row, name) for name in _SAME_LAUNCH) not in both)
+    return [*kept, *(row for own in both.values() for row in own)]
 
 
 def launches_per_call(row: KernelRow, calls: int) -> float:

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.diff import diff_document, show
 from profharness.commands.diff.answer import _most, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
+from profharness.errors import GateError, UsageError
 from profharness.measurements.measurements import busy_text
 from profharness.program.matching import LayerDiff, LayerSide, layer_labels, layer_names
 from profharness.render.document import Note
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
-from profharness.units import by_how_much
+from profharness.units import by_how_much, ratio_text
 
 TRACES = Path(__file__).parents[2] / "traces"
 UNTOLD = (
@@ -311,3 +313,80 @@ def test_diff_warns_of_a_busy_machine(store: Path) -> None:
     for full in (False, True):
         assert show((diff_cells(*busy), busy), full=full).blocks[-1] == warning
         assert warning not in show((diff_cells(*calm), calm), full=full).blocks
+
+
+def test_a_kernel_of_both_passes_is_split(store: Path) -> None:
+    """Bug: a product with the same kernel and grid in both passes counted as forward only."""
+    config = ("--config", "2,8,1024,64,causal,bwd")
+    done = diff(store, "h200-torch2.11:flash", "h200-torch2.11:math", *config, "--format", "json")
+    rows = {row["role"]: row for row in json.loads(done.stdout)["rows"]}
+    shared = "sm80_xmma_gemm_f32_tn_128x64x8"
+    for role, speed_up in (("attention", "0.0561x"), ("attention_bwd", "0.16x")):
+        assert ratio_text(1 / rows[role]["ratio"]) == speed_up
+        (product,) = (row for row in rows[role]["candidate"] if row["kernel_short"] == shared)
+        assert product["launches_per_call"] == 1
+
+
+def test_the_speed_up_of_several_kernels_has_its_own_line(store: Path) -> None:
+    """Bug: the first kernel of a role showed the speed-up of all its kernels."""
+    text = diff(store, "llama_eager", "llama_prefill", "--full").stdout
+    assert re.search(r"^attention +3 → 1 kernel +6\.88x +faster$", text, re.MULTILINE)
+    assert re.search(r"^ +baseline +nvjet_sm90_tst_256x128\S+ .* 41\.6$", text, re.MULTILINE)
+    config = ("--config", "2,8,1024,64,causal,bwd")
+    text = diff(store, "h200-torch2.11:flash", "h200-torch2.11:math", *config, "--full").stdout
+    assert re.search(r"^attention_bwd +4 → 9 kernels +59\.0 → 375 +0\.16x", text, re.MULTILINE)
+
+
+def test_the_notes_on_roles_are_true_and_few(store: Path) -> None:
+    """Bug: a note named the math backend, which did not run, and 16 notes differed in figures only."""
+    text = " ".join(diff(store, "llama_eager", "llama_prefill", "--full").stdout.split())
+    assert "math" not in text
+    assert text.count("total time of the unfused kernels") == 1
+    assert text.count("too few launches to compare") == 1
+    assert "add, all, arange and 14 more there are too few launches to compare (at least 3" in text
+    assert re.search(r" ne vectorized_elementwise\S.{,60} 1\.00x unknown ", text)
+
+
+def test_the_heading_counts_configs(store: Path) -> None:
+    """Bug: the heading counted roles without saying so, and the answer counted configs."""
+    text = diff(store, "h200-torch2.11:flash", "h200-torch2.11:math").stdout
+    assert "h200-torch2.11:flash → h200-torch2.11:math  configs: 4 slower\n" in text
+    refusal = diff(store, "h200-torch2.11:flash", "h200-torch2.11:cudnn").stdout
+    assert "  configs: 3 faster, 1 changed\n" in refusal
+    assert "  roles: " in diff(store, "llama_eager", "llama_prefill", "--full").stdout
+
+
+def test_a_program_and_a_capture_are_of_different_kinds(store: Path) -> None:
+    """Bug: the error listed a step and configs, and the exit code was that of missing data."""
+    run = "20261121-151544-59c7"
+    for sides in (("llama_eager", run), (run, "llama_eager")):
+        done = diff(store, *sides)
+        assert isinstance(done.exception, UsageError)
+        assert str(done.exception) == (
+            "nothing to compare: llama_eager.json.gz is the trace of a program, but h200-torch2.11 "
+            "is a capture of configs; compare two traces or two captures"
+        )
+    gated = diff(store, "llama_eager", run, "--fail-on", "slower")
+    assert isinstance(gated.exception, GateError)
+
+
+def test_an_unknown_side_gets_the_nearest_backend(store: Path) -> None:
+    """Bug: the error for `mth` listed runs first, and did not name `math`."""
+    told = str(diff(store, "flash", "mth").exception)
+    assert told.startswith("'mth' is not a stored backend (did you mean math?); no run 'mth' in ")
+    other = str(diff(store, "flash", "foo").exception)
+    assert other.startswith("'foo' is not a stored backend (stored: all-disabled, auto, cudnn, ")
+    # A terminal does not break a command at the end of a message, so nothing may follow it.
+    assert re.search(r"list all runs with: profharness runs[^;]*$", other)
+
+
+def test_names_of_kernels_come_before_grids_at_80_columns(store: Path) -> None:
+    """Bug: `flash_fwd_splitkv_kernel` and `flash_fwd_splitkv_combine` were both `flash_fwd_s…`."""
+    config = [parse_config("2,8,512,64,fp16")]
+    with open_store(store) as opened:
+        sides = find_sides(opened, "h200-torch2.11:flash", "h200-torch2.11:math", config)
+    found = diff_document(diff_cells(*sides))
+    narrow = render_table(found, width=80, cut=True)
+    assert "flash_fwd_splitkv_kernel<" in narrow and "flash_fwd_splitkv_combine<" in narrow
+    assert "8,2,16" not in narrow
+    assert "8,2,16" in render_table(found, width=120, cut=True)

@@ -26,7 +26,7 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
-from profharness.commands.diff.answer import diff_answer
+from profharness.commands.diff.answer import compared_calls, diff_answer, noun_of
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
     COSTS,
@@ -41,10 +41,11 @@ from profharness.commands.diff.compare import (
     Side,
     backends_of,
     diff_cells,
+    differing_kinds,
     find_sides,
     nothing_compared,
 )
-from profharness.errors import GateError, NotFoundError, counted, join_few
+from profharness.errors import GateError, NotFoundError, UsageError, counted, join_few
 from profharness.measurements.measurements import busy_text
 from profharness.program.changes import VERDICTS, EnvChange
 from profharness.program.layer_map import LayerRow
@@ -84,7 +85,11 @@ FEW_CONFIGS = (
 )
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
-LAUNCH = pick(KernelRow, *OF_A_KERNEL)
+# Narrow tables hide these columns before they cut the names of kernels much, the first one last.
+LAUNCH = tuple(
+    replace(each, importance="detail", spare=spare)
+    for each, spare in zip(pick(KernelRow, *OF_A_KERNEL), (0, 3, 2, 1), strict=True)
+)
 TIME = columns_of(KernelRow)["duration_ns"]
 NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
 
@@ -110,9 +115,7 @@ LAYER_COLUMNS = (
 )
 # These names must differ from the names of roles, because both are labels of notes.
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
-COMPOSITE = (
-    "The time of a fused kernel is compared with the total time of the math backend's kernels."
-)
+COMPOSITE = "The time of a fused kernel is compared with the total time of the unfused kernels."
 
 
 def diff_document(
@@ -124,7 +127,7 @@ def diff_document(
     names. If `changed_first` is set, list configs without differences
     at the end, one per line. `busy` is a warning that the times are unreliable.
     """
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
+    counts = _counts(diff)
     hidden = bool(diff.layers) and not full
     blocks: list[Block] = [Heading(" → ".join(diff.names), "" if hidden else counts)]
     blocks += _phase_blocks(diff.phases)
@@ -151,7 +154,8 @@ def diff_document(
     if hidden and diff.rows:
         text = f"use --full to also compare all kernels of the traces ({counts})"
         blocks.append(Note(text, level="hint"))
-    if any(row.composite for row in diff.rows) and not hidden:
+    # With --full, the notes of the configs contain this text.
+    if any(row.composite for row in diff.rows) and not hidden and not full:
         blocks.append(Note(COMPOSITE))
     if changed_first and same and not hidden:
         blocks.append(Heading("Configs without a difference", f"{len(same)} of {len(groups)}"))
@@ -177,6 +181,14 @@ def diff_document(
         records=tuple(plain["rows"]),
         extra={key: value for key, value in plain.items() if key not in ("schema", "rows")},
     )
+
+
+def _counts(diff: Diff) -> str:
+    """Return the number of configs with each verdict, or of roles if no whole calls are compared."""
+    calls = compared_calls(diff)
+    noun = f"{noun_of(calls)}s" if calls else "roles"
+    counts = Counter(row.verdict for row in calls or diff.rows).most_common()
+    return f"{noun}: {', '.join(f'{count:,} {name}' for name, count in counts)}" if counts else ""
 
 
 def cost_text(cost: Cost) -> str:
@@ -316,8 +328,9 @@ def _backends(*backends: str | None) -> str:
 def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> Iterator[Block]:
     first = rows[0]
     yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
-    lines = [line for row in rows for line in _lines(row)]
-    yield Table.of(_columns(rows), lines)
+    of_calls = _times_are_of_calls(rows)
+    lines = [line for row in rows for line in _lines(row, of_calls)]
+    yield Table.of(_columns(of_calls), lines)
     notes: dict[str, list[DiffRow]] = {}
     for row in rows:
         # The table shows the ratio, so a clear verdict on a time needs no note.
@@ -331,10 +344,14 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
         yield Note(cost_text(cost), COST_NAMES[cost.what], level)
 
 
-def _columns(rows: Sequence[DiffRow]) -> tuple[Column, ...]:
-    """Return the columns of a table of kernels. Its times are per call if every kernel's are."""
-    kernels = [kernel for row in rows for kernel in (*row.baseline, *row.candidate)]
-    of_calls = all(kernel.launches_per_call for kernel in kernels)
+def _times_are_of_calls(rows: Sequence[DiffRow]) -> bool:
+    """Return whether the launches per call of all kernels are known."""
+    kernels = (kernel for row in rows for kernel in (*row.baseline, *row.candidate))
+    return all(kernel.launches_per_call for kernel in kernels)
+
+
+def _columns(of_calls: bool) -> tuple[Column, ...]:
+    """Return the columns of a table of kernels. Its times are per call or per launch."""
     time = replace(TIME, title="median µs/call") if of_calls else TIME
     last = (time, *pick(DiffRow, "ratio", "verdict"))
     return (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *last)
@@ -347,14 +364,18 @@ def _kernel_ns(kernel: KernelRow) -> float | None:
     return kernel.duration_ns * (kernel.launches_per_call or 1)
 
 
-def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
+def _lines(row: DiffRow, of_calls: bool) -> Iterator[tuple[Any, ...]]:
     """Yield a line per kernel. Show the ratio and the verdict in the first line.
 
-    A kernel that is launched alike on both sides has one line with both times. If the kernels of a
-    role differ, yield a line per kernel of each side.
+    If a side has several kernels, the first line describes all of them. It has their times if the
+    times of the table are per call. A kernel that is launched alike on both sides has one line with
+    both times. If the kernels of a role differ, yield a line per kernel of each side.
     """
     first: dict[str, Any] = {}
     rest = {"ratio": "", "verdict": ""}
+    if max(len(row.baseline), len(row.candidate)) > 1:
+        yield NO_KERNEL | _all_kernels(row, of_calls), row
+        first = rest
     if _alike(row):
         for one, other in zip(row.baseline, row.candidate, strict=True):
             pair = {"side": "", "duration_ns": (_kernel_ns(one), _kernel_ns(other))}
@@ -380,6 +401,20 @@ def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
                 first = rest
     if not first:
         yield NO_KERNEL, row
+
+
+def _all_kernels(row: DiffRow, of_calls: bool) -> dict[str, Any]:
+    """Return the number of kernels on each side and, if `of_calls` is true, their total times."""
+    counts = [len(kernels) for kernels in (row.baseline, row.candidate) if kernels]
+    before = f"{counts[0]} → " if counts[0] != counts[-1] else ""
+    text = f"{before}{counted(counts[-1], 'kernel')}"
+    values: dict[str, Any] = {"kernel": text, "kernel_short": text}
+    if len(counts) == 1:
+        values["side"] = SIDES[0] if row.baseline else SIDES[1]
+    if of_calls:
+        times = (row.baseline_ns, row.candidate_ns)
+        values["duration_ns"] = times if len(counts) > 1 else next(filter(None, times), None)
+    return values
 
 
 def _alike(row: DiffRow) -> bool:
@@ -501,11 +536,12 @@ def diff(
 def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> Document:
     """Return the document that shows the diff.
 
-    Raise NotFoundError if nothing could be compared and no gate is set.
+    Raise an error if nothing could be compared and no gate is set: UsageError if the sides are of
+    different kinds, else NotFoundError.
     """
     found, sides = comparison
     if not fail_on and (reason := nothing_compared(found, sides)):
-        raise NotFoundError(reason)
+        raise (UsageError if differing_kinds(sides) else NotFoundError)(reason)
     many = len({row.config for row in found.rows}) > FEW_CONFIGS
     rows = [row for side in sides for row in side.kernels]
     cells = [each for side in sides for each in side.cells if side.backend in (None, each.backend)]

@@ -250,10 +250,8 @@ def _mode_changes(rows: Sequence[LayerDiff], names: tuple[str, str]) -> Iterator
 def _cells(diff: Diff) -> Iterator[str]:
     before, after = _names(diff)
     every = list(_of_whole_calls(diff))
-    # A cell that both sides refuse has no time.
-    rows = [row for row in every if row.role != "status" or row.verdict != "same"]
-    # A diff of two runs compares each backend of a config.
-    noun = "config" if len({row.config for row in rows}) == len(rows) else "cell"
+    rows = compared_calls(diff)
+    noun = noun_of(rows)
     if rows:
         yield _speeds(before, after, rows, noun, that_ran=len(rows) < len(every))
     elif every:
@@ -277,6 +275,17 @@ def _most(costs: Sequence[Cost]) -> str:
         return ""
     most = max(ratios)
     return f" (up to {ratio_text(most)})"
+
+
+def compared_calls(diff: Diff) -> list[DiffRow]:
+    """Return one row per config and pair of backends, except for those that both sides refuse."""
+    rows = _of_whole_calls(diff)
+    return [row for row in rows if row.role != "status" or row.verdict != "same"]
+
+
+def noun_of(rows: Sequence[DiffRow]) -> str:
+    """Return what `compared_calls` contains: a diff of two runs compares each backend of a config."""
+    return "config" if len({row.config for row in rows}) == len(rows) else "cell"
 
 
 def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:

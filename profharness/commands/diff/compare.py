@@ -20,7 +20,15 @@ from profharness import stats
 from profharness.attention.config import Config, setting_name
 from profharness.columns import column
 from profharness.device_types import CPU
-from profharness.errors import NotFoundError, UnknownNameError, UsageError, join_few
+from profharness.errors import (
+    AmbiguousNameError,
+    NotFoundError,
+    UnknownNameError,
+    UsageError,
+    did_you_mean,
+    join_few,
+    near_names,
+)
 from profharness.measurements.measurements import clock_doubts, host_doubts
 from profharness.program.changes import (
     MIN_LAUNCHES,
@@ -31,7 +39,13 @@ from profharness.program.changes import (
 )
 from profharness.program.matching import LayerDiff, Program, diff_layers, find_program
 from profharness.program.phases import PhaseRow, middle_steps
-from profharness.program.roles import ROLES, by_role, launches_per_call, role_order
+from profharness.program.roles import (
+    ROLES,
+    by_role,
+    launches_per_call,
+    role_order,
+    split_passes,
+)
 from profharness.rows import (
     CALL_MEASUREMENTS,
     KERNEL,
@@ -171,7 +185,7 @@ class DiffRow:
     basis: Annotated[str | None, column(meaning="the measurement that the times come from")] = None
     composite: Annotated[
         bool,
-        column(meaning="whether a fused kernel is compared with the math backend's kernels"),
+        column(meaning="whether a fused kernel is compared with several unfused kernels"),
     ] = False
     reasons: Annotated[tuple[str, ...], column(meaning="reasons for the verdict")] = ()
     changes: Annotated[tuple[Change, ...], column(meaning="the properties that differ")] = ()
@@ -355,10 +369,14 @@ def _find_sides(
         else:
             try:
                 found = store.find_run(Selection(text, configs), need)
-            except NotFoundError as error:
-                known = ", ".join(stored) or "none"
+            except AmbiguousNameError:
+                raise
+            except UnknownNameError as error:
+                near = did_you_mean(near_names(text, stored))
+                known = near or f"stored: {', '.join(stored) or 'none'}"
+                # The error of the run comes last, because it may end with a command.
                 raise UnknownNameError(
-                    f"{error}; {text!r} is not a stored backend either (stored: {known})"
+                    f"{text!r} is not a stored backend ({known}); {error}"
                 ) from None
             sides.append(_side(store, found, None, configs))
     return sides[0], sides[1]
@@ -382,8 +400,9 @@ def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need:
 def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]) -> Side:
     # A program may use one kernel for attention and for other ops, such as a product of scores and
     # a linear layer. Its rows are therefore separate for each op.
-    by_op = not store.cells(run)
-    kernels, cells = store.rows(Selection(run, configs), by_op=by_op)
+    kernels, cells = store.rows(Selection(run, configs), by_op=True)
+    if store.cells(run):
+        kernels = split_passes(store.rows(Selection(run, configs))[0], kernels)
     if backend is not None and backend not in {cell.backend for cell in cells}:
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
@@ -431,12 +450,29 @@ def nothing_compared(
     open_ones = sorted(name for name in verdicts if name not in judged)
     if judged and not open_ones:
         return None
+    sides = tuple(sides)
     what = f" for {', '.join(open_ones)}" if judged else ""
     if judged and all(name in MISSING_COSTS for name in open_ones):
         why = "; ".join(MISSING_COSTS[name] for name in open_ones)
     else:
-        why = "; ".join(map(_contents, sides))
+        why = differing_kinds(sides) or "; ".join(map(_contents, sides))
     return f"nothing to compare{what}: {why}"
+
+
+def differing_kinds(sides: Sequence[Side]) -> str | None:
+    """Return why a trace of a program and a capture of configs cannot be compared.
+
+    Return None if both sides are of the same kind.
+    """
+    programs = [side for side in sides if side.kernels and not side.cells]
+    captures = [side for side in sides if side.cells]
+    if not programs or not captures:
+        return None
+    return (
+        f"{programs[0].name or programs[0].label} is the trace of a program, but "
+        f"{captures[0].name or captures[0].label} is a capture of configs; compare two traces or "
+        "two captures"
+    )
 
 
 def _judged_by(layer: LayerDiff) -> set[str]:
@@ -663,8 +699,8 @@ def _role_rows(
             verdict, reasons = "unknown", (unseen,)
         if role in composite:
             text = (
-                "the time of a fused kernel is compared with the total time of the math backend's "
-                "kernels in the same direction"
+                "the time of a fused kernel is compared with the total time of the unfused kernels "
+                "in the same direction"
             )
             reasons = (text, *reasons)
         yield replace(
@@ -923,20 +959,20 @@ def _speed(
     """
     times = _call_ns(baseline, calls[0]), _call_ns(candidate, calls[1])
     old, new = times
+    if baseline == candidate:
+        return "same", "both sides contain the same launches"
     if not old or not new:
         return "unknown", "no times are recorded for the kernels of one side"
     ratio = new / old
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
     change = f"{(ratio - 1) * 100:+.1f} %"
+    if min(launches) < MIN_LAUNCHES:
+        # Without figures, so that a note can name all roles with this reason.
+        text = f"there are too few launches to compare (at least {MIN_LAUNCHES} are needed)"
+        return "unknown", text
     if old == new:
         return "same", f"{basis}: equal times"
-    if min(launches) < MIN_LAUNCHES:
-        return (
-            "unknown",
-            f"there are too few launches to compare ({basis}, {change}; at least {MIN_LAUNCHES} "
-            "are needed)",
-        )
     if not stats.beyond(ratio, threshold):
         return "same", f"{basis}: {change}, within the {threshold * 100:g} % threshold"
     if abs(new - old) <= RESOLUTION_NS * max(len(baseline), len(candidate)):
