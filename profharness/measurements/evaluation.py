@@ -187,7 +187,8 @@ class Winner:
         """A text on backends without a significant difference, or "" if one is the fastest."""
         if not self.rivals:
             return ""
-        return f"no significant difference between {join_and([self.name, *self.rivals])}"
+        # Sorted, because which of them has the lowest median is chance.
+        return f"no significant difference between {join_and(sorted([self.name, *self.rivals]))}"
 
 
 @dataclass(frozen=True, slots=True)

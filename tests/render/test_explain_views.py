@@ -104,7 +104,7 @@ def test_an_answer_mentions_each_other_backend() -> None:
     unknown = answer(backends=(BackendAnswer("flash", None),))
     assert explain_answer(unknown)[1] == "whether flash could run is unknown."
     assert explain_answer(answer("math", ("cudnn", "flash", "efficient")))[1].startswith(
-        "PyTorch refuses cudnn, flash and efficient: "  # a common reason is given once
+        "PyTorch refuses cudnn, flash and efficient ("  # a common reason is given once
     )
 
 

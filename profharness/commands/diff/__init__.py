@@ -357,10 +357,10 @@ def _columns(of_calls: bool) -> tuple[Column, ...]:
     return (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *last)
 
 
-def _kernel_ns(kernel: KernelRow) -> float | None:
-    """Return the median time of a kernel's launches in a call, or of one launch if calls are unknown."""
-    if kernel.duration_ns is None:
-        return None
+def _kernel_ns(kernel: KernelRow, of_calls: bool) -> float | None:
+    """Return the median time of a kernel's launches in a call, or of one launch."""
+    if kernel.duration_ns is None or not of_calls:
+        return kernel.duration_ns
     return kernel.duration_ns * (kernel.launches_per_call or 1)
 
 
@@ -378,7 +378,10 @@ def _lines(row: DiffRow, of_calls: bool) -> Iterator[tuple[Any, ...]]:
         first = rest
     if _alike(row):
         for one, other in zip(row.baseline, row.candidate, strict=True):
-            pair = {"side": "", "duration_ns": (_kernel_ns(one), _kernel_ns(other))}
+            pair = {
+                "side": "",
+                "duration_ns": (_kernel_ns(one, of_calls), _kernel_ns(other, of_calls)),
+            }
             yield pair | first, one, row
             first = rest
         if not row.baseline:
@@ -393,7 +396,11 @@ def _lines(row: DiffRow, of_calls: bool) -> Iterator[tuple[Any, ...]]:
             strict=True,
         ):
             for kernel in kernels:
-                yield {"side": side, "duration_ns": _kernel_ns(kernel)} | first, kernel, row
+                yield (
+                    {"side": side, "duration_ns": _kernel_ns(kernel, of_calls)} | first,
+                    kernel,
+                    row,
+                )
                 first = rest
             if not kernels and time_ns is not None:
                 times = {"kernel": row.basis, "kernel_short": row.basis, "duration_ns": time_ns}
