@@ -57,6 +57,11 @@ def several_phases(layers: LayerMap) -> bool:
     return len({row.step_phase for row in layers.rows}) > 1
 
 
+def lead_length(layers: LayerMap) -> int:
+    """Return the number of sentences of an answer that say what attention costs and what ran."""
+    return 2 if several_phases(layers) else 1
+
+
 def matters(layers: LayerMap) -> bool:
     """Return whether attention takes enough of the GPU time that a change could be worthwhile."""
     return not layers.gpu_ns or layers.attention_ns >= NEGLIGIBLE * layers.gpu_ns
