@@ -70,6 +70,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Create a template for your own attention implementation.",
     ),
 }
+
+SYNONYMS = {
+    "benchmark": "bench",
+    "compare": "diff",
+    "list": "runs",
+    "profile": "capture",
+    "why": "explain",
+}
+"""Words that other tools use for a command. An error suggests the command."""
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 FEW = 4  # maximum number of commands that an error names
@@ -117,9 +126,10 @@ class _LazyGroup(click.Group):
             ctx.fail(f"{args[0]!r} is not a command; to look into it, use: {look}")
         import difflib  # needed only for an unknown command
 
-        near = difflib.get_close_matches(args[0], COMMANDS)
+        same = SYNONYMS.get(args[0])
+        near = [same] if same else difflib.get_close_matches(args[0], COMMANDS)
         if near and not args[0].startswith("-"):
-            ctx.fail(f"there is no command {args[0]!r}; did you mean {' or '.join(near)}?")
+            ctx.fail(f"no such command {args[0]!r}; did you mean {' or '.join(near)}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

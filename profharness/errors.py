@@ -97,13 +97,15 @@ def counted(count: float, one: str, several: str = "") -> str:
 def near_names(text: str, names: Iterable[str], most: int = 3) -> list[str]:
     """Return the names that contain a text, or else the names that are spelled like the text.
 
+    The best match is first: a name that begins with the text, and then the shortest name.
+
     The text may lack the suffixes of a name: `lama_eager` is spelled like `llama_eager.json.gz`.
     """
     import difflib  # needed only for error messages
 
     known = list(dict.fromkeys(names))
     if within := [name for name in known if len(text) > 2 and text in name]:
-        return within[:most]
+        return sorted(within, key=lambda name: (not name.startswith(text), len(name)))[:most]
     spelled: dict[str, str] = {}
     for name in known:
         spelled.setdefault(name.partition(".")[0], name)

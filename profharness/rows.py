@@ -306,6 +306,7 @@ class KernelRow:
         column(
             "kernel",
             importance="key",
+            shrink=True,
             meaning="canonical name of the kernel, with all template parameters",
         ),
     ]

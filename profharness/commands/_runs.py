@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,6 +176,7 @@ def _require_run(text: str, store: Path) -> None:
         return
     missing = f"{text}: no such file or folder"
     unknown = ""
+    stored: list[str] = []
     if store.exists():
         with open_store(store) as opened:
             if any(Path(text) in Path(each.path).parents for each in opened.stored_runs()):
@@ -186,23 +187,38 @@ def _require_run(text: str, store: Path) -> None:
                 raise AmbiguousNameError(f"{missing}; {error}") from None
             except NotFoundError as error:
                 unknown = f"; {error}"
+                runs = opened.stored_runs()
+                stored = [opened.run_name(each.run) for each in runs]
             else:
                 if os.sep in text:  # not only the name of a run
                     hint(f"note: {missing}; the stored run with this name is used instead")
                 return
-    if near := _near_files(Path(text)):
+    is_path = bool(os.sep in text or Path(text).suffix)
+    near = _near(Path(text), stored)
+    if near and (is_path or not {*near} <= {*stored}):
         raise UnknownNameError(f"{missing}; {did_you_mean(near)}")
-    if os.sep in text or Path(text).suffix:
+    if is_path:
         raise UnknownNameError(f"{missing}{unknown}")
 
 
-def _near_files(path: Path) -> list[str]:
-    """Return the files and folders beside a missing path whose names resemble its name."""
+def _near(path: Path, stored: Sequence[str]) -> list[str]:
+    """Return the stored runs, and the traces beside a missing path, whose names resemble its name."""
+    found = {name: name for name in stored}
     with contextlib.suppress(OSError, ValueError):  # such as a missing folder
         listed = itertools.islice(path.parent.iterdir(), MOST_LISTED)
-        names = sorted(each.name for each in listed if not each.name.startswith("."))
-        return [printable_path(path.with_name(name)) for name in near_names(path.name, names)]
-    return []
+        names = sorted(each.name for each in listed if _may_be_trace(each))
+        found |= {name: printable_path(path.with_name(name)) for name in names}
+    return [found[name] for name in near_names(path.name, found)]
+
+
+def _may_be_trace(path: Path) -> bool:
+    """Return whether a path is a folder, or a file with a suffix of traces or of their archives."""
+    from profharness.store.sources import ARCHIVES  # loads the readers of traces
+    from profharness.traces import SUFFIXES
+
+    if path.name.startswith("."):
+        return False
+    return path.name.lower().endswith((*SUFFIXES, ".gz", *ARCHIVES)) or path.is_dir()
 
 
 def _sources(text: str) -> list[Path]:

@@ -1,4 +1,5 @@
-"""Fit tables into the width of a terminal: shorten texts, hide columns, and fold rows.
+"""Fit tables into the width of a terminal: shorten texts, hide columns, fold rows, and
+split columns into blocks.
 
 Shortened texts of a column remain distinct.
 """
@@ -68,10 +69,17 @@ class Layout:
     shared: tuple[int, ...] = ()
     """Columns with the same text in all rows. The text stands above the table instead."""
     records: bool = False
-    """Whether each row is printed as a block of names and values, because it is too wide for a line."""
+    """Whether each row is printed as a list of names and values, because it is too wide for a line."""
     common: Mapping[int, str] = field(default_factory=dict)
     """The parts that all configs of a column share. They stand above the table, and the rows have the
     other parts."""
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """The columns of each block, if the table is printed as blocks of columns one below the other."""
+
+    @property
+    def parts(self) -> tuple[Layout, ...]:
+        """The layouts of the blocks, or the layout itself if the table is printed as a whole."""
+        return tuple(replace(self, lines=(block,)) for block in self.blocks) or (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +121,10 @@ def fit_columns(
     by importance, and fold rows into several lines. A wider table shows at least the details of a
     narrower table. Before columns are hidden, also print shorter texts above the table if all rows
     share them, and the parts that all configs of a column share. A column without which two rows
-    look alike is never hidden. If `full` is set, shorten and hide nothing. Instead, continue texts on
-    further lines. If that is not enough, print each row as a block of names and values.
+    look alike is never hidden. If `full` is set, hide nothing. Instead, continue texts on further
+    lines. If that is not enough, print the table as blocks of columns, and shorten only the texts that
+    identify the rows. Print a single row, and rows that do not fit into blocks either, as lists of
+    names and values.
     """
     width = max(width, NARROWEST)
     natural = natural_layout(columns, rows)
@@ -285,7 +295,66 @@ def _full_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -
     if _line_width(wrapped, every) <= width:
         choice = _Choice(every, (), tuple(map(_Shrunk, wrapped)))
         return Layout((every,), tuple(_narrowed(whole, choice, width, ())))
-    return Layout((every,), whole, records=True)
+    blocks = _block_layout(columns, rows, whole, wrapped, width) if len(rows) > 1 else None
+    return blocks or Layout((every,), whole, records=True)
+
+
+def _block_layout(
+    columns: Sequence[Column],
+    rows: Sequence[Texts],
+    whole: Sequence[int],
+    least: Sequence[int],
+    width: int,
+) -> Layout | None:
+    """Return a layout with blocks of columns, each of which begins with the columns that identify rows.
+
+    Shorten the texts of these columns if this leads to fewer blocks. Return None if a column does not
+    fit beside them.
+    """
+    shared = next(_shared(columns, rows))
+    shown = [at for at in range(len(columns)) if at not in shared]
+    keys = [at for at in shown if is_key(columns[at], at)]
+    values = [at for at in shown if at not in keys]
+    texts = _texts(columns, rows)
+    for floors in ((width, COMFORTABLE, READABLE), (MIN_SHRUNK,)):
+        layouts = []
+        for floor in floors:
+            shrunk = [_Shrunk(size) for size in least]
+            most = list(whole)
+            for at in keys:
+                size = max(floor, _last_names(texts[at]))
+                title = title_width(one_line(columns[at].title))
+                shrunk[at] = _shrunk(columns[at], tuple(texts[at]), size, title, whole[at])
+                most[at] = shrunk[at].width
+            blocks = _blocks(keys, values, [each.width for each in shrunk], width)
+            for block in blocks or ():
+                choice = _Choice(block, (), tuple(shrunk))
+                sizes = _narrowed(most, choice, width, ())
+                for at in block:
+                    most[at] = sizes[at]
+            if blocks:
+                cuts = {at: shrunk[at].cuts for at in keys if shrunk[at].cuts}
+                layouts.append(
+                    Layout((tuple(shown),), tuple(most), cuts=cuts, shared=shared, blocks=blocks)
+                )
+        if layouts:
+            return min(layouts, key=lambda layout: len(layout.blocks))
+    return None
+
+
+def _blocks(
+    keys: Sequence[int], values: Sequence[int], widths: Sequence[int], width: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the columns of each block, or no block if a value does not fit beside the keys."""
+    blocks: list[tuple[int, ...]] = []
+    for at in values:
+        if blocks and _line_width(widths, (*blocks[-1], at)) <= width:
+            blocks[-1] += (at,)
+        elif _line_width(widths, (*keys, at)) <= width:
+            blocks.append((*keys, at))
+        else:
+            return ()
+    return tuple(blocks)
 
 
 def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:

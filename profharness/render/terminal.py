@@ -43,7 +43,7 @@ MAX_LABEL = 16  # maximum width of the label column of notes; a longer label get
 LONG_VALUE = 24  # width above which a value has a line of its own in a block of names and values
 DEEPEST = 6  # the deepest level of a heading
 SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
-MAX_CONFIGS = 3  # maximum number of shortened configs that are repeated in full below the tables
+MAX_CONFIGS = 12  # maximum number of shortened configs that are repeated in full below the tables
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 Rows = list[list[str]]
@@ -69,9 +69,16 @@ def render_table(
     layouts = _layouts(tables, rows, width if cut else None, full=full)
     pairs = list(zip(tables, rows, strict=True))
     last_of = {table.columns: at for at, table in enumerate(tables)}
-    short = [_shortened_configs(own, layouts[table.columns]) for table, own in pairs]
+    short = [_shortened(own, layouts[table.columns]) for table, own in pairs]
     last_short = max((at for at, each in enumerate(short) if each), default=-1)
-    configs = dict.fromkeys(chain.from_iterable(short))
+    shortened = list(dict.fromkeys(chain.from_iterable(short)))
+    # The line about hidden columns refers to --full too.
+    unexplained = any(
+        not config_in(text)
+        for own, table in zip(short, tables, strict=True)
+        if not layouts[table.columns].hidden
+        for text in own
+    )
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -109,7 +116,15 @@ def render_table(
             if table_count == last_of[block.columns]:
                 _print_hidden(console, block.columns, layouts[block.columns], width)
             if table_count == last_short:
-                _print_configs(console, list(configs), document.configs_printed_by, width)
+                lines = (
+                    _whole_texts(shortened, width)
+                    if full
+                    else _whole_configs(
+                        shortened, document.configs_printed_by, width, names=unexplained
+                    )
+                )
+                if lines:
+                    console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
             table_count += 1
         else:
             _print_note(console, block, label_width, width)
@@ -178,14 +193,17 @@ def _print_table(
         lead = f"{one_line(columns[at].title)}{' ' * GAP}"
         for line in chunks(f"{lead}{text}", width):
             console.print(Text(line), soft_wrap=True)
-    if layout.records:
+    if layout.records or (layout.blocks and len(rows) == 1):
         lines = "\n".join(_record_lines(columns, rows, width))
         console.file.write(f"{lines}\n" if lines else "")
         return
-    for text in _title_lines(columns, layout):
-        console.print(Text(text, style="dim"), soft_wrap=True)
-    # rich takes long for long tables, and rows have no styles
-    console.file.write("".join(f"{line}\n" for line in _row_lines(columns, rows, layout)))
+    for number, part in enumerate(layout.parts):
+        if number:
+            console.print()
+        for text in _title_lines(columns, part):
+            console.print(Text(text, style="dim"), soft_wrap=True)
+        # rich takes long for long tables, and rows have no styles
+        console.file.write("".join(f"{line}\n" for line in _row_lines(columns, rows, part)))
 
 
 def _record_lines(columns: Sequence[Column], rows: Rows, width: int) -> Iterator[str]:
@@ -317,29 +335,43 @@ def _print_hidden(console: Console, columns: Sequence[Column], layout: Layout, w
     console.print(Text(lines.replace(NO_BREAK, " "), style="dim"), soft_wrap=True)
 
 
-def _shortened_configs(rows: Rows, layout: Layout) -> list[str]:
-    """Return the configs and the dimensions that a table shortens."""
+def _shortened(rows: Rows, layout: Layout) -> list[str]:
+    """Return the configs, the dimensions and the names that a table shortens."""
     return [
-        config
+        config or text
         for at, cuts in layout.cuts.items()
         for text in dict.fromkeys(row[at] for row in rows)
-        if (config := config_in(text)) and not cuts.get(text, text).startswith(config)
+        if not cuts.get(text, text).startswith((config := config_in(text)) or text)
     ]
 
 
-def _print_configs(console: Console, configs: Sequence[str], command: str, width: int) -> None:
-    """Print shortened configs in full. If there are many, print the command that prints them."""
-    lines = ["configs in full:"]
+def _whole_texts(texts: Sequence[str], width: int) -> list[str]:
+    """Return lines with shortened configs and names in full."""
+    lines: list[str] = []
+    for title, own in (
+        ("configs in full:", [text for text in texts if config_in(text)]),
+        ("names in full:", [text for text in texts if not config_in(text)]),
+    ):
+        if own:
+            lines += [title, *(line for text in own for line in chunks(text, width))]
+    return lines
+
+
+def _whole_configs(texts: Sequence[str], command: str, width: int, *, names: bool) -> list[str]:
+    """Return lines with shortened configs in full, or that say how to print them if they are many.
+
+    If `names` is set, also say how to print names in full.
+    """
+    configs = [text for text in texts if config_in(text)]
+    lines: list[str] = []
+    hidden = ["names"] if names else []
     if len(configs) <= MAX_CONFIGS:
-        lines += [line for config in configs for line in chunks(config, width)]
-    elif not all(map(is_config, configs)):
-        # The command prints no dimensions.
-        lines = ["use --full to show configs in full"]
-    elif command:
+        lines = _whole_texts(configs, width)
+    elif command and all(map(is_config, configs)):  # the command prints no dimensions
         lines = _wrapped(f"configs in full: {command}", width)
     else:
-        return
-    console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
+        hidden.insert(0, "configs")
+    return [*lines, f"--full shows whole {' and '.join(hidden)}"] if hidden else lines
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:

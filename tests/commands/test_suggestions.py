@@ -66,6 +66,21 @@ def test_a_misspelled_run_is_suggested(
         assert f"no run '{given}' in s.db; did you mean llama_eager.json?" in error
 
 
+def test_a_stored_run_is_suggested_rather_than_files_that_are_no_traces(
+    traces: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the error suggested a page and a picture, but not the run."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert told("ingest", str(traces / "llama_eager.json"))[0] == 0
+    for name in ("lama_eager.html", "lama_eager.json-390.png"):
+        Path(name).touch()
+    code, error = told("layers", "lama_eager.json")
+    assert (code, "did you mean llama_eager.json?" in error) == (2, True)
+    Path("lama_eager.json.gz").touch()
+    _, error = told("layers", "lama_eager.json")
+    assert "did you mean lama_eager.json.gz or llama_eager.json?" in error
+
+
 @pytest.mark.usefixtures("traces")
 def test_a_gate_is_suggested() -> None:
     code, error = told("layers", "whisper.json", "--fail-on", "math")

@@ -72,7 +72,9 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("layres",), "error: there is no command 'layres'; did you mean layers?"),
+        (("layres",), "error: no such command 'layres'; did you mean layers?"),
+        (("compare",), "error: no such command 'compare'; did you mean diff?"),
+        (("why",), "error: no such command 'why'; did you mean explain?"),
         (
             ("layers", "--gup", "H200"),
             "error: no such option '--gup'; did you mean '--gpu'?; see: profharness layers --help",
@@ -182,3 +184,10 @@ def test_a_file_instead_of_a_command_names_the_command_for_it(tmp_path: Path) ->
     assert done.exit_code == 2
     assert f"to look into it, use: profharness layers '{trace}'" in " ".join(done.output.split())
     assert "No such command" in CliRunner().invoke(cli, ["nothing.json.gz"]).output
+
+
+@pytest.mark.parametrize("command", ["explain", "bench"])
+def test_the_default_timeout_has_the_same_form(command: str) -> None:
+    """Bug: the help of `explain` had 120.0, and that of `bench` had 120."""
+    text = " ".join(CliRunner().invoke(cli, [command, "--help"]).output.split())
+    assert "[default: 120;" in text and "120.0" not in text

@@ -38,7 +38,7 @@ from profharness.render.document import (
     formatted_rows,
     with_time_units,
 )
-from profharness.render.fitting import OPTIONAL, Layout, distinct_cuts, fit_columns
+from profharness.render.fitting import OPTIONAL, Layout, distinct_cuts, fit_columns, is_key
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
@@ -143,7 +143,11 @@ def check_fit(document: Document) -> int:
 def check_layout(table: Table, layout: Layout, *, full: bool) -> None:
     shown = [place for line in layout.lines for place in line]
     assert sorted((*shown, *layout.hidden, *layout.shared)) == list(range(len(table.columns)))
-    assert not full or not (layout.hidden or layout.cuts)
+    keys = {at for at, column in enumerate(table.columns) if is_key(column, at)}
+    assert not full or not layout.hidden
+    assert not full or {*layout.cuts} <= (keys if layout.blocks else set())
+    in_blocks = [at for block in layout.blocks for at in block if at not in keys]
+    assert not layout.blocks or sorted(in_blocks) == sorted({*shown} - keys)
     assert not layout.hidden or {table.columns[at].importance for at in layout.hidden} <= {
         None,
         *OPTIONAL,
@@ -646,7 +650,37 @@ def test_a_blank_cell_repeats_the_value_above() -> None:
     assert fit_columns(columns, apart, 20).hidden == (2,)
 
 
-def test_a_wide_row_is_a_block_of_names_and_values_with_full() -> None:
+def test_a_wide_table_is_printed_in_blocks_of_columns_with_full() -> None:
+    """Bug: each row was a list of names and values, so rows could not be compared by eye."""
+    columns = [
+        Column("b", "backend", repeat=False),
+        Column("k", "kernel", repeat=False, shrink=True),
+        *(Column(f"v{at}", f"value {at}", "count") for at in range(5)),
+    ]
+    rows = (("auto", "k" * 50, 1, 2, 3, 4, 5), ("auto", "gemm", 10, 2, 3, 4, 50))
+    document = Document("t/1", "t", (Table(tuple(columns), rows),), (), ())
+    short = f"{'k' * 23}…"
+    assert render_table(document, width=52, cut=True, full=True).splitlines() == [
+        "                                   value  value",
+        "backend  kernel                        0      1",
+        f"auto     {short}      1      2",
+        "         gemm                         10      2",
+        "",
+        "                                   value  value",
+        "backend  kernel                        2      3",
+        f"auto     {short}      3      4",
+        "         gemm                          3      4",
+        "",
+        "                                   value",
+        "backend  kernel                        4",
+        f"auto     {short}      5",
+        "         gemm                         50",
+        "names in full:",
+        "k" * 50,
+    ]
+
+
+def test_wide_rows_are_lists_of_names_and_values_if_no_value_fits_beside_the_keys() -> None:
     """Bug: one could not see where a row began, and which value belonged to which title."""
     columns = [
         Column("b", "backend", repeat=False),
@@ -724,6 +758,45 @@ def test_shortened_dimensions_are_printed_in_full() -> None:
     document = Document("t/1", "t", (Table(columns, rows),), (), ())
     lines = render_table(document, width=44, cut=True).splitlines()
     assert lines[-3:] == ["configs in full:", *texts]
+
+
+@pytest.mark.parametrize(
+    ("count", "command", "below"),
+    [
+        (12, "run it", "configs in full:"),
+        (13, "run it", "configs in full: run it"),
+        (13, "", "--full shows whole configs"),
+    ],
+)
+def test_up_to_twelve_shortened_configs_are_printed_in_full(
+    count: int, command: str, below: str
+) -> None:
+    """Bug: some tables had a list or a command below them, and others had neither."""
+    columns = (Column("c", "config", shrink=True), Column("a", "ran", importance="answer"))
+    labels = [f"b2-h8-s{1000 + at}-d64-fp16" for at in range(count)]
+    table = Table(columns, tuple((label, "flash") for label in labels))
+    document = Document("t/1", "t", (table,), (), (), configs_printed_by=command)
+    lines = render_table(document, width=24, cut=True).splitlines()
+    assert lines[0] == "config  b2-h8-…-d64-fp16"
+    assert below in lines
+    assert ({*labels} <= {*lines}) == (count <= 12)
+
+
+def test_a_shortened_name_refers_to_full() -> None:
+    """Bug: nothing said how to print the names of modules that a table shortens."""
+    columns = (
+        Column("m", "module", shrink=True),
+        Column("a", "ran", importance="answer"),
+        Column("d", "note", importance="detail"),
+    )
+    rows = (("model.decoder.layers.attention", "flash", "x"), ("model.head", "math", "y" * 40))
+    short = Table(columns[:2], tuple(row[:2] for row in rows))
+    document = Document("t/1", "t", (short,), (), ())
+    lines = render_table(document, width=30, cut=True).splitlines()
+    assert lines[-1] == "--full shows whole names"
+    hiding = replace(document, blocks=(Table(columns, rows),))
+    lines = render_table(hiding, width=30, cut=True).splitlines()
+    assert lines[-1] == "hidden: note (see --full)"
 
 
 def test_one_line_names_the_hidden_columns_of_equal_tables() -> None:

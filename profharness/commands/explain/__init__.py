@@ -549,6 +549,7 @@ Timeout = Annotated[
         type=PositiveNumber(),
         metavar="SECONDS",
         help="Number of seconds to wait for the PyTorch process to respond.",
+        click={"default": int(Protocol.timeout_s), "show_default": True},
     ),
 ]
 

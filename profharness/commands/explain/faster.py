@@ -8,9 +8,11 @@ from dataclasses import replace
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.commands.explain.answer import Way, told_way
 from profharness.commands.explain.calls import program_calls
+from profharness.commands.explain.savings import saving_text
 from profharness.commands.explain.times import with_times
 from profharness.device_types import is_gpu
 from profharness.program.layer_map import LayerMap
+from profharness.units import time_text
 
 MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
 
@@ -39,5 +41,36 @@ def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, W
     for answer in answers:
         way = None if answer.observed in (None, "math") else told_way(answer, ())
         times = way.advice.predicted if way else None
-        if way and times and times.certain and (times.speed_up or 0) > 1:
+        if not (way and times and times.certain and (times.speed_up or 0) > 1):
+            continue
+        # A call that took less time than predicted may already be as fast.
+        if answer.observed_ns is None or answer.observed_ns > times.after_ns:
             yield answer, way
+
+
+def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
+    """Return a sentence on a change of `faster_ways`, with the time that it saves per step.
+
+    The time before the change is the measured time of a call if it is known, else the predicted time.
+    """
+    times = way.advice.predicted
+    assert times is not None and times.before_ns is not None
+    before = times.before_ns if answer.observed_ns is None else answer.observed_ns
+    calls: dict[str | None, float] = {}
+    for row in layers.rows:
+        own = row.config == answer.config and row.ran == answer.observed
+        if own and row.calls and row.direction != "recompute":
+            calls[row.step_phase] = calls.get(row.step_phase, 0) + row.calls
+    where = f"on {answer.config}" if len({row.config for row in layers.rows}) > 1 else ""
+    # The call may already run on the backend that the change makes faster.
+    to = "" if way.side.eligible else f"to run {way.backend}"
+    lead = " ".join(filter(None, [to, where]))
+    # The explanation of a step follows its colon.
+    steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
+    change = f"{lead}{', ' if lead else ''}{'; '.join(steps)}: "
+    change = f"{change[0].upper()}{change[1:]}"
+    each = f"{time_text(times.after_ns)} instead of {time_text(before)} per call"
+    if not (layers.steps and calls):
+        return f"{change}predicted to take {each}."
+    saves = [(phase, count * (before - times.after_ns)) for phase, count in calls.items()]
+    return f"{change}{saving_text(saves)} ({each})."

@@ -56,6 +56,11 @@ def several_phases(layers: LayerMap) -> bool:
     return len({row.step_phase for row in layers.rows}) > 1
 
 
+def lead_length(layers: LayerMap) -> int:
+    """Return the number of sentences of an answer that say what attention costs and what ran."""
+    return 2 if several_phases(layers) else 1
+
+
 def _unfused(rows: Sequence[LayerRow]) -> str:
     """Return the name of attention that separate kernels compute."""
     kinds = {row.kind for row in rows}

@@ -8,10 +8,14 @@ from typing import Any
 
 from profharness.atlas.predictions import BOUND
 from profharness.columns import Column, pick
-from profharness.commands.explain.answer import short_change_text
-from profharness.commands.explain.faster import explained_calls, faster_ways
+from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
 from profharness.commands.explain.savings import matters
-from profharness.commands.layers.answer import layers_answer, told_change, what_to_change
+from profharness.commands.layers.answer import (
+    layers_answer,
+    lead_length,
+    told_change,
+    what_to_change,
+)
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_few
 from profharness.program.layer_map import (
@@ -133,8 +137,10 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     blocks += _notes(layers.rows, full, change.text if change else None, advise=matters(layers))
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
+    faster: tuple[str, ...] = ()
     if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
-        blocks += faster_notes(layers)
+        faster, hint = faster_change(layers)
+        blocks.append(hint)
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of first launch", 3)]
@@ -164,6 +170,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         for row, prediction in zip(layers.rows, rows, strict=True)
     )
     answer = () if of_several else layers_answer(layers, change)
+    lead = lead_length(layers)
     return Document(
         SCHEMA,
         "Layers",
@@ -171,25 +178,24 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         FIELDS,
         records,
         extra,
-        answer=answer,
+        answer=(*answer[:lead], *faster, *answer[lead:]),
         configs_printed_by="" if of_several else layers.command("layers", "--list-configs"),
     )
 
 
-def faster_notes(layers: LayerMap) -> Iterator[Note]:
-    """Yield a note on the change that makes the costliest call faster, and on the command with its code.
+def faster_change(layers: LayerMap) -> tuple[tuple[str, ...], Note]:
+    """Return a sentence on the change that makes the costliest call faster, and a note on its code.
 
-    Without such a change, yield only the command that says why the backends ran. If a benchmark has
-    measured the backends, predictions say nothing new.
+    Without such a change, return no sentence, and the command that says why the backends ran. If a
+    benchmark has measured the backends, predictions say nothing new.
     """
     if matters(layers) and layers.regret is None and not layers.benched:
         for answer, way in faster_ways(explained_calls(layers)):
             of_one = len({row.config for row in layers.rows}) == 1
-            yield Note(short_change_text(way), "" if of_one else answer.config)
             command = layers.command("explain", *(() if of_one else ("--full",)))
-            yield Note(f"{'code' if way.advice.code else 'why'}: {command}", level="hint")
-            return
-    yield Note(f"why: {layers.command('explain')}", level="hint")
+            hint = f"{'code' if way.advice.code else 'why'}: {command}"
+            return (faster_text(layers, answer, way),), Note(hint, level="hint")
+    return (), Note(f"why: {layers.command('explain')}", level="hint")
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:

@@ -50,7 +50,7 @@ from profharness.commands.kernels.tables import (
     kernels_document,
     witness_document,
 )
-from profharness.commands.layers.answer import several_phases
+from profharness.commands.layers.answer import lead_length
 from profharness.commands.layers.by_gpu import (
     FEW_RUNS,
     find_programs,
@@ -354,7 +354,7 @@ def _run_blocks(
             blocks += phase_blocks(layers, level=2)
             document = layers_document(layers)
             extra.setdefault("layers", []).extend(document.records)
-            lead = 2 if several_phases(layers) else 1
+            lead = lead_length(layers)
             sentences = [*document.answer[:lead], *advice.sentences, *document.answer[lead:]]
             tables = [block for block in document.blocks if isinstance(block, Table)]
             blocks += [

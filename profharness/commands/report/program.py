@@ -9,8 +9,7 @@ from typing import Any
 
 from profharness.atlas.predictions import Place
 from profharness.columns import Column, pick
-from profharness.commands.explain.answer import change_texts
-from profharness.commands.explain.faster import explained_calls, faster_ways
+from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
 from profharness.commands.explain.savings import matters, own_place, saved_ns, saving_text
 from profharness.commands.layers.answer import what_to_change
 from profharness.errors import counted
@@ -382,7 +381,7 @@ class ProgramAdvice:
     """What a report says on the reasons for the backends of a program, and on what to change."""
 
     sentences: tuple[str, ...] = ()
-    """Sentences for the answer: the reasons of the costliest layers, and a faster backend."""
+    """Sentences for the answer: the reasons of the costliest layers."""
     blocks: tuple[Block, ...] = ()
 
 
@@ -408,20 +407,13 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
         blocks.append(note)
         if code := codes.pop(text, ""):
             blocks.append(Code(code))
-    change: tuple[str, ...] = ()
-    seen = set()
-    for answer, way in faster_ways(explained):
-        texts = tuple(change_texts(way))
-        if texts in seen:
-            continue
-        seen.add(texts)
-        change = change or texts
-        # The answer tells the first change.
-        text = f"To run {way.backend}:" if texts == change else " ".join(texts)
+    for number, (answer, way) in enumerate(faster_ways(explained)):
+        # The answer of `layers` tells the first change.
+        text = faster_text(layers, answer, way) if number else f"To run {way.backend}:"
         code = way.advice.code
         blocks += [Note(text, answer.config), *([Code(code)] if code else [])]
     head = [Heading("Advice")] if blocks else []
-    return ProgramAdvice((*reasons, *change), (*head, *blocks))
+    return ProgramAdvice(tuple(reasons), (*head, *blocks))
 
 
 def _advice_notes(layers: LayerMap) -> Iterator[tuple[Note, str]]:
