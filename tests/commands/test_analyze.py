@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import profharness
 from profharness.attention.config import parse_config
+from profharness.commands.analyze.answer import analyze_answer
 from profharness.commands.analyze.cells import analyze_all, analyze_cell
 from profharness.commands.analyze.figures import (
     DERIVED,
@@ -414,6 +415,33 @@ def test_a_wrong_backend_is_never_the_faster_one() -> None:
 
     assert best(set()) == "mine"
     assert best({(SQUARE, "mine")}) == "flash"
+
+
+UNUSABLE = (1_000_000,) * 4 + (9_000_000,) * 3
+
+
+def test_unusable_times_give_no_remedy_and_no_ranking() -> None:
+    """Bug: `analyze` advised `math` and its gain, although `bench` could not use the times."""
+    calm = (4_000,) * 6
+    slow, fast = cell(backend="flash", wall=(90_000,) * 6), cell(backend="math", wall=calm)
+    busy = cell(backend="efficient", wall=UNUSABLE)
+    few = cell(backend="cudnn", wall=(10, *UNUSABLE))
+    assert analyze_all([busy, fast], [], MACHINE)[0].remedies == ()
+    assert analyze_all([slow, few], [], MACHINE)[0].remedies == ()
+    (advice,) = analyze_all([slow, few, fast], [], MACHINE)[0].remedies
+    assert advice.text.startswith("Use math")
+    analyses = analyze_all([busy, few, slow, fast], [], MACHINE)
+    first, *_, unusable = analyze_answer(analyses)
+    assert "math, the fastest backend" in first
+    assert unusable == (
+        "The machine was busy, so the times of efficient and cudnn cannot be used. "
+        "Capture again when nothing else is running."
+    )
+    assert {name for each in choices(analyses) for name in each.best} == {"math"}
+    # A single usable time is not a ranking, and without any there is no other statement.
+    alone, *_ = analyze_answer(analyze_all([busy, few, fast], [], MACHINE))
+    assert "fastest" not in alone
+    assert len(analyze_answer(analyze_all([busy, few], [], MACHINE))) == 1
 
 
 def advised(mine: CellRow, *others: CellRow) -> bool:

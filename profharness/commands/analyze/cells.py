@@ -32,7 +32,7 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import is_another
-from profharness.measurements.measurements import basis_text, busy_text
+from profharness.measurements.measurements import basis_text, busy_text, usable_times
 from profharness.program.layer_map import (
     actual_backend,
     group_calls,
@@ -68,7 +68,7 @@ def analyze_cell(
 
     `others` contains the cells of the same config and run that may be recommended as faster. Set
     `eager` for attention that a program implements in Python. Its matrix products and softmax use
-    the same kernels as PyTorch's math backend.
+    the same kernels as PyTorch's math backend. A cell whose times are all unusable has no findings.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     analysis = CellAnalysis(
@@ -77,14 +77,23 @@ def analyze_cell(
     if cell.status != "ok":
         return analysis
     kernels = kernel_figures(rows, machine, cell.iterations)
-    figures = cell_figures(cell, config, kernels, machine)
+    usable = usable_times(cell)
+    figures = cell_figures(usable, config, kernels, machine)
+    busy = figures.basis is None and usable is not cell
     phases = () if eager else phase_figures(config, kernels, figures.ridge)
     analysis = replace(
-        analysis, figures=figures, kernels=kernels, phases=phases, main=main_kernel(kernels)
+        analysis,
+        figures=figures,
+        kernels=kernels,
+        phases=phases,
+        main=main_kernel(kernels),
+        busy=busy,
     )
+    if busy:
+        return analysis
     rules = EAGER_RULES if eager else RULES
     findings = [finding for rule in rules for finding in rule(analysis, figures)]
-    findings += _faster(cell, others)
+    findings += _faster(usable, others)
     # Reversed, because a dict keeps the last value of a key, and the first finding should win.
     by_code = {finding.code: finding for finding in reversed(findings)}
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -117,7 +126,7 @@ def analyze_all(
     for cell in cells if rivals is None else rivals:
         excluded = pytorch_chooses(cell.backend) or (cell.config, cell.backend) in wrong
         if cell.status == "ok" and not excluded:
-            ranked.setdefault(cell.config, []).append(cell)
+            ranked.setdefault(cell.config, []).append(usable_times(cell))
     return [
         replace(
             analyze_cell(cell, by_cell.get(cell.cell, []), machine, ranked.get(cell.config, [])),
@@ -133,7 +142,7 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     The list is empty if the samples do not show that this backend is faster, or if the cell already
     ran it.
     """
-    rivals = [rival for rival in others if rival.backend != cell.backend]
+    rivals = [rival for rival in others if rival.backend != cell.backend and rival.samples]
     # All backends must be compared by one measurement, because an eager call includes CPU time that
     # the replay of a CUDA graph does not.
     common = (

@@ -343,6 +343,7 @@ class CellAnalysis:
         column("module", importance="key", shrink=True, meaning="the layers of a program"),
     ] = None
     wrong: bool = False  # whether a verification found wrong results of the backend
+    busy: bool = False  # whether the machine was too busy for any time of the cell to be usable
 
     @property
     def l2_size(self) -> int | None:
