@@ -240,7 +240,10 @@ class BenchRow:
     status: Annotated[
         str,
         column(
-            importance="answer", optional=True, meaning="`ok`, `refused`, or the kind of failure"
+            "status",
+            importance="answer",
+            optional=True,
+            meaning="`ok`, `refused`, or the kind of failure",
         ),
     ]
     message: Annotated[str | None, column(meaning="why the cell failed")]
