@@ -217,6 +217,13 @@ def basis_text(measurement: str | None, *, conditions: bool = False) -> str:
     return f"{name} ({how})" if conditions and how else name
 
 
+def statistic_text(measurement: str | None) -> str:
+    """Return what the time of a cell is in `analyze`: a median of samples, or a mean of kernels."""
+    if measurement == KERNEL:
+        return f"mean {basis_text(KERNEL)}"
+    return f"medians of {basis_text(measurement)}"
+
+
 def basis_detail(measurement: str | None) -> str:
     """Return the detail of a heading above medians and rates."""
     return f"medians and rates of {basis_text(measurement)}"

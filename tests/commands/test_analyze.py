@@ -115,9 +115,10 @@ def test_measured_gains_precede_bounds(h200: Cells) -> None:
     first, second, *_ = flash.remedies
     assert first.measured and not second.measured
     assert first.factor is not None and second.factor is not None and first.factor < second.factor
+    gain = f"{first.factor:.3g}"
     for full in (False, True):
         notes = [note.text for note in cell_notes(flash, full=full)]
-        (measured,) = [at for at, text in enumerate(notes) if "Measured 1.53 times" in text]
+        (measured,) = [at for at, text in enumerate(notes) if f"Measured {gain} times" in text]
         bounds = [at for at, text in enumerate(notes) if "At most" in text]
         assert bounds and measured < min(bounds)
 
@@ -156,7 +157,8 @@ def test_math_pays_for_its_score_matrices(h200: Cells) -> None:
     best = math_cell.remedies[0]
     assert best.findings == ("faster_backend",)
     assert "CUDNN_ATTENTION" in best.text
-    assert best.factor == pytest.approx(108784 / 9955, abs=0.05)  # graph samples
+    times = [h200[SQUARE, name].figures.duration_ns for name in ("math", "cudnn")]
+    assert best.factor == pytest.approx(times[0] / times[1])
     softmax = next(phase for phase in math_cell.phases if phase.name == "softmax")
     assert softmax.bytes == 2 * 16 * 512 * 512 * 4
 
@@ -442,6 +444,20 @@ def test_unusable_times_give_no_remedy_and_no_ranking() -> None:
     alone, *_ = analyze_answer(analyze_all([busy, few, fast], [], MACHINE))
     assert "fastest" not in alone
     assert len(analyze_answer(analyze_all([busy, few], [], MACHINE))) == 1
+
+
+def test_the_gain_of_a_faster_backend_is_the_ratio_of_two_times_in_the_table(h200: Cells) -> None:
+    """Bug: the gain compared CUDA-graph replays, and the table showed kernel times."""
+    gains = 0
+    for (label, _), each in h200.items():
+        for remedy in (remedy for remedy in each.remedies if remedy.measured):
+            name = evidence(each, "faster_backend")["fastest backend"]
+            other = h200[label, str(name)]
+            assert remedy.basis == each.figures.basis == other.figures.basis == "kernel"
+            ratio = each.figures.duration_ns / other.figures.duration_ns
+            assert remedy.factor == pytest.approx(ratio)
+            gains += 1
+    assert gains
 
 
 def advised(mine: CellRow, *others: CellRow) -> bool:

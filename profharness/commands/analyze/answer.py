@@ -9,7 +9,7 @@ from profharness.attention.config import ALL_DISABLED, OWN_CHOICE, pytorch_choos
 from profharness.commands.analyze.figures import CellAnalysis, Remedy
 from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
-from profharness.measurements.measurements import basis_text
+from profharness.measurements.measurements import basis_text, statistic_text
 from profharness.program.layer_map import short_module
 from profharness.units import as_fast, time_text
 
@@ -160,5 +160,5 @@ def gain_text(alike: Sequence[Remedy]) -> str:
     low, high = factors[0], factors[-1]
     if not all(remedy.measured for remedy in alike):
         return f"at most {as_fast(high)}"
-    bases = join_and([*dict.fromkeys(basis_text(remedy.basis) for remedy in alike)])
-    return f"measured {as_fast(low, most=high)} (medians of {bases})"
+    bases = join_and([*dict.fromkeys(statistic_text(remedy.basis) for remedy in alike)])
+    return f"measured {as_fast(low, most=high)} ({bases})"
