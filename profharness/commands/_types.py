@@ -332,6 +332,17 @@ def config_option(repeat: str = " Repeatable.") -> Option:
     )
 
 
+def backend_names(backends: Names | None) -> tuple[str, ...]:
+    """Split names of backends to run. Raise UsageError for an unknown name, before a worker starts."""
+    names = split_names(backends)
+    if names:
+        # every command imports this file, but only commands that run backends need these names
+        from profharness.attention.backends import check_names
+
+        check_names(names)
+    return names
+
+
 Store = Annotated[
     PathLike | None,
     Option(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from profharness.columns import Column
 from profharness.commands._command import command, declaration_of, document
+from profharness.commands._types import Full
 from profharness.errors import join_and
 from profharness.render.document import Block, Document, Note, Table, merged_notes, record
 from profharness.store import to_frame
@@ -25,11 +26,11 @@ def _to_frame(states: list[BackendState]) -> pd.DataFrame:
 
 @command("backends", frame=_to_frame)
 def list_backends() -> list[BackendState]:
-    """List the backends that can run on this machine, and explain why the others cannot.
+    """List the backends that can run on this machine, and say why the others cannot.
 
     Each backend is tried on one small config in a worker process. The list includes your own
     implementations in kernels/ and those from installed packages (entry points of the group
-    profharness.attention.backends).
+    profharness.attention.backends). --full shows the complete reasons.
 
     \b
     Example:
@@ -41,29 +42,39 @@ def list_backends() -> list[BackendState]:
     return probe_backends()
 
 
+REASONS = {"no_device": "requires a GPU", "absent": "not available", "unsupported": "refused"}
+"""Maps the code of a refusal to its short form. `--full` shows the reason itself."""
+
+
 @document(list_backends)
-def show(states: list[BackendState]) -> Document:
-    """Return a document with one row per backend, and the reasons why some cannot run."""
+def show(states: list[BackendState], *, full: Full = False) -> Document:
+    """Return a document with one row per backend.
+
+    If `full` is set, the document also has the complete reasons why some backends cannot run.
+    """
     columns = (
         Column("backend", "backend"),
         Column("runs", "runs here", importance="answer"),
-        Column("device", "device", importance="detail"),
-        Column("summary", "the kind of implementation", wrap=True),
+        Column("summary", "what it is", wrap=full, shrink=not full),
     )
-    rows = tuple(
-        (state.backend, "yes" if state.runs else "no", state.device, state.summary)
-        for state in states
-    )
-    notes = tuple(
+    rows = tuple((state.backend, _runs(state), state.summary) for state in states)
+    notes = [
         Note((state.reason or "no reason recorded").splitlines()[0], state.backend)
         for state in states
         if not state.runs
-    )
-    blocks: tuple[Block, ...] = (Table(columns, rows), *merged_notes(notes))
+    ]
+    more = Note("--full shows why the others cannot run.", level="hint")
+    blocks: tuple[Block, ...] = (Table(columns, rows),)
+    if notes:
+        blocks += tuple(merged_notes(notes)) if full else (more,)
     fields = ("backend", "runs", "reason", "device", "summary", "status", "code")
     records = tuple(map(record, states))
     told = backends_answer(states)
     return Document("profharness.backends/1", "Backends", blocks, fields, records, answer=told)
+
+
+def _runs(state: BackendState) -> str:
+    return "yes" if state.runs else REASONS.get(state.code or "", state.status)
 
 
 def backends_answer(states: Sequence[BackendState]) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from profharness.commands._types import (
     Seed,
     ShowProgress,
     Store,
+    backend_names,
     complete_names,
     config_list,
     fleet,
@@ -225,7 +226,7 @@ def capture(
         processes,
     )
     options = CaptureOptions(watched, Path(out), protocol, note, fleet=where)
-    named, chosen = split_names(backends), config_list(configs)
+    named, chosen = backend_names(backends), config_list(configs)
 
     def runs() -> Iterator[Captured]:
         # Start the worker before the imports, so that it loads torch in the meantime.

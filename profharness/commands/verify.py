@@ -33,6 +33,7 @@ from profharness.commands._types import (
     Seed,
     ShowProgress,
     Store,
+    backend_names,
     complete_names,
     config_list,
     fleet,
@@ -246,7 +247,7 @@ def verify(
     )
     with run_listener(progress).progress() as show_progress:
         return verify_into_store(
-            chosen, split_names(backends), store_path(store), options, show_progress
+            chosen, backend_names(backends), store_path(store), options, show_progress
         )
 
 

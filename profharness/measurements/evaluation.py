@@ -332,6 +332,14 @@ class BenchResult:
         """
         return [row for row in self.ranking_rows() if row.median_ns is not None]
 
+    def drawn(self) -> list[BenchRow]:
+        """Return the figures that charts show.
+
+        `all-disabled` is left out because it is not ranked, and a second mark for cudnn could seem
+        to be the fastest.
+        """
+        return [row for row in self.figures() if row.regret is not None or not row.ranked]
+
 
 def _sound_winners(winners: Sequence[Winner], figures: Sequence[BenchRow]) -> list[Winner]:
     busy: dict[str, dict[str, bool]] = {}

@@ -217,6 +217,13 @@ def basis_text(measurement: str | None, *, conditions: bool = False) -> str:
     return f"{name} ({how})" if conditions and how else name
 
 
+def statistic_text(measurement: str | None) -> str:
+    """Return what the time of a cell is in `analyze`: a median of samples, or a mean of kernels."""
+    if measurement == KERNEL:
+        return f"mean {basis_text(KERNEL)}"
+    return f"medians of {basis_text(measurement)}"
+
+
 def basis_detail(measurement: str | None) -> str:
     """Return the detail of a heading above medians and rates."""
     return f"medians and rates of {basis_text(measurement)}"
@@ -240,7 +247,10 @@ class BenchRow:
     status: Annotated[
         str,
         column(
-            importance="answer", optional=True, meaning="`ok`, `refused`, or the kind of failure"
+            "status",
+            importance="answer",
+            optional=True,
+            meaning="`ok`, `refused`, or the kind of failure",
         ),
     ]
     message: Annotated[str | None, column(meaning="why the cell failed")]
@@ -394,7 +404,7 @@ class BenchRow:
     @property
     def busy(self) -> bool:
         """Whether the machine was too busy for this figure to support any conclusion."""
-        return self.samples >= FEW_SAMPLES and (self.half or 0) > UNKNOWN
+        return _too_wide(self.samples, self.half)
 
     def is_wide(self, precision: float) -> bool:
         """Return whether `doubts` includes the warning that the interval exceeds `precision`."""
@@ -417,8 +427,7 @@ class BenchRow:
         """The half-width of the interval, divided by the median."""
         if self.low_ns is None or self.high_ns is None or self.median_ns is None:
             return None
-        # The median may be 0, because samples are whole nanoseconds.
-        return (self.high_ns - self.low_ns) / 2 / max(self.median_ns, 1.0)
+        return _half(self.low_ns, self.high_ns, self.median_ns)
 
     @property
     def half_between_processes(
@@ -437,6 +446,38 @@ class BenchRow:
         unknown.
         """
         return self.between_processes_ns and self.between_processes_ns / (self.median_ns or 1.0)
+
+
+def _half(low_ns: float, high_ns: float, median_ns: float) -> float:
+    # The median may be 0, because samples are whole nanoseconds.
+    return (high_ns - low_ns) / 2 / max(median_ns, 1.0)
+
+
+def _too_wide(count: int, half: float | None) -> bool:
+    return count >= FEW_SAMPLES and (half or 0) > UNKNOWN
+
+
+def unusable_measurements(cell: CellRow) -> tuple[str, ...]:
+    """Return the measurements of a cell whose times support no conclusion, by the rule of `bench`.
+
+    The machine was too busy while it took them (see `BenchRow.busy`).
+    """
+
+    def is_unusable(values: tuple[int, ...]) -> bool:
+        interval = stats.interval(values)
+        if interval is None:
+            return False
+        half = _half(interval.low, interval.high, stats.summarize(values).median)
+        return _too_wide(len(values), half)
+
+    return tuple(name for name, values in cell.samples.items() if is_unusable(values))
+
+
+def usable_times(cell: CellRow) -> CellRow:
+    """Return the cell without the samples of its `unusable_measurements`."""
+    unusable = unusable_measurements(cell)
+    kept = {name: values for name, values in cell.samples.items() if name not in unusable}
+    return replace(cell, samples=kept) if unusable else cell
 
 
 def bench_rows(

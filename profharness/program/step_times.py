@@ -57,7 +57,7 @@ class KernelTime:
     share: Annotated[
         float,
         column(
-            "% of kernels",
+            "% of GPU time",
             "percent",
             meaning="share of the total time of all kernels; overlapping kernels count twice",
         ),

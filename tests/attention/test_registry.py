@@ -26,7 +26,8 @@ from profharness.attention.config import MASKS, Config, expand_configs, parse_co
 from profharness.commands.backends import show
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.recording.capture import capture
-from profharness.recording.probe import probe_backends
+from profharness.recording.probe import BackendState, probe_backends
+from profharness.render.terminal import render_table
 from profharness.run import CaptureOptions, Protocol, read_run
 
 OTHERS = (*TORCH_ROWS, *LIBRARY_BACKENDS, *SERVING_BACKENDS)
@@ -147,6 +148,28 @@ def test_backends_lists_all_with_their_reasons(
     document = show(list(states.values()))
     assert document.fields[:5] == ("backend", "runs", "reason", "device", "summary")
     assert [row["backend"] for row in document.records] == list(states)
+
+
+def test_the_list_of_backends_has_one_line_each_unless_it_is_full() -> None:
+    """Bug: the list of 25 backends and their reasons took 97 lines of 80 columns."""
+    reason = "does not run here; supports only fp16 and bf16, not fp32, on any of the devices"
+    states = [
+        BackendState(
+            *(name, BACKENDS[name].summary, False, f"{name} {reason}", "cpu"),
+            "refused",
+            "no_device",
+        )
+        for name in ("flex", "varlen", "flash-attn")
+    ]
+    brief, full = (
+        render_table(show(states, full=each), width=80, cut=True).splitlines()
+        for each in (False, True)
+    )
+    lines = [line for line in brief if "requires a GPU" in line]
+    assert [line.split()[0] for line in lines] == ["flex", "varlen", "flash-attn"]
+    assert max(map(len, brief)) <= 80 and "does not run here" not in " ".join(brief)
+    assert "does not run here" in " ".join(full)
+    assert len(brief) == 7
 
 
 def test_refusals_have_codes() -> None:

@@ -22,6 +22,7 @@ from profharness.measurements.evaluation import (
     stored_backends,
     stored_configs,
 )
+from profharness.render.document import Chart, Note, Table
 from profharness.render.renderers import RENDERERS
 from profharness.run import BenchPlan, Cell, read_run, write_run
 from profharness.store import ingest_path, open_store
@@ -45,6 +46,34 @@ def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
     winners = {each.config: (each.backend, each.ties) for each in found.winners}
     assert winners["b1-h1-s512-d64-fp16"] == ("cudnn", ())
     assert winners["b1-h1-s64-d64-fp16"] == ("auto", ("flash",))
+
+
+def test_a_bench_without_times_describes_no_measurement(tmp_path: Path) -> None:
+    """Bug: the notes described times that nobody took, and `refused` had no header."""
+    message = "cudnn attention does not exist on cpu"
+    refused = replace(cell("1,2,128,64,fp16", "cudnn", {}), status="refused", message=message)
+    document = bench_document(answer(tmp_path, [refused]))
+    (table,) = [block for block in document.blocks if isinstance(block, Table)]
+    assert [column.title for column in table.columns] == ["config", "backend", "status"]
+    labels = [block.label for block in document.blocks if isinstance(block, Note)]
+    assert labels == ["measured", "cudnn refused, b1-h2-s128-d64-fp16"]
+
+
+def test_charts_leave_out_all_disabled(tmp_path: Path) -> None:
+    """Bug: the charts of `bench` had a mark for `all-disabled`, and those of `report` had none."""
+    cells = [
+        replace(
+            cell(f"1,2,{length},64,{dtype}", name, {"graph": steady(6_000)}),
+            peak_memory_bytes=1 << 20,
+        )
+        for length in (128, 256)
+        for dtype in ("fp16", "bf16")
+        for name in ("cudnn", "all-disabled")
+    ]
+    charts = [b for b in bench_document(answer(tmp_path, cells)).blocks if isinstance(b, Chart)]
+    titles = " ".join(chart.title for chart in charts)
+    assert all(text in titles for text in ("Latency", "TFLOP/s", "Peak memory", "by dtype"))
+    assert not any("all-disabled" in str(row) for chart in charts for row in chart.rows)
 
 
 def test_all_disabled_is_no_backend_to_choose(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import profharness
 from profharness.attention.config import parse_config
+from profharness.commands.analyze.answer import analyze_answer
 from profharness.commands.analyze.cells import analyze_all, analyze_cell
 from profharness.commands.analyze.figures import (
     DERIVED,
@@ -114,9 +115,10 @@ def test_measured_gains_precede_bounds(h200: Cells) -> None:
     first, second, *_ = flash.remedies
     assert first.measured and not second.measured
     assert first.factor is not None and second.factor is not None and first.factor < second.factor
+    gain = f"{first.factor:.3g}"
     for full in (False, True):
         notes = [note.text for note in cell_notes(flash, full=full)]
-        (measured,) = [at for at, text in enumerate(notes) if "Measured 1.53 times" in text]
+        (measured,) = [at for at, text in enumerate(notes) if f"Measured {gain} times" in text]
         bounds = [at for at, text in enumerate(notes) if "At most" in text]
         assert bounds and measured < min(bounds)
 
@@ -155,7 +157,8 @@ def test_math_pays_for_its_score_matrices(h200: Cells) -> None:
     best = math_cell.remedies[0]
     assert best.findings == ("faster_backend",)
     assert "CUDNN_ATTENTION" in best.text
-    assert best.factor == pytest.approx(108784 / 9955, abs=0.05)  # graph samples
+    times = [h200[SQUARE, name].figures.duration_ns for name in ("math", "cudnn")]
+    assert best.factor == pytest.approx(times[0] / times[1])
     softmax = next(phase for phase in math_cell.phases if phase.name == "softmax")
     assert softmax.bytes == 2 * 16 * 512 * 512 * 4
 
@@ -414,6 +417,47 @@ def test_a_wrong_backend_is_never_the_faster_one() -> None:
 
     assert best(set()) == "mine"
     assert best({(SQUARE, "mine")}) == "flash"
+
+
+UNUSABLE = (1_000_000,) * 4 + (9_000_000,) * 3
+
+
+def test_unusable_times_give_no_remedy_and_no_ranking() -> None:
+    """Bug: `analyze` advised `math` and its gain, although `bench` could not use the times."""
+    calm = (4_000,) * 6
+    slow, fast = cell(backend="flash", wall=(90_000,) * 6), cell(backend="math", wall=calm)
+    busy = cell(backend="efficient", wall=UNUSABLE)
+    few = cell(backend="cudnn", wall=(10, *UNUSABLE))
+    assert analyze_all([busy, fast], [], MACHINE)[0].remedies == ()
+    assert analyze_all([slow, few], [], MACHINE)[0].remedies == ()
+    (advice,) = analyze_all([slow, few, fast], [], MACHINE)[0].remedies
+    assert advice.text.startswith("Use math")
+    analyses = analyze_all([busy, few, slow, fast], [], MACHINE)
+    first, *_, unusable = analyze_answer(analyses)
+    assert "math, the fastest backend" in first
+    assert unusable == (
+        "The machine was busy, so the times of efficient and cudnn cannot be used. "
+        "Capture again when nothing else is running."
+    )
+    assert {name for each in choices(analyses) for name in each.best} == {"math"}
+    # A single usable time is not a ranking, and without any there is no other statement.
+    alone, *_ = analyze_answer(analyze_all([busy, few, fast], [], MACHINE))
+    assert "fastest" not in alone
+    assert len(analyze_answer(analyze_all([busy, few], [], MACHINE))) == 1
+
+
+def test_the_gain_of_a_faster_backend_is_the_ratio_of_two_times_in_the_table(h200: Cells) -> None:
+    """Bug: the gain compared CUDA-graph replays, and the table showed kernel times."""
+    gains = 0
+    for (label, _), each in h200.items():
+        for remedy in (remedy for remedy in each.remedies if remedy.measured):
+            name = evidence(each, "faster_backend")["fastest backend"]
+            other = h200[label, str(name)]
+            assert remedy.basis == each.figures.basis == other.figures.basis == "kernel"
+            ratio = each.figures.duration_ns / other.figures.duration_ns
+            assert remedy.factor == pytest.approx(ratio)
+            gains += 1
+    assert gains
 
 
 def advised(mine: CellRow, *others: CellRow) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import profharness
+from profharness import processes
 from profharness.cli import cli
 from profharness.commands.layers.answer import _every
 from profharness.errors import ProfharnessError, UsageError
@@ -48,6 +49,24 @@ def test_usage_errors_come_before_reading(
     error = CliRunner().invoke(cli, words).exception
     assert isinstance(error, UsageError), error
     assert WRONG[words] in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["capture", "bench", "verify"])
+def test_an_unknown_backend_is_refused_before_a_worker_starts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `capture --backend flsh` started a worker, and then reported the name."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes.PrewarmedWorker, "start", start)
+    monkeypatch.setattr(processes, "start_group", start)
+    error = CliRunner().invoke(cli, [command, "1,2,64,32", "--backend", "flsh"]).exception
+    assert isinstance(error, UsageError), error
+    assert "unknown backend 'flsh'; did you mean flash?" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -490,8 +490,9 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
     assert told["mean µs/step"] == "total time of the kernel's launches per step"
     assert told["launches"] == "number of launches in the range, such as a step"
     shares = [title for title in meanings if title.startswith("% of")]
-    assert set(shares) == {"% of step", "% of GPU time", "% of kernels", "% of range", "% of smem"}
-    assert all(told[title] == meanings[title] for title in shares)
+    assert set(shares) == {"% of step", "% of GPU time", "% of smem"}
+    # The tables of kernels and of layers have one name for a share, with the meaning of each.
+    assert all(meanings[title] in told[title] for title in shares)
     assert not {"eager", "cell", "median"} & set(told)
 
 

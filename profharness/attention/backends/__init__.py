@@ -246,6 +246,11 @@ def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
     return backends
 
 
+def check_names(named: Iterable[str]) -> None:
+    """Raise UsageError if a value of `--backend` is not a backend, `all` or `kernels`."""
+    find_backends(name for name in named if name not in (ALL, KERNELS))
+
+
 def stored_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that stored cells of these backends have. For example, cells contain a
     shortened file name.

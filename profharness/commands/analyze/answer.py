@@ -9,7 +9,7 @@ from profharness.attention.config import ALL_DISABLED, OWN_CHOICE, pytorch_choos
 from profharness.commands.analyze.figures import CellAnalysis, Remedy
 from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
-from profharness.measurements.measurements import basis_text
+from profharness.measurements.measurements import basis_text, statistic_text
 from profharness.program.layer_map import short_module
 from profharness.units import as_fast, time_text
 
@@ -32,14 +32,33 @@ def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
     """Return sentences on the bottleneck and the first remedy.
 
     They describe the cell that matters most. If there are many configs, they describe most cells.
+    Cells with unusable times are named at the end.
     """
-    usable = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
+    right = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
+    usable = [each for each in right if not each.busy]
+    busy = _unusable([each for each in right if each.busy], right)
     ran = separate(usable)
     if not ran:
+        if busy:
+            return busy
         return ("Nothing to analyze: no backend produced usable results for these configs.",)
     if ran[0].module is None and len({each.config for each in ran}) >= MANY:
-        return tuple(_of_all(ran, "" if len(ran) == len(usable) else f", without {ALL_DISABLED}"))
-    return tuple(_of_one(_chosen(ran), ran))
+        without = "" if len(ran) == len(usable) else f", without {ALL_DISABLED}"
+        return (*_of_all(ran, without), *busy)
+    return (*_of_one(_chosen(ran), ran), *busy)
+
+
+def _unusable(busy: Sequence[CellAnalysis], ran: Sequence[CellAnalysis]) -> tuple[str, ...]:
+    """Return sentences on the cells with unusable times, or nothing if there are none."""
+    if not busy:
+        return ()
+    names = join_and([*dict.fromkeys(each.backend for each in busy)])
+    if len({each.config for each in ran}) > 1:
+        names = f"{len(busy)} of {counted(len(ran), 'cell')}"
+    return (
+        f"The machine was busy, so the times of {names} cannot be used. "
+        "Capture again when nothing else is running.",
+    )
 
 
 def _chosen(ran: Sequence[CellAnalysis]) -> CellAnalysis:
@@ -141,5 +160,5 @@ def gain_text(alike: Sequence[Remedy]) -> str:
     low, high = factors[0], factors[-1]
     if not all(remedy.measured for remedy in alike):
         return f"at most {as_fast(high)}"
-    bases = join_and([*dict.fromkeys(basis_text(remedy.basis) for remedy in alike)])
-    return f"measured {as_fast(low, most=high)} (medians of {bases})"
+    bases = join_and([*dict.fromkeys(statistic_text(remedy.basis) for remedy in alike)])
+    return f"measured {as_fast(low, most=high)} ({bases})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from profharness.commands.analyze.figures import (
     Evidence,
     Finding,
     RunMachine,
+    call_kernels_ns,
     cell_figures,
     kernel_figures,
     main_kernel,
@@ -32,7 +33,7 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import is_another
-from profharness.measurements.measurements import basis_text, busy_text
+from profharness.measurements.measurements import busy_text, statistic_text, usable_times
 from profharness.program.layer_map import (
     actual_backend,
     group_calls,
@@ -42,7 +43,15 @@ from profharness.program.layer_map import (
 )
 from profharness.program.phases import described_calls
 from profharness.program.roles import AUTOGRAD
-from profharness.rows import CALL_MEASUREMENTS, TORCH, CallKernel, CallRow, CellRow, KernelRow
+from profharness.rows import (
+    CALL_MEASUREMENTS,
+    KERNEL,
+    TORCH,
+    CallKernel,
+    CallRow,
+    CellRow,
+    KernelRow,
+)
 from profharness.store import ALL_RUNS, Need, Selection, open_store
 from profharness.units import as_long, time_text
 
@@ -63,12 +72,14 @@ def analyze_cell(
     others: Sequence[CellRow] = (),
     *,
     eager: bool = False,
+    kernels_ns: Mapping[str, float] | None = None,
 ) -> CellAnalysis:
     """Analyze one cell, given its kernel rows from all profilers.
 
-    `others` contains the cells of the same config and run that may be recommended as faster. Set
+    `others` contains the cells of the same config and run that may be recommended as faster.
+    `kernels_ns` maps the ids of cells to the mean time of the kernels of a call, if known. Set
     `eager` for attention that a program implements in Python. Its matrix products and softmax use
-    the same kernels as PyTorch's math backend.
+    the same kernels as PyTorch's math backend. A cell whose times are all unusable has no findings.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     analysis = CellAnalysis(
@@ -77,14 +88,23 @@ def analyze_cell(
     if cell.status != "ok":
         return analysis
     kernels = kernel_figures(rows, machine, cell.iterations)
-    figures = cell_figures(cell, config, kernels, machine)
+    usable = usable_times(cell)
+    figures = cell_figures(usable, config, kernels, machine)
+    busy = figures.basis is None and usable is not cell
     phases = () if eager else phase_figures(config, kernels, figures.ridge)
     analysis = replace(
-        analysis, figures=figures, kernels=kernels, phases=phases, main=main_kernel(kernels)
+        analysis,
+        figures=figures,
+        kernels=kernels,
+        phases=phases,
+        main=main_kernel(kernels),
+        busy=busy,
     )
+    if busy:
+        return analysis
     rules = EAGER_RULES if eager else RULES
     findings = [finding for rule in rules for finding in rule(analysis, figures)]
-    findings += _faster(cell, others)
+    findings += _faster(usable, others, kernels_ns or {})
     # Reversed, because a dict keeps the last value of a key, and the first finding should win.
     by_code = {finding.code: finding for finding in reversed(findings)}
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -113,27 +133,46 @@ def analyze_all(
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
         by_cell.setdefault(row.cell, []).append(row)
+    kernels_ns = {
+        cell.cell: time
+        for cell in (cells if rivals is None else (*cells, *rivals))
+        if (time := _kernels_ns(cell, by_cell.get(cell.cell, []), machine))
+    }
     ranked: dict[str, list[CellRow]] = {}
     for cell in cells if rivals is None else rivals:
         excluded = pytorch_chooses(cell.backend) or (cell.config, cell.backend) in wrong
         if cell.status == "ok" and not excluded:
-            ranked.setdefault(cell.config, []).append(cell)
+            ranked.setdefault(cell.config, []).append(usable_times(cell))
     return [
         replace(
-            analyze_cell(cell, by_cell.get(cell.cell, []), machine, ranked.get(cell.config, [])),
+            analyze_cell(
+                cell,
+                by_cell.get(cell.cell, []),
+                machine,
+                ranked.get(cell.config, []),
+                kernels_ns=kernels_ns,
+            ),
             wrong=(cell.config, cell.backend) in wrong,
         )
         for cell in cells
     ]
 
 
-def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
+def _kernels_ns(cell: CellRow, rows: Sequence[KernelRow], machine: RunMachine) -> float | None:
+    """Return the mean time of the kernels of a call, or None if it is unknown."""
+    return call_kernels_ns(kernel_figures(rows, machine, cell.iterations)) if rows else None
+
+
+def _faster(
+    cell: CellRow, others: Sequence[CellRow], kernels_ns: Mapping[str, float]
+) -> list[Finding]:
     """Return a finding that recommends the fastest other backend.
 
-    The list is empty if the samples do not show that this backend is faster, or if the cell already
-    ran it.
+    The gain is the ratio of two times in the table of the cells: of kernel times if these are
+    known, otherwise of the medians of calls. The list is empty if the samples of calls do not show
+    that this backend is faster, or if the cell already ran it.
     """
-    rivals = [rival for rival in others if rival.backend != cell.backend]
+    rivals = [rival for rival in others if rival.backend != cell.backend and rival.samples]
     # All backends must be compared by one measurement, because an eager call includes CPU time that
     # the replay of a CUDA graph does not.
     common = (
@@ -144,8 +183,12 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     name = next(common, None)
     if name is None or not rivals:
         return []
-    best = min(rivals, key=lambda rival: median(rival.samples[name]))
-    mine, least = median(cell.samples[name]), median(best.samples[name])
+    basis, times = name, {each.backend: median(each.samples[name]) for each in (cell, *rivals)}
+    if all(each.cell in kernels_ns for each in (cell, *rivals)):
+        basis = KERNEL
+        times = {each.backend: kernels_ns[each.cell] for each in (cell, *rivals)}
+    best = min(rivals, key=lambda rival: times[rival.backend])
+    mine, least = times[cell.backend], times[best.backend]
     if least * FASTER >= mine or least <= 0 or not is_another(best.backend, cell):
         return []
     if stats.compare(best.samples[name], cell.samples[name]).verdict != "slower":
@@ -155,13 +198,13 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
         measured(
             "faster_backend",
             f"{best.backend} takes {time_text(least)} for the same config, and {cell.backend} takes "
-            f"{as_long(factor)} (medians of {basis_text(name)}).",
+            f"{as_long(factor)} ({statistic_text(basis)}).",
             "major" if factor >= 1.5 else "minor",
-            Evidence("fastest backend", best.backend, "", f"{name} samples of this run"),
-            us(f"{best.backend} {name} time", least, "median"),
-            us(f"{cell.backend} {name} time", mine, "median"),
+            Evidence("fastest backend", best.backend, "", f"{basis} times of this run"),
+            us(f"{best.backend} {basis} time", least, statistic_text(basis)),
+            us(f"{cell.backend} {basis} time", mine, statistic_text(basis)),
             factor=factor,
-            basis=name,
+            basis=basis,
         )
     ]
 
@@ -180,7 +223,10 @@ def analyze_rows(
             kernels = [row for row in rows if row.run == run]
             machine = run_machine(store, run, source, own)
             machine = replace(machine, busy=busy_text(kernels, own))
-            analyses += analyze_all(own, kernels, machine, store.wrong(run), store.cells(run))
+            rivals = store.cells(run)
+            if len(rivals) > len(own):  # a backend that is not selected may be the faster one
+                kernels = store.kernels(run)
+            analyses += analyze_all(own, kernels, machine, store.wrong(run), rivals)
     return analyses
 
 

@@ -343,6 +343,7 @@ class CellAnalysis:
         column("module", importance="key", shrink=True, meaning="the layers of a program"),
     ] = None
     wrong: bool = False  # whether a verification found wrong results of the backend
+    busy: bool = False  # whether the machine was too busy for any time of the cell to be usable
 
     @property
     def l2_size(self) -> int | None:
@@ -441,6 +442,13 @@ def kernel_figures(
     return tuple(figures)
 
 
+def call_kernels_ns(kernels: Sequence[KernelFigures]) -> float | None:
+    """Return the mean time of the kernels of a call on a GPU, or None if a time is unknown."""
+    times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
+    on_device = any(kernel.blocks is not None for kernel in kernels)
+    return sum(times) if on_device and len(times) == len(kernels) else None
+
+
 def cell_figures(
     cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: RunMachine
 ) -> Figures:
@@ -449,10 +457,9 @@ def cell_figures(
     The dtype of `config` must be set.
     """
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
-    call_times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
     on_device = any(kernel.blocks is not None for kernel in kernels)
-    if on_device and len(call_times) == len(kernels):
-        times[KERNEL] = sum(call_times)
+    if (kernels_ns := call_kernels_ns(kernels)) is not None:
+        times[KERNEL] = kernels_ns
     basis = next((name for name in BASIS_SOURCE if times.get(name)), None)
     duration = times[basis] if basis else None
     work, moved = flops(config), compulsory_bytes(config)

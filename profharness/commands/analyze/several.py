@@ -174,10 +174,11 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
     for scenario, (holds, _) in SCENARIOS.items():
         for (run, config), group in groups.items():
             if holds(config):
+                timed = {name: figures for name, figures in group.items() if figures.basis}
                 # Compare by the first measurement that all backends have.
                 for name in (GRAPH, COLD, EVENT, EAGER, WALL):
-                    times = _values(group, f"{name}_ns")
-                    if len(times) == len(group):
+                    times = _values(timed, f"{name}_ns")
+                    if len(times) == len(timed):
                         made += _choice(scenario, run, config, name, times)
                         break
     for (run, config), group in groups.items():

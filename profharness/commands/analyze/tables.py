@@ -262,7 +262,7 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
 
 def common_basis(cells: Iterable[CellAnalysis]) -> str | None:
     """Return the measurement of the times of all cells, or None if there are several."""
-    bases = {each.figures.basis for each in cells if each.figures}
+    bases = {each.figures.basis for each in cells if each.figures and not each.busy}
     return bases.pop() if len(bases) == 1 else None
 
 

@@ -43,6 +43,7 @@ from profharness.commands._types import (
     SeedRange,
     ShowProgress,
     Store,
+    backend_names,
     complete_backends,
     complete_names,
     config_list,
@@ -261,7 +262,7 @@ def bench(
 
     options = BenchOptions(
         configs=config_list(configs),
-        backends=split_names(backends),
+        backends=split_names(backends) if run else backend_names(backends),
         run=run_text(run),
         baseline=baseline,
         dtypes=split_names(dtypes),

@@ -41,6 +41,7 @@ from profharness.render.document import (
     Roof,
     Table,
     field_names,
+    filled_columns,
     record,
 )
 from profharness.rows import (
@@ -240,7 +241,7 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
     """
     medians = [
         (row.config, row.backend, row.median_ns)
-        for row in answer.ranking_rows()
+        for row in answer.drawn()
         if row.median_ns and row.verified is not False
     ]
     intervals = {
@@ -252,7 +253,7 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
     yield from latency_charts(medians, answer.ranking, intervals, **every)
     tf32 = bool(answer.environment.get("tf32"))
     yield from rate_blocks(medians, answer.ranking, answer.peaks, tf32=tf32, **every)
-    ranked = [row for row in answer.figures() if row.ranked]
+    ranked = [row for row in answer.drawn() if row.ranked]
     memory = [
         {"label": row.config, "backend": row.backend, "MiB": row.peak_memory_bytes / MIB}
         for row in ranked
@@ -277,7 +278,12 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
 
 
 def _legend(answer: BenchResult, full: bool) -> Iterator[Note]:
-    """Yield notes on the columns, and on what each measurement is good for."""
+    """Yield notes on the columns, and on what each measurement is good for.
+
+    Yield nothing if nothing was measured.
+    """
+    if not answer.figures():
+        return
     measured = {str(row.measurement) for row in answer.rows}
     text = MEANS.get(answer.ranking) or basis_text(answer.ranking)
     text += "; ±% is half the width of the median's 95 % interval"
@@ -369,6 +375,8 @@ def _main_table(answer: BenchResult, full: bool) -> Table:
             values["sequences_per_s"] = ""
         lines.append((values, row))
     columns = [each for each in _columns(answer) if full or each.key not in ONLY_FULL]
+    if not answer.figures():
+        columns = filled_columns(columns, lines)
     return Table.of(columns, lines)
 
 

@@ -206,8 +206,8 @@ def kernels(
     --full, the column "median µs/launch" shows the median time of one launch. The column "% of
     call" shows the kernel's share of the cell's time on the device, and "% occupancy" shows the
     theoretical occupancy.
-    For a program's trace, the table has the columns "median µs/launch", "total µs" and "% of range"
-    instead of "mean µs/call" and "% of call". `-` means that the profiler does not record the
+    For a program's trace, the table has the columns "median µs/launch", "total µs" and "% of GPU
+    time" instead of "mean µs/call" and "% of call". `-` means that the profiler does not record the
     value.
 
     --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,

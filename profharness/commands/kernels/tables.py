@@ -84,7 +84,7 @@ OF_RANGE = {
     "total_ns": replace(KERNEL["total_ns"], meaning="total time of the launches in the range"),
     "share": replace(
         KERNEL["share"],
-        title="% of range",
+        title="% of GPU time",
         meaning="the kernel's share of the total kernel time in the range",
     ),
 }

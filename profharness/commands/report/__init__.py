@@ -372,11 +372,10 @@ def _run_blocks(
     drawn: list[Block] = []
     if evaluated:
         measured = basis_text(evaluated.ranking)
-        # `all-disabled` is not ranked, and a second mark for cudnn could seem to be the fastest.
         medians = [
             (row.config, row.backend, row.median_ns)
-            for row in evaluated.figures()
-            if row.median_ns is not None and not (row.ranked and row.regret is None)
+            for row in evaluated.drawn()
+            if row.median_ns is not None
         ]
         drawn += latency_charts(medians, measured)
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
