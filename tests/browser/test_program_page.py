@@ -363,7 +363,7 @@ def test_a_card_is_compact(new_browser: Any, report_page: Path) -> None:
     browser.get(report_page.as_uri())
     heads, cards = browser.execute_script(
         "const table = [...document.querySelectorAll('.cards')].find("
-        "  (each) => each.textContent.includes('launches/call') && each.checkVisibility());"
+        "  (each) => each.textContent.includes('% of call') && each.checkVisibility());"
         "return [table.tHead.offsetHeight, [...table.tBodies[0].rows].map((row) =>"
         "  [...row.cells].filter((cell) => cell.offsetHeight).map((cell) => ["
         "    cell.classList.contains('l'), Math.round(cell.getBoundingClientRect().left),"
