@@ -31,6 +31,11 @@ def time_text(ns: float) -> str:
     return f"{time_figure(ns)} {time_unit(ns)}"
 
 
+def share_figure(share: float) -> str:
+    """Format a share in % for a table or a chart, with one decimal: `6.0`."""
+    return "<0.1" if 0 < share < 0.0005 else f"{100 * share:.1f}"
+
+
 def share_text(share: float) -> str:
     """Format a share for a sentence: `6 %`, `0.4 %`. Show a decimal only near 0 and 1."""
     percent = 100 * share

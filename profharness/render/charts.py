@@ -52,7 +52,7 @@ APART = {"labelOverlap": "greedy", "labelSeparation": 8}  # hides labels of tick
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 LABEL_LETTERS, NARROW_LETTERS = 46, 20  # maximum number of letters in a line of a label
-LABEL_LINE = 14  # height of a line of a label in pixels
+LABEL_LINE = 20  # height that each further line of a label adds to its row in pixels
 SPREAD = 11  # distance in pixels between marks of several backends at the same intensity
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
@@ -228,10 +228,12 @@ def _log(
     the axis, and `shown` the values on an axis without `ends`.
     """
     axis: dict[str, Any] = {"format": "d" if values else "~g", **APART}
-    scale: dict[str, Any] = {"type": "log", "nice": not values and ends is None}
+    scale: dict[str, Any] = {"type": "log", "nice": False}
+    if not values and ends is None:
+        ends = _round_ends(min(shown, default=1), max(shown, default=1))
     if values:
         axis["values"] = list(values)
-    elif ticks := _ticks(*(ends or (min(shown, default=1), max(shown, default=1)))):
+    elif ends and (ticks := _ticks(*ends)):
         axis["values"] = ticks
     if ends:
         scale["domain"] = list(ends)
@@ -242,6 +244,14 @@ def _log(
     return getattr(alt, channel)(
         f"{name}:Q", title=axis_title(title), scale=alt.Scale(**scale), axis=alt.Axis(**axis)
     )
+
+
+def _round_ends(low: float, high: float) -> tuple[float, float]:
+    """Return the nearest round values, such as 5 and 50, between which all values are."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
+    values = [float(f"{step}e{power}") for power in powers for step in (1, 2, 5)]
+    first = max(value for value in values if value <= low)
+    return first, min(value for value in values if value >= high and value > first)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -267,7 +277,7 @@ def _label_axis(chart: Chart) -> tuple[Any, int]:
     labels = list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
     axis = alt.Y("y:N", title=chart.y_title or None, sort=labels)
     lines = max((str(label).count("\n") + 1 for label in labels), default=1)
-    return axis, max(STEP, LABEL_LINE * lines + 8) * max(len(labels), 2)
+    return axis, (STEP + LABEL_LINE * (lines - 1)) * max(len(labels), 2)
 
 
 def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: Any) -> Any:

@@ -13,7 +13,14 @@ import msgspec
 from profharness.columns import Column
 from profharness.errors import one_line
 from profharness.logs import duration
-from profharness.units import rate_figure, ratio_text, time_figure, time_text, time_unit
+from profharness.units import (
+    rate_figure,
+    ratio_text,
+    share_figure,
+    time_figure,
+    time_text,
+    time_unit,
+)
 
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, with one line and one shape of mark per series",
@@ -340,7 +347,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "interval figure": functools.partial(_interval, each=time_figure),
     "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
-    "percent": lambda value: "<0.1" if 0 < value < 0.0005 else f"{100 * value:.1f}",
+    "percent": share_figure,
     "spread": lambda value: "busy" if value > 1 else f"{100 * value:.1f}",
     "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
     "flag": lambda value: "yes" if value else "no",

@@ -17,6 +17,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from profharness.columns import Column
 from profharness.errors import MissingExtraError, install_command, one_line, printable
 from profharness.render.bars import draw_bars
 from profharness.render.document import (
@@ -36,7 +37,8 @@ from profharness.render.document import (
 from profharness.render.timeline import draw_timeline
 
 FILTER_FROM = 16  # minimum number of rows in a table with a filter
-CARDS_FROM = 4  # minimum number of columns in a table whose rows become cards on a phone
+CARDS_FROM = 4  # minimum number of columns in a table that a phone shows in another form
+PHONE_LETTERS = 46  # maximum number of letters in a row of a table on a phone
 DEEPEST = 3  # deepest heading level in the table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
@@ -210,9 +212,11 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     """Return an HTML table. `data-v` contains the number by which the script sorts a cell.
 
     A repeated value of the first `data-groups` columns has the class `same`. It is invisible, but it
-    is still filtered, sorted and copied. The script sets the class again when the rows change. On a
-    phone, each row of a table with many columns becomes a card, in which `data-label` names the
-    values. A value with the class `l` takes a whole line.
+    is still filtered, sorted and copied. The script sets the class again when the rows change.
+
+    On a phone, a table of short columns has the value of a leading column on a line above its rows.
+    If that does not fit, each row becomes a card, in which `data-label` names the values. A value with
+    the class `l` takes a whole line.
     """
     # Names in a column with long texts may wrap within words.
     wide = [
@@ -227,8 +231,12 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
         "r" if column.right else "t" if long else ""
         for column, long in zip(table.columns, wide, strict=True)
     ]
-    cards = len(table.columns) >= CARDS_FROM
+    leading = leading_columns(table)
     lengths = [max(map(len, column), default=0) for column in zip(*texts, strict=True)]
+    form = ""
+    if len(table.columns) >= CARDS_FROM:
+        form = "narrow" if _fits_phone(table.columns, lengths, leading) else "cards"
+    cards = form == "cards"
     whole_lines = [
         "l" if cards and len(column.title) + length >= HALF_LINE else ""
         for column, length in zip(table.columns, lengths, strict=False)
@@ -259,14 +267,26 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             f'autocomplete="off"></label> <output>{len(lines)} rows</output></p>'
         )
     body = "\n".join(lines)
-    leading = leading_columns(table)
     groups = f' data-groups="{leading}"' if leading else ""
-    kind = _class("cards" if cards else "")
+    grouped = form == "narrow" and leading
+    kind = _class(form, "grouped" if grouped else "")
+    if grouped:
+        kind += f' style="--columns:{len(table.columns) - 1}"'
     return (
         f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
         f'<table id="{ident}"{kind}{groups}><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _fits_phone(columns: Sequence[Column], lengths: Sequence[int], leading: int) -> bool:
+    """Return whether the columns fit side by side on a phone, where titles wrap between words.
+
+    A leading column takes a line of its own.
+    """
+    words = [max(map(len, column.title.split()), default=0) for column in columns]
+    widths = [max(pair) + 1 for pair in zip(words, lengths, strict=False)]
+    return bool(lengths) and sum(widths[min(leading, 1) :]) <= PHONE_LETTERS
 
 
 def _tip(text: str) -> str:

@@ -243,7 +243,8 @@ def _record_lines(columns: Sequence[Column], rows: Rows, width: int) -> Iterator
             yield ""
         # a blank cell repeats the value above
         cells = [
-            text or (previous[at] if previous and at in keys else "") for at, text in enumerate(row)
+            text or (previous[at] if previous and at in keys and not columns[at].repeat else "")
+            for at, text in enumerate(row)
         ]
         previous = cells
         for at in alone:

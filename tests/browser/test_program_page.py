@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from browsing import CONTRASTS, console, key, media, requests, unfold
 
+from profharness.render.document import Code, Document
+from profharness.render.html import render_html
+
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 # Width of the page and of everything in it that is not inside a box which scrolls.
@@ -316,13 +319,51 @@ def test_a_phone_shows_each_value_of_a_row_with_its_name(
         assert browser.execute_script(CUT) == []
 
 
+def test_a_phone_shows_short_columns_side_by_side(new_browser: Any, report_page: Path) -> None:
+    """Bug: the latencies of 20 cells were a list of 20 cards."""
+    browser = new_browser(390, 844)
+    browser.get(report_page.as_uri())
+    heads, rows, width = browser.execute_script(
+        "const table = [...document.querySelectorAll('.grouped')].find("
+        "  (each) => each.textContent.includes('p10 µs/call') && each.checkVisibility());"
+        "const lefts = (row) => [...row.cells].slice(1).map("
+        "  (cell) => Math.round(cell.getBoundingClientRect().left));"
+        "return [lefts(table.tHead.rows[0]), [...table.tBodies[0].rows].map((row) => ["
+        "  lefts(row), row.cells[0].offsetHeight > 0, row.offsetHeight]),"
+        "  document.documentElement.scrollWidth]"
+    )
+    assert width <= 390
+    assert len(set(heads)) == len(heads)
+    assert all(lefts == heads for lefts, *_ in rows)
+    assert rows[0][1] and not rows[1][1]  # a config is shown once, above its rows
+    assert all(height < 40 for _, head, height in rows if not head)
+
+
+def test_code_on_a_phone_keeps_its_lines_and_scrolls(new_browser: Any, tmp_path: Path) -> None:
+    """Bug: code wrapped in the middle of lines of Python."""
+    text = (
+        "if True:\n    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=1)"
+    )
+    page = tmp_path / "code.html"
+    document = Document("t/1", "Code", (Code(text),), (), ())
+    page.write_text(render_html(document), encoding="utf-8")
+    browser = new_browser(390, 844)
+    browser.get(page.as_uri())
+    inner, outer, width = browser.execute_script(
+        "const pre = document.querySelector('pre');"
+        "return [pre.scrollWidth, pre.clientWidth,"
+        " document.documentElement.scrollWidth]"
+    )
+    assert inner > outer and width <= 390
+
+
 def test_a_card_is_compact(new_browser: Any, report_page: Path) -> None:
     """Bug: each card repeated the config and had its values in ragged lines, below a card of titles."""
     browser = new_browser(390, 844)
     browser.get(report_page.as_uri())
     heads, cards = browser.execute_script(
         "const table = [...document.querySelectorAll('.cards')].find("
-        "  (each) => each.textContent.includes('p10 µs/call') && each.checkVisibility());"
+        "  (each) => each.textContent.includes('% of call') && each.checkVisibility());"
         "return [table.tHead.offsetHeight, [...table.tBodies[0].rows].map((row) =>"
         "  [...row.cells].filter((cell) => cell.offsetHeight).map((cell) => ["
         "    cell.classList.contains('l'), Math.round(cell.getBoundingClientRect().left),"

@@ -22,6 +22,7 @@ from profharness.commands.bench.tables import latency_charts
 from profharness.render.charts import (
     DRAWERS,
     OF_BACKENDS,
+    _round_ends,
     _ticks,
     altair_chart,
     draw_png,
@@ -295,3 +296,26 @@ def test_a_roofline_spreads_the_backends_of_a_config() -> None:
     assert len(marks) == 6
     assert len({place for _, place in marks}) == 3  # one place per backend
     assert ">a</text>" in svg and ">b</text>" in svg  # a legend of configs
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ends"),
+    [(9.25, 33.9, (5, 50)), (11.7, 815, (10, 1000)), (10, 10, (10, 20)), (0.3, 0.4, (0.2, 0.5))],
+)
+def test_an_axis_ends_at_the_nearest_round_values(
+    low: float, high: float, ends: tuple[float, float]
+) -> None:
+    """Bug: times of 9 to 34 µs were drawn in the middle third of an axis from 1 to 100 µs."""
+    assert _round_ends(low, high) == ends
+
+
+def test_labels_of_three_lines_keep_apart() -> None:
+    """Bug: on a phone, the labels of two configs read like one text of six lines."""
+    configs = (
+        "b4-h32-kv8-s362-d128-bf16-causal-page=16",
+        "b4-h32-kv8-sq1-skv364-d128-bf16-page=16",
+    )
+    rows = tuple({"config": name, "µs": 9.0, "backend": "flash"} for name in configs)
+    chart = Chart("dots", "", rows, "µs", "config", "backend", "µs")
+    height = altair_chart(chart, narrow=True).to_dict(validate=False)["height"]
+    assert height / len(configs) >= 3 * 15 + 12  # a line is 15 pixels high

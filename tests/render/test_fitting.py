@@ -895,7 +895,7 @@ def test_tables_with_the_same_columns_have_the_same_units() -> None:
 def test_pages_and_markdown_have_the_units_of_the_terminal_and_json_has_ns() -> None:
     document = times(("attn", 7_440, 7_000, 2_345_678))
     page, text = RENDERERS["html"](document), render_markdown(document)
-    assert 'data-v="2345678" data-label="total ms">2.35</td>' in page
+    assert 'data-v="2345678">2.35</td>' in page and "total ms" in page
     assert "| total ms |" in text and "| 2.35 |" in text
     assert json.loads(RENDERERS["json"](document))["rows"] == [{"k": "attn", "a": 7_440}]
     assert "7440" in RENDERERS["csv"](document)

@@ -29,6 +29,7 @@ from profharness.commands.report import (
     glossary_blocks,
     report_document,
     selection_blocks,
+    without_options,
 )
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
@@ -499,8 +500,76 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
 def test_a_chart_shows_the_times_of_the_tables(eager: Document) -> None:
     """Bug: the legend had 0.781 ms for a time that other texts called 781 µs."""
     step, layers = (block for block in eager.blocks if isinstance(block, Chart))
-    assert [row["label"] for row in step.rows][:2] == ["2.36 ms · 25 %", "781 µs · 8 %"]
+    assert [row["label"] for row in step.rows][:2] == ["2.36 ms · 24.5 %", "781 µs · 8.1 %"]
     assert all(" µs · " in row["label"] for row in layers.rows)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    """The report on a program with a mask in fp32, for which several changes are possible."""
+    path = tmp_path_factory.mktemp("bert") / "s.db"
+    ingest_path(path, TRACES / "models" / "bert_fp32.json.gz")
+    return report(path)
+
+
+def test_shares_of_bars_have_the_decimals_of_tables(bert: Document) -> None:
+    """Bug: three layers with 4 % each took 10.7 % in the table."""
+    _, layers = (block for block in bert.blocks if isinstance(block, Chart))
+    shares = [row["label"].partition(" · ")[2] for row in layers.rows]
+    assert shares == ["3.6 % of GPU time"] * 3
+
+
+def test_a_report_does_not_name_options_of_other_commands(bert: Document) -> None:
+    """Bug: a page said `specify another with --torch`."""
+    notes = [
+        block.text for block in bert.blocks if isinstance(block, Note) and block.level != "hint"
+    ]
+    assert "The run does not record its PyTorch release, so 2.11.0 is assumed." in notes
+    assert not [text for text in (*notes, *bert.answer) if "--" in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("flash is slower (see --full).", "flash is slower."),
+        ("It assumes 2.11; specify another with --torch.", "It assumes 2.11."),
+        ("It is not read; to compare calls, write: profharness bench 2,8,512,64", "It is not read"),
+        ("It has no shapes; record it with record_shapes=True", None),
+        ("The trace has no modules. Record it with `profharness observe` under nsys.", None),
+    ],
+)
+def test_a_clause_on_another_command_is_left_out(text: str, shown: str | None) -> None:
+    assert without_options(text) == (shown or text)
+
+
+def test_a_report_folds_the_other_changes_that_explain_shows(bert: Document) -> None:
+    """Bug: the report had only the first of five changes."""
+    start = next(
+        at
+        for at, block in enumerate(bert.blocks)
+        if isinstance(block, Heading) and block.text == "Other changes"
+    )
+    heading, *rest = bert.blocks[start:]
+    assert isinstance(heading, Heading) and heading.folded and heading.level == 3
+    assert heading.detail == "b8-h12-s384-d64-fp32-mask=bool-mask_shape=b1qk-layout=bshd"
+    own = rest[: next(at for at, block in enumerate(rest) if isinstance(block, Heading))]
+    notes = [block.text for block in own if isinstance(block, Note)]
+    assert len(notes) == sum(isinstance(block, Code) for block in own) == 4
+    assert "pack the sequences" in notes[0]
+    assert "flash takes 19.9 µs instead of 163 µs per call" in notes[1]
+    assert "flash takes 22.9 µs instead of 163 µs per call" in notes[2]
+    assert notes[3].startswith("Instead of flash: turn the mask into a BlockMask")
+
+
+def test_the_table_of_latencies_leaves_shortest_samples_to_the_details(tmp_path: Path) -> None:
+    ingest_path(tmp_path / "s.db", TRACES / "h200-torch2.11")
+    tables = [
+        [column.title for column in block.columns]
+        for block in report(tmp_path / "s.db").blocks
+        if isinstance(block, Table) and "p10_ns" in [column.key for column in block.columns]
+    ]
+    first, whole = tables
+    assert "min µs/call" not in first and "min µs/call" in whole
 
 
 def test_the_timeline_as_a_table_lists_launches(eager: Document) -> None:

@@ -266,6 +266,17 @@ def change_texts(way: Way) -> Iterator[str]:
     yield from islice(saving_texts(way), 1)
 
 
+def short_change_text(way: Way) -> str:
+    """Return what `change_texts` says on a change, but without explanations."""
+    # The explanation of a step follows its colon.
+    steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
+    saving = " ".join(islice(saving_texts(way), 1))
+    change = "; ".join(steps)
+    if way.side.eligible:
+        return f"{change[0].upper()}{change[1:]}. {saving}".rstrip()
+    return f"To run {way.backend}: {change}. {saving}".rstrip()
+
+
 def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:
     setting = sdpa_setting(answer.asked)
     allowed = SDPA_BACKENDS if setting is None else setting.backends

@@ -102,6 +102,10 @@ from profharness.store import Store, open_store
 from profharness.units import as_long, ratio_text, time_text
 
 SCHEMA = "profharness.report/1"
+_OF_OTHER_COMMANDS = re.compile(
+    r"; (?:specify|to compare|compare|choose|see) [^;()]*?(?:--[a-z]|`?profharness )[^;()]*?(?=\.?$|\. |;)"
+    r"| \(see --[a-z-]+\)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +284,22 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     )
     # Explain the columns with the units that people see.
     shown = for_reading(made).blocks
-    return replace(made, blocks=(*blocks, *glossary_blocks(shown, answer)))
+    blocks = [
+        replace(block, text=without_options(block.text)) if isinstance(block, Note) else block
+        for block in blocks
+    ]
+    return replace(
+        made,
+        blocks=(*blocks, *glossary_blocks(shown, answer)),
+        answer=tuple(map(without_options, answer)),
+    )
+
+
+def without_options(text: str) -> str:
+    """Remove the clauses that name options or commands of profharness which the reader of a page
+    cannot use, such as `; specify another with --torch`.
+    """
+    return _OF_OTHER_COMMANDS.sub("", text)
 
 
 def _run_detail(store: Store, run: str) -> str:
@@ -564,8 +583,8 @@ def _latency_tables(
                 regret = regrets.get((cell.config, cell.backend, each.measurement))
                 # Put the latency before `cell`, because `samples` shows the number of samples.
                 rows.append(({"regret": "" if regret is None else regret}, each, cell))
-    # A heading names a single measurement.
-    hidden = ("measurement", "samples") if len(measurements) == 1 else ()
+    # A heading names a single measurement, and the table of all latencies has the other values.
+    hidden = ("measurement", "samples", "min_ns") if len(measurements) == 1 else ()
     columns = [column for column in LATENCY_COLUMNS if column.key not in hidden]
     return [Table.of(columns, rows)] if rows else []
 

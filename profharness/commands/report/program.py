@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from profharness.atlas.predictions import Place
+from profharness.attention.dispatch.advice import FLEX
+from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, pick
+from profharness.commands.explain.answer import (
+    Way,
+    change_texts,
+    ranked_ways,
+    short_change_text,
+    shown_ways,
+)
 from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
 from profharness.commands.explain.savings import matters, own_place, saved_ns, saving_text
 from profharness.commands.layers.answer import what_to_change
@@ -47,7 +56,7 @@ from profharness.render.document import (
 from profharness.rows import CallRow, RangeRow, StepLaunch
 from profharness.store import Store
 from profharness.traces.ops import EVALUATION
-from profharness.units import share_text, time_text
+from profharness.units import share_figure, share_text, time_text
 
 MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
 MOST_KERNELS = 15
@@ -187,7 +196,7 @@ def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
         bar = f"{phase or 'step'}, mean of {count} steps:" if count > 1 else phase or "step"
         for (kind, backend), ns in _ordered(times):
             series, share = _series(kind, backend), ns / times.step_ns
-            label = f"{time_text(ns)} · {share_text(share)}"
+            label = f"{time_text(ns)} · {share_figure(share)} %"
             bars.append({"step": bar, "µs": ns / 1e3, "kind": series, "label": label})
             parts.append({"step_phase": phase, "kind": series, "ns": ns, "step_share": share})
     yield Heading("The step" if len(phases) == 1 else "Steps by phase", "; ".join(details))
@@ -231,7 +240,8 @@ def _layer_bars(
             "layer": name,
             "µs": ns / count / 1e3,
             "backend": backend,
-            "label": f"{backend} {time_text(ns / count)} · {share_text(ns / count / busy)} of GPU time",
+            "label": f"{backend} {time_text(ns / count)} · "
+            f"{share_figure(ns / count / busy)} % of GPU time",
         }
         for name, own in spent.items()
         for backend, ns in own.items()
@@ -395,25 +405,58 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
     whys = dict.fromkeys(row.why for row in ordered if row.why)
     reasons = [f"{why}." for why in list(whys)[:REASONS_TOLD]]
     explained = explained_calls(layers) if matters(layers) else []
-    notes = [*_advice_notes(layers)]
-    codes = {
-        f"{side.backend}: {advice.change}": advice.code
-        for answer in explained
-        for side in answer.backends
-        for advice in side.advice
-    }
+    notes = list(_advice_notes(layers))
+    codes = {_key(way): way.advice.code for answer in explained for way in ranked_ways(answer)}
     blocks: list[Block] = []
     for note, text in notes:
         blocks.append(note)
         if code := codes.pop(text, ""):
             blocks.append(Code(code))
+    told = {text for _, text in notes}
     for number, (answer, way) in enumerate(faster_ways(explained)):
+        told.add(_key(way))
         # The answer of `layers` tells the first change.
-        text = faster_text(layers, answer, way) if number else f"To run {way.backend}:"
+        text = faster_text(layers, answer, way) if number else _label(way)
         code = way.advice.code
         blocks += [Note(text, answer.config), *([Code(code)] if code else [])]
+    blocks += _other_changes(explained, told)
     head = [Heading("Advice")] if blocks else []
     return ProgramAdvice(tuple(reasons), (*head, *blocks))
+
+
+def _label(way: Way) -> str:
+    """Return a label for the code of a change that the answer describes."""
+    return "For the change:" if way.side.eligible else f"To run {way.backend}:"
+
+
+def _key(way: Way) -> str:
+    """Return a change as the advice of `layers` gives it."""
+    return f"{way.backend}: {way.advice.change}"
+
+
+def _other_changes(answers: Sequence[Explanation], told: Collection[str]) -> Iterator[Block]:
+    """Yield a folded section with the changes that `explain` shows, except those in `told`.
+
+    A change that applies to several configs is given once.
+    """
+    configs: dict[tuple[str, str], list[str]] = {}
+    for answer in answers:
+        for way in shown_ways(answer, (), full=False):
+            if _key(way) not in told:
+                # The explanation of flex_attention is needed, because it is another function.
+                flex = way.advice.steps == FLEX
+                text = " ".join(change_texts(way)) if flex else short_change_text(way)
+                configs.setdefault((text, way.advice.code), []).append(answer.config)
+    if not configs:
+        return
+    subjects = {change: ", ".join(dict.fromkeys(labels)) for change, labels in configs.items()}
+    same = next(iter(subjects.values())) if len(set(subjects.values())) == 1 else ""
+    title = "Other changes" if told else "Possible changes"
+    yield Heading(title, same or counted(len(configs), "change"), level=3, folded=True)
+    for (text, code), subject in subjects.items():
+        yield Note(text, "" if same else subject)
+        if code:
+            yield Code(code)
 
 
 def _advice_notes(layers: LayerMap) -> Iterator[tuple[Note, str]]:

@@ -94,12 +94,12 @@
       }
     });
   }
-  // A table that continues to the right fades out at its right edge.
+  // A table or code that continues to the right fades out at its right edge.
   const observer = new ResizeObserver((entries) => entries.forEach(({ target }) => fade(target)));
   const fade = (box) => {
     box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
   };
-  for (const box of document.querySelectorAll(".scroll")) {
+  for (const box of document.querySelectorAll(".scroll, pre")) {
     box.addEventListener("scroll", () => fade(box), { passive: true });
     observer.observe(box);
   }
