@@ -223,7 +223,7 @@ def _record_lines(columns: Sequence[Column], rows: Rows, width: int) -> Iterator
         else [*keys, *(at for at in every if at not in keys and longest[at] > LONG_VALUE)]
     )
     pairs = [at for at in every if at not in alone]
-    lead = max(cell_len(titles[at]) for at in alone) + GAP
+    lead = max((cell_len(titles[at]) for at in alone), default=0) + GAP
     room = width - INDENT + 2 * GAP
     count = max(
         (
