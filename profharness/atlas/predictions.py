@@ -465,14 +465,14 @@ class Predicted:
     low_ns: Annotated[
         int | None,
         column(
-            meaning="lower end of the 90 % interval of the time; if the source is `floor`, the "
+            meaning="lower end of the 90 % interval for the time; if the source is `floor`, the "
             "roofline bound",
         ),
     ]
     high_ns: Annotated[
         int | None,
         column(
-            meaning="upper end of the 90 % interval of the time",
+            meaning="upper end of the 90 % interval for the time",
         ),
     ]
     error: Annotated[float | None, column(meaning="relative error of the model")]
@@ -531,7 +531,7 @@ class Predicted:
             "interval",
             importance="detail",
             scale="call",
-            meaning="90 % interval of the time; if the source is `floor`, the roofline bound",
+            meaning="90 % interval for the time; if the source is `floor`, the roofline bound",
         ),
     ]:
         """The interval of the time, or None if the time was measured."""

@@ -101,7 +101,7 @@ UNKNOWN = "unknown"
 MARK = "*"  # marks a time that the atlas measured
 WINDOW = (
     "SDPA receives the window as a bool mask, so the times are those of calls with a mask. "
-    "flex_attention skips the hidden blocks, but the atlas has no times for flex_attention."
+    "flex_attention skips the masked blocks, but the atlas has no times for flex_attention."
 )
 
 

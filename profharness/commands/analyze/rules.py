@@ -472,7 +472,7 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         yield measured(
             "idle_warps",
             (
-                f"In {main.kernel}, {percent(active, 1)} of the warps were active on average, though "
+                f"In {main.kernel}, {percent(active, 1)} of the possible warps were active on average, though "
                 f"{percent(main.occupancy, 1)} could be resident: there were too few blocks, or their "
                 "work was uneven."
             ),

@@ -108,7 +108,7 @@ FACTS = (
         (
             (
                 STAGES,
-                "4 buffers, or one for each 32 elements of the head dimension if this gives fewer "
+                "4 buffers, or one for every 32 elements of the head dimension if this gives fewer "
                 "than 4",
                 f"{_MEM_EFF}/kernel_forward.h",
             ),
