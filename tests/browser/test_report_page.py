@@ -126,8 +126,10 @@ def test_a_repeated_config_is_shown_once_however_the_rows_are_ordered(report: An
     """Bug: each row of a table showed the config. A filter or a sort must not hide all of it."""
     unfold(report)
     shown = (
-        "const field = document.querySelector('.filter input');"
-        "const table = document.getElementById(field.getAttribute('aria-controls'));"
+        "const of = (field) => document.getElementById(field.getAttribute('aria-controls'));"
+        "const field = [...document.querySelectorAll('.filter input')].find((each) =>"
+        "[...of(each).querySelectorAll('th button')].some((one) => one.textContent === 'backend'));"
+        "const table = of(field);"
         "const {heading, words} = arguments[0];"
         "if (words !== undefined) { field.value = words; field.dispatchEvent(new Event('input')); }"
         "if (heading) [...table.querySelectorAll('th button')]"

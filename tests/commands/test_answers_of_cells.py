@@ -59,7 +59,7 @@ def answer(*words: object) -> list[str]:
     [
         (
             ("--config", "2,8,512,64,fp16"),
-            ["auto runs cudnn: 1 kernel and 1 memset, 8.21 µs a call; flash takes 12.7 µs in 2 kernels."],
+            ["auto runs cudnn: 1 kernel and 1 memset, 8.21 µs per call; flash takes 12.7 µs in 2 kernels."],
         ),
         (
             ("--run", "latest"),
@@ -72,15 +72,15 @@ def answer(*words: object) -> list[str]:
         (
             ("--config", "2,8,512,100,fp16"),
             [
-                "auto runs flash: 8 kernels, 35.6 µs a call; math takes 112 µs in 14 kernels.",
+                "auto runs flash: 8 kernels, 35.6 µs per call; math takes 112 µs in 14 kernels.",
                 "efficient, cudnn and all-disabled refuse this config.",
             ],
         ),
         (
             ("--config", "2,8,512,64,fp16", "--backend", "flash,math"),
-            ["flash is the fastest: 12.7 µs a call in 2 kernels; math is the slowest: 102 µs in 14 kernels."],
+            ["flash is the fastest: 12.7 µs per call in 2 kernels; math is the slowest: 102 µs in 14 kernels."],
         ),
-        (("--config", "2,8,512,64,fp16", "--backend", "flash"), ["flash launches 2 kernels, 12.7 µs a call."]),
+        (("--config", "2,8,512,64,fp16", "--backend", "flash"), ["flash launches 2 kernels, 12.7 µs per call."]),
         (("--backend", "flash"), ["The kernels of flash take 12.7 µs to 80.7 µs per call on 4 configs."]),
         (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["cudnn refuses this config."]),
     ],
@@ -93,7 +93,7 @@ def test_kernels_from_an_atlas_are_marked_as_predicted() -> None:
     words = ("kernels", "--config", "2,8,512,64,bf16", "--gpu", "H200", "--torch", "2.11")
     (sentence,) = answer(*words)
     assert sentence == (
-        "auto is predicted to run cudnn: 1 kernel and 1 memset, 8.38 µs a call; flash takes 14.3 µs in "
+        "auto is predicted to run cudnn: 1 kernel and 1 memset, 8.38 µs per call; flash takes 14.3 µs in "
         "2 kernels."
     )
     for kind in ("table", "md", "html"):
@@ -178,8 +178,8 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
     none = ("--store", tmp_path / "none.db")
     assert answer(*words, *none) == [
         "PyTorch 2.13 is predicted to run cudnn on an H100, its first choice.",
-        "efficient and math could also run; PyTorch refuses flash: Flash Attention does not "
-        "support non-null attn_mask.",
+        "efficient and math could also run; PyTorch refuses flash (Flash Attention does not "
+        "support non-null attn_mask).",
         "To run flash: if the mask is lower triangular, pass is_causal=True instead of attn_mask; then "
         "select flash with sdpa_kernel, because auto would choose cudnn (code below).",
     ]  # fmt: skip
@@ -248,7 +248,7 @@ def test_predict_does_not_rule_out_losses_that_are_not_certain() -> None:
 
 
 def test_kernels_without_times_are_not_ranked() -> None:
-    """Bug: `flash is the fastest: 0 µs a call`, and predicted kernels that `were not recorded`."""
+    """Bug: `flash is the fastest: 0 µs per call`, and predicted kernels that `were not recorded`."""
     calls = [
         Call(name, name, "1 kernel", None, on_cpu=False, predicted=False)
         for name in ("flash", "math")

@@ -195,7 +195,7 @@ def cost_text(cost: Cost) -> str:
     """Format a cost as its verdict and the values of both sides, such as `more: 8 → 9 a call`."""
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
-    kind, unit = ("kib", " KiB") if cost.what == MEMORY else ("count", " a call")
+    kind, unit = ("kib", " KiB") if cost.what == MEMORY else ("count", " per call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
     ratio = "" if cost.ratio is None else f", {ratio_text(cost.ratio)}"
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"

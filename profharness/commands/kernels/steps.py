@@ -532,7 +532,7 @@ def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
     )
     return [
         Heading("Steps of math"),
-        Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs a call"),
+        Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs per call"),
         Table.of(MATH_COLUMNS, lines),
         Note("The times are kernel times, which exclude the gaps between launches."),
     ]
