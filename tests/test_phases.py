@@ -194,7 +194,7 @@ def test_a_report_has_the_step_and_the_kernels_of_each_phase(tmp_path: Path) -> 
     whole = sum(each["step_ns"] * each["steps"] for each in program["phases"])
     assert program["step_ns"] * program["steps"] == pytest.approx(whole)
     page = invoke(tmp_path, "report", layers.run, "--format", "md")
-    assert "## Steps by phase (decode 1.77 ms (5 steps); prefill 5.30 ms (1 step))" in page
+    assert "## Steps by phase (decode mean 1.77 ms (5 steps); prefill 5.30 ms (1 step))" in page
     assert "## Top kernels of decode steps" in page
 
 

@@ -69,7 +69,9 @@ def test_earlier_spellings_work_and_are_not_shown() -> None:
         shown = command.get_help(click.Context(command, info_name=declared.name))
         for parameter in (*declared.parameters, *declared.shown_parameters):
             for old in parameter.option.old_flags:
-                assert not re.search(rf"{old}\b(?!-)", shown), (declared.name, old)
+                # other commands may have an option of the same name
+                own = rf"(?<!capture )(?<!bench ){old}\b(?!-)"
+                assert not re.search(own, " ".join(shown.split())), (declared.name, old)
                 if not parameter.option.flags:
                     continue
                 option = next(each for each in command.params if each.name == parameter.name)

@@ -143,7 +143,10 @@ def test_eager_attention_is_predicted_as_a_call_of_sdpa(traced: dict[str, Path])
     (row,) = answer["rows"]
     assert (row["ran"], row["predicted_backend"]) == ("eager", "cudnn")
     assert row["predicted_total_ns"] == pytest.approx(126_189, rel=1e-3)
-    assert any("as a call of scaled_dot" in text for text in answer["predicted"]["conclusions"])
+    assert any(
+        "replaces eager attention by scaled_dot" in text
+        for text in answer["predicted"]["conclusions"]
+    )
 
 
 def test_eager_attention_without_shapes_is_not_predicted(traced: dict[str, Path]) -> None:

@@ -181,7 +181,7 @@ def test_the_command_prints_json_and_words() -> None:
         ("flash_bwd_dq_dk_dv<64,128x128,w8>", "Q has two buffers", "both loads data and computes"),
         (
             "fmha_cutlassF_f16_aligned_64x64_rf_sm80",
-            "4 buffers, or one for each 32 elements",
+            "4 buffers, or one for every 32 elements",
             "both loads data and computes",
         ),
         ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", None, "both loads data and computes"),
