@@ -53,7 +53,6 @@ STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 LABEL_LETTERS, NARROW_LETTERS = 46, 20  # maximum number of letters in a line of a label
 LABEL_LINE = 20  # height that each further line of a label adds to its row in pixels
-SPREAD = 11  # distance in pixels between marks of several backends at the same intensity
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 _THEME_STYLE = (
@@ -291,7 +290,7 @@ def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: An
         for part, behind in _by_series(chart, base)
     ]
     drawn = {"color": _color(chart), "shape": _backend_shape(chart), "description": "text:N"}
-    return alt.layer(*(part.encode(**drawn, **encoding) for part in parts))
+    return alt.layer(*(part.encode(**(drawn | encoding)) for part in parts))
 
 
 def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
@@ -429,15 +428,12 @@ def _roofline(chart: Chart) -> Any:
         .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
         .encode(**axes, text="roof:N")
     )
-    # The backends of a config have the same intensity, so their marks stand side by side.
-    middle = (len(_names(chart)) - 1) / 2
-    points = [
-        part.mark_point(
-            filled=False, opacity=1, strokeWidth=2, size=60, xOffset=SPREAD * (middle - behind)
-        ).encode(color=_color(chart), shape=_config_shape(chart), description="text:N", **axes)
-        for part, behind in _by_series(chart, alt.Chart(DATA))
-    ]
-    return alt.layer(lines, texts, *points).properties(width=WIDTH, height=400)
+    # If the marks of a config have the same intensity, they differ by the shape of their backend.
+    labels = {row["label"] for row in rows}
+    in_place = len(labels) == len({(row["label"], row["x"]) for row in rows})
+    shape = _backend_shape(chart) if in_place else _config_shape(chart)
+    points = _points(chart, alt.Chart(DATA).encode(**axes), 60, growth=25, shape=shape)
+    return alt.layer(lines, texts, points).properties(width=WIDTH, height=400)
 
 
 def _config_shape(chart: Chart) -> Any:

@@ -30,24 +30,27 @@ STYLES = {
     "naive-compiled": (BROWN, "square"),
     "single_query": (INDIGO, "triangle-up"),
     "tiled": (RED, "diamond"),
-    "flash_triton": (GREEN, "triangle-right"),
+    "flash_triton": (BLUE, "triangle-right"),
     "eager": (RED, "square"),
     "flex": (INDIGO, "circle"),
     "flex-flash": (INDIGO, "square"),
-    "varlen": (GREEN, "circle"),
+    "varlen": (BLUE, "cross"),
     "fa3": (BLUE, "circle"),
     "fa4": (BLUE, "diamond"),
     "flash-attn": (BLUE, "triangle-up"),
-    "xformers": (PURPLE, "circle"),
-    "sage": (ORANGE, "circle"),
-    "flashinfer": (ORANGE, "diamond"),
-    "flashinfer-fa2": (ORANGE, "square"),
-    "flashinfer-fa3": (BLUE, "cross"),
-    "flashinfer-cudnn": (PURPLE, "triangle-right"),
+    "xformers": (GREEN, "circle"),
+    "sage": (RED, "triangle-up"),
+    "flashinfer": (BROWN, "diamond"),
+    "flashinfer-fa2": (BROWN, "triangle-up"),
+    "flashinfer-fa3": (BROWN, "triangle-left"),
+    "flashinfer-cudnn": (BROWN, "triangle-down"),
     "flashinfer-trtllm": (BROWN, "triangle-right"),
     "flex-paged": (INDIGO, "triangle-right"),
 }
-"""The colour and the shape of each backend in all charts. Each combination occurs only once."""
+"""The colour and the shape of each backend in all charts. Each combination occurs only once.
+
+The backends of a family, such as flashinfer, have the same colour.
+"""
 LOSS_COLORS = {
     "under 1.01x": GREEN,
     "1.01x to 1.10x": BLUE,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from profharness.attention.config import without_strides
 from profharness.columns import Column
-from profharness.errors import NO_BREAK, join_few, one_line, printable, wrapped
+from profharness.errors import join_few, one_line, printable, wrapped
 from profharness.render.document import (
     Block,
     Chart,
@@ -330,10 +330,8 @@ def _print_hidden(console: Console, columns: Sequence[Column], layout: Layout, w
     if not titles:
         return
     names = join_few([title for title in titles if title], SHOWN_TITLES)
-    # Keep the last words together on one line.
-    end = f"(see{NO_BREAK}--full)"
-    lines = "\n".join(_wrapped(f"hidden: {names} {end}", width))
-    console.print(Text(lines.replace(NO_BREAK, " "), style="dim"), soft_wrap=True)
+    lines = "\n".join(_wrapped(f"--full also shows: {names}", width))
+    console.print(Text(lines, style="dim"), soft_wrap=True)
 
 
 def _shortened(rows: Rows, layout: Layout) -> list[str]:
@@ -372,7 +370,7 @@ def _whole_configs(texts: Sequence[str], command: str, width: int, *, names: boo
         lines = _wrapped(f"configs in full: {command}", width)
     else:
         hidden.insert(0, "configs")
-    return [*lines, f"--full shows whole {' and '.join(hidden)}"] if hidden else lines
+    return [*lines, f"--full shows whole {' and '.join(hidden)}."] if hidden else lines
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:

@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["20261121-165619-f5ef"],
             "The most frequent bottleneck is latency, with neither compute nor memory near its peak "
             "(7 of the 17 cells that ran, without all-disabled), followed by memory traffic of the score "
-            "matrix (3).",
+            "matrix and the overhead of launching kernels (3 each).",
         ),
     ],
 )

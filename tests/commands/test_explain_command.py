@@ -250,7 +250,9 @@ def test_a_stored_run_is_a_witness_and_tells_the_gain(store: Path) -> None:
     assert source in plain(told(*args, "--full")) and source in plain(
         told(*args, "--backend", "flash")
     )
-    assert "flash and efficient are predicted to be slower (see --full)." in plain(told(*args))
+    text = plain(told(*args))
+    assert "flash and efficient are predicted to be slower." in text
+    assert "--full shows how to run flash and efficient." in text
 
 
 def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:

@@ -182,6 +182,15 @@ def test_backends_of_a_chart_look_different(names: list[str]) -> None:
     assert len(set(backend_styles(names))) == len(names)
 
 
+def test_backends_of_a_family_have_one_color() -> None:
+    """Bug: flashinfer and cudnn were both orange."""
+    colors = {name: color for name, (color, _) in STYLES.items()}
+    others = {color for name, color in colors.items() if name != "cudnn"}
+    assert colors["cudnn"] not in others
+    for family in ("flashinfer", "flex", "fa"):
+        assert len({color for name, color in colors.items() if name.startswith(family)}) == 1
+
+
 def test_backend_looks_the_same_in_every_chart() -> None:
     every = dict(zip([*STYLES, "mine"], backend_styles([*STYLES, "mine"]), strict=True))
     for name, style in every.items():
@@ -282,8 +291,8 @@ def test_labels_are_broken_instead_of_cut() -> None:
     assert f"flash: {label}" in svg  # the text of a mark is one line
 
 
-def test_a_roofline_spreads_the_backends_of_a_config() -> None:
-    """Bug: marks with equal intensities covered each other."""
+def test_a_roofline_shows_the_backends_of_a_config_at_their_intensity() -> None:
+    """Bug: marks at 280 FLOP/byte were drawn at 230 to 340 FLOP/byte."""
     rows = tuple(
         {"x": 100.0, "y": 1e13, "backend": name, "config": config}
         for config in ("a", "b")
@@ -292,10 +301,11 @@ def test_a_roofline_spreads_the_backends_of_a_config() -> None:
     chart = Chart("roofline", "t", rows, "x", "y", "backend", label="config")
     chart = replace(chart, roofs=SAMPLES["roofline"].roofs)
     svg = draw_svg(chart)
-    marks = re.findall(r'<path aria-label="([^"]*) at [ab]: [^"]*"[^>]*translate\(([\d.]+)', svg)
+    mark = r'<path aria-label="([^"]*) at [ab]: [^"]*"[^>]*translate\(([\d.]+)[^>]* d="([^"]*)"'
+    marks = re.findall(mark, svg)
     assert len(marks) == 6
-    assert len({place for _, place in marks}) == 3  # one place per backend
-    assert ">a</text>" in svg and ">b</text>" in svg  # a legend of configs
+    assert len({place for _, place, _ in marks}) == 1
+    assert len({shape for *_, shape in marks}) == 3  # one shape per backend
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,10 @@ def test_the_answer_recommends_no_change_that_makes_the_call_slower() -> None:
     assert "To run cudnn: pad it (code below)." in explain_answer(made, ["cudnn"])
     said = render_table(explain_document([made]))
     assert "Pad it" not in said and "sdpa_kernel" not in said
-    assert "cudnn could run after a change, but is predicted to be slower (see --full)." in said
+    assert (
+        "cudnn could run after a change, but is predicted to be slower.\n--full shows how to run cudnn."
+        in said
+    )
     assert "Pad it" in render_table(explain_document([made], full=True))
 
 

@@ -456,7 +456,7 @@ def test_calls_are_shown_before_the_share_of_a_step() -> None:
     row = ("Unet_0.Block_0", 1, "b2-h8-s4096-d40-fp16", "self", "cudnn", 7_440, 0.1)
     other = ("Unet_0.Block_1", 2, "b1-h16-s77-d80-bf16", *row[3:])
     lines = fitted(columns, row, other, width=70)
-    assert "calls/" in lines[0] + lines[1] and lines[-1].startswith("hidden: % of step")
+    assert "calls/" in lines[0] + lines[1] and lines[-1].startswith("--full also shows: % of step")
 
 
 def test_a_long_text_that_all_rows_share_stands_above_the_table() -> None:
@@ -617,7 +617,7 @@ def test_a_list_of_hidden_columns_belongs_to_one_table() -> None:
     )
     document = Document("t/1", "t", (table, other), (), ())
     lines = render_table(document, width=60, cut=True).splitlines()
-    assert lines[2] == "hidden: note (see --full)" and lines[-1] == "hidden: path (see --full)"
+    assert lines[2] == "--full also shows: note" and lines[-1] == "--full also shows: path"
 
 
 def test_a_column_that_distinguishes_rows_is_never_hidden() -> None:
@@ -765,7 +765,7 @@ def test_shortened_dimensions_are_printed_in_full() -> None:
     [
         (12, "run it", "configs in full:"),
         (13, "run it", "configs in full: run it"),
-        (13, "", "--full shows whole configs"),
+        (13, "", "--full shows whole configs."),
     ],
 )
 def test_up_to_twelve_shortened_configs_are_printed_in_full(
@@ -793,10 +793,10 @@ def test_a_shortened_name_refers_to_full() -> None:
     short = Table(columns[:2], tuple(row[:2] for row in rows))
     document = Document("t/1", "t", (short,), (), ())
     lines = render_table(document, width=30, cut=True).splitlines()
-    assert lines[-1] == "--full shows whole names"
+    assert lines[-1] == "--full shows whole names."
     hiding = replace(document, blocks=(Table(columns, rows),))
     lines = render_table(hiding, width=30, cut=True).splitlines()
-    assert lines[-1] == "hidden: note (see --full)"
+    assert lines[-1] == "--full also shows: note"
 
 
 def test_one_line_names_the_hidden_columns_of_equal_tables() -> None:
@@ -805,9 +805,9 @@ def test_one_line_names_the_hidden_columns_of_equal_tables() -> None:
     blocks = (Heading("a"), table, Heading("b"), table, Note("last"))
     document = Document("t/1", "t", blocks, (), ())
     text = render_table(document, width=60, cut=True, full=False)
-    assert text.count("hidden: note (see --full)\n") == 1
-    assert text.index("hidden") > text.index("b\n")
-    assert "hidden" not in render_table(document, width=60, cut=True, full=True)
+    assert text.count("--full also shows: note\n") == 1
+    assert text.index("--full") > text.index("b\n")
+    assert "--full" not in render_table(document, width=60, cut=True, full=True)
 
 
 TIMES = (

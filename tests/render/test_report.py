@@ -531,7 +531,6 @@ def test_a_report_does_not_name_options_of_other_commands(bert: Document) -> Non
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("flash is slower (see --full).", "flash is slower."),
         ("It assumes 2.11; specify another with --torch.", "It assumes 2.11."),
         ("It is not read; to compare calls, write: profharness bench 2,8,512,64", "It is not read"),
         ("It has no shapes; record it with record_shapes=True", None),

@@ -117,19 +117,36 @@ def _limit(bottleneck: str | None) -> str:
     return LIMITS.get(bottleneck or "", bottleneck or "")
 
 
+def _limits(bottlenecks: Sequence[str]) -> str:
+    return join_and([_limit(each) for each in bottlenecks])
+
+
+def _by_count(limits: Counter[str]) -> list[tuple[int, list[str]]]:
+    """Return each count, the highest first, with the bottlenecks that occur so often."""
+    groups: dict[int, list[str]] = {}
+    for name, count in limits.most_common():
+        groups.setdefault(count, []).append(name)
+    return [*groups.items()]
+
+
 def _of_all(ran: Sequence[CellAnalysis], without: str) -> Iterator[str]:
     limits = Counter(each.bottleneck for each in ran if each.bottleneck)
     if not limits:
         yield "These measurements show no bottleneck."
     else:
-        (first, count), *others = limits.most_common(2)
-        next_one = f", followed by {_limit(others[0][0])} ({others[0][1]})" if others else ""
+        (most, first), *others = _by_count(limits)
+        subject = "bottleneck is" if len(first) == 1 else "bottlenecks are"
+        per_limit = "" if len(first) == 1 else " each"
+        next_ones = ""
+        if others:
+            count, tied = others[0]
+            next_ones = f", followed by {_limits(tied)} ({count}{' each' if tied[1:] else ''})"
         yield (
-            f"The most frequent bottleneck is {_limit(first)} ({count} of the {len(ran)} "
-            f"cells that ran{without}){next_one}."
+            f"The most frequent {subject} {_limits(first)} ({most}{per_limit} of the {len(ran)} "
+            f"cells that ran{without}){next_ones}."
         )
     remedies: dict[str, list[tuple[CellAnalysis, Remedy]]] = {}
-    limited = [each for each in ran if limits and each.bottleneck == limits.most_common(1)[0][0]]
+    limited = [each for each in ran if limits and each.bottleneck in _by_count(limits)[0][1]]
     for each in limited:
         for remedy in each.remedies[:1]:
             remedies.setdefault(remedy.text, []).append((each, remedy))

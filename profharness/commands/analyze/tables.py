@@ -9,7 +9,7 @@ from typing import Any
 
 from profharness.attention.config import Config
 from profharness.columns import Column, pick
-from profharness.commands.analyze.answer import analyze_answer, gain_text
+from profharness.commands.analyze.answer import LIMITS, analyze_answer, gain_text
 from profharness.commands.analyze.figures import (
     FIELDS,
     SCHEMA,
@@ -171,6 +171,8 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
     if table := [*_cell_table(analyses, with_config=several)]:
         yield Heading("Bottlenecks", _basis_detail(analyses))
         yield from table
+        if many and several:
+            yield from _legend(analyses)
     yield from common
     for heading, own in () if many and several else configs:
         notes = _notes_of(own, most=1 if many else None, covered=answered | shared)
@@ -183,6 +185,13 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
         yield Note(f"{absent.total()} of {counted(len(analyses), 'cell')} did not run: {counts}")
     if many:
         yield Note("--full explains each cell, with its phases and counters.", level="hint")
+
+
+def _legend(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
+    """Yield a note on the meaning of each bottleneck that occurs, the most frequent first."""
+    counts = Counter(each.bottleneck for each in analyses if each.bottleneck)
+    for name, _ in counts.most_common():
+        yield Note(f"{name}: {LIMITS[name].removeprefix(f'{name}, with ')}")
 
 
 def _by_config(analyses: Sequence[CellAnalysis]) -> list[tuple[Heading, list[CellAnalysis]]]:
@@ -600,11 +609,17 @@ def common_blocks(
 ) -> tuple[list[Block], Covered]:
     """Return a section with the findings and remedies that cells of several configs share.
 
-    Remedies in `answered` are left out. `most` is the maximum number of findings, and of remedies. The
+    Remedies in `answered` are left out. If `most` is set, bottlenecks are left out too, because a
+    legend explains them. `most` is the maximum number of findings, and of remedies. The
     items that the most cells share are kept. Also return everything that the cells share, so that the
     sections on single configs can omit it.
     """
-    shown = ((each, item) for each in analyses for item in shown_findings(each, full=False))
+    shown = (
+        (each, item)
+        for each in analyses
+        for item in shown_findings(each, full=False)
+        if most is None or item.code != "bottleneck"
+    )
     remedies = (
         (each, item)
         for each in analyses

@@ -152,7 +152,7 @@ def diff_document(
         if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full)
     if hidden and diff.rows:
-        text = f"use --full to also compare all kernels of the traces ({counts})"
+        text = f"--full also compares all kernels of the traces ({counts})."
         blocks.append(Note(text, level="hint"))
     # With --full, the notes of the configs contain this text.
     if any(row.composite for row in diff.rows) and not hidden and not full:
@@ -165,7 +165,7 @@ def diff_document(
         blocks += [Note(", ".join(names), config) for config, names in alike.items()]
         blocks.append(
             Note(
-                "use --full to also compare the kernels of configs that show no difference",
+                "--full also compares the kernels of configs that show no difference.",
                 level="hint",
             )
         )

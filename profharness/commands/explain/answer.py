@@ -205,15 +205,20 @@ def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list
     )
 
 
-def hidden_text(answer: Explanation, shown: Sequence[Way]) -> str | None:
-    """Return a sentence on the backends whose advice is not shown, or None if there are none."""
+def hidden_texts(answer: Explanation, shown: Sequence[Way]) -> Iterator[str]:
+    """Yield a sentence on the backends whose advice is not shown, and how to show it."""
     told = {way.backend for way in shown}
     hidden = {way.backend: way for way in ranked_ways(answer) if way.backend not in told}
     if not hidden:
-        return None
+        return
+    if all(way.advice.speed_up is not None for way in hidden.values()):
+        yield _hidden_times(hidden, shown)
+    yield f"--full shows how to run {join_and(list(hidden))}."
+
+
+def _hidden_times(hidden: Mapping[str, Way], shown: Sequence[Way]) -> str:
+    """Return a sentence on the predicted times of the backends whose advice is not shown."""
     names = join_and(list(hidden))
-    if any(way.advice.speed_up is None for way in hidden.values()):
-        return f"--full shows how to run {names}."
     slower = f"{'is' if len(hidden) == 1 else 'are'} predicted to be slower"
     if not all(way.is_slower for way in hidden.values()):
         most = max(way.advice.speed_up or 0 for way in hidden.values())
@@ -221,13 +226,13 @@ def hidden_text(answer: Explanation, shown: Sequence[Way]) -> str | None:
         slower += f" than {faster.backend}" if faster else ""
     changed = [name for name, way in hidden.items() if not way.side.eligible]
     if not changed:
-        return f"{names} {slower} (see --full)."
+        return f"{names} {slower}."
     if len(changed) == len(hidden):
-        return f"{names} could run after a change, but {slower} (see --full)."
+        return f"{names} could run after a change, but {slower}."
     as_it_is = [name for name in hidden if name not in changed]
     return (
         f"{join_and(as_it_is)} could also run, and {join_and(changed)} could run after a change, "
-        f"but {slower} (see --full)."
+        f"but {slower}."
     )
 
 

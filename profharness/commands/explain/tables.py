@@ -31,7 +31,7 @@ from profharness.commands.explain.answer import (
     compares_gpus,
     explain_answer,
     gpu_of,
-    hidden_text,
+    hidden_texts,
     map_answer,
     matrix_answer,
     program_answer,
@@ -198,8 +198,8 @@ def _advice(
             yield Code(way.advice.code)
     if not full and len(shown) > MAX_CODES and not named:
         yield Note("--full shows the code for each change.", level="hint")
-    if not full and (hidden := hidden_text(answer, shown)):
-        yield Note(hidden, level="hint")
+    if not full:
+        yield from (Note(text, level="hint") for text in hidden_texts(answer, shown))
 
 
 def _new_sentences(change: str, said: set[str]) -> str:

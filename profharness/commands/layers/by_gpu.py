@@ -357,7 +357,7 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
         alone = {} if not answer.left_out else layers_by_gpu_record(answer)
         return replace(first, extra={**first.extra, **alone})
     if len(answer.classes) > FEW_RUNS and not full:
-        more = f"use --full to show the layers of all programs, or name at most {FEW_RUNS} runs"
+        more = f"--full shows the layers of all programs, as does naming at most {FEW_RUNS} runs."
         return replace(
             first,
             blocks=(*overview_blocks(answer), Note(more, level="hint")),

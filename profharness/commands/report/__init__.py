@@ -104,7 +104,6 @@ from profharness.units import as_long, ratio_text, time_text
 SCHEMA = "profharness.report/1"
 _OF_OTHER_COMMANDS = re.compile(
     r"; (?:specify|to compare|compare|choose|see) [^;()]*?(?:--[a-z]|`?profharness )[^;()]*?(?=\.?$|\. |;)"
-    r"| \(see --[a-z-]+\)"
 )
 
 
