@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
-    "count", "figures", "short", "tenths", "time", "time figure", "kib", "mib", "percent",
-    "interval", "interval figure", "spread", "load", "triple", "ratio", "inverse", "excess", "mega",
-    "giga", "tera", "duration", "price",
+    "count", "figures", "short", "tenths", "time", "time figure", "kib", "mib",
+    "mib figure", "percent", "interval", "interval figure", "spread", "load", "triple", "ratio", "speed-up", "slowdown",
+    "excess", "mega", "giga", "tera", "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 

@@ -60,6 +60,14 @@ def ratio_text(ratio: float) -> str:
     return "<0.01x" if 0 < float(f"{ratio:.3g}") < 0.01 else f"{ratio_figure(ratio)}x"
 
 
+def speed_up_text(speed_up: float) -> str:
+    """Format a speed-up for a table: `22.6x faster`, `3.02x slower` or `1.00x`."""
+    magnitude = ratio_text(max(speed_up, 1 / speed_up)) if speed_up else ratio_text(speed_up)
+    if not speed_up or magnitude == ratio_text(1):
+        return magnitude
+    return f"{magnitude} {'faster' if speed_up > 1 else 'slower'}"
+
+
 def rate_figure(rate: float) -> str:
     """Format a rate with three significant figures, but at most three decimals from 0.0005 on: `3,350`."""
     if not rate or not math.isfinite(rate):
@@ -67,6 +75,11 @@ def rate_figure(rate: float) -> str:
     rounded = float(f"{rate:.3g}")
     digits = max(2 - math.floor(math.log10(rounded)), 0)
     return f"{rounded:,.{digits if rounded < 0.0005 else min(digits, 3)}f}"
+
+
+def memory_figure(size: float) -> str:
+    """Format a size in bytes in MiB with three significant figures: `76.0`."""
+    return rate_figure(size / (1 << 20))
 
 
 def as_fast(speed_up: float, than: str = "", most: float | None = None) -> str:

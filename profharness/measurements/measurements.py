@@ -322,10 +322,11 @@ class BenchRow:
         float | None,
         column(
             "speed-up",
-            "ratio",
+            "speed-up",
             importance="answer",
             optional=True,
-            meaning="the baseline's median divided by the backend's median",
+            meaning="the baseline's median divided by the backend's median; tables show how many "
+            "times faster or slower the backend is",
         ),
     ] = None
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None

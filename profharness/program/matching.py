@@ -199,9 +199,10 @@ class LayerDiff:
         float | None,
         column(
             "speed-up",
-            "inverse",
+            "slowdown",
             importance="answer",
-            meaning="time of the candidate divided by the time of the baseline; tables show the inverse",
+            meaning="time of the candidate divided by the time of the baseline; tables show how "
+            "many times faster or slower the candidate is",
         ),
     ] = None
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`

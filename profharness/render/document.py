@@ -14,9 +14,11 @@ from profharness.columns import Column
 from profharness.errors import one_line
 from profharness.logs import duration
 from profharness.units import (
+    memory_figure,
     rate_figure,
     ratio_text,
     share_figure,
+    speed_up_text,
     time_figure,
     time_text,
     time_unit,
@@ -347,13 +349,15 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "interval figure": functools.partial(_interval, each=time_figure),
     "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
+    "mib figure": memory_figure,
     "percent": share_figure,
     "spread": lambda value: "busy" if value > 1 else f"{100 * value:.1f}",
     "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
     "flag": lambda value: "yes" if value else "no",
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": ratio_text,
-    "inverse": lambda value: ratio_text(1 / value) if value else MISSING,
+    "speed-up": speed_up_text,
+    "slowdown": lambda value: speed_up_text(1 / value) if value else MISSING,
     "excess": lambda value: ratio_text(1 + value),
     "mega": lambda value: rate_figure(value / 1e6),
     "giga": lambda value: rate_figure(value / 1e9),

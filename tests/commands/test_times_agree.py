@@ -166,7 +166,8 @@ def test_every_time_of_a_benchmark_is_in_its_table(times: dict[str, int], tmp_pa
 @pytest.mark.parametrize("sides", [("math", "flash"), ("flash", "cudnn")])
 def test_every_ratio_of_a_diff_is_in_its_tables(sides: tuple[str, str], store: Path) -> None:
     shown = shown_by("diff", *sides, "--config", "2,8,512,64", "--store", str(store))
-    assert shown.ratios and {f"{ratio}x" for ratio in shown.ratios} <= shown.texts
+    magnitudes = {text.partition(" ")[0] for text in shown.texts}  # `1.36x` of `1.36x faster`
+    assert shown.ratios and {f"{ratio}x" for ratio in shown.ratios} <= magnitudes
     check_equal_times(shown)
 
 
@@ -214,6 +215,15 @@ def test_sentences_have_the_digits_of_ratios() -> None:
 def test_a_ratio_has_at_most_three_significant_figures(ratio: float, text: str) -> None:
     """Bugs: `22.63 times as fast`, from 3 calls, and a speed-up of `0.00312x`."""
     assert ratio_text(ratio) == text
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "text"),
+    [(22.63, "22.6x faster"), (1 / 22.63, "22.6x slower"), (1.004, "1.00x"), (0.9996, "1.00x")],
+)
+def test_a_speed_up_names_its_direction(speed_up: float, text: str) -> None:
+    """Bug: `0.0442x` in a table below the sentence `takes 22.6 times as long`."""
+    assert FORMATS["speed-up"](speed_up) == FORMATS["slowdown"](1 / speed_up) == text
 
 
 @pytest.mark.parametrize("unit", ["mega", "giga", "tera"])

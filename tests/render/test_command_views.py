@@ -359,12 +359,12 @@ def test_full_shows_whole_names() -> None:
 
 def test_differences_of_memory_and_launches_name_their_config() -> None:
     costs = (
-        Cost(CONFIG, "flash", "auto", "memory", 1024.0, 3072.0, "more", 3.0),
+        Cost(CONFIG, "flash", "auto", "memory", 2.0**20, 3 * 2.0**20, "more", 3.0),
         Cost(CONFIG, "flash", "auto", "launches", 1.0, 1.0, "same", 1.0),
         Cost(CONFIG, "flash", "auto", "refused", "ok", "ok", "same"),
     )
     text = RENDERERS["table"](diff_document(replace(sample(), costs=costs)))
-    assert "more: 1.0 → 3.0 KiB, 3.00x" in text
+    assert "more: 1.00 → 3.00 MiB, 3.00x" in text
     assert "a call" not in text
     same = DiffRow(CONFIG, "flash", "auto", "call", verdict="same")
     short = diff_document(Diff("a", "b", (), (same,), costs=costs), changed_first=True)

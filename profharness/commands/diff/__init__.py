@@ -192,12 +192,16 @@ def _counts(diff: Diff) -> str:
 
 
 def cost_text(cost: Cost) -> str:
-    """Format a cost as its verdict and the values of both sides, such as `more: 8 → 9 a call`."""
+    """Format a cost as its verdict and the values of both sides.
+
+    An example is `more: 5.09 → 76.0 MiB, 14.9x`. The ratio is 1 or more, because the verdict is its
+    direction.
+    """
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
-    kind, unit = ("kib", " KiB") if cost.what == MEMORY else ("count", " per call")
+    kind, unit = ("mib figure", " MiB") if cost.what == MEMORY else ("count", " per call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
-    ratio = "" if cost.ratio is None else f", {ratio_text(cost.ratio)}"
+    ratio = f", {ratio_text(max(cost.ratio, 1 / cost.ratio))}" if cost.ratio else ""
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
 
 
@@ -514,7 +518,7 @@ def diff(
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
     taken from the latest run that has all named backends. Two kernels are paired if they compute the same thing.
-    The speed-up is the baseline's time divided by the candidate's time. A gate (--fail-on) also
+    The speed-up says how many times faster or slower the candidate is. A gate (--fail-on) also
     fails if there is nothing to compare. Traces of two programs are also compared layer by layer.
 
     \b

@@ -174,10 +174,10 @@ class DiffRow:
         float | None,
         column(
             "speed-up",
-            "inverse",
+            "slowdown",
             importance="answer",
-            meaning="the candidate's time divided by the baseline's time; tables show the inverse (the "
-            "speed-up)",
+            meaning="the candidate's time divided by the baseline's time; tables show how many times "
+            "faster or slower the candidate is",
         ),
     ] = None
     baseline_ns: Annotated[float | None, column(meaning="the baseline's time per call")] = None

@@ -265,7 +265,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     per = "/step" if first.of == "step" else " in all"
     columns = figure_columns(names, "backend", per, gpus)
     # A GPU without any time has no speed-up either.
-    optional = [each.key for each in columns if each.format == "ratio"]
+    optional = [each.key for each in columns if each.format == "speed-up"]
     yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
     if len({forecast.torch for forecast in layers.forecasts}) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
@@ -306,7 +306,7 @@ def figure_columns(
         Column(
             f"times{at}",
             f"{name} speed-up",
-            "ratio",
+            "speed-up",
             importance="answer",
         )
         for at, name in enumerate((gpus or names)[1:], 1)
