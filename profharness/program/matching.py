@@ -42,6 +42,7 @@ from profharness.program.phases import (
 )
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
+from profharness.units import difference_text
 
 # Modules that wrap a model, as torch.compile and DistributedDataParallel do. Such modules are not
 # layers of the model.
@@ -816,7 +817,7 @@ def _speed(
     times = median(base), median(cand)
     ratio = times[1] / times[0]
     basis = f"{len(base)} and {counted(len(cand), 'call')}"
-    change = f"{basis}: {(ratio - 1) * 100:+.1f} %"
+    change = f"{basis}: {difference_text(ratio)}"
     least = min(len(base), len(cand))
     if times[0] == times[1]:
         return ratio, "same", f"{basis}: equal times"

@@ -392,3 +392,15 @@ def test_names_of_kernels_come_before_grids_at_80_columns(store: Path) -> None:
     assert "flash_fwd_splitkv_kernel<" in narrow and "flash_fwd_splitkv_combine<" in narrow
     assert "8,2,16" not in narrow
     assert "8,2,16" in render_table(found, width=120, cut=True)
+
+
+def test_a_gate_on_programs_checks_attention_and_other_kernels_only_with_full(store: Path) -> None:
+    """Bug: a gate failed on a kernel outside attention, which the output did not show."""
+    words = ("llama_eager", "llama_prefill", "--fail-on", "slower")
+    done = diff(store, *words)
+    assert done.exit_code == 0, done.output
+    done = diff(store, *words, "--full")
+    assert isinstance(done.exception, GateError) and "silu" in str(done.exception)
+    done = diff(store, "llama_prefill", "llama_eager", "--fail-on", "slower")
+    assert isinstance(done.exception, GateError)
+    assert "22.6 times as long" in str(done.exception) and "2162" not in str(done.exception)

@@ -467,7 +467,8 @@ FailOn = Annotated[
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
-            "Exit with code 3 if a row has this verdict, such as slower, changed or removed. The "
+            "Exit with code 3 if a row has this verdict, such as slower, changed or removed. For "
+            "programs, the rows are the layers; with --full, also the kernels of the traces. The "
             "`memory` gate fails if the candidate uses more memory. The `launches` gate fails if "
             "the candidate launches more kernels. The `refused` gate fails if the candidate "
             "refuses a config that the baseline runs. The `backend-changed` gate fails if a layer "
@@ -561,13 +562,16 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
 
 
 @gate(diff)
-def check(comparison: Comparison, *, fail_on: FailOn = ()) -> str | None:
+def check(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> str | None:
     """Return a summary of the comparison if the gate passes.
 
-    Raise GateError if a row, cost or layer has a verdict in `fail_on`, or if a side lacks the data
-    for one of these verdicts.
+    For programs, check the layers, and the kernels of the whole traces only if `full` is set. Raise
+    GateError if a row, cost or layer has a verdict in `fail_on`, or if a side lacks the data for
+    one of these verdicts.
     """
     found, sides = comparison
+    if found.layers and not full:  # the document does not show the other kernels either
+        found = replace(found, rows=())
     verdicts = frozenset(split_names(fail_on))
     empty = nothing_compared(found, sides, verdicts)
     # Sorted, because the order of a set differs between processes.

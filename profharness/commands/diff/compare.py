@@ -57,6 +57,7 @@ from profharness.rows import (
 )
 from profharness.store import Need, Selection, Store
 from profharness.traces.kernel_names import parse_kernel_name
+from profharness.units import difference_text
 
 SCHEMA = "profharness.diff/1"
 BACKEND_CHANGED = "backend-changed"
@@ -966,7 +967,7 @@ def _speed(
     ratio = new / old
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
-    change = f"{(ratio - 1) * 100:+.1f} %"
+    change = difference_text(ratio)
     if min(launches) < MIN_LAUNCHES:
         # Without figures, so that a note can name all roles with this reason.
         text = f"there are too few launches to compare (at least {MIN_LAUNCHES} are needed)"
