@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-# Matches a command at the end of a message or in backticks, which users may want to copy.
-_COMMAND = re.compile(r"(?<=: )(?:profharness|pip) .*$|`[^`]*`")
+# Matches a command after a colon or in backticks, which users may want to copy.
+_COMMAND = re.compile(r"(?<=: )(?:profharness|pip) [^;]*|`[^`]*`")
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kKMGT]i?B(?:/s)?|[GT]FLOP/s)(?![\w/]))")
 

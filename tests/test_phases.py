@@ -335,3 +335,12 @@ def test_the_saving_of_a_program_is_the_mean_over_all_its_steps(tmp_path: Path) 
     timed = replace(layers, rows=rows)
     assert saved(timed).saves_ns == pytest.approx((7 * 1000 + 1 * 9000) / 8)
     assert [saved(group).saves_ns for group in timed.groups] == [1000, 9000]
+
+
+def test_calls_without_shapes_leave_no_empty_column(tmp_path: Path) -> None:
+    """Bug: a column `config` of hyphens kept its place, and the names of modules were cut instead."""
+    layers = layers_of("serving/eager.json.gz", tmp_path)
+    text = render_table(layers_document(layers), width=80, cut=True)
+    assert "config" not in text
+    words = " ".join(text.split())
+    assert "All 6 attention calls of a decode step lack shapes, so FLOPs and bytes are" in words

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from profharness.errors import counted, join_and
 from profharness.rows import CellRow
 
+LAUNCH_REMEDY = "into a CUDA graph, or compile the model with mode='reduce-overhead'"
+"""The remedy if the GPU waits for the CPU to launch kernels. It follows `capture the step`."""
 NOT_FAILED = ("ok", "refused", "unknown")
 
 

@@ -442,9 +442,12 @@ def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None,
         shape = head_shape(call)
         if shape is None:
             unknown = sum(head_shape(each) is None for each in calls)
+            which = (
+                f"All {len(calls)}" if unknown == len(calls) > 1 else f"{unknown} of {len(calls)}"
+            )
             return None, (
-                f"{counted(unknown, 'attention call')} of {len(calls)} in {batch.phase} steps "
-                "have no shapes, so FLOPs and bytes are unknown"
+                f"{which} attention calls of a {batch.phase} step lack shapes, so FLOPs and bytes "
+                "are unknown"
             )
         for part in _call_parts(batch, call):
             work = part_work(part, shape)

@@ -123,16 +123,16 @@ def fit_columns(
     share them, and the parts that all configs of a column share. A column without which two rows
     look alike is never hidden. If `full` is set, hide nothing. Instead, continue texts on further
     lines. If that is not enough, print the table as blocks of columns, and shorten only the texts that
-    identify the rows. Print a single row, and rows that do not fit into blocks either, as lists of
-    names and values.
+    identify the rows. If configs would be shortened, first print the parts that they share above the
+    table. Print a single row, and rows that do not fit into blocks either, as lists of names and
+    values.
     """
     width = max(width, NARROWEST)
     natural = natural_layout(columns, rows)
     if _line_width(natural.widths, natural.lines[0]) <= width:
         return natural
-    if full:
-        return _full_layout(columns, rows, width)
-    layout = _best_layout(columns, rows, width)
+    fit = _full_layout if full else _best_layout
+    layout = fit(columns, rows, width)
     if _lacks(layout)[:2] == (0, 1) and not _cuts_configs(layout):
         return layout
     found = {place: split for place in natural.lines[0] if (split := _common_part(rows, place))}
@@ -143,7 +143,7 @@ def fit_columns(
         [parts[at].get(text, text) if at in parts else text for at, text in enumerate(row)]
         for row in rows
     ]
-    other = _best_layout(columns, own_rows, width)
+    other = fit(columns, own_rows, width)
     if _lacks(other) >= _lacks(layout):
         return layout
     cuts = dict(other.cuts)

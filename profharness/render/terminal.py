@@ -127,6 +127,8 @@ def render_table(
                     console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
             table_count += 1
         else:
+            if isinstance(previous, Code):
+                console.print()
             _print_note(console, block, label_width, width)
         previous = block
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]

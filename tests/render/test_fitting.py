@@ -904,3 +904,21 @@ def test_pages_and_markdown_have_the_units_of_the_terminal_and_json_has_ns() -> 
 def test_code_is_neither_wrapped_nor_cut() -> None:
     code = "x = 1  # " + "y" * 100
     assert code in render_table(Document("t/1", "t", (Code(code),), (), ()), width=80, cut=True)
+
+
+def test_common_parts_of_configs_are_printed_once_with_full() -> None:
+    """Bug: blocks of columns had shortened configs, which the same table without --full had not."""
+    columns = (
+        Column("m", "module"),
+        Column("c", "config", shrink=True, importance="key"),
+        *(Column(f"v{at}", f"figure number {at}", "count") for at in range(4)),
+    )
+    rows = tuple(
+        (f"layer{at}", f"b2-h8-{length}-d64-fp16-scale=1", 1, 2, 3, 4)
+        for at, length in enumerate(("s1500", "sq32-skv1500", "s32-causal"))
+    )
+    document = Document("t/1", "t", (Table(columns, rows),), (), ())
+    text = render_table(document, width=60, cut=True, full=True)
+    assert text.startswith("config  b2-h8-…-d64-fp16-scale=1\n")
+    for own in ("s1500", "sq32-skv1500", "s32-causal"):
+        assert f"  {own} " in text

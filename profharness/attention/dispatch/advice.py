@@ -397,7 +397,7 @@ def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
 
 
 FIRST_CHOICE_LINE = (
-    "torch._fused_sdp_choice(q, k, v)  # the first choice in a process replaces any order"
+    "# the first choice in a process replaces any order\ntorch._fused_sdp_choice(q, k, v)"
 )
 
 
@@ -463,9 +463,10 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
         if before.mask.startswith("float") and after.mask.startswith("float"):
             yield f"attn_mask = attn_mask.to({dtype})"
     if before.causal and before.mask != "none" and after.mask == before.mask and not after.causal:
-        above = f"{after.seq_len_q}, {after.seq_len_kv}, dtype=torch.bool, device=q.device).triu(1)"
+        sizes = f"{after.seq_len_q}, {after.seq_len_kv}"
         hidden = "False" if after.mask.startswith("bool") else '-float("inf")'
-        yield f"attn_mask = attn_mask.masked_fill(torch.ones({above}, {hidden})"
+        yield f"above = torch.ones({sizes}, dtype=torch.bool, device=q.device).triu(1)"
+        yield f"attn_mask = attn_mask.masked_fill(above, {hidden})"
     if before.mask == "float_grad" and after.mask == "float":
         yield "attn_mask = attn_mask.detach()"
 
@@ -487,13 +488,18 @@ def score_mod(score, b, h, i, j):
 out = torch.compile(flex_attention)(q, k, v, score_mod=score_mod{arguments})"""
 FLEX_BLOCKS = """\
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    create_block_mask,
+    flex_attention,
+)
 {before}
 def mask_mod(b, h, i, j):
     return {seen}
 
 # build it once, and reuse it in every layer and step
-block_mask = create_block_mask(mask_mod, {sizes}, device=q.device)
+block_mask = create_block_mask(
+    mask_mod, {sizes}, device=q.device
+)
 out = torch.compile(flex_attention)(q, k, v, block_mask=block_mask{arguments})"""
 VARLEN_SINCE, WINDOWED_SINCE = (2, 10), (2, 11)
 """The first releases with varlen_attn, and with its parameters `scale` and `window_size`."""
@@ -502,14 +508,18 @@ import torch
 import torch.nn.functional as F
 {imported}
 # compute these once, and reuse them in every layer
-# true for each token that is not padding, like the attention_mask of a tokenizer: [batch, seq]
+# true for each token that is not padding, like the attention_mask of a
+# tokenizer: [batch, seq]
 real = {real}
 lengths = real.sum(1)
-assert lengths.all()  # if the last query is padding and sees no token, use the attention_mask
+# if the last query is padding and sees no token, use the attention_mask
+assert lengths.all()
 starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 longest = int(lengths.max())
 
-{expanded}packed = [each.transpose(1, 2)[real]{cast} for each in (q, k, v)]
+{expanded}packed = [
+    each.transpose(1, 2)[real]{cast} for each in (q, k, v)
+]
 {call}
 out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 out[real] = found.to(out.dtype)
@@ -518,12 +528,14 @@ VARLEN_CALL = """\
 # if the mask is also causal, add {causal}
 found = varlen_attn(*packed, starts, starts, longest, longest{arguments})"""
 JAGGED_CALL = """\
+jagged = torch.nested.nested_tensor_from_jagged
 q_, k_, v_ = (
-    torch.nested.nested_tensor_from_jagged(each, starts, max_seqlen=longest).transpose(1, 2)
+    jagged(each, starts, max_seqlen=longest).transpose(1, 2)
     for each in packed
 )
 # if the mask is also causal, add is_causal=True
-found = F.scaled_dot_product_attention(q_, k_, v_{arguments}).transpose(1, 2).values()"""
+found = F.scaled_dot_product_attention(q_, k_, v_{arguments})
+found = found.transpose(1, 2).values()"""
 EXPANDED = """
 seen = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 """

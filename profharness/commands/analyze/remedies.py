@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from profharness.attention.config import SDP_BACKENDS, Config, pytorch_chooses
+from profharness.commands._answers import LAUNCH_REMEDY
 from profharness.commands.analyze.figures import (
     DERIVED,
     MEASURED,
@@ -158,7 +159,7 @@ def _more_blocks(config: Config, _: str) -> str:
 # and the measurements do not show by how much.
 REMEDIES: Mapping[tuple[str, ...], Text] = {
     ("launch_gap",): lambda config, _: (
-        "Capture the call into a CUDA graph, or compile the model with mode='reduce-overhead'"
+        f"Capture the call {LAUNCH_REMEDY}"
         + ("; part of the gap is autograd's own work." if config.bwd else ".")
     ),
     ("score_traffic", "input_copies", "fp32_products"): _fused,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,13 @@ from profharness.attention.config import (
     parse_config,
     sdpa_setting,
 )
-from profharness.attention.dispatch.advice import FLEX, PACK, Advice, BackendAnswer
+from profharness.attention.dispatch.advice import (
+    FLEX,
+    PACK,
+    Advice,
+    BackendAnswer,
+    PredictedTimes,
+)
 from profharness.attention.dispatch.by_rule import (
     FUSED_BACKENDS,
     Explanation,
@@ -151,6 +157,8 @@ class Way:
 
     side: BackendAnswer
     advice: Advice
+    observed_ns: float | None = None
+    """The measured time of a call before the change, or None if it is unknown."""
 
     @property
     def backend(self) -> str:
@@ -158,14 +166,29 @@ class Way:
         return self.side.backend
 
     @property
+    def times(self) -> PredictedTimes | None:
+        """The predicted times. The time before the change is the measured time if it is known."""
+        times, before = self.advice.predicted, self.observed_ns
+        if times is None or before is None:
+            return times
+        return replace(times, before_ns=round(before), speed_up=before / times.after_ns)
+
+    @property
+    def speed_up(self) -> float | None:
+        """The measured gain or, failing that, the predicted speed-up. None if both are unknown."""
+        return replace(self.advice, predicted=self.times).speed_up
+
+    @property
     def is_slower(self) -> bool:
         """Whether the call is known to be slower after the change."""
-        return self.advice.speed_up is not None and self.advice.speed_up < 1
+        return self.speed_up is not None and self.speed_up < 1
 
 
 def ranked_ways(answer: Explanation) -> list[Way]:
     """Return the advice on all backends, with the best advice first."""
-    ways = [Way(side, advice) for side in answer.backends for advice in side.advice]
+    ways = [
+        Way(side, advice, answer.observed_ns) for side in answer.backends for advice in side.advice
+    ]
     return sorted(ways, key=lambda way: way.advice.rank)
 
 
@@ -194,14 +217,14 @@ def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list
     shown: list[Way] = []
     configs: set[str | None] = set()
     for way in ranked_ways(answer):
-        known = way.advice.speed_up is not None
+        known = way.speed_up is not None
         better = not way.is_slower and (known or way.side.eligible is not True)
         again = known and way.advice.config in configs
         if full or way.backend in named or (better and not again):
             shown.append(way)
             configs |= {way.advice.config} if known else set()
     return shown[:1] + sorted(
-        shown[1:], key=lambda way: (way.advice.steps != PACK, -(way.advice.speed_up or 0))
+        shown[1:], key=lambda way: (way.advice.steps != PACK, -(way.speed_up or 0))
     )
 
 
@@ -211,7 +234,7 @@ def hidden_texts(answer: Explanation, shown: Sequence[Way]) -> Iterator[str]:
     hidden = {way.backend: way for way in ranked_ways(answer) if way.backend not in told}
     if not hidden:
         return
-    if all(way.advice.speed_up is not None for way in hidden.values()):
+    if all(way.speed_up is not None for way in hidden.values()):
         yield _hidden_times(hidden, shown)
     yield f"--full shows how to run {join_and(list(hidden))}."
 
@@ -221,8 +244,8 @@ def _hidden_times(hidden: Mapping[str, Way], shown: Sequence[Way]) -> str:
     names = join_and(list(hidden))
     slower = f"{'is' if len(hidden) == 1 else 'are'} predicted to be slower"
     if not all(way.is_slower for way in hidden.values()):
-        most = max(way.advice.speed_up or 0 for way in hidden.values())
-        faster = next((way for way in shown if (way.advice.speed_up or 0) > most), None)
+        most = max(way.speed_up or 0 for way in hidden.values())
+        faster = next((way for way in shown if (way.speed_up or 0) > most), None)
         slower += f" than {faster.backend}" if faster else ""
     changed = [name for name, way in hidden.items() if not way.side.eligible]
     if not changed:
@@ -248,14 +271,16 @@ def saving_texts(way: Way, *, caveat: bool = True) -> Iterator[str]:
     if advice.gain is not None:
         yield f"The measured call {compared(advice.gain)} ({advice.gain_source}){without}."
         without = ""
-    if (times := advice.predicted) is None:
+    if (times := way.times) is None:
         return
     lead = "According to the atlas" if times.source == MEASURED else "Predicted"
     lead += f": {way.backend} takes {time_text(times.after_ns)}"
     if times.before_ns is None or times.speed_up is None:
         yield f"{lead} per call{without}."
         return
-    ratio = by_how_much(times.speed_up) + ("" if times.certain else ", but the intervals overlap")
+    ratio = by_how_much(times.speed_up) + (
+        ", but the intervals overlap" if times.certain is False else ""
+    )
     yield f"{lead} instead of {time_text(times.before_ns)} per call ({ratio}){without}."
 
 

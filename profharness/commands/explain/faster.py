@@ -44,18 +44,14 @@ def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, W
         if not (way and times and times.certain and (times.speed_up or 0) > 1):
             continue
         # A call that took less time than predicted may already be as fast.
-        if answer.observed_ns is None or answer.observed_ns > times.after_ns:
+        if (way.speed_up or 0) > 1:
             yield answer, way
 
 
 def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
-    """Return a sentence on a change of `faster_ways`, with the time that it saves per step.
-
-    The time before the change is the measured time of a call if it is known, else the predicted time.
-    """
-    times = way.advice.predicted
+    """Return a sentence on a change of `faster_ways`, with the time that it saves per step."""
+    times = way.times
     assert times is not None and times.before_ns is not None
-    before = times.before_ns if answer.observed_ns is None else answer.observed_ns
     calls: dict[str | None, float] = {}
     for row in layers.rows:
         own = row.config == answer.config and row.ran == answer.observed
@@ -69,8 +65,8 @@ def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
     steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
     change = f"{lead}{', ' if lead else ''}{'; '.join(steps)}: "
     change = f"{change[0].upper()}{change[1:]}"
-    each = f"{time_text(times.after_ns)} instead of {time_text(before)} per call"
+    each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
     if not (layers.steps and calls):
         return f"{change}predicted to take {each}."
-    saves = [(phase, count * (before - times.after_ns)) for phase, count in calls.items()]
+    saves = [(phase, count * (times.before_ns - times.after_ns)) for phase, count in calls.items()]
     return f"{change}{saving_text(saves)} ({each})."

@@ -183,8 +183,9 @@ def _advice(
     said: set[str] = set()
     if first is not None:
         _new_sentences(first.advice.change, said)
-    caveat = first is None or first.advice.speed_up is None
+    caveat = first is None or first.speed_up is None
     shown = shown_ways(answer, named, full=full)
+    labels = _labels(shown)
     for at, way in enumerate(shown):
         if way == first and not full:
             text = "The following code makes the advised change:"
@@ -192,14 +193,25 @@ def _advice(
             savings = list(saving_texts(way, caveat=caveat))
             caveat = caveat and not savings
             text = " ".join([*savings, _way_text(way, answer.asked, said, full=full)])
-        # flex_attention runs its own kernels, not those of the backend.
-        yield Note(text, f"{'instead of' if way.advice.steps == FLEX else 'for'} {way.backend}")
+        yield Note(text, labels[at])
         if way.advice.code and (full or at < MAX_CODES or way.backend in named):
             yield Code(way.advice.code)
     if not full and len(shown) > MAX_CODES and not named:
         yield Note("--full shows the code for each change.", level="hint")
     if not full:
         yield from (Note(text, level="hint") for text in hidden_texts(answer, shown))
+
+
+def _labels(ways: Sequence[Way]) -> list[str]:
+    """Return a label for each change, such as `for flash`. Number the changes for one backend."""
+    # flex_attention runs its own kernels, not those of the backend.
+    labels = [
+        f"{'instead of' if way.advice.steps == FLEX else 'for'} {way.backend}" for way in ways
+    ]
+    return [
+        f"{label} ({labels[: at + 1].count(label)})" if labels.count(label) > 1 else label
+        for at, label in enumerate(labels)
+    ]
 
 
 def _new_sentences(change: str, said: set[str]) -> str:

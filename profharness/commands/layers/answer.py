@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from profharness.attention.config import SDPA_BACKENDS
+from profharness.commands._answers import LAUNCH_REMEDY
 from profharness.commands.explain.savings import Change, main_change, matters, saving_text
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_and, join_few
@@ -289,6 +290,8 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     if one and one.duration_ns > ONE_GAP * (whole_ns - busy_ns):
         yield f"{text}, mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}."
         return
+    graphs = any(row.mode == "graph" for row in layers.rows)
+    remedy = "" if graphs else f"; capture the step {LAUNCH_REMEDY}"
     known = [gap for gap in gaps if gap.launch_ns is not None]
     late = sum(gap.duration_ns for gap in known if (gap.launch_ns or 0) > gap.start_ns)
     if 2 * late < sum(gap.duration_ns for gap in known) or not known:
@@ -298,10 +301,10 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     elif idle < LAUNCH_BOUND:
         yield f"{text}, where it waits for the CPU to launch kernels."
     elif layers.attention_ns < LIMITING * layers.gpu_step_ns:
-        yield f"{text}: launch overhead, not attention, is the limit."
+        yield f"{text}: launch overhead, not attention, is the limit{remedy}."
     else:
         so = ", so the step itself may not get shorter" if change and change.saves else ""
-        yield f"{text}: launch overhead is a limit too{so}."
+        yield f"{text}: launch overhead is a limit too{so}{remedy}."
 
 
 def _is_in(gap: GapRow, step: StepRow) -> bool:

@@ -67,7 +67,7 @@ COLUMNS = pick(
     *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked"),
     *("ran", "forward_ns", "backward_ns", "share", "step_share", "site"),
 )
-OF_SOME = ("module", "backward_ns", "program_calls", "mode", "mask", "asked", "site")
+OF_SOME = ("module", "backward_ns", "program_calls", "config", "mode", "mask", "asked", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "step_phase", "kernels")
 GAPS = (
