@@ -239,9 +239,9 @@ def compare(command: str, page: str, done: subprocess.CompletedProcess[str]) -> 
 
 
 def header(text: str) -> list[str]:
-    """Return the column names of a table. A slow machine shows ms instead of µs."""
+    """Return the column names of a table. The unit of a time depends on the speed of the machine."""
     line = next(line for line in text.splitlines() if line.startswith("backend "))
-    return line.replace("ms", "µs").split()
+    return re.sub(r"\b(ms|µs|time)\b", "time", line).split()
 
 
 def leading(text: str) -> set[str]:

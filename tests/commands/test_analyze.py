@@ -748,14 +748,17 @@ def test_like_findings_are_reported_once_with_where_they_hold() -> None:
     assert where(members) == "mine, other on 3 configs"
     remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
     assert {where(members) for members in remedies} == {"mine, other on 3 configs"}
-    for full, times in ((False, 1), (True, len(labels))):
-        texts = [
-            block.text
+    for full, times in ((False, 0), (True, len(labels))):
+        blocks = [
+            block
             for block in analyze_document(analyses, full=full).blocks
             if isinstance(block, Heading | Note)
         ]
-        assert ("Shared by several configs" in texts) == (not full)
-        assert len([text for text in texts if "SMs are idle" in text]) == times
+        assert ("Shared by several configs" in [block.text for block in blocks]) == (not full)
+        assert len([block for block in blocks if "SMs are idle" in block.text]) == times
+        # one line explains the bottleneck of all these cells
+        legend = [block for block in blocks if "too few thread blocks" in block.text]
+        assert len(legend) == (0 if full else 1)
 
 
 def test_a_finding_of_one_config_stays_at_its_cell() -> None:

@@ -479,7 +479,9 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     """Yield a table of the configs on which `auto` ran another backend than the fastest one, and code
     that selects the fastest one.
     """
-    losses = [loss for loss in answer.sound_losses() if not loss.same_backend]
+    losses = [
+        loss for loss in answer.sound_losses() if not loss.same_backend and loss.verdict != "faster"
+    ]
     if not losses:
         return
     yield Heading(
