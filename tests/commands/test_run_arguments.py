@@ -313,3 +313,11 @@ def test_a_copy_of_a_stored_trace_is_shown_under_the_name_that_was_given(folder:
     with open_store(folder / "profharness.db") as store:
         (run,) = store.runs()
         assert run.rank == 3 and store.run_name(run.run) == "rank3.json.gz"
+
+
+def test_an_error_names_the_configs_of_the_run(folder: Path) -> None:
+    """Bug: the error sent users to `runs`, which does not list configs."""
+    error = invoke(folder, "kernels", "3,8,512,64", "run").exception
+    assert isinstance(error, NotFoundError)
+    assert "its configs are b2-h8-s512-d64-fp16, " in str(error)
+    assert str(error).endswith(" and 1 more")

@@ -96,6 +96,9 @@ def test_commands_in_messages_are_not_broken() -> None:
     text = f"see the attention of this run layer by layer with: {command}".rstrip()
     assert wrapped_for(Terminal(), text).splitlines()[1:] == [command.rstrip()]
     assert wrapped_for(io.StringIO(), text) == text
+    # Bug: a text after a command was not wrapped, as if it were a part of the command.
+    text = f"use: {command}; to see why PyTorch chooses a backend, use: profharness explain 2,8"
+    assert wrapped_for(Terminal(), text).splitlines()[-1] == text.rpartition("; ")[2]
 
 
 def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
