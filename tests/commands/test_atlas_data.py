@@ -168,6 +168,10 @@ def npy(header: str, data: bytes = b"") -> bytes:
         b"",
         npy("{'descr': '|i1', 'fortran_order': False, 'shape': (16777216,), }\n", bytes(1 << 24)),
     ],
+    ids=[
+        "huge", "negative", "objects", "void", "long-header", "nested-header", "text", "empty",
+        "16-MiB",
+    ],
 )  # fmt: skip
 def test_forged_array_is_refused(small: Path, tmp_path: Path, member: bytes) -> None:
     path = tmp_path / "forged.npz"
