@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -154,6 +155,35 @@ class GateError(ProfharnessError):
 
     exit_code = 3
     label = "gate failed"
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The result of one gate in one run. The gate failed if there are findings."""
+
+    condition: str  # as the user wrote it, such as `--fail-on slower`
+    run: str  # or the pair `BASELINE → CANDIDATE`
+    findings: tuple[str, ...]
+    passed: str  # what was checked, such as `4 layers checked, none ran on math`
+
+    @property
+    def place(self) -> str:
+        return f"{self.condition} in {self.run}" if self.run else self.condition
+
+
+def require_passed(results: Iterable[GateResult]) -> list[str]:
+    """Return a line for each gate, which says what it checked.
+
+    Raise GateError if a gate failed. The message lists the findings of all failed gates, one on
+    each line.
+    """
+    results = list(results)
+    failed = [
+        "\n  ".join([f"{result.place}:", *result.findings]) for result in results if result.findings
+    ]
+    if failed:
+        raise GateError(f"\n{GateError.label}: ".join(failed))
+    return [f"gate passed: {result.place}: {result.passed}" for result in results]
 
 
 class CaptureError(ProfharnessError):
