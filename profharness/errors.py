@@ -234,6 +234,8 @@ class TraceFormatError(ProfharnessError):
     concerns the whole file. `expected` describes the expected content.
     """
 
+    exit_code = 2
+
     def __init__(
         self,
         path: str | Path,
@@ -252,8 +254,6 @@ class TraceFormatError(ProfharnessError):
 
 class NotATraceError(TraceFormatError):
     """The user named a file that is missing or no trace, or a folder without traces."""
-
-    exit_code = 2
 
 
 class Interrupted(KeyboardInterrupt):

@@ -241,7 +241,7 @@ def verify(
     options = CaptureOptions(
         out=Path(out),
         protocol=protocol,
-        fleet=fleet(scheduler, gpu, insecure),
+        fleet=fleet(scheduler, gpu, insecure, device),
         cases=split_names(cases) or ("standard",),
         grad=grad,
     )

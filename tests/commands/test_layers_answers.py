@@ -260,23 +260,23 @@ def test_equal_notes_of_several_layers_are_one(store: Path) -> None:
 
 
 def test_a_gate_that_passes_says_so_and_names_eager_attention(store: Path) -> None:
-    run = the_map(store, "llama_prefill").run
+    run, name = the_map(store, "llama_prefill").run, "llama_prefill.json.gz"
     done = ask(
         store, run, "--fail-on", "math-fallback,unseen", "--expect", "cudnn@LlamaAttention_*"
     )
     assert done.exit_code == 0
     assert done.stderr == (
-        f"gate passed: --fail-on math-fallback in {run}: 3 calls checked, none ran on math\n"
-        f"gate passed: --fail-on unseen in {run}: 3 calls checked, none has an unknown backend\n"
-        f"gate passed: --expect cudnn@LlamaAttention_* in {run}: 1 layer checked, none ran on a "
+        f"gate passed: --fail-on math-fallback in {name}: 3 calls checked, none ran on math\n"
+        f"gate passed: --fail-on unseen in {name}: 3 calls checked, none has an unknown backend\n"
+        f"gate passed: --expect cudnn@LlamaAttention_* in {name}: 1 layer checked, none ran on a "
         "backend other than cudnn\n"
     )
-    run = the_map(store, "llama_eager").run
+    run, name = the_map(store, "llama_eager").run, "llama_eager.json.gz"
     done = ask(store, run, "--fail-on", "math-fallback")
     assert done.exit_code == 0
     where = "LlamaForCausalLM_0.LlamaModel_0.LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2}"
     assert done.stderr == (
-        f"gate passed: --fail-on math-fallback in {run}: 3 calls checked, none ran on math, but "
+        f"gate passed: --fail-on math-fallback in {name}: 3 calls checked, none ran on math, but "
         f"{where} computes attention eagerly, without scaled_dot_product_attention; to fail on this, "
         "add --fail-on eager-attention\n"
     )
