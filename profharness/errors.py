@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -156,6 +157,35 @@ class GateError(ProfharnessError):
     label = "gate failed"
 
 
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The result of one gate in one run. The gate failed if there are findings."""
+
+    condition: str  # as the user wrote it, such as `--fail-on slower`
+    run: str  # or the pair `BASELINE → CANDIDATE`
+    findings: tuple[str, ...]
+    passed: str  # what was checked, such as `4 layers checked, none ran on math`
+
+    @property
+    def place(self) -> str:
+        return f"{self.condition} in {self.run}" if self.run else self.condition
+
+
+def require_passed(results: Iterable[GateResult]) -> list[str]:
+    """Return a line for each gate, which says what it checked.
+
+    Raise GateError if a gate failed. The message lists the findings of all failed gates, one on
+    each line.
+    """
+    results = list(results)
+    failed = [
+        "\n  ".join([f"{result.place}:", *result.findings]) for result in results if result.findings
+    ]
+    if failed:
+        raise GateError(f"\n{GateError.label}: ".join(failed))
+    return [f"gate passed: {result.place}: {result.passed}" for result in results]
+
+
 class CaptureError(ProfharnessError):
     """A run could not be recorded. A failed cell is a result, and not an error."""
 
@@ -204,6 +234,8 @@ class TraceFormatError(ProfharnessError):
     concerns the whole file. `expected` describes the expected content.
     """
 
+    exit_code = 2
+
     def __init__(
         self,
         path: str | Path,
@@ -222,8 +254,6 @@ class TraceFormatError(ProfharnessError):
 
 class NotATraceError(TraceFormatError):
     """The user named a file that is missing or no trace, or a folder without traces."""
-
-    exit_code = 2
 
 
 class Interrupted(KeyboardInterrupt):

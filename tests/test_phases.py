@@ -19,7 +19,7 @@ from profharness.commands.layers.by_gpu import (
     runs_answer,
 )
 from profharness.commands.layers.tables import layers_document
-from profharness.program.gates import parse_gates, passed_gates
+from profharness.program.gates import check_gates, parse_gates
 from profharness.program.layer_map import LayerMap, find_layers
 from profharness.program.phases import (
     find_phases,
@@ -84,7 +84,7 @@ def test_calls_per_step_are_whole_and_shares_at_most_one(name: str, tmp_path: Pa
     for group in layers.groups:
         for key in ("share", "step_share"):
             assert sum(getattr(row, key) or 0 for row in group.rows) <= 1 + 1e-9
-    assert passed_gates(layers, parse_gates(["unseen"], [])) is not None
+    assert check_gates(layers, parse_gates(["unseen"], []))
 
 
 @pytest.mark.parametrize("name", ALL)

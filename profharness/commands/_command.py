@@ -14,7 +14,7 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -32,7 +32,7 @@ from profharness.commands._output import (
 )
 from profharness.commands._runs import separate
 from profharness.commands._types import store_path
-from profharness.errors import Interrupted
+from profharness.errors import GateResult, Interrupted, require_passed
 from profharness.render.document import Document
 
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ Q = ParamSpec("Q")
 A = TypeVar("A")
 R = TypeVar("R")
 T = TypeVar("T")
-G = TypeVar("G", bound=str | None)
+G = TypeVar("G", bound=Iterable[GateResult] | None)
 IN_PYTHON = "\n\nIn Python "
 
 
@@ -56,7 +56,7 @@ class Declaration:
     epilog: str = ""
     context_settings: Mapping[str, Any] | None = None
     document: Callable[..., Any] | None = None
-    gate: Callable[..., str | None] | None = None
+    gate: Callable[..., Iterable[GateResult] | None] | None = None
     usage: Callable[..., None] | None = None
 
     @functools.cached_property
@@ -137,9 +137,11 @@ class Declaration:
         assert self.document is not None
         return self.document(answer, **_accepted(self.document, values))
 
-    def judge(self, answer: Any, values: Mapping[str, Any]) -> str | None:
-        """Return a summary of the gates that passed, or None. Raise GateError if a gate failed."""
-        return None if self.gate is None else self.gate(answer, **_accepted(self.gate, values))
+    def judge(self, answer: Any, values: Mapping[str, Any]) -> list[str]:
+        """Return a line for each gate that passed. Raise GateError if a gate failed."""
+        if self.gate is None:
+            return []
+        return require_passed(self.gate(answer, **_accepted(self.gate, values)) or ())
 
     def click_command(self) -> click.Command:
         order = [*self.parameters, *self.shown_parameters]
@@ -181,8 +183,8 @@ class Declaration:
                         emit(shown, **output)
             for text in click.get_current_context().meta.get(HINTS, ()):
                 hint(text)
-            if met := self.judge(answer, values):
-                hint(f"gate passed: {met}")
+            for text in self.judge(answer, values):
+                hint(text)
 
 
 def command(
@@ -249,10 +251,10 @@ def document(
 def gate(
     of: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[A, Q], G]], Callable[Concatenate[A, Q], G]]:
-    """Register the function that raises GateError if a gate is not met.
+    """Register the function that returns the results of the gates.
 
-    The function runs after the output. If it returns a text, the command line prints the text and
-    that the gate passed.
+    The function runs after the output. The command line prints the results, and exits with code 3 if
+    a gate failed.
     """
 
     def register(function: Callable[Concatenate[A, Q], G]) -> Callable[Concatenate[A, Q], G]:

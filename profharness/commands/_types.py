@@ -537,6 +537,18 @@ def timeout_option(text: str) -> Option:
     return Option(("--timeout",), type=FiniteRange(SHORTEST_S, LONGEST_S), help=text, click=default)
 
 
-def fleet(scheduler: str | None, gpu: Names = (), insecure: bool = False) -> Fleet:
-    """Return the scheduler and GPU classes of a run. Raise UsageError for a class named twice."""
-    return Fleet(scheduler, gpu_classes(gpu), insecure)
+def fleet(
+    scheduler: str | None, gpu: Names = (), insecure: bool = False, device: str = "auto"
+) -> Fleet:
+    """Return the scheduler and GPU classes of a run.
+
+    Raise UsageError for a class named twice, and for a class that this host lacks, before a worker
+    starts.
+    """
+    chosen = Fleet(scheduler, gpu_classes(gpu), insecure)
+    if chosen.gpus:
+        # imported here because only lanes need it
+        from profharness.jobs.fleet import require_lanes
+
+        require_lanes(chosen, device)
+    return chosen

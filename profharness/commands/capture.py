@@ -211,7 +211,11 @@ def capture(
     `configs` are texts ("2,8,512,64,bf16"), Config objects or a list of them. Raise UsageError for
     invalid arguments, and CaptureError if no worker starts.
     """
-    path, pythons, where = store_path(store), split_names(python), fleet(scheduler, gpu, insecure)
+    path, pythons, where = (
+        store_path(store),
+        split_names(python),
+        fleet(scheduler, gpu, insecure, device),
+    )
     watched = split_names(profilers) or CaptureOptions.profilers
     counters = split_names(metrics), split_names(sections)
     protocol = Protocol(

@@ -38,7 +38,7 @@ from profharness.commands.layers.tables import layers_document
 from profharness.errors import GateError, ProfharnessError, UsageError, counted
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.jobs.into_store import observe_into_store
-from profharness.program.gates import Gates, check_gates, parse_gates, passed_gates
+from profharness.program.gates import Gates, check_gates, parse_gates
 from profharness.program.layer_map import NO_MASK_EFFECT, find_layers
 from profharness.recording.observe import Observed
 from profharness.render.renderers import RENDERERS
@@ -231,8 +231,8 @@ def _check(result: ObservedProgram, gates: Gates) -> None:
             raise GateError("the gates cannot be checked, because no attention was recorded")
         with open_store(result.store) as opened:
             layers = find_layers(opened, observed.run.run)
-        check_gates(layers, gates)
-        hint(f"gate passed: {passed_gates(layers, gates)}")
+        for line in check_gates(layers, gates):
+            hint(line)
     except GateError as error:
         if not observed.code:
             raise

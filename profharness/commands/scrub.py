@@ -12,7 +12,7 @@ from profharness.commands._command import command, declaration_of, document, gat
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import PathLike, Store, complete_runs, store_path
-from profharness.errors import GateError, UsageError, counted, printable
+from profharness.errors import GateResult, UsageError, counted, printable
 
 if TYPE_CHECKING:
     from profharness.scrub import Finding, Scrubbed
@@ -121,13 +121,14 @@ def show(done: Scrubbed | Audit) -> None:
 
 
 @gate(scrub_run)
-def require_clean(done: Scrubbed | Audit) -> None:
-    """Raise GateError if --check found texts that `scrub` would replace."""
-    if isinstance(done, Audit) and done.findings:
-        raise GateError(
-            f"{done.source}: {counted(len(done.findings), 'text')} not known to be harmless; "
-            "make a clean copy with `profharness scrub`"
-        )
+def check(done: Scrubbed | Audit) -> list[GateResult]:
+    """Return the result of --check, which failed if it found texts that `scrub` would replace."""
+    if not isinstance(done, Audit):
+        return []
+    found = counted(len(done.findings), "text")
+    remedy = f"{found} not known to be harmless; make a clean copy with `profharness scrub`"
+    passed = "all texts checked, none is left to replace"
+    return [GateResult("--check", str(done.source), (remedy,) if done.findings else (), passed)]
 
 
 DECLARATION = declaration_of(scrub_run)

@@ -75,8 +75,25 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
     for gpu in fleet.gpus:
         if not any(is_of_class(lane, gpu) for lane in lanes):
             here = ", ".join(sorted({str(lane["gpu"] or "no GPU") for lane in lanes}))
-            raise UsageError(f"--run-on {gpu}: no lane has this GPU; this host has {here}")
+            raise UsageError(
+                f"{gpu}: no lane has this GPU; this host has {here}. --run-on, also spelled --gpu "
+                "here, chooses the GPU that runs the configs; to predict their times on a GPU that "
+                f"you do not have, use `profharness predict CONFIG --gpu {gpu}`"
+            )
     return LocalLanes(lanes)
+
+
+def require_lanes(fleet: Fleet, device: str) -> None:
+    """Raise UsageError if this host lacks a GPU class of the fleet.
+
+    The lanes of a remote scheduler are not checked, because that takes a connection.
+    """
+    if (
+        fleet.gpus
+        and "://" not in (fleet.scheduler or "")
+        and (lanes := open_transport(fleet, device))
+    ):
+        lanes.close()
 
 
 def lanes_device(fleet: Fleet, device: str) -> str:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import profharness.store as stores
-from profharness.attention.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends
+from profharness.attention.backends import (
+    ALL,
+    DEFAULT_BACKENDS,
+    KERNELS,
+    check_names,
+    expand_backends,
+)
 from profharness.attention.cases import NO_CASES, VerificationRow
 from profharness.attention.config import Config, parse_config
 from profharness.device_types import CPU, CUDA, is_gpu
@@ -355,7 +361,11 @@ def verify_into_store(
 
 
 def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
-    """Capture configs that are not in the store, and return a selection of the new run."""
+    """Capture configs that are not in the store, and return a selection of the new run.
+
+    Raise UsageError for an unknown backend, before anything is printed or started.
+    """
+    check_names(selection.backends)
     configs = counted(len(selection.configs), "config")
     named = ", ".join(selection.backends) or "the usual backends"
     options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)

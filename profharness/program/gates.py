@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config, split_names
-from profharness.errors import GateError, UsageError, counted, did_you_mean, near_names
+from profharness.errors import (
+    GateResult,
+    UsageError,
+    counted,
+    did_you_mean,
+    near_names,
+    require_passed,
+)
 from profharness.measurements.agreement import FAMILY_BACKENDS
 from profharness.program.layer_map import (
     NO_MASK_EFFECT,
@@ -27,14 +34,14 @@ GATES = (
     "unseen",
 )
 PASSED = {
-    "math-fallback": "no layer runs on math",
-    "eager-attention": "no layer computes attention eagerly",
-    "noop-mask": "every mask has an effect",
-    "requested-not-run": "every layer ran on a backend that the program allowed",
-    "backend-changed": "identical calls of a layer ran on the same backend",
-    "unseen": "the backend of every layer is known",
+    "math-fallback": "none ran on math",
+    "eager-attention": "none computes attention eagerly",
+    "noop-mask": "none has a mask without effect",
+    "requested-not-run": "none ran on a backend that the program did not allow",
+    "backend-changed": "none changed its backend",
+    "unseen": "none has an unknown backend",
 }
-"""Maps each `--fail-on` gate to the condition under which it passes."""
+"""Maps each `--fail-on` gate to what it did not find if it passed."""
 OLD_GATES = {"asked-not-ran": "requested-not-run"}  # earlier names, which keep working
 OF_WHAT_RAN = ("math-fallback", "requested-not-run", "backend-changed")
 
@@ -89,56 +96,65 @@ def require_recorded(layers: LayerMap, gates: Gates) -> None:
             raise UsageError(f"cannot check --fail-on {name} in run {layers.name}: {why}")
 
 
-def check_gates(layers: LayerMap, gates: Gates) -> None:
-    """Raise GateError if a gate fails. The message lists all failures.
+def check_gates(layers: LayerMap, gates: Gates) -> list[str]:
+    """Return a line for each gate. Raise GateError if a gate fails."""
+    return require_passed(gate_results(layers, gates))
+
+
+def gate_results(layers: LayerMap, gates: Gates) -> list[GateResult]:
+    """Return the result of each gate.
 
     A gate that checks which backend ran also fails if this backend is unknown.
     """
-    lines: list[str] = []
-    blind = all(row.ran is None for row in layers.rows)
-    for name in gates.fail_on:
-        if why := _why_missing(name, layers):
-            faults = [f"the result is unknown, because {why}"]
-        elif blind and name in OF_WHAT_RAN:
-            faults = ["the result is unknown, because no call shows which backend ran"]
-        else:
-            changed = _changes(layers.rows) if name == "backend-changed" else ()
-            found = [(row, _fault(name, row)) for row in layers.rows]
-            found += [(row, _missing(name, row)) for row in layers.rows]
-            faults = [*changed, *(_at(row, text) for row, text in found if text is not None)]
-        lines += [f"{name}: {fault}" for fault in faults]
-    for text, (backends, glob) in gates.expected.items():
-        lines += [f"--expect {text}: {line}" for line in _unmet(backends, glob, layers.rows)]
-    if lines:
-        raise GateError(f"{layers.name}:\n  " + "\n  ".join(lines))
-
-
-def passed_gates(layers: LayerMap, gates: Gates) -> str | None:
-    """Return a summary of the passed gates with the number of checked calls.
-
-    Return None if there are no gates.
-    """
     rows = layers.rows
     calls = sum(row.program_calls or round((row.calls or 0) * (row.steps or 0)) for row in rows)
-    checked = f"({counted(calls, 'call')} checked)" if calls else ""
-    texts = []
-    for name in gates.fail_on:
-        text = PASSED[name]
-        if name == "math-fallback" and any("math" in _backends(row) for row in rows):
-            text = "math runs only where the program allows no other backend"
-        eager = [row for row in rows if is_unfused(row)]
-        note = ""
-        if name == "math-fallback" and eager and "eager-attention" not in gates.fail_on:
-            where = join_numbered(name for row in eager for name in row.names)
-            note = (
-                f", but {where or 'the program'} computes attention eagerly, without "
-                "scaled_dot_product_attention; to fail on this, add --fail-on eager-attention"
-            )
-        texts.append(f"{text} {checked}".rstrip() + note)
-    for backends, glob in gates.expected.values():
-        where = "everywhere" if glob == "*" else f"in all modules that match {glob}"
-        texts.append(f"{' or '.join(backends)} ran {where}")
-    return "; ".join(texts) or None
+    checked = f"{counted(calls, 'call') if calls else counted(len(rows), 'layer')} checked"
+    results = [
+        GateResult(
+            f"--fail-on {name}",
+            layers.name,
+            tuple(_faults(name, layers)),
+            f"{checked}, {_passed(name, layers, gates)}",
+        )
+        for name in gates.fail_on
+    ]
+    for text, (backends, glob) in gates.expected.items():
+        found = [row for row in rows if _matches(row, glob)]
+        passed = f"{counted(len(found), 'layer')} checked, none ran on a backend other than "
+        unmet = tuple(_unmet(backends, glob, rows))
+        passed += " or ".join(backends)
+        results.append(GateResult(f"--expect {text}", layers.name, unmet, passed))
+    return results
+
+
+def _faults(name: str, layers: LayerMap) -> list[str]:
+    """Return the findings of a gate of `--fail-on`, one text for each."""
+    if why := _why_missing(name, layers):
+        return [f"the result is unknown, because {why}"]
+    rows = layers.rows
+    if name in OF_WHAT_RAN and all(row.ran is None for row in rows):
+        return ["the result is unknown, because no call shows which backend ran"]
+    found = [(row, _fault(name, row)) for row in rows]
+    found += [(row, _missing(name, row)) for row in rows]
+    changed = _changes(rows) if name == "backend-changed" else ()
+    return [*changed, *(_at(row, text) for row, text in found if text is not None)]
+
+
+def _passed(name: str, layers: LayerMap, gates: Gates) -> str:
+    """Return what a gate of `--fail-on` that passed did not find."""
+    text, rows = PASSED[name], layers.rows
+    if name != "math-fallback":
+        return text
+    if any("math" in _backends(row) for row in rows):
+        text += " where the program allows another backend"
+    eager = [row for row in rows if is_unfused(row)]
+    if eager and "eager-attention" not in gates.fail_on:
+        where = join_numbered(name for row in eager for name in row.names)
+        text += (
+            f", but {where or 'the program'} computes attention eagerly, without "
+            "scaled_dot_product_attention; to fail on this, add --fail-on eager-attention"
+        )
+    return text
 
 
 def falls_back(row: LayerRow) -> bool:

@@ -217,7 +217,20 @@ def test_a_kernel_of_attention_and_of_other_ops_is_split(store: Path) -> None:
 def test_a_gate_that_passes_says_what_was_compared(store: Path) -> None:
     passed = diff(store, "flash", "math", "--fail-on", "faster")
     assert passed.exit_code == 0
-    assert passed.stderr == "gate passed: --fail-on faster matches nothing in 4 configs\n"
+    assert re.fullmatch(
+        r"gate passed: --fail-on faster in \S+:flash → \S+:math: 4 configs checked, none is faster\n",
+        passed.stderr,
+    )
+    failed = diff(store, "flash", "math", "--fail-on", "slower,memory")
+    blocks = f"gate failed: {failed.exception}".split("gate failed: ")[1:]
+    assert [block.partition(" in ")[0] for block in blocks] == [
+        "--fail-on slower",
+        "--fail-on memory",
+    ]
+    for block in blocks:
+        head, *findings = block.splitlines()
+        assert head.endswith(":math:") and findings
+        assert all(line.startswith("  b") for line in findings)
 
 
 def test_replays_without_names_pair_with_as_many_calls(store: Path) -> None:

@@ -260,22 +260,25 @@ def test_equal_notes_of_several_layers_are_one(store: Path) -> None:
 
 
 def test_a_gate_that_passes_says_so_and_names_eager_attention(store: Path) -> None:
-    run = the_map(store, "llama_prefill").run
+    run, name = the_map(store, "llama_prefill").run, "llama_prefill.json.gz"
     done = ask(
         store, run, "--fail-on", "math-fallback,unseen", "--expect", "cudnn@LlamaAttention_*"
     )
     assert done.exit_code == 0
     assert done.stderr == (
-        "gate passed: no layer runs on math (3 calls checked); the backend of every layer is known "
-        "(3 calls checked); cudnn ran in all modules that match LlamaAttention_*\n"
+        f"gate passed: --fail-on math-fallback in {name}: 3 calls checked, none ran on math\n"
+        f"gate passed: --fail-on unseen in {name}: 3 calls checked, none has an unknown backend\n"
+        f"gate passed: --expect cudnn@LlamaAttention_* in {name}: 1 layer checked, none ran on a "
+        "backend other than cudnn\n"
     )
-    run = the_map(store, "llama_eager").run
+    run, name = the_map(store, "llama_eager").run, "llama_eager.json.gz"
     done = ask(store, run, "--fail-on", "math-fallback")
     assert done.exit_code == 0
     where = "LlamaForCausalLM_0.LlamaModel_0.LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2}"
     assert done.stderr == (
-        f"gate passed: no layer runs on math (3 calls checked), but {where} computes attention "
-        "eagerly, without scaled_dot_product_attention; to fail on this, add --fail-on eager-attention\n"
+        f"gate passed: --fail-on math-fallback in {name}: 3 calls checked, none ran on math, but "
+        f"{where} computes attention eagerly, without scaled_dot_product_attention; to fail on this, "
+        "add --fail-on eager-attention\n"
     )
     failed = ask(store, run, "--fail-on", "math-fallback,eager-attention")
     assert isinstance(failed.exception, GateError) and "gate passed" not in failed.output

@@ -624,10 +624,10 @@ def test_regret_needs_times_of_the_backend_that_ran(folder: Path) -> None:
 def test_gates(folder: Path) -> None:
     half = the_map(folder / "half.db")
     for fail_on, expect, told in (
-        ("math-fallback", (), ["math-fallback: Half_0.Decoder_0"]),
+        ("math-fallback", (), ["math-fallback in ", ":\n  Half_0.Decoder_0"]),
         ("eager-attention,unseen,backend-changed", (), []),
         ("", ("math@*.Decoder_0", "flash,math@*"), []),
-        ("", ("flash",), ["--expect flash: Half_0.Decoder_0", "math ran"]),
+        ("", ("flash",), ["--expect flash in ", ":\n  Half_0.Decoder_0", "math ran"]),
         ("", ("flash@model.layers.*",), ["matches no call", "Half_0.Decoder_0"]),
         ("", ("flash@Decoder_1",), []),
     ):
@@ -638,10 +638,12 @@ def test_gates(folder: Path) -> None:
         with pytest.raises(GateError) as failed:
             check_gates(half, gates)
         assert all(text in str(failed.value) for text in told)
-    with pytest.raises(GateError, match=r"backend-changed: .*flash and math ran for equal calls"):
+    with pytest.raises(
+        GateError, match=r"(?s)backend-changed in .*:\n  .*flash and math ran for equal calls"
+    ):
         check_gates(the_map(folder / "twice.db"), parse_gates(["backend-changed"], []))
     both = tuple(replace(row, ran="flash and math") for row in half.rows)
-    with pytest.raises(GateError, match="math-fallback: Half_0"):
+    with pytest.raises(GateError, match=r"math-fallback in .*:\n  Half_0"):
         check_gates(replace(half, rows=both), parse_gates(["math-fallback"], []))
 
 
@@ -651,7 +653,7 @@ def test_a_gate_fails_if_no_backend_is_known(folder: Path) -> None:
     for gate in ("math-fallback", "backend-changed"):
         with pytest.raises(
             GateError,
-            match=f"{gate}: the result is unknown, because no call shows which backend ran",
+            match=rf"{gate} in .*:\n  the result is unknown, because no call shows which backend ran",
         ):
             check_gates(unseen, parse_gates([gate], []))
     check_gates(unseen, parse_gates(["eager-attention"], []))  # a call of SDPA is none
@@ -662,7 +664,7 @@ def test_gates_on_masks_and_requests_need_an_observed_program(folder: Path) -> N
     for name in ("noop-mask", "requested-not-run"):
         with pytest.raises(UsageError, match=f"cannot check --fail-on {name} in run"):
             require_recorded(half, parse_gates([name], []))
-        with pytest.raises(GateError, match=f"{name}: the result is unknown"):
+        with pytest.raises(GateError, match=rf"{name} in .*:\n  the result is unknown"):
             check_gates(half, parse_gates([name], []))
     rows = tuple(replace(row, mask="nothing", asked="flash") for row in half.rows)
     gates = parse_gates(["noop-mask,requested-not-run"], [])

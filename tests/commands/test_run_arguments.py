@@ -292,7 +292,7 @@ def test_a_failed_gate_says_so(folder: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(TRACES.parent)},
     )
     assert done.returncode == 3
-    assert "\ngate failed: trace.json.gz:\n  eager-attention: " in done.stderr
+    assert "\ngate failed: --fail-on eager-attention in trace.json.gz:\n  " in done.stderr
 
 
 def test_a_copy_of_a_stored_trace_is_shown_under_the_name_that_was_given(folder: Path) -> None:

@@ -141,7 +141,7 @@ def test_uncompiled_flex_attention_differs_from_eager_attention(tmp_path: Path) 
     done = observe(tmp_path, write(tmp_path, FLEX), options=("--steps", "1", "--warmup", "1"))
     assert done.code == 0, done.stderr
     layers = the_map(tmp_path / "profharness.db")
-    with pytest.raises(GateError, match=r"eager-attention: \{0-1\}"):
+    with pytest.raises(GateError, match=r"eager-attention in .*:\n  \{0-1\}"):
         check_gates(layers, parse_gates(["eager-attention"], []))
     (row,) = layers.rows
     assert (row.module, row.mode, row.ran, row.calls) == ("{0-1}", "eager", "flex", 2)
@@ -200,7 +200,7 @@ def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path)
         assert error in str(shown(store, *arguments).exception)
     with pytest.raises(
         GateError,
-        match="eager-attention: the result is unknown, because this gate requires a recorded step",
+        match=r"eager-attention in .*:\n  the result is unknown, because this gate requires a recorded step",
     ):
         check_gates(layers, parse_gates(["eager-attention"], []))
     failed = shown(store, "--fail-on", "noop-mask").exception

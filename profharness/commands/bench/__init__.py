@@ -278,7 +278,7 @@ def bench(
         device=device,
         out=Path(out),
         processes=processes,
-        fleet=fleet(scheduler, gpu, insecure),
+        fleet=fleet(scheduler, gpu, insecure, device),
     )
     path, listener = store_path(store), run_listener(progress)
     answer = into_store.bench(options, path, listener)

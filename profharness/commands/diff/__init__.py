@@ -45,7 +45,7 @@ from profharness.commands.diff.compare import (
     find_sides,
     nothing_compared,
 )
-from profharness.errors import GateError, NotFoundError, UsageError, counted, join_few
+from profharness.errors import GateResult, NotFoundError, UsageError, counted, join_few
 from profharness.measurements.measurements import busy_text
 from profharness.program.changes import VERDICTS, EnvChange
 from profharness.program.layer_map import LayerRow
@@ -477,6 +477,13 @@ FailOn = Annotated[
         ),
     ),
 ]
+PASSED = {
+    MEMORY: "none needs more memory",
+    LAUNCHES: "none launches more kernels",
+    REFUSED: "none is newly refused",
+    BACKEND_CHANGED: "none changed its backend",
+}
+"""Maps each gate that is not a verdict to what it did not find if it passed."""
 Full = Annotated[
     bool,
     Option(
@@ -562,39 +569,16 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
 
 
 @gate(diff)
-def check(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> str | None:
-    """Return a summary of the comparison if the gate passes.
+def check(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> list[GateResult]:
+    """Return the result of each gate.
 
-    For programs, check the layers, and the kernels of the whole traces only if `full` is set. Raise
-    GateError if a row, cost or layer has a verdict in `fail_on`, or if a side lacks the data for
-    one of these verdicts.
+    A gate failed if a row, cost or layer has its verdict, or if a side lacks the data for it. For
+    programs, check the layers, and the kernels of the whole traces only if `full` is set.
     """
     found, sides = comparison
     if found.layers and not full:  # the document does not show the other kernels either
         found = replace(found, rows=())
-    verdicts = frozenset(split_names(fail_on))
-    empty = nothing_compared(found, sides, verdicts)
-    # Sorted, because the order of a set differs between processes.
-    name = f"--fail-on {','.join(sorted(verdicts))}"
-    lines = [
-        f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"
-        for row in found.fails(verdicts)
-    ]
-    lines += [
-        f"{row.config} {row.backend_candidate or ''} {row.what}: {cost_text(row)}"
-        for row in found.failing_costs(verdicts)
-    ]
-    lines += [
-        f"{row.name}: {'; '.join((layer_text(row), *row.reasons))}"
-        for row in found.failing_layers(verdicts)
-    ]
-    if lines:
-        lines += [empty] if empty else []
-        raise GateError(f"{name}: " + "\n  ".join(lines))
-    if empty and verdicts:
-        raise GateError(f"{name}: {empty}")
-    if not verdicts:
-        return None
+    place = " → ".join(side.name or side.label for side in sides)
     counts = [
         counted(count, noun)
         for count, noun in (
@@ -603,7 +587,28 @@ def check(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -
         )
         if count
     ]
-    return f"{name} matches nothing in {' and '.join(counts)}"
+    checked = f"{' and '.join(counts)} checked"
+    return [
+        GateResult(
+            f"--fail-on {name}",
+            place,
+            tuple(_findings(found, sides, name)),
+            f"{checked}, {PASSED.get(name, f'none is {name}')}",
+        )
+        for name in dict.fromkeys(split_names(fail_on))
+    ]
+
+
+def _findings(found: Diff, sides: tuple[Side, Side], verdict: str) -> Iterator[str]:
+    on = frozenset([verdict])
+    for row in found.fails(on):
+        yield f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"
+    for cost in found.failing_costs(on):
+        yield f"{cost.config} {cost.backend_candidate or ''} {cost.what}: {cost_text(cost)}"
+    for layer in found.failing_layers(on):
+        yield f"{layer.name}: {'; '.join((layer_text(layer), *layer.reasons))}"
+    if empty := nothing_compared(found, sides, on):
+        yield empty
 
 
 DECLARATION = declaration_of(diff)

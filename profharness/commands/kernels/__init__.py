@@ -40,7 +40,7 @@ from profharness.commands._types import (
 )
 from profharness.commands.kernels.tables import cell_notes, kernels_document, witness_document
 from profharness.commands.runs import warning_notes, with_warnings
-from profharness.errors import GateError, NotFoundError, UsageError
+from profharness.errors import GateResult, NotFoundError, UsageError, counted, join_and
 from profharness.files import shell_command
 from profharness.measurements.agreement import (
     EXPECTED,
@@ -280,18 +280,25 @@ def show(
 
 
 @gate(kernels)
-def check(found: KernelsFound, *, expect: Expected = (), run: RunOrConfigs = None) -> str | None:
-    """Raise GateError unless every cell ran one of the expected backends or families."""
+def check(
+    found: KernelsFound, *, expect: Expected = (), run: RunOrConfigs = None
+) -> list[GateResult]:
+    """Return one result, which failed unless every cell ran one of the expected backends or families."""
     expected = split_names(expect)
     if not expected:
-        return None
+        return []
     watched = {row.run for row in found.rows}
     # With `all`, skip the cells of runs without kernels.
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
-    names = ",".join(expected)
-    if failed := unmet_expectations(expected, found.rows, judged, found.names()):
-        raise GateError(f"--expect {names}: " + "\n  ".join(failed))
-    return f"--expect {names}"
+    names = found.names()
+    failed = unmet_expectations(expected, found.rows, judged, names)
+    ran = sum(cell.status == "ok" for cell in judged)
+    number = (
+        counted(ran, "cell") if ran else counted(len({row.range for row in found.rows}), "range")
+    )
+    passed = f"{number} checked, none ran on a backend other than {' or '.join(expected)}"
+    place = join_and([*dict.fromkeys(names.get(each, each) for each in sorted(watched))] or [""])
+    return [GateResult(f"--expect {','.join(expected)}", place, tuple(failed), passed)]
 
 
 def select(

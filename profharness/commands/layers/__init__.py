@@ -41,16 +41,15 @@ from profharness.commands.layers.by_gpu import (
 )
 from profharness.commands.layers.forecast_map import forecast_map
 from profharness.commands.layers.tables import layers_document
-from profharness.errors import GateError, NotFoundError, UsageError
+from profharness.errors import GateError, GateResult, NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.jobs.into_store import Listener, time_layers
 from profharness.program.gates import (
     BACKENDS,
     GATES,
     Gates,
-    check_gates,
+    gate_results,
     parse_gates,
-    passed_gates,
     require_recorded,
 )
 from profharness.program.layer_map import LayerMap, find_layers, replay_lines
@@ -374,19 +373,15 @@ def show(
 
 
 @gate(layers)
-def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> str | None:
-    """Raise GateError unless every run meets the gates. Return a summary of the passed gates."""
+def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> list[GateResult]:
+    """Return the result of each gate in each run.
+
+    Raise GateError if a run could not be checked.
+    """
     gates = parse_gates(fail_on, expect)
     if (fail_on or expect) and found.classes and (names := found.classes.left_out):
         raise GateError(f"cannot check the gates, because {left_out_text(names)}")
-    for each in found.maps:
-        check_gates(each, gates)
-    texts = [passed_gates(each, gates) for each in found.maps]
-    if len(texts) > 1:
-        texts = [
-            text and f"{each.name}: {text}" for each, text in zip(found.maps, texts, strict=True)
-        ]
-    return "; ".join(filter(None, texts)) or None
+    return [result for each in found.maps for result in gate_results(each, gates)]
 
 
 def _show_several(

@@ -19,7 +19,7 @@ from profharness.commands._types import (
 )
 from profharness.commands.ranks.answer import LABELS_SHOWN, ranks_answer
 from profharness.commands.ranks.comparison import CODES, RankComparison, RankFigures
-from profharness.errors import GateError, counted, join_few
+from profharness.errors import GateResult, counted, join_few
 from profharness.render.document import (
     Block,
     Document,
@@ -176,15 +176,22 @@ def _summary(answer: RankComparison) -> str:
 
 
 @gate(ranks)
-def check(answer: RankComparison, *, fail_on: FailOn = ()) -> str | None:
-    """Raise GateError if there is a finding that --fail-on names. Return a summary of the check."""
-    gates = split_names(fail_on)
-    met = [each for each in answer.findings if each.code in gates or ANY in gates]
-    if met:
-        lines = [f"{each.code}: {', '.join(each.ranks)}: {each.sentence}" for each in met]
-        raise GateError(f"--fail-on {','.join(gates)}: " + "\n  ".join(lines))
-    found = "finding" if ANY in gates else " or ".join(gates)
-    return f"no {found} among {len(answer.rows):,} ranks" if gates else None
+def check(answer: RankComparison, *, fail_on: FailOn = ()) -> list[GateResult]:
+    """Return the result of each gate."""
+    return [
+        GateResult(
+            f"--fail-on {name}",
+            counted(len(answer.rows), "rank"),
+            tuple(
+                f"{'' if each.code == name else f'{each.code}: '}{', '.join(each.ranks)}: "
+                f"{each.sentence}"
+                for each in answer.findings
+                if name in (each.code, ANY)
+            ),
+            f"{counted(len(answer.rows), 'rank')} checked, none has this finding",
+        )
+        for name in split_names(fail_on)
+    ]
 
 
 DECLARATION = declaration_of(ranks)
