@@ -673,9 +673,8 @@ def test_a_note_beside_the_charts_explains_missing_marks(captured: Path) -> None
 def test_the_answer_tells_once_that_auto_is_fine(captured: Path) -> None:
     """Bug: three sentences of the answer said that no backend is faster than auto."""
     told = [text for text in report(captured).answer if re.search(r"\bauto\b", text)]
-    assert told == [
-        "auto already runs the fastest backend: cudnn on 3 of 4 configs and flash on 1."
-    ]
+    assert len(told) == 1
+    assert told[0].startswith("auto already runs the fastest backend: cudnn on 3 of 4 configs")
 
 
 def test_the_heading_of_advice_says_what_to_change_and_what_it_saves(tmp_path: Path) -> None:
