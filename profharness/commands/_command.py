@@ -34,6 +34,7 @@ from profharness.commands._runs import separate
 from profharness.commands._types import store_path
 from profharness.errors import GateResult, Interrupted, require_passed
 from profharness.render.document import Document
+from profharness.store.names import typed_names
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -165,7 +166,7 @@ class Declaration:
         parameters = (*self.parameters, *self.shown_parameters)
         given = self.with_separate_arguments(given)
         values = {each.name: each.value(given) for each in parameters}
-        with on_terminal():
+        with on_terminal(), typed_names():
             self.check_values(given | values)
             values = self.with_runs(values)
             try:
@@ -217,8 +218,9 @@ def command(
             bound = inspect.signature(function).bind(*arguments, **named)
             bound.arguments = declaration.with_separate_arguments(bound.arguments)
             declaration.check_values(bound.arguments)
-            bound.arguments = declaration.with_runs(bound.arguments)
-            return frame(function(*bound.args, **bound.kwargs))
+            with typed_names():
+                bound.arguments = declaration.with_runs(bound.arguments)
+                return frame(function(*bound.args, **bound.kwargs))
 
         call.declaration = declaration  # type: ignore[attr-defined]
         if frame is not as_is:  # help() shows the type that callers get

@@ -35,6 +35,7 @@ from profharness.errors import (
 )
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import ALL_RUNS, LATEST, open_store
+from profharness.store.names import name_as_typed
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -265,12 +266,12 @@ def _ingest_all(sources: list[Path], store: Path, found: dict[str, Path | None])
 def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> IngestResult:
     """Ingest a trace file or run folder unless the store has its content. Return the stored run.
 
-    If the store has the same trace under another name, rename the stored run, unless the run is in
-    `found`. Raise TraceFormatError if the source cannot be read, and StoreError if the store cannot
-    be written.
+    If the store has the same trace under another name, the output of this command names it by
+    `source`, unless the run is in `found`. Raise TraceFormatError if the source cannot be read, and
+    StoreError if the store cannot be written.
     """
     # imported here because only a run that is given as a path needs the readers of traces
-    from profharness.store.ingest import ingest_source, rename_trace, require_stored, unchanged
+    from profharness.store.ingest import add_rank, ingest_source, require_stored, unchanged
     from profharness.store.schema import Writer
     from profharness.store.sources import read_source
 
@@ -281,13 +282,9 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
             named = opened.path_of(known.run) if known else ""
         if known is not None:
             if known.run not in found and named and not _is_same(Path(named), source):
+                name_as_typed(known.run, printable_path(source))
                 with closing(Writer(store)) as writer, contextlib.suppress(StoreError):
-                    rename_trace(writer(), known.run, read)
-                    hint(
-                        f"note: {printable_path(source)} has the same content as the stored "
-                        f"{printable_path(Path(named).name)}; the run is now named "
-                        f"{printable_path(source.name)}"
-                    )
+                    add_rank(writer(), known.run, read.raws[0].name)
             return known
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)

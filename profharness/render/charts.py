@@ -49,6 +49,10 @@ TIME_LABEL = (
 TERA_LABEL = "format(datum.value / 1e12, '~g')"  # the text of a tick on an axis in FLOP/s
 MOST_DECADES = 4  # maximum number of powers of 10 on an axis that also has ticks at 2 and 5
 APART = {"labelOverlap": "greedy", "labelSeparation": 8}  # hides labels of ticks that would collide
+DECADE = 60  # height of a power of 10 in a roofline chart in pixels
+MOST_COLUMNS = (
+    8  # maximum number of intensities in a roofline chart that are named by their configs
+)
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 LABEL_LETTERS, NARROW_LETTERS = 46, 20  # maximum number of letters in a line of a label
@@ -416,7 +420,15 @@ def _roofline(chart: Chart) -> Any:
         for x in (ends[0], roof.flops_per_s / roof.bytes_per_s, ends[1])
     ]
     ys = [row["y"] for row in (*rows, *roofs)]
-    tall = (min(ys) / 2, max(ys) * 2) if ys else (1e9, 1e15)
+    low, high = (min(ys) / 2, max(ys) * 2) if ys else (1e9, 1e15)
+    # If the marks of a config have the same intensity, they differ by the shape of their backend.
+    labels = {row["label"] for row in rows}
+    in_place = len(labels) == len({(row["label"], row["x"]) for row in rows})
+    columns = _columns(chart) if in_place else []
+    space = len(columns) * TEXT_HEIGHT
+    height = DECADE * math.log10(high / low) + space  # the names of the configs are below the marks
+    bottom = low * (low / high) ** (space / (height - space))
+    tall = (bottom, high)
     axes = {
         "x": _log("X", "x", chart.x_title or "FLOP per byte", ends=ends),
         "y": _log("Y", "y", chart.y_title or FLOPS, ends=tall),
@@ -428,12 +440,52 @@ def _roofline(chart: Chart) -> Any:
         .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
         .encode(**axes, text="roof:N")
     )
-    # If the marks of a config have the same intensity, they differ by the shape of their backend.
-    labels = {row["label"] for row in rows}
-    in_place = len(labels) == len({(row["label"], row["x"]) for row in rows})
     shape = _backend_shape(chart) if in_place else _config_shape(chart)
     points = _points(chart, alt.Chart(DATA).encode(**axes), 60, growth=25, shape=shape)
-    return alt.layer(lines, texts, points).properties(width=WIDTH, height=400)
+    middle = math.sqrt(ends[0] * ends[1])
+    names = _column_layers(columns, axes, middle, lambda part: bottom * (low / bottom) ** part)
+    return alt.layer(lines, texts, *names, points).properties(width=WIDTH, height=round(height))
+
+
+def _columns(chart: Chart) -> list[tuple[float, float, str]]:
+    """Return the intensity, the highest rate and the configs of each column of marks in a roofline.
+
+    Return an empty list if there are too many columns for texts.
+    """
+    columns: dict[float, list[dict[str, Any]]] = {}
+    for row in sorted(chart.plain_rows(), key=lambda row: row["x"]):
+        if row["label"]:
+            columns.setdefault(row["x"], []).append(row)
+    if len(columns) > MOST_COLUMNS:
+        return []
+    return [
+        (x, max(row["y"] for row in rows), ", ".join(dict.fromkeys(row["label"] for row in rows)))
+        for x, rows in columns.items()
+    ]
+
+
+def _column_layers(
+    columns: Sequence[tuple[float, float, str]],
+    axes: dict[str, Any],
+    middle: float,
+    rate_at: Callable[[float], float],
+) -> Iterator[Any]:
+    """Yield the name of each column of marks below the marks, and a dotted line up to the marks.
+
+    `rate_at` converts a share of the space for names to a rate on the y axis.
+    """
+    left = sum(x <= middle for x, *_ in columns)
+    for number, (x, top, name) in enumerate(columns):
+        # A column nearer to the middle is named higher, so that its line crosses no other name.
+        line = number if x <= middle else left + len(columns) - 1 - number
+        y = rate_at((line + 0.5) / len(columns))
+        base = alt.Chart(alt.Data(values=[{"x": x, "y": y, "top": top, "name": name}]))
+        base = base.encode(**axes)
+        align, shift = ("left", 5) if x <= middle else ("right", -5)
+        rule = base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False)
+        yield rule.encode(y2="top:Q")
+        text = base.mark_text(color=INK, align=align, dx=shift, fontSize=11, aria=False)
+        yield text.encode(text="name:N")
 
 
 def _config_shape(chart: Chart) -> Any:

@@ -342,27 +342,15 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     )
 
 
-def rename_trace(connection: sqlite3.Connection, run: str, source: Source) -> None:
-    """Name a run made from a trace after another source with the same content."""
-    file = source.raws[0].name
+def add_rank(connection: sqlite3.Connection, run: str, file: str) -> None:
+    """Store the rank in the name of a copy of a trace, unless the rank of the run is known."""
     named, _ = split_rank({}, file)
-    values = {
-        "run": run,
-        "rank": named["rank"],
-        "path": printable_path(source.path),
-        "file": file,
-    }
-    with transaction(connection):
-        connection.execute(
-            "UPDATE traces SET path = :file WHERE run_id = "
-            "(SELECT id FROM runs WHERE run = :run AND source = 'trace')",
-            values,
-        )
-        connection.execute(
-            "UPDATE runs SET path = :path, rank = coalesce(rank, :rank) "
-            "WHERE run = :run AND source = 'trace'",
-            values,
-        )
+    if named["rank"] is not None:
+        with transaction(connection):
+            connection.execute(
+                "UPDATE runs SET rank = ? WHERE run = ? AND source = 'trace' AND rank IS NULL",
+                (named["rank"], run),
+            )
 
 
 def _hashes(source: Source) -> dict[str, str]:

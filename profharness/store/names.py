@@ -7,12 +7,16 @@ another name.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 TRACE = "trace"  # the source of a run that was made from a trace file
+
+_TYPED: ContextVar[Mapping[str, str]] = ContextVar("typed", default={})  # noqa: B039 # never changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,26 @@ def name_runs(runs: Iterable[StoredRun]) -> dict[str, str]:
     for path, run in newest.items():
         names[run] = next((ending for ending in _endings(path) if count[ending] == 1), path)
     return names
+
+
+@contextlib.contextmanager
+def typed_names() -> Iterator[None]:
+    """Forget the calls of `name_as_typed` at the end of a command."""
+    token = _TYPED.set(_TYPED.get())
+    try:
+        yield
+    finally:
+        _TYPED.reset(token)
+
+
+def name_as_typed(run: str, path: str) -> None:
+    """Let the output of this command name a stored run by the file or folder that the user typed."""
+    _TYPED.set({**_TYPED.get(), run: path})
+
+
+def typed_path(run: str, path: str) -> str:
+    """Return the file or folder that the user typed for a run, by default the stored `path`."""
+    return _TYPED.get().get(run, path)
 
 
 def match_path(text: str, runs: Iterable[StoredRun]) -> list[str]:

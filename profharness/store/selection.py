@@ -10,7 +10,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from profharness.errors import (
 )
 from profharness.files import shell_command
 from profharness.rows import LAUNCH_PROFILERS
-from profharness.store.names import StoredRun, match_path, name_runs, newest_of
+from profharness.store.names import StoredRun, match_path, name_runs, newest_of, typed_path
 from profharness.store.tables import records
 
 Need = Literal[
@@ -149,8 +149,16 @@ class RunFinder:
         raise UnknownNameError(f"no run {ref!r} in {self.path}; {there}")
 
     def run_name(self, run: str) -> str:
-        """Return the name of a run, as `name_runs` chooses it."""
-        return name_runs(self.stored_runs()).get(run, run)  # another process may have deleted it
+        """Return the name of a run in the output of this command."""
+        return self.run_names().get(run, run)  # another process may have deleted it
+
+    def run_names(self) -> dict[str, str]:
+        """Return the names of all runs, as `name_runs` chooses them.
+
+        A run that the user typed as a file or folder is named by the typed path in this command.
+        """
+        runs = self.stored_runs()
+        return name_runs(replace(each, path=typed_path(each.run, each.path)) for each in runs)
 
     def path_of(self, run: str) -> str:
         """Return the file or folder from which a run was ingested, or "" if it is not stored."""
@@ -162,11 +170,10 @@ class RunFinder:
 
         Return the name of the run, or the id if another file in the working folder has this name.
         """
-        runs = self.stored_runs()
-        name = name_runs(runs).get(run, run)
+        name = self.run_name(run)
         if name == run or not Path(name).exists():
             return name
-        path = Path(self.path_of(run))
+        path = Path(typed_path(run, self.path_of(run)))
         return name if path.exists() and path.samefile(name) else run
 
     def has(self, run: str, need: Need) -> bool:

@@ -560,7 +560,7 @@ def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
     (chart,) = [
         block
         for block in bench_document(answer_again(tmp_path)).blocks
-        if isinstance(block, Chart) and block.title.startswith("Latency over head_dim")
+        if isinstance(block, Chart) and block.title.startswith("Time per call over head_dim")
     ]
     assert [text for _, text in chart.marks] == ["flash ends"]
 
@@ -602,17 +602,17 @@ def test_statements_and_charts_of_each_axis_are_shown(swept: BenchResult) -> Non
     assert "sequence length b2-h4-d64-fp16: efficient overtakes flash" in text
     assert "batch h4-s512-d64-fp16: " in text
     charts = {block.title: block for block in document.blocks if isinstance(block, Chart)}
-    latency = charts["Latency over sequence length, b2-h4-d64-fp16 (graph)"]
+    latency = charts["Time per call over sequence length, b2-h4-d64-fp16 (graph)"]
     assert [text for _, text in latency.marks] == ["efficient overtakes flash"]
     rates = charts["TFLOP/s over sequence length, b2-h4-d64-fp16 (graph)"]
     assert list(rates.marks) == [
         (1024, "auto 15.0x per FLOP vs 512"),
         (1024, "math 3.33x per FLOP vs 512"),
     ]
-    assert "Latency over batch, h4-s512-d64-fp16 (graph)" in charts
+    assert "Time per call over batch, h4-s512-d64-fp16 (graph)" in charts
     memory = charts["Peak memory over sequence length, b2-h4-d64-fp16 (PyTorch's allocator)"]
     assert {row["backend"] for row in memory.rows} == {"flash", "math"}
-    assert charts["Latency by dtype (graph)"].kind == "dumbbell"
+    assert charts["Time per call by dtype (graph)"].kind == "dumbbell"
     assert document.extra["axes"][0]["axis"] == "batch"
     assert document.extra["dtypes"][0]["counts"]["same"] == 1
 

@@ -179,6 +179,18 @@ def test_both_themes_are_read_and_the_button_wins(report: Any) -> None:
     assert report.execute_script(background) == "rgb(20, 23, 28)"
 
 
+def test_a_phone_wraps_code(new_browser: Any, tmp_path: Path) -> None:
+    """Bug: the edge of a phone cut lines of code, which only scrolled."""
+    page = tmp_path / "page.html"
+    code = Code("out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)\n" + "x" * 200)
+    page.write_text(render_html(Document("t/1", "t", (code,), (), ())))
+    phone = new_browser(390, 844)
+    phone.get(page.as_uri())
+    sizes = "const pre = document.querySelector('pre'); return [pre.clientWidth, pre.scrollWidth]"
+    outer, inner = phone.execute_script(sizes)
+    assert inner <= outer <= 390
+
+
 def test_a_phone_scrolls_neither_tables_nor_the_page(new_browser: Any, report_page: Path) -> None:
     phone = new_browser(390, 844)
     phone.get(report_page.as_uri())

@@ -299,20 +299,33 @@ def test_a_copy_of_a_stored_trace_is_shown_under_the_name_that_was_given(folder:
     """Bug: the second name of a file was ignored, and headings named the first."""
     shutil.copy(folder / "trace.json.gz", folder / "rank3.json.gz")
     assert "run trace.json.gz" in invoke(folder, "layers", "trace.json.gz").stdout
-    renamed = invoke(folder, "layers", "rank3.json.gz")
-    assert "run rank3.json.gz" in renamed.stdout
-    assert (
-        "has the same content as the stored trace.json.gz; the run is now named" in renamed.stderr
-    )
-    assert "run rank3.json.gz" in invoke(folder, "layers").stdout
-    assert stored(folder) == ["rank3.json.gz"]
+    copied = invoke(folder, "layers", "rank3.json.gz")
+    assert "run rank3.json.gz" in copied.stdout
+    assert "rank3" not in copied.stderr and "trace.json.gz" not in copied.stdout + copied.stderr
+    assert "run trace.json.gz" in invoke(folder, "layers").stdout
+    assert stored(folder) == ["trace.json.gz"]
     done = invoke(folder, "diff", "trace.json.gz", "rank3.json.gz")
     assert done.stderr.endswith("warning: both sides have the same content: rank3.json.gz\n")
     (folder / "trace.json.gz").unlink()
     assert "run rank3.json.gz" in invoke(folder, "layers", "rank3.json.gz").stdout
     with open_store(folder / "profharness.db") as store:
         (run,) = store.runs()
-        assert run.rank == 3 and store.run_name(run.run) == "rank3.json.gz"
+        assert run.rank == 3 and store.run_name(run.run) == "trace.json.gz"
+
+
+def test_the_file_of_a_folder_does_not_rename_the_run(folder: Path) -> None:
+    """Bug: each reading renamed the stored run to the folder or to the file, and printed a note."""
+    both = "graph", "graph/decode.json.gz"
+    shutil.copytree(TRACES / "serving/graph", folder / "graph")
+    for text in (*both, *both):
+        done = invoke(folder, "layers", text)
+        assert f"run {Path(text).name} " in done.stdout
+        assert "note" not in done.stderr and stored(folder) == ["graph"]
+        (row, *_) = json.loads(invoke(folder, "layers", text, "--format", "json").stdout)["rows"]
+        assert row["run_name"] == Path(text).name
+    shutil.rmtree(folder / "graph")
+    for name in ("graph", "decode.json.gz"):
+        assert "run graph " in invoke(folder, "layers", name).stdout
 
 
 def test_an_error_names_the_configs_of_the_run(folder: Path) -> None:

@@ -308,6 +308,24 @@ def test_a_roofline_shows_the_backends_of_a_config_at_their_intensity() -> None:
     assert len({shape for *_, shape in marks}) == 3  # one shape per backend
 
 
+def test_a_roofline_names_its_configs_and_is_as_tall_as_its_data() -> None:
+    """Bug: configs were only in tooltips, and a chart of any range was 400 pixels tall."""
+    rows = tuple(
+        {"x": x, "y": y, "backend": "flash", "config": config}
+        for config, x, y in (("b1-s1", 4.0, 1e13), ("b1-s512", 256.0, 2e14), ("b1-s9", 256.0, 1e14))
+    )
+    chart = Chart("roofline", "t", rows, "x", "y", "backend", label="config")
+    chart = replace(chart, roofs=SAMPLES["roofline"].roofs)
+    for narrow in (False, True):
+        svg = draw_svg(chart, narrow=narrow)
+        assert ">b1-s1</text>" in svg and ">b1-s512, b1-s9</text>" in svg
+    low, tall = (
+        altair_chart(replace(chart, rows=(*rows, {**rows[0], "y": y}))).to_dict(validate=False)
+        for y in (1e13, 1e10)
+    )
+    assert low["height"] < 250 and low["height"] + 150 < tall["height"]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "ends"),
     [(9.25, 33.9, (5, 50)), (11.7, 815, (10, 1000)), (10, 10, (10, 20)), (0.3, 0.4, (0.2, 0.5))],

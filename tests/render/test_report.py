@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -104,7 +105,14 @@ def invoke(*args: object) -> Result:
 def test_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
-        *("Latency", "Selection map", "Top kernels", "Cells", "All latencies", "Disagreements"),
+        *(
+            "Time per call",
+            "Selection map",
+            "Top kernels",
+            "Cells",
+            "All times per call",
+            "Disagreements",
+        ),
         *("Steps of math", "All kernels", "Compared with the atlas", "Device", "Environment"),
         "What the words mean",
     ]
@@ -124,7 +132,9 @@ def test_the_charts_name_the_measurement_of_the_answer(captured: Path) -> None:
     """Bug: `Medians of 30 cold calls` above charts titled `(graph)`."""
     document = report(captured)
     assert any("cold calls" in sentence for sentence in document.answer)
-    titles = [title for title in charts(document) if title.startswith(("Latency by", "Roofline"))]
+    titles = [
+        title for title in charts(document) if title.startswith(("Time per call by", "Roofline"))
+    ]
     assert titles and all("(cold calls)" in title for title in titles)
 
 
@@ -211,7 +221,7 @@ def test_records_contain_every_cell_and_json_the_rest(captured: Path) -> None:
 def test_sweep_is_drawn_as_lines(swept: Path) -> None:
     document = report(swept)
     found = charts(document)
-    (latency,) = [each for title, each in found.items() if title.startswith("Latency")]
+    (latency,) = [each for title, each in found.items() if title.startswith("Time per call")]
     assert latency.kind == "lines"
     points = {(row["seq_len"], row["backend"]): row["µs"] for row in latency.rows}
     assert points[512, "flash"] == pytest.approx(16.003)
@@ -611,14 +621,16 @@ def test_a_bench_of_kernels_names_the_fastest_backend_and_draws_it(tmp_path: Pat
     ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "serving_bench")
     document = report(tmp_path / "s.db")
     assert document.answer[0].startswith("flashinfer-fa3 is the fastest on 1 of 2 configs")
-    assert "Latency by config and backend (kernel times)" in charts(document)
+    assert "Time per call by config and backend (kernel times)" in charts(document)
 
 
 def test_the_latencies_of_a_capture_need_no_unfolding(tmp_path: Path) -> None:
     ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "h200-torch2.11")
     document = report(tmp_path / "s.db")
     blocks = list(document.blocks)
-    start = next(at for at, each in enumerate(blocks) if getattr(each, "text", "") == "Latency")
+    start = next(
+        at for at, each in enumerate(blocks) if getattr(each, "text", "") == "Time per call"
+    )
     table = next(each for each in blocks[start:] if isinstance(each, Table))
     assert [column.key for column in table.columns][-1] == "regret"
     assert len(table.rows) == 20
@@ -646,6 +658,39 @@ def test_a_capture_does_not_rank_all_disabled(tmp_path: Path) -> None:
     ]
 
 
+def test_a_note_beside_the_charts_explains_missing_marks(captured: Path) -> None:
+    """Bug: only folded sections told that efficient and cudnn have no marks for some configs."""
+    blocks = list(report(captured).blocks)
+    (at,) = [at for at, each in enumerate(blocks) if getattr(each, "label", "") == "Refused:"]
+    chart, note = blocks[at - 1], blocks[at]
+    assert isinstance(chart, Chart) and chart.kind == "dots" and isinstance(note, Note)
+    assert note.text.startswith(
+        "efficient on 2 configs (For dense input, both fused kernels require"
+    )
+    assert note.text.endswith("; cudnn on 1 config (head_dim should be a multiple of 8).")
+
+
+def test_the_answer_tells_once_that_auto_is_fine(captured: Path) -> None:
+    """Bug: three sentences of the answer said that no backend is faster than auto."""
+    told = [text for text in report(captured).answer if re.search(r"\bauto\b", text)]
+    assert len(told) == 1
+    assert told[0].startswith("auto already runs the fastest backend: cudnn on 3 of 4 configs")
+
+
+def test_the_heading_of_advice_says_what_to_change_and_what_it_saves(tmp_path: Path) -> None:
+    """Bug: the label of the advice was the config."""
+    models = Path(__file__).parents[2] / "traces" / "models"
+    ingest_path(tmp_path / "s.db", models / "bert_fp32.json.gz")
+    blocks = list(report(tmp_path / "s.db").blocks)
+    at = next(at for at, each in enumerate(blocks) if getattr(each, "text", "") == "Advice")
+    heading, code = blocks[at + 1 : at + 3]
+    assert isinstance(heading, Heading) and isinstance(code, Code)
+    assert heading.text.startswith(
+        "To run cudnn, compute in bf16 instead of fp32: predicted to save"
+    )
+    assert "per step" in heading.text and heading.detail.startswith("b8-h12-s384")
+
+
 def test_the_mean_of_several_steps_is_called_so(tmp_path: Path) -> None:
     """Bug: the bar had the mean without saying so, above a table that began with the median."""
     ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "serving/eager.json.gz")
@@ -660,7 +705,7 @@ def test_the_mean_of_several_steps_is_called_so(tmp_path: Path) -> None:
 
 
 def test_a_terminal_has_no_headings_of_charts(tmp_path: Path) -> None:
-    """Bug: `The steps compared` and `Latency` stood above nothing."""
+    """Bug: `The steps compared` and `Time per call` stood above nothing."""
     models = Path(__file__).parents[2] / "traces" / "models"
     for name in ("llama_eager", "llama_prefill"):
         ingest_path(tmp_path / "s.db", models / f"{name}.json.gz")
@@ -689,12 +734,13 @@ def test_a_report_on_many_programs_begins_with_their_overview(tmp_path: Path) ->
 def test_the_answer_on_a_capture_has_the_verdict_on_auto(tmp_path: Path) -> None:
     """Bug: only the folded details said that no change is necessary."""
     ingest_path(tmp_path / "s.db", Path(__file__).parents[2] / "traces" / "h200-torch2.11")
-    answer = " ".join(report(tmp_path / "s.db").answer)
-    assert "no backend is significantly faster than auto" in answer
-    assert "No change is necessary." in answer
+    document = report(tmp_path / "s.db")
+    answer = " ".join(document.answer)
+    assert "auto already runs the fastest backend" in answer
     # Bug: the answer stood above a table with 1.07x for auto.
+    start = next(at for at, each in enumerate(document.blocks) if isinstance(each, Table))
     assert (
         "On 4 configs, auto ran the same kernels as the fastest backend, so the differences between "
         "their times (up to 1.07x) are noise between measurements."
-    ) in answer
+    ) in [getattr(each, "text", "") for each in document.blocks[start : start + 3]]
     assert "the fastest backend is limited by latency" in answer

@@ -273,7 +273,7 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
     counts = Counter(row["pair"] for row in rows)
     pairs = [pair for pair, count in counts.items() if count > 1][:SHOWN_PAIRS]
     if shown := tuple(row for row in rows if row["pair"] in pairs):
-        title = f"Latency by dtype ({answer.ranking})"
+        title = f"Time per call by dtype ({answer.ranking})"
         yield Chart("dumbbell", title, shown, "µs", "pair", "dtype", "µs", label="label")
 
 
@@ -521,12 +521,18 @@ def latency_charts(
             row |= {"low": low and low / 1e3, "high": high and high / 1e3}
             rows.append(row)
     charts = sweep_charts(
-        rows, "Latency", "µs", measurement, axes=axes, found=found, events=("crossover", "end")
+        rows,
+        "Time per call",
+        "µs",
+        measurement,
+        axes=axes,
+        found=found,
+        events=("crossover", "end"),
     )
     swept = {row["label"] for chart in charts for row in chart.rows}
     points = tuple(row for row in rows if row["label"] not in swept)
     if points:
-        title = f"Latency by config and backend ({measurement})"
+        title = f"Time per call by config and backend ({measurement})"
         keys = ("µs", "label", "backend", "µs")
         charts.append(Chart("dots", title, points, *keys, low="low", high="high"))
     return charts
@@ -553,9 +559,7 @@ def roofline_chart(
     merged = tuple(Roof("; ".join(names), *key) for key, names in labels.items())
     if not rows or not merged:
         return []
-    # marks with equal intensities would cover each other
-    told = f"{caption} The marks of a config are spread around its intensity.".strip()
-    keys = ("intensity", "flops_per_s", "backend", x_title, FLOPS, told)
+    keys = ("intensity", "flops_per_s", "backend", x_title, FLOPS, caption)
     return [Chart("roofline", title, tuple(rows), *keys, roofs=merged, label="label")]
 
 

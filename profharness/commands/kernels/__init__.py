@@ -58,7 +58,6 @@ from profharness.store import (
     open_store,
     to_frame,
 )
-from profharness.store.names import name_runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -161,7 +160,7 @@ class KernelsFound:
         if self.store is None:
             return {}
         with open_store(self.store) as opened:
-            return name_runs(opened.stored_runs())
+            return opened.run_names()
 
 
 def _to_frame(found: KernelsFound) -> pd.DataFrame:

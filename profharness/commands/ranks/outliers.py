@@ -31,7 +31,6 @@ from profharness.errors import NotFoundError, UsageError, counted, join_few, per
 from profharness.program.changes import environment_changes
 from profharness.rows import RankKernel, RankLaunches, RankRow
 from profharness.stats import THRESHOLD
-from profharness.store.names import name_runs
 from profharness.store.ranks import rank_launches, rank_rows
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, COLLECTIVE
 from profharness.units import as_long, share_text
@@ -185,7 +184,7 @@ def compare_ranks(
             codes.setdefault(label, []).append(finding.code)
     ratios = np.array([row.ratio for row in rows if row.ratio is not None])
     hosts = {rank.host_key for rank in ranks}
-    names = name_runs(store.stored_runs())
+    names = store.run_names()
     return RankComparison(
         rows=tuple(
             replace(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
 from profharness.attention.config import ALL_DISABLED, AUTO, SDPA_BACKENDS, parse_config
+from profharness.attention.dispatch.by_rule import condition
 from profharness.columns import Column, column, pick
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
@@ -357,8 +358,10 @@ def _run_blocks(
         # The answer of `bench` already tells notable losses.
         notable = any(loss.real and loss.regret > NOTABLE_LOSS for loss in evaluated.losses)
         limits = _limits(store, run, cells, kernels, evaluated)
-        summary = [*sentences, *(verdict if notable else ()), *broken]
-        sentences = [first, *(() if notable else verdict), *limits, *others]
+        # The answer of `bench` also tells that no backend is faster than auto.
+        enough = notable or not any(loss.real for loss in evaluated.losses)
+        summary = [*sentences, *(verdict if enough else ()), *broken]
+        sentences = [first, *(() if enough else verdict), *limits, *others]
     else:
         sentences = [*sentences, *broken]
     blocks: list[Block] = [Heading("Problems")] if problems else []
@@ -396,14 +399,18 @@ def _run_blocks(
             if row.median_ns is not None
         ]
         drawn += latency_charts(medians, measured)
+        drawn += _refused(cells) if drawn else []
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
         # The document of `bench` has this table too.
         if not bench:
             drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
+            drawn += map(Note, _noise_of_auto(evaluated.losses))
             if any(row.backend == ALL_DISABLED for row in evaluated.figures()):
                 drawn.append(Note(NOT_RANKED, ALL_DISABLED))
     blocks += (
-        [Heading("Latency", basis_detail(evaluated.ranking)), *drawn] if evaluated and drawn else []
+        [Heading("Time per call", basis_detail(evaluated.ranking)), *drawn]
+        if evaluated and drawn
+        else []
     )
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
@@ -509,7 +516,7 @@ def diff_blocks(diff: Diff) -> list[Block]:
     blocks: list[Block] = [Heading("What changed")]
     if points:
         caption = "baseline: {}; candidate: {}".format(*diff.names)
-        title = "Latency of a call in the baseline and in the candidate"
+        title = "Time per call in the baseline and in the candidate"
         axes = ("µs", "call", "side", "µs")
         blocks.append(Chart("dumbbell", title, points, *axes, caption=caption))
     return [*blocks, *_deeper(diff_document(diff, changed_first=True).blocks)]
@@ -551,13 +558,28 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     yield Table.of(CELL_COLUMNS, rows)
 
 
+def _refused(cells: Sequence[CellRow]) -> list[Block]:
+    """Return a note on the backends that have no marks in a chart because PyTorch refuses them."""
+    backends: dict[str, list[CellRow]] = {}
+    for cell in cells:
+        if cell.status == "refused" and cell.backend != ALL_DISABLED:
+            backends.setdefault(cell.backend, []).append(cell)
+    parts = []
+    for backend, own in backends.items():
+        why = dict.fromkeys(condition(each) for cell in own for each in decisive(cell.refusals))
+        part = f"{backend} on {_count(len(own), 'config')}"
+        parts.append(f"{part} ({'; '.join(why)})" if why else part)
+    return [Note(f"{'; '.join(parts)}.", "Refused:")] if parts else []
+
+
 def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> list[Block]:
     """Return a table of the latencies of cells under a heading, or no blocks."""
     tables = _latency_tables(cells, evaluated, CALL_MEASUREMENTS)
     return (
         [
             Heading(
-                "All latencies", "computed from raw samples that were measured without a profiler"
+                "All times per call",
+                "computed from raw samples that were measured without a profiler",
             ),
             *tables,
         ]

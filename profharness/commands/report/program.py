@@ -413,20 +413,13 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
         if code := codes.pop(text, ""):
             blocks.append(Code(code))
     told = {text for _, text in notes}
-    for number, (answer, way) in enumerate(faster_ways(explained)):
+    for answer, way in faster_ways(explained):
         told.add(_key(way))
-        # The answer of `layers` tells the first change.
-        text = faster_text(layers, answer, way) if number else _label(way)
-        code = way.advice.code
-        blocks += [Note(text, answer.config), *([Code(code)] if code else [])]
+        text, code = faster_text(layers, answer, way).rstrip("."), way.advice.code
+        blocks += [Heading(text, answer.config, level=3), *([Code(code)] if code else [])]
     blocks += _other_changes(explained, told)
     head = [Heading("Advice")] if blocks else []
     return ProgramAdvice(tuple(reasons), (*head, *blocks))
-
-
-def _label(way: Way) -> str:
-    """Return a label for the code of a change that the answer describes."""
-    return "For the change:" if way.side.eligible else f"To run {way.backend}:"
 
 
 def _key(way: Way) -> str:

@@ -118,7 +118,7 @@ QUERIES: dict[str, tuple[str, str, str]] = {
         LIMIT 1000""",
     ),
     "latency": (
-        "Latency by config and backend",
+        "Time per call by config and backend",
         "The median time of each measurement in µs. The measurements ran without a profiler.",
         """SELECT run, config, backend, status, round(graph_median_ns / 1000.0, 2) AS graph_us,
             round(event_median_ns / 1000.0, 2) AS event_us,
