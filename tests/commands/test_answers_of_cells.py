@@ -178,8 +178,7 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
     none = ("--store", tmp_path / "none.db")
     assert answer(*words, *none) == [
         "PyTorch 2.13 is predicted to run cudnn on an H100, its first choice.",
-        "efficient and math could also run; PyTorch refuses flash (Flash Attention does not "
-        "support non-null attn_mask).",
+        "efficient and math could also run; PyTorch refuses flash (attn_mask is not supported).",
         "To run flash: if the mask is lower triangular, pass is_causal=True instead of attn_mask; then "
         "select flash with sdpa_kernel, because auto would choose cudnn (code below).",
     ]  # fmt: skip
