@@ -343,6 +343,6 @@ def test_a_shared_finding_says_what_to_do_and_then_names_the_cells(store: Path) 
     assert (
         "No kernel runs during at least 21.1 to 34.6 % of a call of 11.7 to 137 µs. Capture the call into a "
         "CUDA graph, or compile the model with mode='reduce-overhead'. At most 1.53 times as fast. "
-        "Cells: auto on 3 configs; flash, cudnn on 2 configs; math on 1 config."
+        "Applies to 8 cells: auto on 3 configs; flash and cudnn on 2 configs each; math on 1 config."
     ) in shown
     assert "(7 of the 17 cells that ran, without all-disabled)" in shown
