@@ -809,7 +809,7 @@ def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[S
             growth = _growths(lines) if axis is LENGTH else ()
             sweep = Sweep(
                 *(axis.key, axis.title, name, tuple(group), tuple(group.values())),
-                *(events, _statement(rivals, events), growth),
+                *(events, _statement(rivals, events, ran), growth),
             )
             found.append(sweep)
     return tuple(found)
@@ -923,7 +923,7 @@ SHOWN_EVENTS = 4
 SUMMIT = 1.05
 
 
-def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
+def _statement(rivals: Lines, events: Sequence[AxisEvent], ran: Ran) -> str:
     leaders = _leaders(rivals)
     values = list(leaders)
     crossings = [event for event in events if event.kind != "drop"]
@@ -936,7 +936,12 @@ def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
     elif crossings:
         lead = f"{'; '.join(event.text for event in crossings)}; "
     else:
-        spans = [f"{row.backend} at {value:,}" for value, row in leaders.items()]
+        # PyTorch may choose another backend for auto at each value.
+        spans = [
+            f"{(pytorch_chooses(row.backend) and ran.get((row.config, row.backend))) or row.backend} "
+            f"at {value:,}"
+            for value, row in leaders.items()
+        ]
         lead = f"the lowest median belongs to {', '.join(spans)}; "
     rates = {value: row.flops_per_s / 1e12 for value, row in leaders.items() if row.flops_per_s}
     rate = ""

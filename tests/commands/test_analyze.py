@@ -745,9 +745,9 @@ def test_like_findings_are_reported_once_with_where_they_hold() -> None:
     analyses.append(few_blocks(labels[0], "third", 132 * 2))
     pairs = [(each, item) for each in analyses for item in each.findings]
     (members,) = [own for each, own in common_findings(pairs) if each.code == "few_blocks"]
-    assert where(members) == "mine, other on 3 configs"
+    assert where(members) == "mine and other on 3 configs each"
     remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
-    assert {where(members) for members in remedies} == {"mine, other on 3 configs"}
+    assert {where(members) for members in remedies} == {"mine and other on 3 configs each"}
     for full, times in ((False, 0), (True, len(labels))):
         blocks = [
             block

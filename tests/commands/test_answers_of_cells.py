@@ -178,8 +178,7 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
     none = ("--store", tmp_path / "none.db")
     assert answer(*words, *none) == [
         "PyTorch 2.13 is predicted to run cudnn on an H100, its first choice.",
-        "efficient and math could also run; PyTorch refuses flash (Flash Attention does not "
-        "support non-null attn_mask).",
+        "efficient and math could also run; PyTorch refuses flash (attn_mask is not supported).",
         "To run flash: if the mask is lower triangular, pass is_causal=True instead of attn_mask; then "
         "select flash with sdpa_kernel, because auto would choose cudnn (code below).",
     ]  # fmt: skip
@@ -349,6 +348,6 @@ def test_a_shared_finding_says_what_to_do_and_then_names_the_cells(store: Path) 
     assert (
         "No kernel runs during at least 21.1 to 34.6 % of a call of 11.7 to 137 µs. Capture the call into a "
         "CUDA graph, or compile the model with mode='reduce-overhead'. At most 1.53 times as fast. "
-        "Cells: auto on 3 configs; flash, cudnn on 2 configs; math on 1 config."
+        "Applies to 8 cells: auto on 3 configs; flash and cudnn on 2 configs each; math on 1 config."
     ) in shown
     assert "(7 of the 17 cells that ran, without all-disabled)" in shown

@@ -75,7 +75,7 @@ def test_all_reasons_are_told_in_the_order_in_which_pytorch_checks() -> None:
     text = told("--config", "2,8,512,100,fp32,mask=bool", *ON_H200)
     (first,) = [line for line in text.splitlines() if line.startswith("flash ")]
     assert first.split()[:3] == ["flash", "refused", "mask"]
-    assert plain(text).count("flash (Flash Attention does not support") == 1
+    assert plain(text).count("flash (attn_mask and fp32 are not supported)") == 1
 
 
 def test_advice_has_code_that_is_python_and_was_asked_again() -> None:

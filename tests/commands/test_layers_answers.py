@@ -22,7 +22,7 @@ from profharness.commands.report.program import program_advice
 from profharness.errors import GateError
 from profharness.measurements.agreement import computes_attention
 from profharness.program.layer_map import LayerMap, find_layers, suggestions
-from profharness.render.document import Note
+from profharness.render.document import Code, Note
 from profharness.render.terminal import render_table
 from profharness.store import Selection, ingest_path, open_store
 
@@ -187,7 +187,8 @@ def test_a_prediction_is_no_upper_bound(store: Path) -> None:
     layers = the_map(store, "llama_eager")
     saving = "predicted to save about 2.23 ms of GPU time per step"
     assert saving in layers_answer(layers, told_change(layers))[0]
-    _, note = program_advice(layers).blocks
+    _, note, code = program_advice(layers).blocks
+    assert isinstance(code, Code)
     assert isinstance(note, Note)
     assert f"P{saving[1:]} (55 % of GPU time)." in note.text
 

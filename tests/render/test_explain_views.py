@@ -98,8 +98,7 @@ def test_an_answer_begins_with_the_choice(made: Explanation, starts: str) -> Non
 
 def test_an_answer_mentions_each_other_backend() -> None:
     assert explain_answer(answer("cudnn", ("flash",)))[1] == (
-        "efficient and math could also run; PyTorch refuses flash (Flash Attention does not support non-null "
-        "attn_mask)."
+        "efficient and math could also run; PyTorch refuses flash (attn_mask is not supported)."
     )
     unknown = answer(backends=(BackendAnswer("flash", None),))
     assert explain_answer(unknown)[1] == "whether flash could run is unknown."
@@ -234,10 +233,10 @@ def test_each_refused_backend_has_all_its_reasons() -> None:
         BackendAnswer("flash", False, (NO_MASK, dtype, multiple)),
         BackendAnswer("efficient", False, (multiple,)),
     )
-    assert explain_answer(answer("math", backends=sides))[1] == (
-        "PyTorch refuses cudnn (Expected a half dtype), flash (Flash Attention does not support "
-        "non-null attn_mask, and fp16 is not supported, and head_dim should be a multiple of 8) and "
-        "efficient (head_dim should be a multiple of 8)."
+    made = replace(answer("math", backends=sides), config="b2-h8-s512-d100-fp16")
+    assert explain_answer(made)[1] == (
+        "PyTorch refuses cudnn (fp16 is not supported), flash (attn_mask and fp16 are not supported, "
+        "and head_dim=100 is not a multiple of 8) and efficient (head_dim=100 is not a multiple of 8)."
     )
 
 

@@ -6,7 +6,7 @@ An explanation by rule requires neither the GPU nor the PyTorch release that it 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any
@@ -57,11 +57,12 @@ from profharness.attention.dispatch.predict import (
     undecided,
 )
 from profharness.attention.dispatch.rocm_rules import library, library_text
+from profharness.attention.dispatch.rules import RAISED_LATER
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.environment import gpu_name, no_gpu_text
 from profharness.errors import UsageError, join_and, join_few
-from profharness.rows import Refusal
+from profharness.rows import DISABLED, Refusal
 
 SCHEMA = "profharness.explain/1"
 
@@ -445,26 +446,84 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
     return sides
 
 
-UNSUPPORTED = {
-    "dtype": "{0.dtype}",
-    "mask": "attn_mask",
-    "mask_grad": "a mask that requires a gradient",
-    "mask_shape": "the shape of attn_mask",
-    "dropout": "dropout={0.dropout}",
-    "causal_non_square": "is_causal with seq_q={0.seq_len_q} and seq_kv={0.seq_len_kv}",
-    "head_dim": "head_dim={0.head_dim} with head_dim_v={0.value_dim}",
-    "capability": "this GPU",
+NOT_SUPPORTED = " is not supported"
+
+
+def _dims(config: Config) -> dict[str, int]:
+    dims = {"head_dim": config.head_dim}
+    return dims if config.value_dim == config.head_dim else dims | {"head_dim_v": config.value_dim}
+
+
+def _dims_text(config: Config) -> str:
+    return " with ".join(f"{name}={dim}" for name, dim in _dims(config).items())
+
+
+def _number(pattern: str, message: str) -> int | None:
+    found = re.search(rf"(?:{pattern}) (\d+)", message)
+    return int(found[1]) if found else None
+
+
+def _head_dim_text(config: Config, message: str) -> str:
+    limit = _number("no more than|less than or equal to|less or equal than", message)
+    for name, dim in _dims(config).items():
+        if limit is not None and dim > limit:
+            return f"{name}={dim} is greater than {limit}"
+    return f"{_dims_text(config)}{NOT_SUPPORTED}"
+
+
+def _multiple_text(config: Config, message: str) -> str:
+    factor = _number("divisible by|multiple of", message)
+    for name, dim in _dims(config).items():
+        if factor is not None and dim % factor:
+            return f"{name}={dim} is not a multiple of {factor}"
+    return f"{_dims_text(config)}{NOT_SUPPORTED}"
+
+
+def _one_text(_: Config, message: str) -> str:
+    return f"a sequence length of 1{' with dropout' * ('dropout' in message)}{NOT_SUPPORTED}"
+
+
+CONDITIONS: dict[str, str | Callable[[Config, str], str]] = {
+    DISABLED: "it is disabled",
+    "not_on_cuda": "the inputs are not on a GPU",
+    "not_4d": "the inputs do not have 4 dimensions",
+    "mask": "attn_mask is not supported",
+    "mask_grad": "a mask that requires a gradient is not supported",
+    "mask_shape": "the shape of attn_mask is not supported",
+    RAISED_LATER: "attn_mask with is_causal is not supported",
+    "head_dim": _head_dim_text,
+    "head_dim_multiple": _multiple_text,
+    "head_dim_training": lambda config, _: (
+        f"the backward pass with {_dims_text(config)} is not supported"
+    ),
+    "capability": "this GPU is not supported",
+    "experimental": f"support for this GPU is experimental; {rocm.EXPERIMENTAL_VARIABLE}=1 enables it",
+    "not_compiled": "this build of PyTorch does not contain it",
+    "causal_non_square": (
+        "is_causal with seq_q={0.seq_len_q} and seq_kv={0.seq_len_kv} is not supported"
+    ),
+    "dtype": "{0.dtype} is not supported",
+    "num_heads": "num_heads={0.num_heads} with kv_heads={0.num_kv_heads} is not supported",
+    "batch_size": "the batch sizes of the inputs differ",
+    "grid_size": "the batch size or the number of heads is greater than 65535",
+    "seq_len_zero": "a sequence length of 0 is not supported",
+    "seq_len_one": _one_text,
+    "last_dim_stride": "the stride of the last dimension is not 1",
+    "alignment": "the storage offset of the inputs is not aligned",
+    "deterministic": "it is not deterministic",
+    "decode_disabled": "a query length of 1 is not supported by this cuDNN version on this GPU",
+    "known_bug": "this cuDNN version can compute non-finite gradients for these lengths",
+    "dropout": "dropout={0.dropout} is not supported",
 }
-"""The short form of a further reason against a backend, by the code of the reason."""
+"""Maps the code of a reason to the condition that the call violates.
+
+PyTorch words the same condition differently for each backend. A function gets the config and the
+message of PyTorch, which contains the limits of the backend.
+"""
 
 
 def refused_because(answer: Explanation, sides: Iterable[BackendAnswer]) -> dict[str, list[str]]:
-    """Map the reasons against each refused backend to the backends that they apply to.
-
-    Of PyTorch's message for the first reason, the text contains the first sentence, which states
-    the condition. The values that PyTorch got, which follow, are also in the config. Further
-    reasons are shortened.
-    """
+    """Map the reasons against each refused backend to the backends that they apply to."""
     config = parse_config(answer.config)
     backends: dict[str, list[str]] = {}
     for side in sides:
@@ -483,28 +542,37 @@ def refusals_text(answer: Explanation, sides: Iterable[BackendAnswer]) -> str:
 def _reasons_text(config: Config, reasons: Sequence[Refusal]) -> str:
     if not reasons:
         return "the reason is unknown"
-    further = {each.code: each for each in reasons[1:] if each.code != reasons[0].code}
-    short = [UNSUPPORTED[code].format(config) for code in further if code in UNSUPPORTED]
-    clauses = [condition(reasons[0])]
-    if short:
-        clauses.append(f"{join_and(short)} {'is' if len(short) == 1 else 'are'} not supported")
-    clauses += [condition(each) for code, each in further.items() if code not in UNSUPPORTED]
+    texts = list(dict.fromkeys(condition(config, each) for each in reasons))
+    things = [text.removesuffix(NOT_SUPPORTED) for text in texts if text.endswith(NOT_SUPPORTED)]
+    clauses = [text for text in texts if not text.endswith(NOT_SUPPORTED)]
+    if things:
+        verb = " are not supported" if things[1:] else NOT_SUPPORTED
+        # The reason at which PyTorch stops comes first.
+        clauses.insert(0 if texts[0].endswith(NOT_SUPPORTED) else 1, f"{join_and(things)}{verb}")
     return ", and ".join(clauses)
 
 
-def condition(reason: Refusal) -> str:
-    """Return the first sentence of a reason, which states the condition that the call violates."""
-    return reason.message.partition(". ")[0].rstrip(".")
+def condition(config: Config, reason: Refusal) -> str:
+    """Return a clause on the condition that the call violates, worded alike for all backends.
+
+    If the reason has no such clause, return the first sentence of its message.
+    """
+    text = CONDITIONS.get(reason.code)
+    if text is None:
+        return _first_sentence(reason)
+    return text.format(config) if isinstance(text, str) else text(config, reason.message)
 
 
-def conditions(config: Config, reasons: Sequence[Refusal]) -> list[str]:
+def conditions(config: Config, side: BackendAnswer) -> list[str]:
     """Return a short text for each reason against a backend, in the words of `refused_because`."""
-    return [
-        f"{UNSUPPORTED[each.code].format(config)} is not supported"
-        if at and each.code in UNSUPPORTED and each.code != reasons[0].code
-        else condition(each)
-        for at, each in enumerate(reasons)
-    ]
+    if side.eligible is False:
+        return [condition(config, each) for each in side.reasons]
+    # It is unknown whether these conditions apply.
+    return list(map(_first_sentence, side.reasons))
+
+
+def _first_sentence(reason: Refusal) -> str:
+    return reason.message.partition(". ")[0].rstrip(".")
 
 
 def why_ran(answer: Explanation, ran: str | None) -> str | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from profharness.attention.config import ALL_DISABLED, OWN_CHOICE, pytorch_chooses
-from profharness.commands.analyze.figures import CellAnalysis, Remedy
+from profharness.commands.analyze.figures import PREDICTED, CellAnalysis, Remedy
 from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import basis_text, statistic_text
@@ -93,8 +93,11 @@ def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
         yield f"{subject} is limited by {_limit(cell.bottleneck)}."
     else:
         yield f"These measurements show no bottleneck for {subject.removesuffix(',')}."
-    if cell.remedies:
-        yield _remedy(cell.remedies[:1])
+    # The change to the costliest call that has one, as in `layers`.
+    changes = [each for one in ran for each in one.remedies if each.grade == PREDICTED]
+    others = [each for each in cell.remedies if each.grade != PREDICTED]
+    for remedy in (*changes[:1], *others[:1]):
+        yield _remedy([remedy])
 
 
 def limits_text(fastest: Sequence[CellAnalysis]) -> str:
@@ -157,7 +160,11 @@ def _of_all(ran: Sequence[CellAnalysis], without: str) -> Iterator[str]:
             configs = {cell.config.label for cell, _ in alike}
             names = dict.fromkeys(cell.backend for cell, _ in alike)
             cells = where(alike) if len(configs) > 1 else f"{join_and(names)} on {configs.pop()}"
-            text = f"In {len(alike)} of these cells ({cells}), {text[0].lower()}{text[1:]}"
+            limit = " or ".join(_by_count(limits)[0][1])
+            text = (
+                f"In {len(alike)} of the {counted(len(limited), 'cell')} limited by {limit} "
+                f"({cells}), {text[0].lower()}{text[1:]}"
+            )
         yield text
 
 
@@ -169,8 +176,11 @@ def _remedy(alike: Sequence[Remedy]) -> str:
 def gain_text(alike: Sequence[Remedy]) -> str:
     """Return the gain of equal remedies: `measured 1.37 to 3.37 times as fast (medians of …)`.
 
-    Return "" if the gain is unknown. An upper bound of several cells is the largest one.
+    Return "" if the gain is unknown, or if the texts contain it. An upper bound of several cells is
+    the largest one.
     """
+    if alike[0].grade == PREDICTED:
+        return ""
     factors = sorted(remedy.factor for remedy in alike if remedy.factor)
     if not factors:
         return ""

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import median
 
 from profharness import stats
+from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import parse_config, pytorch_chooses
 from profharness.commands._output import hint, is_command_line
+from profharness.commands.analyze.changes import program_changes, with_change
 from profharness.commands.analyze.figures import (
     SEVERITIES,
     CellAnalysis,
@@ -36,13 +38,14 @@ from profharness.measurements.agreement import is_another
 from profharness.measurements.measurements import busy_text, statistic_text, usable_times
 from profharness.program.layer_map import (
     actual_backend,
+    find_layers,
     group_calls,
     median_config,
     merge_numbered,
     module_names,
 )
 from profharness.program.phases import described_calls
-from profharness.program.roles import AUTOGRAD
+from profharness.program.roles import AUTOGRAD, split_passes
 from profharness.rows import (
     CALL_MEASUREMENTS,
     KERNEL,
@@ -226,6 +229,8 @@ def analyze_rows(
             rivals = store.cells(run)
             if len(rivals) > len(own):  # a backend that is not selected may be the faster one
                 kernels = store.kernels(run)
+            # The roles and the shares of a kernel that runs in both passes differ between them.
+            kernels = split_passes(kernels, store.kernels(run, by_op=True))
             analyses += analyze_all(own, kernels, machine, store.wrong(run), rivals)
     return analyses
 
@@ -308,6 +313,7 @@ def analyze_program(
         recorded = store.calls(run)
         described = described_calls(recorded, store.steps(run))
         groups = group_calls(described)
+        layers = find_layers(store, run, assume=assumed_release) if groups else None
         name, reference = store.run_name(run), store.run_reference(run)
     if not groups:
         raise NotFoundError(
@@ -315,6 +321,7 @@ def analyze_program(
             "record a step with `profharness observe --profiler torch --warmup 0 -- PROGRAM`; "
             f"see the counted calls with: {shell_command('layers', reference, store=path)}"
         )
+    changes = program_changes(layers) if layers else {}
     analyses, left_out, spent = [], [], {}
     for number, group in enumerate(groups, start=1):
         config = median_config([parse_config(call.config) for call in group if call.config])
@@ -334,7 +341,8 @@ def analyze_program(
             left_out.append(f"{module or group[0].op} cannot be analyzed: {why}")
         else:
             analysis = _analyze_calls(f"calls-{number}", calls, machine)
-            analyses.append(replace(analysis, module=module))
+            change = changes.get((calls[0].config, actual_backend(group[0])))
+            analyses.append(with_change(replace(analysis, module=module), change))
             spent[analysis.cell] = sum(kernel.total_ns for call in group for kernel in call.kernels)
     analyses.sort(key=lambda analysis: -spent[analysis.cell])
     if not analyses:
@@ -349,6 +357,9 @@ def analyze_program(
             "the configs use the mean lengths of an engine's steps; `layers` shows the exact FLOPs "
             "and bytes of the steps"
         )
+    if layers and any(change.assumes_release for change in changes.values()):
+        assumed = layers.assumed.partition(";")[0]
+        left_out.append(f"{assumed}; see the code of the change with: {layers.command('explain')}")
     for text in left_out:
         if is_command_line():
             hint(text)

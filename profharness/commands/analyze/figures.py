@@ -51,6 +51,7 @@ from profharness.traces.kernel_names import parse_kernel_name
 
 MEASURED = "measured"  # from a counter or a timing
 DERIVED = "derived"  # from a formula or a launch configuration
+PREDICTED = "predicted"  # from the dispatch rules and the atlas, as in `layers`; only for remedies
 SEVERITIES = ("major", "minor", "note")
 
 
@@ -83,8 +84,8 @@ class Remedy:
 
     text: str
     findings: tuple[str, ...]  # codes of the findings that the change addresses
-    factor: float | None  # the largest possible gain, or None if it is unknown
-    grade: str  # MEASURED or DERIVED
+    factor: float | None  # the largest possible gain, or the predicted one; None if it is unknown
+    grade: str  # MEASURED, DERIVED or PREDICTED; the text of a predicted remedy contains its gain
     basis: str | None = None  # the measurement whose medians `factor` compares, if it was measured
 
     @property

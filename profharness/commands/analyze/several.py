@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 from profharness.attention.config import Config, pytorch_chooses
 from profharness.columns import column
 from profharness.commands.analyze.figures import CellAnalysis, Figures, Finding, Remedy
-from profharness.errors import counted
+from profharness.errors import counted, join_and
 from profharness.measurements.measurements import contenders
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 from profharness.units import time_text
@@ -35,7 +35,7 @@ def separate(analyses: Sequence[CellAnalysis]) -> list[CellAnalysis]:
 
 
 def where(members: Members[Item]) -> str:
-    """Return a text that says where a finding was made, such as `naive, single_query on 4 configs`."""
+    """Return a text that says where a finding was made, such as `flash and math on 4 configs each`."""
     configs: dict[str, set[tuple[str, Config]]] = {}
     for analysis, _ in members:
         configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
@@ -43,7 +43,8 @@ def where(members: Members[Item]) -> str:
     for backend, seen in configs.items():
         backends.setdefault(len(seen), []).append(backend)
     return "; ".join(
-        f"{', '.join(names)} on {counted(count, 'config')}" for count, names in backends.items()
+        f"{join_and(names)} on {counted(count, 'config')}{' each' if names[1:] else ''}"
+        for count, names in backends.items()
     )
 
 

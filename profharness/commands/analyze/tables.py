@@ -671,7 +671,7 @@ def _shared_note(
 
 
 def _cells(members: Sequence[tuple[CellAnalysis, Any]]) -> str:
-    return f"Cells: {where([*members])}."
+    return f"Applies to {counted(len(members), 'cell')}: {where([*members])}."
 
 
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:

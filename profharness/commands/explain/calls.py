@@ -14,6 +14,7 @@ from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.commands.explain.savings import main_change, matters, saving_text
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
+    CHANGE_CODE,
     NO_CHOICE,
     LayerMap,
     LayerRow,
@@ -75,6 +76,8 @@ class ProgramCalls:
     """The reasons why other calls are not explained."""
     change: str = ""
     """The change after which PyTorch chooses the backends of calls that are not explained."""
+    code: str = ""
+    """The code of the change."""
 
     def explain(
         self, platform: Platform, backends: Sequence[str] = (), *, advice: bool = True
@@ -113,7 +116,8 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
         if not matters(layers):
             share = share_text(layers.attention_ns / layers.gpu_ns)
             saves = f"; it would save little, because attention takes {share} of the GPU time"
-        return replace(program, change=f"{change.text}{saves}")
+        code = CHANGE_CODE.get(change.text, "")
+        return replace(program, change=f"{change.text}{saves}", code=code)
     if not program.calls:
         raise NotFoundError(
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "

@@ -8,7 +8,7 @@ from dataclasses import replace
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.commands.explain.answer import Way, told_way
 from profharness.commands.explain.calls import program_calls
-from profharness.commands.explain.savings import saving_text
+from profharness.commands.explain.savings import matters, saving_text
 from profharness.commands.explain.times import with_times
 from profharness.device_types import is_gpu
 from profharness.program.layer_map import LayerMap
@@ -31,6 +31,17 @@ def explained_calls(layers: LayerMap) -> list[Explanation]:
     calls = sorted(program.calls, key=lambda call: -spent.get(call.config.label, 0))
     answers = replace(program, calls=tuple(calls[:MOST_EXPLAINED])).explain(layers.platform)
     return with_times(answers, layers.platform)[0]
+
+
+def faster_changes(layers: LayerMap) -> list[tuple[Explanation, Way]]:
+    """Return the changes that make attention calls of a program faster, the costliest call first.
+
+    Return no change if attention takes little of the GPU time, or if a benchmark has measured the
+    backends, because predictions then say nothing new.
+    """
+    if not matters(layers) or layers.regret is not None or layers.benched:
+        return []
+    return list(faster_ways(explained_calls(layers)))
 
 
 def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, Way]]:

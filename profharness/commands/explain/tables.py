@@ -74,6 +74,7 @@ FULL_HINT = Note("--full explains each config.", level="hint")
 GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 """Caveats that apply to every config."""
 MAX_CODES = 2  # maximum number of changes whose code is shown if --full is not given
+CODE_FOLLOWS = "The following code makes the advised change:"
 NO_REASON = {"code": "", "source": "", "message": ""}
 _STATES = {True: "yes", False: "no", None: "unknown"}
 
@@ -121,7 +122,7 @@ def answer_blocks(
         for side in answer.backends:
             runs = side.backend == chosen(answer)
             state = {"eligible": RUNS if runs else VERDICTS[side.eligible]}
-            texts = conditions(parse_config(answer.config), side.reasons)
+            texts = conditions(parse_config(answer.config), side)
             reasons = [
                 each if full else replace(each, message=text)
                 for each, text in zip(side.reasons, texts, strict=True)
@@ -188,7 +189,7 @@ def _advice(
     labels = _labels(shown)
     for at, way in enumerate(shown):
         if way == first and not full:
-            text = "The following code makes the advised change:"
+            text = CODE_FOLLOWS
         else:
             savings = list(saving_texts(way, caveat=caveat))
             caveat = caveat and not savings
@@ -388,8 +389,9 @@ def unexplained_document(program: ProgramCalls) -> Document:
     """Return the document of a program whose backends PyTorch does not choose, with the advice."""
     change = f"{program.change[0].upper()}{program.change[1:]}."
     told = (f"In {program.name}, {'; '.join(program.left_out)}.", change)
-    fields = (*FIELDS, "modules")
-    return Document(SCHEMA, "Why these kernels", (), fields, (), {"run": program.run}, answer=told)
+    blocks = (Note(CODE_FOLLOWS), Code(program.code)) if program.code else ()
+    fields, extra = (*FIELDS, "modules"), {"run": program.run}
+    return Document(SCHEMA, "Why these kernels", blocks, fields, (), extra, answer=told)
 
 
 def _refused(side: BackendAnswer) -> str:

@@ -42,7 +42,7 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
         subject = f"{_unfused(layers.rows)}{_where(change)}"
         if not matters(layers):
             return (f"{_cost(layers, subject)}, so another backend would save little.",)
-        advice = _advised(change) if change else USE_SDPA
+        advice = advised_text(change) if change else USE_SDPA
         first = f"{_cost(layers, subject)}: {advice}."
         return (first, *_saving(layers), *_slow(layers), *_idle(layers, change))
     cost, ran = _cost(layers), _what_ran(layers)
@@ -106,7 +106,8 @@ def _last_name(module: str) -> str:
     return ".".join(parts[-2:] if parts[-1][:1] in ("{", *"0123456789") else parts[-1:])
 
 
-def _advised(change: Change) -> str:
+def advised_text(change: Change) -> str:
+    """Return a clause on a change, and on the time that it saves per step."""
     saves = f", {saving_text(change.saves)}" if change.saves else ""
     return f"{_named(change.text)}{saves}"
 

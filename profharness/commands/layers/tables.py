@@ -8,7 +8,7 @@ from typing import Any
 
 from profharness.atlas.predictions import BOUND
 from profharness.columns import Column, pick
-from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
+from profharness.commands.explain.faster import faster_changes, faster_text
 from profharness.commands.explain.savings import matters
 from profharness.commands.layers.answer import (
     layers_answer,
@@ -186,15 +186,13 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
 def faster_change(layers: LayerMap) -> tuple[tuple[str, ...], Note]:
     """Return a sentence on the change that makes the costliest call faster, and a note on its code.
 
-    Without such a change, return no sentence, and the command that says why the backends ran. If a
-    benchmark has measured the backends, predictions say nothing new.
+    Without such a change, return no sentence, and the command that says why the backends ran.
     """
-    if matters(layers) and layers.regret is None and not layers.benched:
-        for answer, way in faster_ways(explained_calls(layers)):
-            of_one = len({row.config for row in layers.rows}) == 1
-            command = layers.command("explain", *(() if of_one else ("--full",)))
-            hint = f"{'code' if way.advice.code else 'why'}: {command}"
-            return (faster_text(layers, answer, way),), Note(hint, level="hint")
+    for answer, way in faster_changes(layers):
+        of_one = len({row.config for row in layers.rows}) == 1
+        command = layers.command("explain", *(() if of_one else ("--full",)))
+        hint = f"{'code' if way.advice.code else 'why'}: {command}"
+        return (faster_text(layers, answer, way),), Note(hint, level="hint")
     return (), Note(f"why: {layers.command('explain')}", level="hint")
 
 

@@ -23,6 +23,7 @@ from profharness.commands.explain.savings import matters, own_place, saved_ns, s
 from profharness.commands.layers.answer import what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
+    CHANGE_CODE,
     LayerMap,
     LayerRow,
     StepTimes,
@@ -406,7 +407,10 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
     reasons = [f"{why}." for why in list(whys)[:REASONS_TOLD]]
     explained = explained_calls(layers) if matters(layers) else []
     notes = list(_advice_notes(layers))
-    codes = {_key(way): way.advice.code for answer in explained for way in ranked_ways(answer)}
+    # A change of several layers has its code once.
+    codes = CHANGE_CODE | {
+        _key(way): way.advice.code for answer in explained for way in ranked_ways(answer)
+    }
     blocks: list[Block] = []
     for note, text in notes:
         blocks.append(note)
