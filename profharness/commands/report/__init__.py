@@ -566,7 +566,11 @@ def _refused(cells: Sequence[CellRow]) -> list[Block]:
             backends.setdefault(cell.backend, []).append(cell)
     parts = []
     for backend, own in backends.items():
-        why = dict.fromkeys(condition(each) for cell in own for each in decisive(cell.refusals))
+        why = dict.fromkeys(
+            condition(parse_config(cell.config), each)
+            for cell in own
+            for each in decisive(cell.refusals)
+        )
         part = f"{backend} on {_count(len(own), 'config')}"
         parts.append(f"{part} ({'; '.join(why)})" if why else part)
     return [Note(f"{'; '.join(parts)}.", "Refused:")] if parts else []
