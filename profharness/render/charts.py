@@ -272,7 +272,9 @@ def _ticks(low: float, high: float) -> list[float]:
 def _shown(chart: Chart, name: str) -> list[float]:
     """Return the positive values on an axis of a chart, including the ends of its intervals."""
     interval = ("low", "high") if (name == "y") == (chart.kind == "lines") else ()
-    return [row[key] for row in chart.plain_rows() for key in (name, *interval) if row[key]]
+    return [
+        row[key] for row in chart.plain_rows() for key in (name, *interval) if (row[key] or 0) > 0
+    ]
 
 
 def _label_axis(chart: Chart) -> tuple[Any, int]:
@@ -307,11 +309,14 @@ def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
 
 
 def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
-    """Return a line from `low` to `high` along the axis for each mark that has both values."""
+    """Return a line from `low` to `high` along the axis for each mark that has both values.
+
+    A logarithmic axis cannot show an interval that reaches 0.
+    """
     if all(row["low"] is None for row in chart.plain_rows()):
         return []
     ends = {axis: "low:Q", f"{axis}2": "high:Q"}
-    rules = base.transform_filter("isValid(datum.low)").mark_rule(aria=False, strokeWidth=2)
+    rules = base.transform_filter("datum.low > 0").mark_rule(aria=False, strokeWidth=2)
     return [rules.encode(color=_color(chart), **ends)]
 
 
@@ -322,7 +327,12 @@ def _lines(chart: Chart) -> Any:
     ends = None
     if chart.marks and rows:
         # leave space above the points for the texts of marks
-        values = [value for row in rows for value in (row["y"], row["low"], row["high"]) if value]
+        values = [
+            value
+            for row in rows
+            for value in (row["y"], row["low"], row["high"])
+            if (value or 0) > 0
+        ]
         low, high = min(values) / 1.2, max(values) * 1.2
         share = min((len(chart.marks) + 0.5) * TEXT_HEIGHT / LINES_HEIGHT, 0.6)
         ends = low, low * (high / low) ** (1 / (1 - share))

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from browsing import CONTRASTS, console, key, media, requests, unfold
 
-from profharness.render.document import Code, Document
-from profharness.render.html import render_html
-
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 # Width of the page and of everything in it that is not inside a box which scrolls.
@@ -337,24 +334,6 @@ def test_a_phone_shows_short_columns_side_by_side(new_browser: Any, report_page:
     assert all(lefts == heads for lefts, *_ in rows)
     assert rows[0][1] and not rows[1][1]  # a config is shown once, above its rows
     assert all(height < 40 for _, head, height in rows if not head)
-
-
-def test_code_on_a_phone_keeps_its_lines_and_scrolls(new_browser: Any, tmp_path: Path) -> None:
-    """Bug: code wrapped in the middle of lines of Python."""
-    text = (
-        "if True:\n    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=1)"
-    )
-    page = tmp_path / "code.html"
-    document = Document("t/1", "Code", (Code(text),), (), ())
-    page.write_text(render_html(document), encoding="utf-8")
-    browser = new_browser(390, 844)
-    browser.get(page.as_uri())
-    inner, outer, width = browser.execute_script(
-        "const pre = document.querySelector('pre');"
-        "return [pre.scrollWidth, pre.clientWidth,"
-        " document.documentElement.scrollWidth]"
-    )
-    assert inner > outer and width <= 390
 
 
 def test_a_card_is_compact(new_browser: Any, report_page: Path) -> None:

@@ -308,6 +308,20 @@ def test_a_roofline_shows_the_backends_of_a_config_at_their_intensity() -> None:
     assert len({shape for *_, shape in marks}) == 3  # one shape per backend
 
 
+@pytest.mark.parametrize("kind", ["lines", "dots"])
+@pytest.mark.parametrize("marks", [(), ((256.0, "crossover"),)])
+def test_an_interval_below_0_is_not_drawn(kind: str, marks: tuple[tuple[float, str], ...]) -> None:
+    """Bug: `math domain error` for times that differ so much that their interval begins below 0."""
+    rows = tuple(
+        {"s": s, "µs": float(s), "b": "flash", "low": low, "high": 900.0}
+        for s, low in ((128, -5.0), (256, 100.0))
+    )
+    axes = ("s", "µs") if kind == "lines" else ("µs", "s")
+    chart = Chart(kind, "t", rows, *axes, "b", *(("", "µs") if kind == "lines" else ("µs",)))
+    svg = draw_svg(replace(chart, low="low", high="high", marks=marks))
+    assert "NaN" not in svg and svg.count("<path aria-label") == 2
+
+
 def test_a_roofline_names_its_configs_and_is_as_tall_as_its_data() -> None:
     """Bug: configs were only in tooltips, and a chart of any range was 400 pixels tall."""
     rows = tuple(
