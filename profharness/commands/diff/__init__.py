@@ -199,7 +199,7 @@ def cost_text(cost: Cost) -> str:
     """
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
-    kind, unit = ("mib figure", " MiB") if cost.what == MEMORY else ("count", " per call")
+    kind, unit = ("mib", " MiB") if cost.what == MEMORY else ("count", " per call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
     ratio = f", {ratio_text(max(cost.ratio, 1 / cost.ratio))}" if cost.ratio else ""
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
