@@ -69,6 +69,7 @@ ON_TRACES = (
     ("backends",),
     ("doctor",),
 )
+KEYS = ("kernel_short", "share", "call_ns", "launches_per_call")
 MODELS = tuple(sorted((ROOT / "traces" / "models").glob("*.json.gz")))
 
 
@@ -978,3 +979,56 @@ def test_common_parts_of_configs_are_printed_once_with_full() -> None:
     assert text.startswith("config  b2-h8-…-d64-fp16-scale=1\n")
     for own in ("s1500", "sq32-skv1500", "s32-causal"):
         assert f"  {own} " in text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "words",
+    [("kernels", "2,8,512,64", "--run", "h200-torch2.11"), ("diff", "flash", "math")],
+    ids=" ".join,
+)
+def test_full_keeps_short_names_and_lists_full_names_once(
+    traces: Path, words: tuple[str, ...], width: int
+) -> None:
+    """Bug: the names in the table were shorter with --full, and the full ones had no short names."""
+    (shown,) = documents(*words, "--full", "--store", str(traces))
+    text = render_table(shown, width=width, cut=True, full=True)
+    tables, _, names = text.partition("Full names of the kernels\n")
+    assert "…" not in tables and "names in full" not in text
+    short, full = "flash_fwd_splitkv_combine<64,m8,split2>", "softmax_warp_forward<float, float"
+    assert names.count(f"{short}\n    void") == 1
+    assert len(re.findall(r"softmax_warp_forward<fp32,9>\s+void \(anonymous", names)) == 1
+    assert full not in tables
+
+
+def test_kernels_of_the_same_name_in_other_namespaces_are_numbered(traces: Path) -> None:
+    with open_store(traces) as opened:
+        row = opened.rows(Selection("h200-torch2.11"))[0][0]
+    one, other = (
+        replace(row, kernel=f"{space}::k<1>(int)", kernel_short="k") for space in ("a", "b")
+    )
+    assert longer_names([one, other]) == {
+        "a::k<1>(int)": "k<1>(int) #1",
+        "b::k<1>(int)": "k<1>(int) #2",
+    }
+
+
+def test_negligible_kernels_of_a_call_share_a_line(traces: Path) -> None:
+    """Bug: the small kernels of math hid the fused kernels."""
+    words = ("kernels", "--run", "h200-torch2.11", "--backend", "math", "--store", str(traces))
+    (shown,), (whole,) = documents(*words), documents(*words, "--full")
+    assert shown.records == whole.records
+    tables, full = ([b for b in doc.blocks if isinstance(b, Table)] for doc in (shown, whole))
+    folded = 0
+    for table, rest in zip(tables, full, strict=True):
+        (name, share, time, launches), keys = (
+            [[column.key for column in each.columns].index(key) for key in KEYS]
+            for each in (table, rest)
+        )
+        for at, other in zip((share, time, launches), keys[1:], strict=True):
+            total = sum(row[at] for row in table.rows)
+            assert total == pytest.approx(sum(row[other] for row in rest.rows))
+        assert sum(row[share] < 0.01 for row in table.rows) <= 1
+        folded += any(str(row[name]).endswith(" other kernels") for row in table.rows)
+    assert folded == 2
+    assert any(isinstance(b, Note) and b.text == "--full shows all kernels." for b in shown.blocks)
