@@ -14,7 +14,7 @@ from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
     "count", "figures", "short", "tenths", "time", "time figure", "kib", "mib",
-    "mib figure", "percent", "interval", "interval figure", "spread", "load", "triple", "ratio", "speed-up", "slowdown",
+    "percent", "interval", "interval figure", "spread", "load", "triple", "ratio", "speed-up", "slowdown",
     "excess", "mega", "giga", "tera", "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""

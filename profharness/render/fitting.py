@@ -24,6 +24,9 @@ GAP = 2
 INDENT = 2  # indentation of the lines of a row after its first
 COMFORTABLE = 40  # minimum width of texts if columns with details are shown
 READABLE = 24  # width to which texts are shortened before other columns are hidden
+MOST_LINES = (
+    3  # most lines of READABLE width for a name in a block of columns; longer names are cut
+)
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
 REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
@@ -79,7 +82,8 @@ class Layout:
     @property
     def parts(self) -> tuple[Layout, ...]:
         """The layouts of the blocks, or the layout itself if the table is printed as a whole."""
-        return tuple(replace(self, lines=(block,)) for block in self.blocks) or (self,)
+        above = self.lines[:-1]
+        return tuple(replace(self, lines=(*above, block)) for block in self.blocks) or (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +126,10 @@ def fit_columns(
     narrower table. Before columns are hidden, also print shorter texts above the table if all rows
     share them, and the parts that all configs of a column share. A column without which two rows
     look alike is never hidden. If `full` is set, hide nothing. Instead, continue texts on further
-    lines. If that is not enough, print the table as blocks of columns, and shorten only the texts that
-    identify the rows. If configs would be shortened, first print the parts that they share above the
-    table. Print a single row, and rows that do not fit into blocks either, as lists of names and
-    values.
+    lines. If that is not enough, print the table as blocks of columns, the most important columns
+    first, and shorten only long texts that identify the rows. If configs would be shortened, first print
+    the parts that they share above the table. Print a single row, and rows that do not fit into blocks
+    either, as lists of names and values.
     """
     width = max(width, NARROWEST)
     natural = natural_layout(columns, rows)
@@ -238,9 +242,13 @@ def _distinguishing(columns: Sequence[Column], rows: Sequence[Texts], layout: La
     """Return the first hidden column with texts that distinguish rows which look alike without it.
 
     A shortened text does not count, because the part that differs may be missing. Figures do not
-    count either, because they do not identify a row.
+    count either, because they do not identify a row, except for the grid of a kernel.
     """
-    texts = [place for place, column in enumerate(columns) if not column.right]
+    texts = [
+        place
+        for place, column in enumerate(columns)
+        if not column.right or column.format == "triple"
+    ]
     seen: dict[Texts, Texts] = {}
     for row in _repeated(columns, rows):
         shown = tuple(
@@ -292,11 +300,21 @@ def _full_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -
         min(size, max(title, READABLE)) if column.shrink or column.wrap else size
         for column, title, size in zip(columns, titles, whole, strict=True)
     )
-    if _line_width(wrapped, every) <= width:
-        choice = _Choice(every, (), tuple(map(_Shrunk, wrapped)))
-        return Layout((every,), tuple(_narrowed(whole, choice, width, ())))
+    layouts = []
+    for stacked in ((), *_groups(columns, rows)):
+        choice = _Choice(every, stacked, tuple(map(_Shrunk, wrapped)))
+        if _line_width(wrapped, choice.figures) <= _room(stacked, width):
+            widths = _narrowed(whole, choice, width, ())
+            layouts.append(Layout(_lines(choice, widths, width), tuple(widths)))
+    if layouts:
+        return min(layouts, key=lambda layout: sum(whole) - sum(layout.widths))
     blocks = _block_layout(columns, rows, whole, wrapped, width) if len(rows) > 1 else None
     return blocks or Layout((every,), whole, records=True)
+
+
+def _room(stacked: Sequence[int], width: int) -> int:
+    """Return the width of the lines that follow separate lines for the columns in `stacked`."""
+    return width - (INDENT if stacked else 0)
 
 
 def _block_layout(
@@ -308,44 +326,79 @@ def _block_layout(
 ) -> Layout | None:
     """Return a layout with blocks of columns, each of which begins with the columns that identify rows.
 
-    Shorten the texts of these columns if this leads to fewer blocks. Return None if a column does not
-    fit beside them.
+    The first block has the most important of the other columns. Continue the texts that identify
+    rows on further lines if this leads to fewer blocks, and shorten those that would take many lines.
+    Return None if a column does not fit beside them.
     """
     shared = next(_shared(columns, rows))
     shown = [at for at in range(len(columns)) if at not in shared]
     keys = [at for at in shown if is_key(columns[at], at)]
-    values = [at for at in shown if at not in keys]
+    values = sorted((at for at in shown if at not in keys), key=lambda at: _rank(columns[at], at))
     texts = _texts(columns, rows)
+    groups = ((), *_groups(columns, rows))
     for floors in ((width, COMFORTABLE, READABLE), (MIN_SHRUNK,)):
         layouts = []
-        for floor in floors:
+        for floor, group in itertools.product(floors, groups):
+            stacked = tuple(at for at in group if at in keys)
+            beside = [at for at in keys if at not in stacked]
+            if not beside or len(stacked) < len(group):
+                continue
             shrunk = [_Shrunk(size) for size in least]
             most = list(whole)
             for at in keys:
-                size = max(floor, _last_names(texts[at]))
                 title = title_width(one_line(columns[at].title))
+                # Configs are not continued, because they have parts in common.
+                short = whole[at] <= MOST_LINES * READABLE
+                if columns[at].shrink and short and not any(map(CONFIG_LABEL.match, texts[at])):
+                    shrunk[at] = _Shrunk(min(max(floor, title, READABLE), whole[at]))
+                    continue
+                size = max(floor, _last_names(texts[at]))
                 shrunk[at] = _shrunk(columns[at], tuple(texts[at]), size, title, whole[at])
                 most[at] = shrunk[at].width
-            blocks = _blocks(keys, values, [each.width for each in shrunk], width)
-            for block in blocks or ():
-                choice = _Choice(block, (), tuple(shrunk))
+            blocks = _blocks(beside, values, [s.width for s in shrunk], _room(stacked, width))
+            for block in blocks:
+                choice = _Choice((*stacked, *block), stacked, tuple(shrunk))
                 sizes = _narrowed(most, choice, width, ())
-                for at in block:
+                for at in (*stacked, *block):
                     most[at] = sizes[at]
             if blocks:
                 cuts = {at: shrunk[at].cuts for at in keys if shrunk[at].cuts}
-                layouts.append(
-                    Layout((tuple(shown),), tuple(most), cuts=cuts, shared=shared, blocks=blocks)
-                )
+                rest = tuple(at for at in shown if at not in stacked)
+                lines = (*((at,) for at in stacked), rest)
+                layouts.append(Layout(lines, tuple(most), cuts=cuts, shared=shared, blocks=blocks))
         if layouts:
-            return min(layouts, key=lambda layout: len(layout.blocks))
+            return min(
+                layouts,
+                key=lambda layout: (
+                    len(layout.blocks),
+                    sum(whole[at] - layout.widths[at] for at in keys),
+                ),
+            )
     return None
+
+
+def _rank(column: Column, place: int) -> tuple[int, int]:
+    """Return the rank of a column in the order of importance."""
+    kind = _importance(column, place)
+    return (OPTIONAL.index(kind) + 1 if kind in OPTIONAL else 0), column.spare
 
 
 def _blocks(
     keys: Sequence[int], values: Sequence[int], widths: Sequence[int], width: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the columns of each block, or no block if a value does not fit beside the keys."""
+    """Return the columns of the fewest blocks that fit, or no block if a value does not fit.
+
+    Make the blocks similarly wide, so that the last block is not a single narrow column.
+    """
+    fewest = len(_filled(keys, values, widths, width))
+    each = (_filled(keys, values, widths, limit) for limit in range(width + 1))
+    return next((blocks for blocks in each if len(blocks) == fewest), ()) if fewest else ()
+
+
+def _filled(
+    keys: Sequence[int], values: Sequence[int], widths: Sequence[int], width: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return blocks with as many columns as fit, or no block if a value does not fit beside the keys."""
     blocks: list[tuple[int, ...]] = []
     for at in values:
         if blocks and _line_width(widths, (*blocks[-1], at)) <= width:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from rich.console import Console
@@ -60,8 +61,8 @@ def render_table(
 ) -> str:
     """Render headings, aligned tables and notes, wrapped at `width`.
 
-    Tables with the same columns have the same column widths. If `cut` is set, fit tables to `width`
-    with `fit_columns`. If `full` is set, show every column.
+    Tables with the same columns have the same column widths, and share a header if they follow each
+    other. If `cut` is set, fit tables to `width` with `fit_columns`. If `full` is set, show every column.
     """
     document = for_reading(document)
     tables = [block for block in document.blocks if isinstance(block, Table)]
@@ -112,7 +113,10 @@ def render_table(
         elif isinstance(block, Table):
             if isinstance(previous, Note | Table):
                 console.print()
-            _print_table(console, block.columns, rows[table_count], layouts[block.columns], width)
+            layout = layouts[block.columns]
+            # A table with the same columns continues the table above.
+            titled = not table_count or block.columns != tables[table_count - 1].columns
+            _print_table(console, block.columns, rows[table_count], layout, width, titled=titled)
             if table_count == last_of[block.columns]:
                 _print_hidden(console, block.columns, layouts[block.columns], width)
             if table_count == last_short:
@@ -188,10 +192,17 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def _print_table(
-    console: Console, columns: Sequence[Column], rows: Rows, layout: Layout, width: int
+    console: Console,
+    columns: Sequence[Column],
+    rows: Rows,
+    layout: Layout,
+    width: int,
+    *,
+    titled: bool,
 ) -> None:
+    """Print a table. If `titled` is false, omit the titles and the texts that all rows share."""
     above = {at: rows[0][at] for at in layout.shared} | dict(layout.common) if rows else {}
-    for at, text in sorted(above.items()):
+    for at, text in sorted(above.items()) if titled else ():
         lead = f"{one_line(columns[at].title)}{' ' * GAP}"
         for line in chunks(f"{lead}{text}", width):
             console.print(Text(line), soft_wrap=True)
@@ -202,8 +213,9 @@ def _print_table(
     for number, part in enumerate(layout.parts):
         if number:
             console.print()
-        for text in _title_lines(columns, part):
-            console.print(Text(text, style="dim"), soft_wrap=True)
+        if titled or layout.blocks:
+            for text in _title_lines(columns, part):
+                console.print(Text(text, style="dim"), soft_wrap=True)
         # rich takes long for long tables, and rows have no styles
         console.file.write("".join(f"{line}\n" for line in _row_lines(columns, rows, part)))
 
@@ -277,6 +289,26 @@ def _pair_widths(
 
 
 def _title_lines(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
+    """Yield the lines with the titles.
+
+    The titles of columns on separate lines share a line. If possible, this is the first of two lines
+    of other titles.
+    """
+    *above, last = layout.lines
+    lead = (" " * GAP).join(one_line(columns[at].title) for line in above for at in line)
+    titles = list(_titles_of(columns, replace(layout, lines=((), last))))
+    room = max(map(cell_len, titles), default=0)
+    if not all(len(line) == 1 for line in above) or not 0 < cell_len(lead) <= room:
+        yield from _titles_of(columns, layout)
+    elif len(titles) > 1 and not titles[0][: cell_len(lead) + GAP].strip():
+        yield f"{lead}{titles[0][cell_len(lead) :]}"
+        yield from titles[1:]
+    else:
+        yield lead
+        yield from titles
+
+
+def _titles_of(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
     for number, line in enumerate(layout.lines):
         titles = [split_title(one_line(columns[at].title), layout.widths[at]) for at in line]
         for part in (0, 1):

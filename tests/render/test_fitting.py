@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -68,6 +69,7 @@ ON_TRACES = (
     ("backends",),
     ("doctor",),
 )
+KEYS = ("kernel_short", "share", "call_ns", "launches_per_call")
 MODELS = tuple(sorted((ROOT / "traces" / "models").glob("*.json.gz")))
 
 
@@ -145,7 +147,8 @@ def check_layout(table: Table, layout: Layout, *, full: bool) -> None:
     assert sorted((*shown, *layout.hidden, *layout.shared)) == list(range(len(table.columns)))
     keys = {at for at, column in enumerate(table.columns) if is_key(column, at)}
     assert not full or not layout.hidden
-    assert not full or {*layout.cuts} <= (keys if layout.blocks else set())
+    cut = {*layout.cuts} - {*layout.common}
+    assert not full or cut <= (keys if layout.blocks else set())
     in_blocks = [at for block in layout.blocks for at in block if at not in keys]
     assert not layout.blocks or sorted(in_blocks) == sorted({*shown} - keys)
     assert not layout.hidden or {table.columns[at].importance for at in layout.hidden} <= {
@@ -509,7 +512,7 @@ def test_columns_without_values_are_left_out() -> None:
     assert '"g": null' in RENDERERS["json"](alone) and RENDERERS["csv"](alone).startswith("k,g")
     # Tables with the same columns still have the same columns.
     titles = [line.split() for line in render_table(both).splitlines() if "kernel" in line]
-    assert titles == [["kernel", "regs", "µs"]] * 2
+    assert titles == [["kernel", "regs", "µs"]]
 
 
 def test_strides_of_a_config_are_shortened_first() -> None:
@@ -659,24 +662,20 @@ def test_a_wide_table_is_printed_in_blocks_of_columns_with_full() -> None:
     ]
     rows = (("auto", "k" * 50, 1, 2, 3, 4, 5), ("auto", "gemm", 10, 2, 3, 4, 50))
     document = Document("t/1", "t", (Table(tuple(columns), rows),), (), ())
-    short = f"{'k' * 23}…"
     assert render_table(document, width=52, cut=True, full=True).splitlines() == [
-        "                                   value  value",
-        "backend  kernel                        0      1",
-        f"auto     {short}      1      2",
-        "         gemm                         10      2",
+        "backend                          value  value  value",
+        "  kernel                             0      1      2",
+        "auto",
+        f"  {'k' * 29}      1      2      3",
+        f"  {'k' * 21}",
+        "  gemm                              10      2      3",
         "",
-        "                                   value  value",
-        "backend  kernel                        2      3",
-        f"auto     {short}      3      4",
-        "         gemm                          3      4",
-        "",
-        "                                   value",
-        "backend  kernel                        4",
-        f"auto     {short}      5",
-        "         gemm                         50",
-        "names in full:",
-        "k" * 50,
+        "backend                          value  value",
+        "  kernel                             3      4",
+        "auto",
+        f"  {'k' * 29}      4      5",
+        f"  {'k' * 21}",
+        "  gemm                               4     50",
     ]
 
 
@@ -889,7 +888,65 @@ def test_an_interval_has_the_unit_of_its_time() -> None:
 def test_tables_with_the_same_columns_have_the_same_units() -> None:
     first, second = times(("attn", 7_440, 1, 1)), times(("mlp", 7_440_000, 1, 1))
     document = replace(first, blocks=first.blocks + second.blocks)
-    assert render_table(document).count("forward time") == 2
+    assert {"7.44 µs", "7.44 ms"} <= {*re.findall(r"7.44 .s", render_table(document))}
+
+
+def test_consecutive_tables_with_the_same_columns_share_one_header() -> None:
+    """Bug: the header was repeated for each config."""
+    columns = (Column("k", "kernel"), Column("t", "regs", "count"))
+    first, second = (Table(columns, ((name, 7),)) for name in ("mm", "bmm"))
+    other = Table((Column("m", "module"),), (("attn",),))
+    blocks = (Heading("c1"), first, Note("slow"), Heading("c2"), second, other, first)
+    lines = render_table(Document("t/1", "t", blocks, (), ())).splitlines()
+    assert lines == [
+        *("c1", "kernel  regs", "mm         7", "slow", "", "c2", "bmm        7"),
+        *("", "module", "attn", "", "kernel  regs", "mm         7"),
+    ]
+
+
+def test_a_header_above_separate_lines_has_two_lines() -> None:
+    """Bug: the title of the groups had a line of its own, which was otherwise empty."""
+    columns = [
+        Column("backend", "backend", repeat=False),
+        Column("kernel", "kernel", importance="key", shrink=True),
+        Column("time", "mean µs/call", "count", importance="answer"),
+    ]
+    rows = [("all-disabled", "k" * 24, 1), ("all-disabled", "j" * 24, 2)]
+    assert fitted(columns, *rows, width=36) == [
+        "backend                        mean",
+        "  kernel                    µs/call",
+        "all-disabled",
+        f"  {'k' * 24}        1",
+        f"  {'j' * 24}        2",
+    ]
+
+
+def test_kernels_that_differ_in_their_grid_do_not_look_alike() -> None:
+    """Bug: a diff showed two rows with the same name, because it hid the grid."""
+    columns = [
+        Column("kernel", "kernel", importance="key", shrink=True),
+        Column("grid", "grid", "triple", importance="detail"),
+        Column("time", "mean µs/call", "count", importance="answer"),
+    ]
+    rows = [("k" * 30, (512, 1, 1), 1), ("k" * 30, (4096, 1, 1), 2)]
+    layout = fit_columns(columns, formatted_rows(Table(tuple(columns), tuple(rows))), 44)
+    assert not layout.hidden
+    apart = [(f"{name * 30}", *rest) for name, (_, *rest) in zip("ab", rows, strict=True)]
+    layout = fit_columns(columns, formatted_rows(Table(tuple(columns), tuple(apart))), 44)
+    assert layout.hidden == (1,)
+
+
+def test_blocks_are_similarly_wide_and_begin_with_the_answer() -> None:
+    """Bug: the verdict of a diff stood alone in the last block."""
+    columns = (
+        Column("k", "kernel", importance="key", shrink=True),
+        *(Column(f"v{at}", f"value {at}", "count", importance="detail") for at in range(6)),
+        Column("verdict", "verdict", importance="answer"),
+    )
+    rows = [(name * 40, *range(6), "faster") for name in "ab"]
+    layout = fit_columns(columns, formatted_rows(Table(columns, tuple(rows))), 60, full=True)
+    assert layout.blocks == ((0, 7, 1, 2), (0, 3, 4, 5, 6))
+    assert not layout.cuts  # names continue on a second line
 
 
 def test_pages_and_markdown_have_the_units_of_the_terminal_and_json_has_ns() -> None:
@@ -922,3 +979,56 @@ def test_common_parts_of_configs_are_printed_once_with_full() -> None:
     assert text.startswith("config  b2-h8-…-d64-fp16-scale=1\n")
     for own in ("s1500", "sq32-skv1500", "s32-causal"):
         assert f"  {own} " in text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "words",
+    [("kernels", "2,8,512,64", "--run", "h200-torch2.11"), ("diff", "flash", "math")],
+    ids=" ".join,
+)
+def test_full_keeps_short_names_and_lists_full_names_once(
+    traces: Path, words: tuple[str, ...], width: int
+) -> None:
+    """Bug: the names in the table were shorter with --full, and the full ones had no short names."""
+    (shown,) = documents(*words, "--full", "--store", str(traces))
+    text = render_table(shown, width=width, cut=True, full=True)
+    tables, _, names = text.partition("Full names of the kernels\n")
+    assert "…" not in tables and "names in full" not in text
+    short, full = "flash_fwd_splitkv_combine<64,m8,split2>", "softmax_warp_forward<float, float"
+    assert names.count(f"{short}\n    void") == 1
+    assert len(re.findall(r"softmax_warp_forward<fp32,9>\s+void \(anonymous", names)) == 1
+    assert full not in tables
+
+
+def test_kernels_of_the_same_name_in_other_namespaces_are_numbered(traces: Path) -> None:
+    with open_store(traces) as opened:
+        row = opened.rows(Selection("h200-torch2.11"))[0][0]
+    one, other = (
+        replace(row, kernel=f"{space}::k<1>(int)", kernel_short="k") for space in ("a", "b")
+    )
+    assert longer_names([one, other]) == {
+        "a::k<1>(int)": "k<1>(int) #1",
+        "b::k<1>(int)": "k<1>(int) #2",
+    }
+
+
+def test_negligible_kernels_of_a_call_share_a_line(traces: Path) -> None:
+    """Bug: the small kernels of math hid the fused kernels."""
+    words = ("kernels", "--run", "h200-torch2.11", "--backend", "math", "--store", str(traces))
+    (shown,), (whole,) = documents(*words), documents(*words, "--full")
+    assert shown.records == whole.records
+    tables, full = ([b for b in doc.blocks if isinstance(b, Table)] for doc in (shown, whole))
+    folded = 0
+    for table, rest in zip(tables, full, strict=True):
+        (name, share, time, launches), keys = (
+            [[column.key for column in each.columns].index(key) for key in KEYS]
+            for each in (table, rest)
+        )
+        for at, other in zip((share, time, launches), keys[1:], strict=True):
+            total = sum(row[at] for row in table.rows)
+            assert total == pytest.approx(sum(row[other] for row in rest.rows))
+        assert sum(row[share] < 0.01 for row in table.rows) <= 1
+        folded += any(str(row[name]).endswith(" other kernels") for row in table.rows)
+    assert folded == 2
+    assert any(isinstance(b, Note) and b.text == "--full shows all kernels." for b in shown.blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
@@ -45,6 +45,7 @@ from profharness.commands.diff.compare import (
     find_sides,
     nothing_compared,
 )
+from profharness.commands.kernels.tables import full_name_notes, longer_names
 from profharness.errors import GateResult, NotFoundError, UsageError, counted, join_few
 from profharness.measurements.measurements import busy_text
 from profharness.program.changes import VERDICTS, EnvChange
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FIELDS = field_names(DiffRow)
-SIDE = Column("side", "side", importance="key", optional=True)
+SIDE = Column("side", "side", importance="key", optional=True, repeat=False)
 SIDES = ("baseline", "candidate")  # values of the column
 FEW_CONFIGS = (
     3  # if more configs are compared, the kernels of those without a difference need --full
@@ -91,7 +92,7 @@ LAUNCH = tuple(
     for each, spare in zip(pick(KernelRow, *OF_A_KERNEL), (0, 3, 2, 1), strict=True)
 )
 TIME = columns_of(KernelRow)["duration_ns"]
-NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
+NO_KERNEL = dict.fromkeys(("side", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
 
 SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
     "calls": "{:g}".format,
@@ -123,8 +124,8 @@ def diff_document(
 ) -> Document:
     """Return the document of `diff`.
 
-    Kernels that only differ in their times share a row. If `full` is set, show all rows and whole
-    names. If `changed_first` is set, list configs without differences
+    Kernels that only differ in their times share a row. If `full` is set, show all rows and the full
+    names of the kernels. If `changed_first` is set, list configs without differences
     at the end, one per line. `busy` is a warning that the times are unreliable.
     """
     counts = _counts(diff)
@@ -138,6 +139,8 @@ def diff_document(
         blocks.append(Table.of(pick(EnvChange), diff.environment))
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
+    kernels = [kernel for row in diff.rows for kernel in (*row.baseline, *row.candidate)]
+    names = longer_names(kernels)
     costs: dict[tuple[str, ...], list[Cost]] = {}
     for cost in diff.costs:
         # The row `status` already shows a refusal.
@@ -150,19 +153,21 @@ def diff_document(
     ]
     for key, rows in groups.items():
         if not hidden and (not changed_first or key not in same):
-            blocks += _config_blocks(rows, costs.get(key, ()), full)
+            blocks += _config_blocks(rows, costs.get(key, ()), full, names)
     if hidden and diff.rows:
         text = f"--full also compares all kernels of the traces ({counts})."
         blocks.append(Note(text, level="hint"))
     # With --full, the notes of the configs contain this text.
     if any(row.composite for row in diff.rows) and not hidden and not full:
         blocks.append(Note(COMPOSITE))
+    if full:
+        blocks += full_name_notes(kernels, names)
     if changed_first and same and not hidden:
         blocks.append(Heading("Configs without a difference", f"{len(same)} of {len(groups)}"))
         alike: dict[str, list[str]] = {}
-        for config, *names in same:
-            alike.setdefault(config, []).append(_backends(*names))
-        blocks += [Note(", ".join(names), config) for config, names in alike.items()]
+        for config, *backends in same:
+            alike.setdefault(config, []).append(_backends(*backends))
+        blocks += [Note(", ".join(texts), config) for config, texts in alike.items()]
         blocks.append(
             Note(
                 "--full also compares the kernels of configs that show no difference.",
@@ -199,7 +204,7 @@ def cost_text(cost: Cost) -> str:
     """
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
-    kind, unit = ("mib figure", " MiB") if cost.what == MEMORY else ("count", " per call")
+    kind, unit = ("mib", " MiB") if cost.what == MEMORY else ("count", " per call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
     ratio = f", {ratio_text(max(cost.ratio, 1 / cost.ratio))}" if cost.ratio else ""
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
@@ -329,11 +334,13 @@ def _backends(*backends: str | None) -> str:
     return " → ".join(dict.fromkeys(filter(None, backends)))
 
 
-def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> Iterator[Block]:
+def _config_blocks(
+    rows: list[DiffRow], costs: Sequence[Cost], full: bool, names: Mapping[str, str]
+) -> Iterator[Block]:
     first = rows[0]
     yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
     of_calls = _times_are_of_calls(rows)
-    lines = [line for row in rows for line in _lines(row, of_calls)]
+    lines = [line for row in rows for line in _lines(row, of_calls, names)]
     yield Table.of(_columns(of_calls), lines)
     notes: dict[str, list[DiffRow]] = {}
     for row in rows:
@@ -368,12 +375,13 @@ def _kernel_ns(kernel: KernelRow, of_calls: bool) -> float | None:
     return kernel.duration_ns * (kernel.launches_per_call or 1)
 
 
-def _lines(row: DiffRow, of_calls: bool) -> Iterator[tuple[Any, ...]]:
+def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     """Yield a line per kernel. Show the ratio and the verdict in the first line.
 
     If a side has several kernels, the first line describes all of them. It has their times if the
     times of the table are per call. A kernel that is launched alike on both sides has one line with
-    both times. If the kernels of a role differ, yield a line per kernel of each side.
+    both times. If the kernels of a role differ, yield a line per kernel of each side. `names` maps
+    kernels with ambiguous short names to distinct names.
     """
     first: dict[str, Any] = {}
     rest = {"ratio": "", "verdict": ""}
@@ -384,13 +392,14 @@ def _lines(row: DiffRow, of_calls: bool) -> Iterator[tuple[Any, ...]]:
         for one, other in zip(row.baseline, row.candidate, strict=True):
             pair = {
                 "side": "",
+                "kernel_short": names.get(one.kernel, one.kernel_short),
                 "duration_ns": (_kernel_ns(one, of_calls), _kernel_ns(other, of_calls)),
             }
             yield pair | first, one, row
             first = rest
         if not row.baseline:
             both = {"duration_ns": (row.baseline_ns, row.candidate_ns)}
-            yield NO_KERNEL | {"kernel": row.basis, "kernel_short": row.basis} | both, row
+            yield NO_KERNEL | {"kernel_short": row.basis} | both, row
             first = rest
     else:
         for side, kernels, time_ns in zip(
@@ -400,14 +409,15 @@ def _lines(row: DiffRow, of_calls: bool) -> Iterator[tuple[Any, ...]]:
             strict=True,
         ):
             for kernel in kernels:
-                yield (
-                    {"side": side, "duration_ns": _kernel_ns(kernel, of_calls)} | first,
-                    kernel,
-                    row,
-                )
+                own = {
+                    "side": side,
+                    "kernel_short": names.get(kernel.kernel, kernel.kernel_short),
+                    "duration_ns": _kernel_ns(kernel, of_calls),
+                }
+                yield own | first, kernel, row
                 first = rest
             if not kernels and time_ns is not None:
-                times = {"kernel": row.basis, "kernel_short": row.basis, "duration_ns": time_ns}
+                times = {"kernel_short": row.basis, "duration_ns": time_ns}
                 yield NO_KERNEL | {"side": side} | times | first, row
                 first = rest
     if not first:
@@ -419,7 +429,7 @@ def _all_kernels(row: DiffRow, of_calls: bool) -> dict[str, Any]:
     counts = [len(kernels) for kernels in (row.baseline, row.candidate) if kernels]
     before = f"{counts[0]} → " if counts[0] != counts[-1] else ""
     text = f"{before}{counted(counts[-1], 'kernel')}"
-    values: dict[str, Any] = {"kernel": text, "kernel_short": text}
+    values: dict[str, Any] = {"kernel_short": text}
     if len(counts) == 1:
         values["side"] = SIDES[0] if row.baseline else SIDES[1]
     if of_calls:
@@ -488,8 +498,8 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show full kernel names and the reasons for all verdicts. For programs, also show "
-        "kernels outside attention.",
+        help="Show every column, the full names of the kernels, and the reasons for all verdicts. "
+        "For programs, also show kernels outside attention.",
     ),
 ]
 

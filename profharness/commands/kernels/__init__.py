@@ -67,10 +67,11 @@ GPU_ALONE = (
     "combined with RUN, --profiler or --breakdown"
 )
 NAMES = """
-Kernel names are shortened; --full shows full names. A narrow terminal also shortens names and hides
-columns. <64,64x128,w4> means head dimension 64, a tile of 64 queries x 128 keys, and 4 warps per
-block. m8 means 8 rows per block. split2 means that the kernel combines at most 2 splits. knob_7 is
-cuDNN's number for a variant. `profharness explain-kernel NAME` describes any name.
+Kernel names are shortened; --full lists the full names below the tables. A narrow terminal also
+shortens names and hides columns. <64,64x128,w4> means head dimension 64, a tile of 64 queries x 128
+keys, and 4 warps per block. m8 means 8 rows per block. split2 means that the kernel combines at
+most 2 splits. knob_7 is cuDNN's number for a variant. `profharness explain-kernel NAME` describes
+any name.
 """
 # The first columns of the DataFrame, because pandas prints only the first and the last columns.
 FRAME_COLUMNS = (
@@ -119,8 +120,8 @@ Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Show full kernel names, every range of a program's trace, and ops that take almost "
-        "no time. With --profiler all, also show every ncu counter.",
+        help="Show every column, every range of a program's trace, and kernels that take almost no "
+        "time. List the full names of the kernels below the tables. With --profiler all, also show every ncu counter.",
     ),
 ]
 Expected = Annotated[

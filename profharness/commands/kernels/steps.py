@@ -33,7 +33,7 @@ from profharness.render.document import (
 )
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, WALL, CellRow, KernelRow, Triple
 from profharness.traces.kernel_names import parse_kernel_name
-from profharness.units import share_text, time_text
+from profharness.units import memory_figure, share_text, time_text
 
 CALL_TIMES = (EAGER, HOST, COLD, EVENT, WALL)
 LAUNCH = ("grid", "block", "shared_bytes", "occupancy")
@@ -463,7 +463,7 @@ def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / MIB:,.2f} MiB" if count >= MIB else f"{count / 1024:,.4g} KiB"
+    return f"{memory_figure(count)} MiB" if count >= MIB else f"{count / 1024:,.4g} KiB"
 
 
 def _explanations(

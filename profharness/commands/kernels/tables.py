@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
@@ -56,7 +57,8 @@ CELL_FIELDS = (
     *("run", "cell", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
     *("tuning", "refusals", "warnings"),
 )
-MINOR_SHARE = 0.005
+MINOR_SHARES = {"op": 0.005}  # the share of a call below which kernels of a kind are folded
+MINOR_SHARE = 0.01  # this share for the other kinds
 MAX_NOTES = 12
 MOST_KERNELS, FEW_KERNELS = 15, 5
 """The maximum numbers of kernels that are shown without --full.
@@ -74,7 +76,7 @@ ROW_COLUMNS = pick(
     KernelRow,
     *("backend", "profiler", "device", "kernel_short", "grid", "block", "shared_bytes"),
     *("shared_share", "registers_per_thread", "launches", "launches_per_call", "duration_ns"),
-    *("call_ns", "total_ns", "share", "occupancy", "kernel"),
+    *("call_ns", "total_ns", "share", "occupancy"),
 )
 # Columns of a table on a range of a program's trace, such as a step.
 OF_RANGE = {
@@ -99,7 +101,6 @@ JOINED_COLUMNS = (
     Column("tensor", "tensor%", "percent"),
     Column("l2_hits", "L2 hit%", "percent"),
     Column("disagree", "disagree", "names", importance="answer"),
-    KERNEL["kernel"],
 )
 _COUNTERS = (
     Column("metric", "metric"),
@@ -142,7 +143,23 @@ def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
 
             cuts = distinct_cuts(plain.values(), MOST_CHARACTERS)
             names |= {kernel: cuts.get(text, text) for kernel, text in plain.items()}
-    return names
+    return names | _numbered(names)
+
+
+def _numbered(names: Mapping[str, str]) -> dict[str, str]:
+    """Map each kernel whose name is equal to that of another kernel to the name with a number.
+
+    Names differ in nothing but the number if the kernels have the same name in different namespaces.
+    """
+    alike: dict[str, list[str]] = {}
+    for kernel, name in names.items():
+        alike.setdefault(name, []).append(kernel)
+    return {
+        kernel: f"{name} #{number}"
+        for name, kernels in alike.items()
+        if len(kernels) > 1
+        for number, kernel in enumerate(kernels, 1)
+    }
 
 
 def _plain(kernel: str) -> str:
@@ -152,6 +169,14 @@ def _plain(kernel: str) -> str:
 
         kernel = canonical(kernel)
     return _NAMESPACES.sub("", kernel)
+
+
+def full_name_notes(rows: Iterable[KernelRow], longer: Mapping[str, str]) -> Iterator[Block]:
+    """Yield the full name of each kernel, next to its name in the tables, if they differ."""
+    names = {row.kernel: longer.get(row.kernel, row.kernel_short) for row in rows}
+    if notes := [Note(full, name) for full, name in names.items() if full != name]:
+        yield Heading("Full names of the kernels", "", 3)
+        yield from notes
 
 
 def full_names(runs: Iterable[Sequence[KernelRow]]) -> dict[str, tuple[str, ...]]:
@@ -188,7 +213,7 @@ def kernels_document(
         return {"backend": backend, "kernel_short": name}, row
 
     blocks: list[Block] = []
-    omitted: list[Note] = []
+    folds = False
     most = MOST_KERNELS
     ranges = dict.fromkeys(map(_scope, rows), 1) if full else _shown_ranges(rows)
     for scope in dict.fromkeys([*((c.run, c.config, None) for c in cells), *ranges]):
@@ -215,21 +240,27 @@ def kernels_document(
             backends = dict.fromkeys([*(c.backend for c in beside), *(r.backend for r in own)])
             place = {backend: number for number, backend in enumerate(backends)}
             own.sort(key=lambda row: (place[row.backend], row.profiler, row.device, row.first_ns))
-            shown = own if full else [row for row in own if not is_minor(row)]
-            blocks.append(Table.of(columns, map(line, shown)))
-            left = _left_out(own)
+            lines: list[tuple[Any, ...]] = []
+            for _, group in groupby(own, key=attrgetter("backend", "profiler", "device")):
+                mine = list(group)
+                minor = [] if full else _minor(mine)
+                lines += [line(row) for row in mine if row not in minor]
+                if minor:
+                    folds = True
+                    lines.append((_folded(minor), *line(minor[0])))
+            blocks.append(Table.of(columns, lines))
         if not full:
             blocks += left
-            omitted += left
+            folds |= bool(left)
         notes = (cell_notes(cell, [row for row in own if row.cell == cell.cell]) for cell in beside)
         blocks += merged_notes(chain.from_iterable(notes))
     if full:
         from profharness.commands.kernels.sources import source_notes  # only --full needs it
 
-        blocks += source_notes(rows)
+        blocks += [*source_notes(rows, longer), *full_name_notes(rows, longer)]
     others = _other_ranges(rows, ranges)
     blocks += others
-    if omitted or others:
+    if folds or others:
         blocks.append(Note("--full shows all kernels.", level="hint"))
     if cells and rows:
         blocks.append(Note(_about_times(rows), "times"))
@@ -257,9 +288,34 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
     )
 
 
-def is_minor(row: KernelRow) -> bool:
-    """Return whether a row is a CPU op of negligible time, such as a view or an allocation."""
-    return row.kernel_kind == "op" and row.share is not None and row.share < MINOR_SHARE
+def _minor(rows: Sequence[KernelRow]) -> list[KernelRow]:
+    """Return the kernels of a call that take a negligible share of its time, if there are several."""
+    minor = [
+        row
+        for row in rows
+        if row.share is not None and row.share < MINOR_SHARES.get(row.kernel_kind, MINOR_SHARE)
+    ]
+    return minor if len(minor) > 1 else []
+
+
+def _folded(rows: Sequence[KernelRow]) -> dict[str, Any]:
+    """Return the values of one line for several kernels: their number and sums.
+
+    The values in which kernels differ are blank.
+    """
+    noun = "op" if all(row.kernel_kind == "op" for row in rows) else "kernel"
+    blank = (
+        column.key for column in ROW_COLUMNS if column.key not in ("backend", "profiler", "device")
+    )
+    counts = [row.launches_per_call for row in rows]
+    times = [row.call_ns for row in rows]
+    return {
+        **dict.fromkeys(blank, ""),
+        "kernel_short": f"{len(rows)} other {noun}s",
+        "launches_per_call": None if None in counts else sum(filter(None, counts)),
+        "call_ns": None if None in times else sum(filter(None, times)),
+        "share": sum(row.share or 0 for row in rows),
+    }
 
 
 def _shown_ranges(rows: Sequence[KernelRow]) -> dict[_Scope, int]:
@@ -309,27 +365,11 @@ def _take(count: int) -> str:
     return "takes" if count == 1 else "take"
 
 
-def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
-    """Return a note on the number of minor ops of each backend and their share of its time."""
-    minor: dict[str, list[KernelRow]] = {}
-    for row in filter(is_minor, rows):
-        minor.setdefault(row.backend or "the trace", []).append(row)
-    parts = [
-        f"{counted(len(own), 'op')} of {backend} ({share_text(sum(row.share or 0 for row in own))})"
-        for backend, own in minor.items()
-    ]
-    if not parts:
-        return []
-    text = f"ops that take under {share_text(MINOR_SHARE)} each are hidden: {', '.join(parts)}"
-    return [Note(text)]
-
-
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """Return the columns that are useful for these rows. `full` selects full kernel names."""
+    """Return the columns that are useful for these rows. `full` also selects the time of a launch."""
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
-    hidden = {"kernel_short" if full else "kernel"}
-    hidden |= {"backend", "launches_per_call", "call_ns"} if foreign else {"launches", "total_ns"}
+    hidden = {"backend", "launches_per_call", "call_ns"} if foreign else {"launches", "total_ns"}
     hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
     # With one launch per call, the median repeats the mean time per call.
     if not full and any(row.call_ns is not None for row in rows):
@@ -459,6 +499,7 @@ def witness_document(
 ) -> Document:
     """Return the document of `kernels --profiler all`. `rows` must start with the newest run."""
     joined = join_kernels(rows)
+    longer = longer_names(rows)
     blocks: list[Block] = []
     # List cells first, so that a config without launches keeps its position.
     configs = dict.fromkeys(
@@ -469,7 +510,7 @@ def witness_document(
         beside = [cell for cell in cells if cell.config == config]
         blocks.append(Heading(config or "outside of any config"))
         if own:
-            blocks.append(_table(own, full=full))
+            blocks.append(_table(own, longer))
         for cell in beside:
             mine = [row for kernel in own for row in kernel.rows.values() if row.cell == cell.cell]
             blocks += cell_notes(cell, mine)
@@ -479,7 +520,7 @@ def witness_document(
     if full:
         from profharness.commands.kernels.sources import source_notes  # only --full needs it
 
-        blocks += source_notes(rows)
+        blocks += [*source_notes(rows, longer), *full_name_notes(rows, longer)]
     blocks += _closing(rows, joined)
     extra = {
         "cells": [cell_record(cell) for cell in cells],
@@ -515,12 +556,9 @@ def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
     }
 
 
-def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
-    hidden = "kernel_short" if full else "kernel"
-    columns = [column for column in JOINED_COLUMNS if column.key != hidden]
-    longer = longer_names(kernel.first for kernel in joined)
+def _table(joined: Sequence[JoinedKernel], longer: Mapping[str, str]) -> Table:
     lines = [_line(kernel, longer) for kernel in joined]
-    return Table.of(filled_columns(columns, lines), lines)
+    return Table.of(filled_columns(JOINED_COLUMNS, lines), lines)
 
 
 def _line(kernel: JoinedKernel, longer: Mapping[str, str]) -> dict[str, Any]:
@@ -528,7 +566,7 @@ def _line(kernel: JoinedKernel, longer: Mapping[str, str]) -> dict[str, Any]:
     metrics = ncu.metrics if ncu else {}
     counters = read_counters(metrics)
     moved = [metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in metrics]
-    own = ("backend", "kernel", "grid", "block")
+    own = ("backend", "grid", "block")
     common = ("shared_bytes", "shared_share", "registers_per_thread", "launches_per_call")
     times = kernel.values("duration_ns")
     return {
