@@ -90,13 +90,13 @@ def test_a_gate_is_suggested() -> None:
 @pytest.mark.usefixtures("traces")
 @pytest.mark.parametrize(("name", "text"), [("a.txt", "hello"), ("a.json", '{"a": 1}')])
 def test_a_file_that_is_no_trace_is_wrong_input(name: str, text: str) -> None:
-    """Bug: the exit code was 1, but 2 for a missing file."""
+    """Bug: the exit code was 1, but 2 for a missing file. A damaged trace is wrong input too."""
     Path(name).write_text(text)
     assert told("kernels", name)[0] == 2
     Path("empty").mkdir()
     assert told("kernels", "empty")[0] == 2
     Path("damaged.json").write_text('{"traceEvents": [')
-    assert told("kernels", "damaged.json")[0] == 1
+    assert told("kernels", "damaged.json")[0] == 2
 
 
 def test_near_names() -> None:
