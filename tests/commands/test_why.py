@@ -91,10 +91,20 @@ def test_layers_has_the_change_and_the_saving_of_a_report(store: Path) -> None:
     (told,), _ = faster_change(replace(layers, rows=(unknown,)))
     assert told.endswith("387 µs of GPU time per step (33.6 µs instead of 163 µs per call).")
     assert "why: profharness explain" not in text
-    # The times of a benchmark are better than predictions, and --gpu has its own predictions.
-    assert "To run cudnn" not in run_cli(store, "layers", layers.run, "--gpu", "H200")
+    # The times of a benchmark are better than predictions.
     benched = render_table(layers_document(replace(layers, benched="bench-1")))
     assert "To run cudnn" not in benched and "why: profharness explain" in benched
+
+
+def test_predictions_for_the_same_gpu_have_the_same_advice(store: Path) -> None:
+    """Bug: `--gpu` said that no backend is faster, beside the advice of `layers` alone."""
+    run = the_map(store, "bert_fp32.json.gz").run
+    own = " ".join(run_cli(store, "layers", run, "--gpu", "H200", "--torch", "2.11").split())
+    assert "No other backend that accepts the calls is predicted to be faster." in own
+    assert own.count(OF_CUDNN) == 1 and own.index(OF_CUDNN) < own.index("Attention of run")
+    for other in (("MI300X", "2.11"), ("H200", "2.9"), ("H200,MI300X", "2.11")):
+        text = run_cli(store, "layers", run, "--gpu", other[0], "--torch", other[1])
+        assert "To run cudnn" not in text
 
 
 def test_layers_names_the_config_that_a_change_is_for(store: Path) -> None:
