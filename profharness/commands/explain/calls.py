@@ -103,7 +103,7 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
         if not opened.has(name, "attention calls") and (cells := opened.cells(name)):
-            return _run_configs(
+            return run_configs(
                 opened.run_name(name), [cell.config for cell in cells], opened.environment(name)
             )
         layers = find_layers(opened, name, assume=assumed_release)
@@ -175,7 +175,8 @@ def _doubt(row: LayerRow) -> str | None:
     return reasons[0] if reasons else "some calls differ from the config"
 
 
-def _run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:
+def run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:
+    """Return the distinct configs of a run, and the platform that its environment describes."""
     configs = tuple(parse_config(label) for label in dict.fromkeys(labels))
     gpu = environment.get("gpu")
     if not rules_know(environment):
