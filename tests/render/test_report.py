@@ -417,7 +417,7 @@ def test_changes_come_before_equal_rows() -> None:
     ]
     blocks = diff_blocks(Diff("a", "b", (), tuple(rows)))
     titles = [block.text for block in blocks if isinstance(block, Heading)]
-    assert titles[2:] == [labels[1], "Configs without a difference"]
+    assert titles[2:] == [labels[1], "Cells without any difference in kernels"]
     notes = [(block.label, block.text) for block in blocks if isinstance(block, Note)]
     assert [(labels[0], "flash"), (labels[2], "flash")] == notes[-3:-1]
 
