@@ -122,8 +122,8 @@ class LayerSide:
             "percent",
             importance="detail",
             right=True,
-            meaning="shortest forward time that the GPU's peak rates allow, divided by the actual "
-            "forward time",
+            meaning="shortest time that the GPU's peak rates allow for the compared passes (`basis`), "
+            "divided by their actual time",
         ),
     ] = None
     # The sum of the kernel times of all calls, per step. It is not the median time of a call times
@@ -449,14 +449,18 @@ def _diff_part(
     groups.sort(key=order)
     for direction, (left, right) in groups:
         if left and right:
-            sides = _side(baseline, left), _side(candidate, right)
+            both_ways = _have_backward((left, right))
+            sides = (
+                _side(baseline, left, both_ways=both_ways),
+                _side(candidate, right, both_ways=both_ways),
+            )
             yield _diff(direction, sides, (left, right), doubt, note, threshold)
         elif left:
-            side = _side(baseline, left)
+            side = _side(baseline, left, both_ways=_have_backward((left,)))
             why = (_why_unmatched(side, "candidate", candidate),)
             yield LayerDiff(direction, baseline=side, verdict="removed", reasons=why)
         else:
-            side = _side(candidate, right)
+            side = _side(candidate, right, both_ways=_have_backward((right,)))
             why = (_why_unmatched(side, "baseline", baseline),)
             yield LayerDiff(direction, candidate=side, verdict="added", reasons=why)
 
@@ -499,13 +503,13 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
 
 def _match_part(programs: Sequence[Program]) -> Iterator[MatchedLayers]:
     for direction, calls in _equal_layers(programs):
+        both_ways = _have_backward(calls)
         sides = [
-            _side(program, own) if own else None
+            _side(program, own, both_ways=both_ways) if own else None
             for program, own in zip(programs, calls, strict=True)
         ]
         present = [side for side in sides if side is not None]
         timed = [side for side in present if side.forward_ns is not None]
-        both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
         samples = [_samples(own, both_ways=both_ways) for own in calls]
         yield MatchedLayers(
             direction=direction,
@@ -674,7 +678,17 @@ def _recorded(program: Program, calls: Iterable[CallRow], name: str) -> str | No
     return " and ".join(sorted(set(filter(None, values)))) or None
 
 
-def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
+def _have_backward(groups: Iterable[Sequence[CallRow]]) -> bool:
+    """Return whether all groups of calls with kernels have backward kernels."""
+    timed = [times for calls in groups if (times := list(filter(None, map(_kernel_times, calls))))]
+    return bool(timed) and all(
+        any(backward is not None for _, backward in times) for times in timed
+    )
+
+
+def _side(program: Program, calls: Sequence[CallRow], *, both_ways: bool) -> LayerSide:
+    """Return the values of equal calls. With `both_ways`, rates include the backward pass."""
+
     def length(call: CallRow) -> int:
         return parse_config(call.config).seq_len_kv if call.config else 0
 
@@ -687,7 +701,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     if all(call.config and not call.reason for call in calls):
         points = points_of(traced, steps) if program.calls else program.observed.points(calls)
     recorded = {name: _recorded(program, calls, name) for name in RECORDED}
-    forward_ns = median(times[0] for times in spent) if spent else None
+    samples = _samples(calls, both_ways=both_ways)
     return LayerSide(
         module=join_numbered(module_names(calls)) or None,
         config=middle.config,
@@ -696,7 +710,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         mode=middle.mode,
         ran=_ran(program, calls),
         sdpa_op=middle.sdpa_op,
-        forward_ns=forward_ns,
+        forward_ns=median(times[0] for times in spent) if spent else None,
         backward_ns=median(backward) if backward else None,
         forward_step_ns=sum(times[0] for times in spent) / steps if spent else None,
         backward_step_ns=sum(backward) / steps if backward else None,
@@ -706,7 +720,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         library=library_of(calls),
         dims=() if middle.config else middle.dims,
         step_phase=program.step_phase,
-        roofline_share=_roofline_share(program.peaks, middle, forward_ns),
+        roofline_share=_roofline_share(program.peaks, middle, samples, both_ways=both_ways),
         **recorded,
     )
 
@@ -720,13 +734,19 @@ def _forward_kernels(call: CallRow) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kernel.kernel_short for kernel in own))
 
 
-def _roofline_share(peaks: Peaks | None, call: CallRow, forward_ns: float | None) -> float | None:
-    """Return the least forward time of a call divided by the actual time, or None if unknown."""
-    if not call.config or not forward_ns or peaks is None:
+def _roofline_share(
+    peaks: Peaks | None, call: CallRow, samples: Sequence[int], *, both_ways: bool
+) -> float | None:
+    """Return the least time of a call divided by its median time, or None if unknown.
+
+    `samples` are the times of the forward pass, or with `both_ways` of the forward and backward
+    pass.
+    """
+    if not call.config or not samples or peaks is None:
         return None
-    config = replace(parse_config(call.config), bwd=False)
+    config = replace(parse_config(call.config), bwd=both_ways)
     least = roofline_ns(peaks, config.dtype, flops(config), compulsory_bytes(config))
-    return least and least / forward_ns
+    return least and least / median(samples)
 
 
 def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:

@@ -34,7 +34,13 @@ from profharness.store.names import StoredRun, match_path, name_runs, newest_of,
 from profharness.store.tables import records
 
 Need = Literal[
-    "run", "kernels", "kernels of configs", "times", "attention calls", "traced attention calls"
+    "run",
+    "kernels",
+    "kernels of configs",
+    "times",
+    "attention calls",
+    "traced attention calls",
+    "attention calls or configs",
 ]
 """The data that a command needs. Any captured, timed or ingested run satisfies the need `run`."""
 
@@ -72,6 +78,10 @@ _CONDITIONS: dict[Need, tuple[str, str]] = {
     "times": (_SOME_CELL.format(_TIMES), _TIMES),
     "attention calls": (f"({_CALLED} OR {_OBSERVED})", "1"),
     "traced attention calls": (_CALLED, "1"),
+    "attention calls or configs": (
+        f"({_CALLED} OR {_OBSERVED} OR {_SOME_CELL.format('1')})",
+        "1",
+    ),
 }
 """Maps each need to two SQL conditions.
 

@@ -20,12 +20,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("analyses") / "s.db"
     for name in ("models/llama_eager.json.gz", "models/llama_train.json.gz", "h200-torch-nsys-ncu"):
         ingest_path(path, TRACES / name)
+    ingest_path(path, TRACES / "serving" / "shapes.json.gz")
     return path
 
 
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
+        (
+            # Bug: the upper bound followed the sentence `The keys are already split`.
+            ["shapes.json.gz"],
+            "DecoderLayer_{0-5}.RadixAttention_{0-5} on flashinfer (11.1 µs per call) is limited by "
+            "latency, with neither compute nor memory near its peak. Batch more sequences into one "
+            "call (the keys are already split): at most 1.27 times as fast.",
+        ),
         (
             ["llama_eager.json.gz"],
             "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on eager (787 µs per call) is limited by "

@@ -51,6 +51,16 @@ def diff(store: Path, *words: str) -> Any:
     return CliRunner().invoke(cli, ["diff", *names, "--store", str(store)])
 
 
+def test_a_diff_counts_cells_that_ran_below_as_in_the_answer(store: Path) -> None:
+    """Bug: the last heading had `18 of 24` configs, which were cells, four of them refused."""
+    text = diff(store, "h200-torch2.11", "h200-torch-nsys-ncu").stdout
+    heading = next(line for line in text.splitlines() if line.startswith("Cells without"))
+    assert heading.split("  ") == [
+        "Cells without any difference in kernels",
+        "14 of the 20 cells that ran, and 4 cells that did not run",
+    ]
+
+
 @pytest.mark.parametrize(
     ("sides", "answer"),
     [

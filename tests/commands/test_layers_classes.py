@@ -134,6 +134,21 @@ def test_other_backends_and_configs_are_reported(store: dict[str, str]) -> None:
     assert "Only the forward pass is compared, because not all runs have a backward pass." in text
 
 
+def test_rates_include_the_passes_that_are_compared(store: dict[str, str]) -> None:
+    program = str(TRACES / "models/llama_train.json.gz")
+    found = CliRunner().invoke(
+        cli, ["analyze", program, "--store", store["store"], "--format", "json"], env=WIDE
+    )
+    (cell,) = json.loads(found.stdout)["rows"]
+    training = answer(store, program, str(TRACES / "models/llama_checkpoint.json.gz"))["layers"][0]
+    assert training["basis"] == "forward and backward"
+    assert training["sides"][0]["roofline_share"] == pytest.approx(cell["flops_share"], rel=0.01)
+    forward = answer(store, program, str(TRACES / "models/llama_prefill.json.gz"))["layers"][0]
+    assert forward["basis"] == "forward"
+    left, right = (side["roofline_share"] for side in forward["sides"])
+    assert left == pytest.approx(right, rel=0.05)
+
+
 def test_layers_of_one_gpu_alone_have_rows(store: dict[str, str]) -> None:
     told = answer(store, "whisper", "eager")
     there = [tuple(side is not None for side in row["sides"]) for row in told["layers"]]

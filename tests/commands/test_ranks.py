@@ -78,6 +78,8 @@ def test_the_answer_names_the_slow_rank_and_not_the_spread_of_the_others(
     store = ["--store", str(tmp_path / "s.db")]
     CliRunner().invoke(cli, ["ingest", str(tmp_path / "four"), *store])
     done = CliRunner().invoke(cli, ["ranks", *store])
+    # Bug: `% idle` was of the span here, and of the steps in `layers`.
+    assert "% idle of span" in done.stdout
     text = " ".join(done.stdout.split())
     slow = r"Rank 2 is slow: its kernels take 1\.1[123] times as long as on the other ranks; "
     assert re.match(slow + r"all 3 other ranks agree within [0-9.]+ %\. Ranks", text), text

@@ -206,3 +206,19 @@ def test_an_unknown_run_is_answered_with_few_names_and_the_command_that_lists_al
         "20990105-timed, 20990104-timed, 20990103-timed and 2 more; list all runs with: "
         f"profharness runs --store {store}"
     )
+
+
+def test_explain_latest_may_be_a_capture(tmp_path: Path) -> None:
+    """Bug: `explain latest` said that no stored run has attention calls."""
+    path = tmp_path / "s.db"
+    ingest_path(path, TRACES / "models" / "vit.json.gz")
+    ingest_path(path, TRACES / "h200-torch2.11")
+    with open_store(path) as store:
+        newest, *older = store.runs()
+    for run, ref in ((newest, "latest"), (older[0], "latest~1")):
+        told, named = (
+            json.loads(invoke("explain", path, each, "--format", "json").stdout)["rows"]
+            for each in (ref, run.run)
+        )
+        assert told == named
+        assert len(named) == (4 if run.source == "capture" else 1)

@@ -224,7 +224,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         advice = text if isinstance(text, str) else text(config, backend)
         if codes[0] == "few_blocks" and "split_overhead" in findings:
-            advice = "Batch more sequences into one call. The keys are already split."
+            advice = "Batch more sequences into one call (the keys are already split)."
         helpful.append(Remedy(advice, mine, factor, findings[codes[0]].grade))
     if faster := findings.get("faster_backend"):
         name = str(faster.evidence[0].value)

@@ -13,8 +13,8 @@ from profharness.errors import counted, join_and
 from profharness.measurements.evaluation import BenchResult, Loss, Winner
 from profharness.measurements.measurements import BenchRow, basis_text
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL
-from profharness.stats import NOTABLE_LOSS
-from profharness.units import as_long, share_text, time_text
+from profharness.stats import NOTABLE_LOSS, THRESHOLD
+from profharness.units import as_long, ratio_text, time_text
 
 TRUST = {
     EAGER: "For programs without CUDA graphs, use the eager time, which includes the launch cost.",
@@ -45,7 +45,7 @@ def bench_answer(answer: BenchResult) -> tuple[str, ...]:
 
 
 def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
-    much, total = share_text(NOTABLE_LOSS), len(losses)
+    total = len(losses)
     notable = [loss for loss in losses if loss.regret > NOTABLE_LOSS and not loss.same_backend]
     real = [loss for loss in notable if loss.real]
     found = real or [loss for loss in notable if loss.open]
@@ -53,10 +53,10 @@ def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
         winners = answer.sound_winners()
         if total == 1:
             return _good_choice(answer, losses[0])
-        text = f"{_of_winners(answer)}{_noise(losses)}"
+        text = _of_winners(answer)
         if all(each.of_auto and not each.rivals for each in winners):
             return text
-        return f"auto is within {much} of the fastest backend on {_all(total)}. {text}"
+        return f"On {_all(total)}, auto takes at most {as_long(1 + NOTABLE_LOSS, 'the fastest backend')}. {text}"
     worst, may = found[0], "" if real else "may "
     times = f"{_time(worst.chosen_ns, worst.choice)} against {_time(worst.best_ns, worst.best)}"
     where = _all(total) if len(found) == total else f"{len(found)} of {total} configs"
@@ -78,17 +78,24 @@ def _good_choice(answer: BenchResult, loss: Loss) -> str:
     if loss.same_backend or any(
         AUTO in (each.backend, *each.same) for each in answer.winners if each.config == loss.config
     ):
-        return f"{lead}{_noise([loss])}"
+        return lead
     chosen = _time(loss.chosen_ns, loss.choice)
-    return f"{lead} auto takes {chosen}, which is within {share_text(NOTABLE_LOSS)} of the fastest."
+    return f"{lead} auto takes {as_long(1 + loss.regret)} ({chosen})."
 
 
-def _noise(losses: Sequence[Loss]) -> str:
-    """Return a sentence if two measurements of one backend differ notably, else ""."""
-    noise = max((loss.regret for loss in losses if loss.same_backend), default=0)
-    if noise <= NOTABLE_LOSS:
-        return ""
-    return f" Two measurements of the same backend differ by up to {share_text(noise)}."
+def noise_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
+    """Yield a sentence if the times of `auto` and of the backend that it ran differ visibly."""
+    same = [loss.regret for loss in losses if loss.same_backend]
+    if max(same, default=0) <= THRESHOLD:
+        return
+    ran = "auto ran the same kernels as the fastest backend, so the"
+    ratio, noise = ratio_text(1 + max(same)), "noise between measurements"
+    if len(losses) == 1:
+        yield f"{ran} difference between their times ({ratio}) is {noise}."
+        return
+    some = f"{len(same)} of {counted(len(losses), 'config')}"
+    where = _all(len(losses)) if len(same) == len(losses) else some
+    yield f"On {where}, {ran} differences between their times (up to {ratio}) are {noise}."
 
 
 def _all(count: int) -> str:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from profharness.attention.config import ALL_DISABLED, parse_config
+from profharness.attention.config import ALL_DISABLED, AUTO, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
-from profharness.commands.bench.answer import TRUST, bench_answer
+from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
+from profharness.commands.explain.calls import run_configs
+from profharness.commands.explain.faster import faster_configs
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
 from profharness.errors import counted, join_few, percent
@@ -167,6 +169,12 @@ COLUMNS = (
 LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "regret", "remark")
 
 
+def changes_of(answer: BenchResult) -> Iterator[tuple[str, str]]:
+    """Yield the configs that a change to the call is predicted to make faster, with the change."""
+    labels = [cell.config for cell in answer.cells if cell.backend == AUTO]
+    yield from faster_configs(run_configs(answer.name, labels, answer.environment))
+
+
 def bench_document(
     answer: BenchResult,
     *,
@@ -193,11 +201,13 @@ def bench_document(
         *(Note(text) for text in answer.conclusions),
         *_axis_blocks(answer),
         Heading("Notes"),
+        *(Note(text, AUTO) for text in noise_of_auto(answer.sound_losses())),
         *_legend(answer, full),
         Note(_measured(answer), "measured"),
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain),
+        *(Note(text, config) for config, text in changes_of(answer)),
         *_doubts(answer),
     ]
     records = [record(row) for row in answer.rows]

@@ -163,7 +163,14 @@ def diff_document(
     if full:
         blocks += full_name_notes(kernels, names)
     if changed_first and same and not hidden:
-        blocks.append(Heading("Configs without a difference", f"{len(same)} of {len(groups)}"))
+        ended = {key for key, rows in groups.items() if any(row.role == "status" for row in rows)}
+        alike_ended = sum(key in ended for key in same)
+        of_ran = (
+            f"{len(same) - alike_ended} of the {counted(len(groups) - len(ended), 'cell')} that ran"
+        )
+        others = f", and {counted(alike_ended, 'cell')} that did not run" if alike_ended else ""
+        title = "Cells without any difference in kernels"
+        blocks.append(Heading(title, f"{of_ran}{others}"))
         alike: dict[str, list[str]] = {}
         for config, *backends in same:
             alike.setdefault(config, []).append(_backends(*backends))

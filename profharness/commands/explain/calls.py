@@ -26,6 +26,9 @@ from profharness.program.layer_map import (
 from profharness.store import Selection, open_store
 from profharness.units import share_text
 
+LENGTH_SPREAD = 0.1
+"""Calls have one mean time if the longest is at most this much longer than the shortest."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -104,9 +107,9 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
     backends, unless there is advice on the calls.
     """
     with open_store(store) as opened:
-        name = opened.find_run(Selection(run), "attention calls")
+        name = opened.find_run(Selection(run), "attention calls or configs")
         if not opened.has(name, "attention calls") and (cells := opened.cells(name)):
-            return _run_configs(
+            return run_configs(
                 opened.run_name(name), [cell.config for cell in cells], opened.environment(name)
             )
         layers = find_layers(opened, name, assume=assumed_release)
@@ -139,7 +142,7 @@ def program_calls(layers: LayerMap) -> ProgramCalls:
             ran,
             asked,
             tuple(dict.fromkeys(filter(None, (short_module(row.module) for row in rows)))),
-            _mean_ns(rows),
+            mean_ns(rows),
             next(filter(None, map(_doubt, rows)), None),
         )
         for (config, ran, asked), rows in rows_of.items()
@@ -155,14 +158,18 @@ def program_calls(layers: LayerMap) -> ProgramCalls:
     )
 
 
-def _mean_ns(rows: Sequence[LayerRow]) -> float | None:
+def mean_ns(rows: Sequence[LayerRow]) -> float | None:
     """Return the mean kernel time of a call, in the forward and the backward pass.
 
     Forward passes that checkpointing repeats are no calls of their own. Return None if the time is
-    unknown, or if the calls have several lengths, because the config describes only one of them.
+    unknown, or if the lengths of the calls differ by more than LENGTH_SPREAD, because the config
+    describes only the call with the median length.
     """
     rows = [row for row in rows if row.direction != "recompute"]
-    if any(row.lengths is None or row.lengths[0] != row.lengths[1] for row in rows):
+    lengths = [row.lengths for row in rows if row.lengths is not None]
+    if len(lengths) < len(rows):
+        return None
+    if any(longest > (1 + LENGTH_SPREAD) * shortest for shortest, longest in lengths):
         return None
     if not rows or any(row.forward_ns is None or not row.calls for row in rows):
         return None
@@ -179,7 +186,8 @@ def _doubt(row: LayerRow) -> str | None:
     return reasons[0] if reasons else "some calls differ from the config"
 
 
-def _run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:
+def run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:
+    """Return the distinct configs of a run, and the platform that its environment describes."""
     configs = tuple(parse_config(label) for label in dict.fromkeys(labels))
     gpu = environment.get("gpu")
     if not rules_know(environment):

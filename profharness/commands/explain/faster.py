@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from profharness.attention.dispatch.by_rule import Explanation
-from profharness.commands.explain.answer import Way, told_way
-from profharness.commands.explain.calls import program_calls
+from profharness.attention.dispatch.by_rule import Explanation, explain_by_rule
+from profharness.commands.explain.answer import Way, short_change_text, told_way
+from profharness.commands.explain.calls import RunConfigs, program_calls
 from profharness.commands.explain.savings import matters, saving_text
 from profharness.commands.explain.times import with_times
 from profharness.device_types import is_gpu
@@ -57,6 +57,18 @@ def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, W
         # A call that took less time than predicted may already be as fast.
         if (way.speed_up or 0) > 1:
             yield answer, way
+
+
+def faster_configs(run: RunConfigs) -> Iterator[tuple[str, str]]:
+    """Yield the configs of a run that a change is predicted to make faster, with the change."""
+    if run.platform is None or not is_gpu(run.platform.device):
+        return
+    answers = [explain_by_rule(config, run.platform) for config in run.configs[:MOST_EXPLAINED]]
+    for answer in with_times(answers, run.platform)[0]:
+        way = told_way(answer, ())
+        times = way.advice.predicted if way else None
+        if way and times and times.certain and (times.speed_up or 0) > 1:
+            yield answer.config, short_change_text(way)
 
 
 def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:

@@ -20,7 +20,7 @@ from profharness.measurements.agreement import (
     witnesses,
 )
 from profharness.rows import MODEL, CellRow, KernelRow, preferred_profiler_rows
-from profharness.stats import NOTABLE_LOSS
+from profharness.stats import NOTABLE_LOSS, THRESHOLD
 from profharness.units import as_long, share_text, time_text
 
 KINDS = {"memcpy": "copy", "op": "ATen op"}
@@ -172,7 +172,7 @@ def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
 
 def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
     """Yield a sentence on the configs for which another backend has much faster kernels."""
-    losses, compared = [], 0
+    losses, compared = [], list[float]()
     for config, calls in configs.items():
         auto = calls.get(AUTO)
         others = [
@@ -182,22 +182,26 @@ def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
         ]
         if auto is None or not auto.ns or auto.on_cpu or not others:
             continue
-        compared += 1
         best = min(others, key=lambda call: call.ns or 0)
         loss = auto.ns / (best.ns or 1) - 1
+        compared.append(loss)
         if loss > NOTABLE_LOSS:
             losses.append((loss, config, auto, best))
-    much = share_text(NOTABLE_LOSS)
     if losses:
         loss, config, auto, best = max(losses, key=lambda each: each[0])
         yield (
-            f"On {len(losses)} of {counted(compared, 'config')}, the kernels of auto take more "
+            f"On {len(losses)} of {counted(len(compared), 'config')}, the kernels of auto take more "
             f"than {as_long(1 + NOTABLE_LOSS)} as those of the fastest backend. The worst case is {config}, "
             f"where auto takes {time_text(auto.ns or 0)} and {best.ran} takes "
             f"{time_text(best.ns or 0)}."
         )
     elif compared:
-        yield f"By kernel time, auto is within {much} of the fastest backend on every compared config."
+        where = f"({counted(len(compared), 'config')} compared)"
+        if max(compared) <= THRESHOLD:
+            yield f"By kernel time, no other backend is faster {where}."
+        else:
+            limit = as_long(1 + NOTABLE_LOSS)
+            yield f"The kernels of auto take at most {limit} as those of the fastest backend {where}."
 
 
 def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:

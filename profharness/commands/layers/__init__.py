@@ -406,7 +406,7 @@ def forecast(
     """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
-        own = find_layers(opened, name, step=step)
+        own = find_layers(opened, name, step=step, assume=assumed_release)
     for place, doubt in places:
         own = forecast_map(own, place, doubt)
     return own

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from profharness.atlas.predictions import BOUND
+from profharness.attention.dispatch.machine import release_text
 from profharness.columns import Column, pick
 from profharness.commands.explain.faster import faster_changes, faster_text
 from profharness.commands.explain.savings import matters
@@ -138,7 +139,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     faster: tuple[str, ...] = ()
-    if not of_several and not layers.forecasts and any(map(is_explained, layers.rows)):
+    advised = not of_several and _forecast_of_same_gpu(layers)
+    if advised and any(map(is_explained, layers.rows)):
         faster, hint = faster_change(layers)
         blocks.append(hint)
     blocks += [Note(text, "", "warning") for text in layers.caveats]
@@ -181,6 +183,17 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         answer=(*answer[:lead], *faster, *answer[lead:]),
         configs_printed_by="" if of_several else layers.command("layers", "--list-configs"),
     )
+
+
+def _forecast_of_same_gpu(layers: LayerMap) -> bool:
+    """Return whether predictions, if there are any, are for the GPU and release of the run."""
+    if not layers.forecasts:
+        return True
+    if len(layers.forecasts) > 1 or layers.platform is None or layers.gpu is None:
+        return False
+    (forecast,) = layers.forecasts
+    same_gpu = short_gpu_name(forecast.gpu) == short_gpu_name(layers.gpu)
+    return same_gpu and forecast.torch == release_text(layers.platform.machine.torch)
 
 
 def faster_change(layers: LayerMap) -> tuple[tuple[str, ...], Note]:
@@ -235,7 +248,7 @@ def _forecast_blocks(
         columns = [replace(each, title=each.title.replace("/step", " in all")) for each in columns]
     yield Table.of(columns, rows)
     if not faster and any(row["predicted_best"] for row in rows):
-        yield Note("No other backend is predicted to be faster.")
+        yield Note("No other backend that accepts the calls is predicted to be faster.")
     yield from map(Note, forecast.conclusions)
     if full:
         yield Heading("Predicted kernels", "for the call with the median length", 3)

@@ -115,7 +115,8 @@ class RankFigures:
     def idle_share(
         self,
     ) -> Annotated[
-        Share, column("% idle", "percent", meaning="share of the span in which no kernel runs")
+        Share,
+        column("% idle of span", "percent", meaning="share of the span in which no kernel runs"),
     ]:
         """Share of the span in which no kernel runs."""
         return self._share(self.idle_ns)

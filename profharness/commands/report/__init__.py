@@ -30,10 +30,11 @@ from profharness.commands._types import Store as StorePath
 from profharness.commands.analyze.answer import limits_text
 from profharness.commands.analyze.cells import analyze_all
 from profharness.commands.analyze.figures import run_machine
-from profharness.commands.bench.answer import bench_answer
+from profharness.commands.bench.answer import bench_answer, noise_of_auto
 from profharness.commands.bench.tables import (
     MEANS,
     bench_document,
+    changes_of,
     gpu_blocks,
     gpu_record,
     latency_charts,
@@ -71,7 +72,7 @@ from profharness.commands.report.program import (
 from profharness.commands.verify import verify_document
 from profharness.device_types import device_name
 from profharness.devices import DeviceFact
-from profharness.errors import NotFoundError, UsageError, join_few, percent
+from profharness.errors import NotFoundError, UsageError, join_few
 from profharness.files import atomic_file, check_output
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
@@ -98,9 +99,9 @@ from profharness.render.document import (
 )
 from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow, decisive
-from profharness.stats import NOTABLE_LOSS, THRESHOLD
+from profharness.stats import NOTABLE_LOSS
 from profharness.store import Store, open_store
-from profharness.units import as_long, ratio_text, time_text
+from profharness.units import as_long, time_text
 
 SCHEMA = "profharness.report/1"
 _OF_OTHER_COMMANDS = re.compile(
@@ -404,7 +405,8 @@ def _run_blocks(
         # The document of `bench` has this table too.
         if not bench:
             drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
-            drawn += map(Note, _noise_of_auto(evaluated.losses))
+            drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
+            drawn += [Note(text, config) for config, text in changes_of(evaluated)]
             if any(row.backend == ALL_DISABLED for row in evaluated.figures()):
                 drawn.append(Note(NOT_RANKED, ALL_DISABLED))
     blocks += (
@@ -763,10 +765,9 @@ def _cost_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
     compared = _count(len(losses), "config")
     if not real:
         yield (
-            f"On {compared}, no backend is significantly faster than auto (by {percent(THRESHOLD)} "
-            f"or more){doubt}. No change is necessary."
+            f"On {compared}, no other backend that accepts the call is significantly faster than "
+            f"auto{doubt}."
         )
-        yield from _noise_of_auto(losses)
         return
     worst = real[0]
     yield (
@@ -774,23 +775,9 @@ def _cost_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
         f"largest difference is on {worst.config}, where auto takes {as_long(1 + worst.regret)} as "
         f"{worst.best} ({time_text(worst.chosen_ns)} against {time_text(worst.best_ns)})."
     )
-    yield from _noise_of_auto(losses)
     yield (
         f"Select {_named(Counter(loss.best for loss in real))}. The code below selects the fastest "
         "backend for the config with the largest difference."
-    )
-
-
-def _noise_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
-    """Yield a sentence if the times of `auto` and of the backend that it ran differ visibly."""
-    same = [loss.regret for loss in losses if loss.same_backend]
-    if max(same, default=0) <= THRESHOLD:
-        return
-    part = f"{len(same)} of " if len(same) < len(losses) else ""
-    yield (
-        f"On {part}{_count(len(losses), 'config')}, auto ran the same kernels as the fastest "
-        f"backend, so the differences between their times (up to {ratio_text(1 + max(same))}) are "
-        "noise between measurements."
     )
 
 
