@@ -15,14 +15,19 @@ def time_unit(ns: float) -> str:
     return "s" if size >= UNITS["s"] else "ms" if size >= UNITS["ms"] else "µs"
 
 
-def time_figure(ns: float) -> str:
-    """Format a time with three significant figures in its own unit: `7.44`."""
+def time_figure(ns: float, unit: str = "") -> str:
+    """Format a time with three significant figures, but not finer than 1 ns: `7.44`.
+
+    The unit is a key of UNITS, by default the time's own unit.
+    """
     if not ns or not math.isfinite(ns):
         return f"{ns:g}"
-    value = float(f"{ns:.3g}") / UNITS[time_unit(ns)]
-    if abs(value) < 0.0005:
-        return "<0.001"
-    digits = min(max(2 - math.floor(math.log10(abs(value))), 0), 3)
+    size = UNITS[unit or time_unit(ns)]
+    value = float(f"{ns:.3g}") / size
+    most = round(math.log10(size))  # decimals of a nanosecond
+    if abs(ns) < 0.5:
+        return f"<{10.0**-most:.{most}f}"
+    digits = min(max(2 - math.floor(math.log10(abs(value))), 0), most)
     return f"{value:,.{digits}f}"
 
 

@@ -88,10 +88,10 @@ def texts_of(table: Table) -> Iterator[str]:
             # An interval has the unit of the time before it.
             own = next((unit for unit in UNITS if re.search(rf"\b{unit}\b", column.title)), "")
             unit = own or unit
-            yield from (
-                f"{each} {unit}" if column.format.endswith("figure") else each
-                for each in re.split(" → | to ", cell.rstrip("*?").removeprefix("at least "))
-            )
+            for each in re.split(" → | to ", cell.rstrip("*?").removeprefix("at least ")):
+                is_time = column.format.startswith(("time ", "interval ")) and each[0].isdigit()
+                # A sentence has the time's own unit, and a column has the unit of its longest time.
+                yield time_text(ns_of(f"{each} {unit}")) if is_time else each
 
 
 def shown_by(*words: str) -> Shown:

@@ -43,7 +43,7 @@ from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
 from profharness.store import Selection, ingest_path, open_store
-from profharness.units import time_text
+from profharness.units import UNITS, time_text
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (80, 100, 120, 200)
@@ -832,12 +832,12 @@ def test_a_title_has_the_unit_if_all_times_of_the_column_have_the_same() -> None
     assert seconds[0].split()[-2:] == ["total", "s"] and seconds[1].split()[-1] == "2.00"
 
 
-def test_a_time_shows_its_unit_if_the_times_of_the_column_have_several() -> None:
-    """Bug: a column in ms had 0.0074 for a time that the answer called 7.44 µs."""
+def test_all_times_of_a_column_have_the_unit_of_the_longest() -> None:
+    """Bug: `forward µs` became `forward time` if some times were in µs and others in ms."""
     lines = render_table(times(("attn", 7_440, 7_000, 1), ("mlp", 2_345_678, 0, 1))).splitlines()
-    assert lines[0].split() == ["layer", "forward", "time", "low", "µs", "total", "µs"]
-    assert lines[1].split()[:3] == ["attn", "7.44", "µs"]
-    assert lines[2].split()[:3] == ["mlp", "2.35", "ms"]
+    assert lines[0].split() == ["layer", "forward", "ms", "low", "µs", "total", "µs"]
+    assert lines[1].split()[:2] == ["attn", "0.00744"]
+    assert lines[2].split()[:2] == ["mlp", "2.35"]
 
 
 @pytest.mark.parametrize("values", [(7_440,), (7_440, 2_345_678), (1_000_000,), (0.4, 999_600)])
@@ -846,11 +846,14 @@ def test_a_time_is_the_same_in_a_table_and_in_a_sentence(values: tuple[float, ..
     shown = with_time_units(Document("t/1", "t", (table,), (), ())).blocks[0]
     assert isinstance(shown, Table)
     for value, (text,) in zip(values, formatted_rows(shown), strict=True):
-        unit = "" if text.endswith(("µs", "ms")) else f" {shown.columns[0].title.split()[-1]}"
-        assert f"{text}{unit}" == time_text(value)
+        unit = shown.columns[0].title.split()[-1]
+        if text.startswith("<"):
+            assert time_text(value) == "<0.001 µs" and (text, unit) == ("<0.000001", "ms")
+        else:
+            assert time_text(float(text) * UNITS[unit]) == time_text(value)
 
 
-def test_two_times_of_a_cell_have_one_unit_or_show_both() -> None:
+def test_two_times_of_a_cell_have_one_unit() -> None:
     columns = (Column("a", "call µs", "time"),)
 
     def lines(*values: object) -> list[str]:
@@ -858,16 +861,16 @@ def test_two_times_of_a_cell_have_one_unit_or_show_both() -> None:
         return render_table(Document("t/1", "t", (table,), (), ())).splitlines()
 
     assert lines((7_440, 8_000)) == ["    call µs", "7.44 → 8.00"]
-    assert lines((7_440, 2_000_000))[1] == "7.44 µs → 2.00 ms"
+    assert lines((7_440, 2_000_000)) == ["       call ms", "0.00744 → 2.00"]
     assert lines((7_440, None), (5_000, 5_000)) == [" call µs", "7.44 → -", "    5.00"]
 
 
-def test_columns_with_the_same_scale_show_units_in_the_same_way() -> None:
+def test_columns_with_the_same_scale_have_the_same_unit() -> None:
     columns = tuple(replace(each, scale="call") for each in TIMES[1:])
     table = Table(columns, ((7_440, 7_000, 2_000_000),))
     lines = render_table(Document("t/1", "t", (table,), (), ())).splitlines()
-    assert lines[0].split() == ["forward", "time", "low", "time", "total", "time"]
-    assert lines[1].split() == ["7.44", "µs", "7.00", "µs", "2.00", "ms"]
+    assert lines[0].split() == ["forward", "ms", "low", "ms", "total", "ms"]
+    assert lines[1].split() == ["0.00744", "0.00700", "2.00"]
 
 
 def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:
@@ -878,18 +881,18 @@ def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:
 
 
 def test_an_interval_has_the_unit_of_its_time() -> None:
-    """Bug: the ends of a predicted interval could be in µs beside a time in ms."""
+    """The title of the interval names no unit."""
     columns = pick(LayerForecast, "predicted_ns", "predicted_interval")
     table = Table(columns, ((1_200_000, (900_000, 1_400_000)),))
     text = render_table(Document("t/1", "t", (table,), (), ()))
-    assert text.split()[:2] == ["predicted", "time/call"]
-    assert "1.20 ms  900 µs to 1.40 ms" in text
+    assert text.split()[:2] == ["predicted", "ms/call"]
+    assert "1.20  0.900 to 1.40" in text
 
 
 def test_tables_with_the_same_columns_have_the_same_units() -> None:
     first, second = times(("attn", 7_440, 1, 1)), times(("mlp", 7_440_000, 1, 1))
     document = replace(first, blocks=first.blocks + second.blocks)
-    assert render_table(document).count("forward time") == 2
+    assert render_table(document).count("forward ms") == 2
 
 
 def test_pages_and_markdown_have_the_units_of_the_terminal_and_json_has_ns() -> None:
