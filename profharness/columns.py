@@ -14,8 +14,8 @@ from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
     "count", "figures", "short", "tenths", "time", "time µs", "time ms", "time s", "kib", "mib",
-    "mib figure", "percent", "interval", "interval µs", "interval ms", "interval s", "spread", "load", "triple", "ratio", "speed-up", "slowdown",
-    "excess", "mega", "giga", "tera", "duration", "price",
+    "mib figure", "percent", "interval", "interval µs", "interval ms", "interval s", "spread",
+    "load", "triple", "ratio", "speed-up", "excess", "mega", "giga", "tera", "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 
@@ -52,6 +52,12 @@ class Column:
         if self.format in NUMERIC:
             object.__setattr__(self, "right", True)
 
+
+SPEED_UP = (
+    "the baseline's time divided by the candidate's time, so above 1 if the candidate is faster; "
+    "tables print `1.72x faster`, or for the inverse `1.72x slower`"
+)
+"""The meaning of each column of speed-ups."""
 
 column = functools.partial(Column, "")
 """Create a column for the annotation of a field. `columns_of` uses the field's name as the key."""

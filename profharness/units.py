@@ -65,6 +65,11 @@ def ratio_text(ratio: float) -> str:
     return "<0.01x" if 0 < float(f"{ratio:.3g}") < 0.01 else f"{ratio_figure(ratio)}x"
 
 
+def speed_up_of(ratio: float | None) -> float | None:
+    """Return the speed-up of a candidate whose time divided by the baseline's time is `ratio`."""
+    return 1 / ratio if ratio else None
+
+
 def speed_up_text(speed_up: float) -> str:
     """Format a speed-up for a table: `22.6x faster`, `3.02x slower` or `1.00x`."""
     magnitude = ratio_text(max(speed_up, 1 / speed_up)) if speed_up else ratio_text(speed_up)

@@ -356,7 +356,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": ratio_text,
     "speed-up": speed_up_text,
-    "slowdown": lambda value: speed_up_text(1 / value) if value else MISSING,
     "excess": lambda value: ratio_text(1 + value),
     "mega": lambda value: rate_figure(value / 1e6),
     "giga": lambda value: rate_figure(value / 1e9),
@@ -364,11 +363,11 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "duration": _duration,
     "price": _price,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
-} | {
-    f"{kind} {unit}": functools.partial(form, each=functools.partial(time_figure, unit=unit))
-    for kind, form in (("time", _times), ("interval", _interval))
-    for unit in UNITS
 }
+for _unit in UNITS:
+    _figure = functools.partial(time_figure, unit=_unit)
+    FORMATS[f"time {_unit}"] = functools.partial(_times, each=_figure)
+    FORMATS[f"interval {_unit}"] = functools.partial(_interval, each=_figure)
 
 
 def without_empty_columns(document: Document) -> Document:

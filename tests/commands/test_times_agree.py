@@ -223,7 +223,7 @@ def test_a_ratio_has_at_most_three_significant_figures(ratio: float, text: str) 
 )
 def test_a_speed_up_names_its_direction(speed_up: float, text: str) -> None:
     """Bug: `0.0442x` in a table below the sentence `takes 22.6 times as long`."""
-    assert FORMATS["speed-up"](speed_up) == FORMATS["slowdown"](1 / speed_up) == text
+    assert FORMATS["speed-up"](speed_up) == text
 
 
 @pytest.mark.parametrize("unit", ["mega", "giga", "tera"])
