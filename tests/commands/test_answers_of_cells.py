@@ -73,7 +73,7 @@ def answer(*words: object) -> list[str]:
             ("--config", "2,8,512,100,fp16"),
             [
                 "auto runs flash: 8 kernels, 35.6 µs per call; math takes 112 µs in 14 kernels.",
-                "efficient, cudnn and all-disabled refuse this config.",
+                "Refused: efficient, cudnn and all-disabled.",
             ],
         ),
         (
@@ -82,7 +82,7 @@ def answer(*words: object) -> list[str]:
         ),
         (("--config", "2,8,512,64,fp16", "--backend", "flash"), ["flash launches 2 kernels, 12.7 µs per call."]),
         (("--backend", "flash"), ["The kernels of flash take 12.7 µs to 80.7 µs per call on 4 configs."]),
-        (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["cudnn refuses this config."]),
+        (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["Refused: cudnn."]),
     ],
 )  # fmt: skip
 def test_kernels_of_an_h200(store: Path, words: tuple[str, ...], sentences: list[str]) -> None:

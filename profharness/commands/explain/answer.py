@@ -145,8 +145,7 @@ def _others(answer: Explanation) -> Iterator[str]:
     if unknown := [side.backend for side in considered if side.eligible is None]:
         parts.append(f"whether {join_and(unknown)} could run is unknown")
     if forbidden := [name for name in SDPA_BACKENDS if name not in allowed]:
-        verb = "is" if len(forbidden) == 1 else "are"
-        parts.append(f"{join_and(forbidden)} {verb} not permitted")
+        parts.append(f"PyTorch refuses {join_and(forbidden)}, which {answer.asked} excludes")
     if parts:
         yield f"{'; '.join(parts)}."
 
