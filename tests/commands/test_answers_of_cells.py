@@ -194,10 +194,10 @@ def test_explain_answers_for_releases_and_maps(tmp_path: Path) -> None:
     none = ("--gpu", "H100", "--store", tmp_path / "none.db")
     config = ("explain", "--config", "2,8,512,64,bf16", *none)
     assert answer(*config, "--torch", "2.9..2.11") == [
-        "The predicted choice on an H100 changes at PyTorch 2.11 from flash to cudnn."
+        "The backend predicted for an H100 changes at PyTorch 2.11 from flash to cudnn."
     ]
     assert answer(*config, "--torch", "2.8..2.10") == [
-        "The predicted choice on an H100 is flash in all 4 releases."
+        "The backend predicted for an H100 is flash in all 4 releases."
     ]
     configs = ("--config", "2,8,{512,1024},{64,300},bf16")
     assert answer("explain", *configs, *none, "--torch", "2.11") == [

@@ -66,7 +66,7 @@ OVERVIEW = (
     Column("run", "run", importance="key", shrink=True),
     replace(GPU, importance="normal"),
     Column("step", "mean µs/step", "time", right=True),
-    Column("busy", "GPU busy %", "percent", right=True),
+    Column("busy", "% busy", "percent", right=True),
     Column("attention", "attention µs/step", "time", importance="answer", right=True),
     Column("share", "% of GPU time", "percent", importance="answer", right=True),
     Column("ran", "ran", importance="answer", shrink=True),
