@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_type_hints
 
 NUMERIC = frozenset({
-    "count", "figures", "short", "tenths", "time", "time figure", "kib", "mib",
-    "percent", "interval", "interval figure", "spread", "load", "triple", "ratio", "speed-up", "slowdown",
-    "excess", "mega", "giga", "tera", "duration", "price",
+    "count", "figures", "short", "tenths", "time", "time µs", "time ms", "time s", "kib", "mib",
+    "percent", "interval", "interval µs", "interval ms", "interval s", "spread",
+    "load", "triple", "ratio", "speed-up", "excess", "mega", "giga", "tera", "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 
@@ -42,7 +42,7 @@ class Column:
     spare: int = 0  # order in which columns of one importance are hidden, greatest first
     shrink: bool = False  # whether the values may be cut in a narrow terminal
     wrap: bool = False  # whether long values continue on further lines in a narrow terminal
-    scale: str = ""  # columns of times with the same scale show units in the same way
+    scale: str = ""  # columns of times with the same scale have the same unit
     repeat: bool = True  # whether to print a value that is equal to the value above it
     optional: bool = False  # whether tables omit the column if no row has a value
     meaning: str = ""  # short description for the glossary and the reference page
@@ -52,6 +52,12 @@ class Column:
         if self.format in NUMERIC:
             object.__setattr__(self, "right", True)
 
+
+SPEED_UP = (
+    "the baseline's time divided by the candidate's time, so above 1 if the candidate is faster; "
+    "tables print `1.72x faster`, or for the inverse `1.72x slower`"
+)
+"""The meaning of each column of speed-ups."""
 
 column = functools.partial(Column, "")
 """Create a column for the annotation of a field. `columns_of` uses the field's name as the key."""

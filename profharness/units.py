@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 UNITS = {"µs": 1e3, "ms": 1e6, "s": 1e9}
 """Maps each unit of time to its length in ns. A time has the largest unit in which it is 1 or more."""
@@ -15,14 +16,33 @@ def time_unit(ns: float) -> str:
     return "s" if size >= UNITS["s"] else "ms" if size >= UNITS["ms"] else "µs"
 
 
-def time_figure(ns: float) -> str:
-    """Format a time with three significant figures in its own unit: `7.44`."""
+def common_unit(times: Iterable[float]) -> str:
+    """Return the unit for all times of a column, in ns.
+
+    This is the unit of the longest time, or a smaller unit if the shortest time would then be below
+    0.01 and the longest time is below 100,000 in the smaller unit.
+    """
+    sizes = sorted(abs(time) for time in times if time) or [0.0]
+    unit = time_unit(sizes[-1])
+    smaller = {"s": "ms", "ms": "µs"}.get(unit)
+    if smaller and sizes[0] < 0.01 * UNITS[unit] and sizes[-1] < 1e5 * UNITS[smaller]:
+        return smaller
+    return unit
+
+
+def time_figure(ns: float, unit: str = "") -> str:
+    """Format a time with three significant figures, but not finer than 1 ns: `7.44`.
+
+    The unit is a key of UNITS, by default the time's own unit.
+    """
     if not ns or not math.isfinite(ns):
         return f"{ns:g}"
-    value = float(f"{ns:.3g}") / UNITS[time_unit(ns)]
-    if abs(value) < 0.0005:
-        return "<0.001"
-    digits = min(max(2 - math.floor(math.log10(abs(value))), 0), 3)
+    size = UNITS[unit or time_unit(ns)]
+    value = float(f"{ns:.3g}") / size
+    most = round(math.log10(size))  # decimals of a nanosecond
+    if abs(ns) < 0.5:
+        return f"<{10.0**-most:.{most}f}"
+    digits = min(max(2 - math.floor(math.log10(abs(value))), 0), most)
     return f"{value:,.{digits}f}"
 
 
@@ -58,6 +78,11 @@ def ratio_figure(ratio: float) -> str:
 def ratio_text(ratio: float) -> str:
     """Format a ratio for a table or a clause: `1.40x`. A smaller ratio than 0.01 is `<0.01x`."""
     return "<0.01x" if 0 < float(f"{ratio:.3g}") < 0.01 else f"{ratio_figure(ratio)}x"
+
+
+def speed_up_of(ratio: float | None) -> float | None:
+    """Return the speed-up of a candidate whose time divided by the baseline's time is `ratio`."""
+    return 1 / ratio if ratio else None
 
 
 def speed_up_text(speed_up: float) -> str:

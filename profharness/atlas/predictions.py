@@ -479,7 +479,7 @@ class Predicted:
     graph_ns: Annotated[
         int | None,
         column(
-            "graph µs/call",
+            "predicted graph µs/call",
             "time",
             importance="detail",
             scale="call",
@@ -494,7 +494,8 @@ class Predicted:
         column("fastest", importance="answer", meaning="the fastest backend whose time is known"),
     ] = None
     best_ns: Annotated[
-        int | None, column("fastest µs/call", "time", scale="call", meaning="time of `best`")
+        int | None,
+        column("predicted fastest µs/call", "time", scale="call", meaning="time of `best`"),
     ] = None
     regret: Annotated[
         float | None,

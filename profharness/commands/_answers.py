@@ -29,7 +29,7 @@ def split_text(counts: Counter[str], total: int | None = None) -> str:
 
 
 def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:
-    """Yield a sentence about backends that refused a config, and one about backends that failed.
+    """Yield a sentence with the refused backends, and one with those that failed.
 
     If `several` is set, the sentences count the configs.
     """
@@ -40,5 +40,4 @@ def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[s
             parts = (f"{name} ({counted(count, 'config')})" for name, count in found.items())
             yield f"{lead}: {', '.join(parts)}."
         elif found:
-            verb = "failed on" if found is failed else "refuses" if len(found) == 1 else "refuse"
-            yield f"{join_and(found)} {verb} this config."
+            yield f"{lead}: {join_and(found)}."

@@ -1,4 +1,4 @@
-"""`profharness backends`: list which backends run here, and why the others cannot."""
+"""`profharness backends`: list which backends run here, and why the others do not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _to_frame(states: list[BackendState]) -> pd.DataFrame:
 
 @command("backends", frame=_to_frame)
 def list_backends() -> list[BackendState]:
-    """List the backends that can run on this machine, and say why the others cannot.
+    """List the backends that can run on this machine, and say why the others do not run.
 
     Each backend is tried on one small config in a worker process. The list includes your own
     implementations in kernels/ and those from installed packages (entry points of the group
@@ -50,7 +50,7 @@ REASONS = {"no_device": "requires a GPU", "absent": "not available", "unsupporte
 def show(states: list[BackendState], *, full: Full = False) -> Document:
     """Return a document with one row per backend.
 
-    If `full` is set, the document also has the complete reasons why some backends cannot run.
+    If `full` is set, the document also has the complete reasons why some backends do not run.
     """
     columns = (
         Column("backend", "backend"),
@@ -63,7 +63,7 @@ def show(states: list[BackendState], *, full: Full = False) -> Document:
         for state in states
         if not state.runs
     ]
-    more = Note("--full shows why the others cannot run.", level="hint")
+    more = Note("--full shows why the others do not run.", level="hint")
     blocks: tuple[Block, ...] = (Table(columns, rows),)
     if notes:
         blocks += tuple(merged_notes(notes)) if full else (more,)

@@ -55,12 +55,16 @@ FIELDS = field_names(VerificationRow)
 SUMMARY = (
     Column("backend", "backend"),
     Column("verdict", "verdict", importance="answer"),
-    *(Column(name, name, "count") for name in ("passed", "failed", "skipped")),
+    *(Column(name, name, "count") for name in ("passed", "failed", "refused")),
+    Column("other", "not run", "count", optional=True, meaning="cases that ran out of memory"),
     Column("worst", "error/allowance", "short"),
     Column("case", "largest in", shrink=True),
 )
+REFUSED = "refused"
+NOT_CHECKED = {"oom": "out of memory", "ok": "not checked"}
+"""Maps the status of a case to why a check has no verdict. All others were refused."""
 SHOWN = 3  # maximum number of failed cases that are shown per backend without --full
-VERDICTS = {True: "passed", False: "FAILED", None: "skipped"}
+VERDICTS = {True: "passed", False: "FAILED"}
 
 
 def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> Document:
@@ -76,9 +80,9 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
         backends: dict[str, list[VerificationRow]] = {}
         for row in checks:
             backends.setdefault(row.backend, []).append(row)
-        blocks.append(Table(SUMMARY, tuple(_summary(*each) for each in backends.items())))
+        blocks.append(Table.of(SUMMARY, [_summary(*each) for each in backends.items()]))
         if full:
-            lines = [({"passed": VERDICTS[row.passed]}, row) for row in checks]
+            lines = [({"passed": _verdict(row)}, row) for row in checks]
             blocks.append(Table.of(pick(VerificationRow), lines))
         for name, own in backends.items():
             blocks += _faults(name, failures(own), full)
@@ -89,7 +93,7 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
 
 
 def verify_answer(rows: Sequence[VerificationRow]) -> tuple[str, ...]:
-    """Return sentences on how many cases passed, which backends are wrong, and what was skipped."""
+    """Return sentences on how many cases passed, which backends are wrong, and what did not run."""
     cases = by_case(rows)
     verdicts = {key: case_verdict(checks) for key, checks in cases.items()}
     done = sum(verdict is not None for verdict in verdicts.values())
@@ -106,10 +110,18 @@ def verify_answer(rows: Sequence[VerificationRow]) -> tuple[str, ...]:
         checks = counted(sum(row.passed is not None for row in rows), "check")
         all_of = "The only case passes" if done == 1 else f"All {done:,} cases pass"
         sentences.append(f"{all_of} ({checks}).")
-    skipped = [backend for (*_, backend), verdict in verdicts.items() if verdict is None]
-    if done and skipped:
-        names = join_and([*dict.fromkeys(skipped)])
-        sentences.append(f"{counted(len(skipped), 'case')} of {names} could not run.")
+    others = [key for key, verdict in verdicts.items() if verdict is None]
+    if done and others:
+        names = join_and([*dict.fromkeys(backend for *_, backend in others)])
+        refused = all(row.status == REFUSED for key in others for row in cases[key])
+        verb = (
+            "could not run"
+            if not refused
+            else "was refused"
+            if len(others) == 1
+            else "were refused"
+        )
+        sentences.append(f"{counted(len(others), 'case')} of {names} {verb}.")
     return tuple(sentences)
 
 
@@ -138,28 +150,50 @@ def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[N
         yield Note("--full shows how these cases are wrong.", backend, "hint")
 
 
-def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
-    cases = [case_verdict(checks) for checks in by_case(rows).values()]
-    counts = [cases.count(verdict) for verdict in (True, False, None)]
-    verdict = "WRONG" if counts[1] else "right" if counts[0] else "skipped"
+def _verdict(row: VerificationRow) -> str:
+    """Return the verdict on a check, or why nothing was checked."""
+    if row.passed is not None:
+        return VERDICTS[row.passed]
+    return NOT_CHECKED.get(row.status, REFUSED)
+
+
+def _summary(backend: str, rows: list[VerificationRow]) -> dict[str, object]:
+    cases = list(by_case(rows).values())
+    verdicts = [case_verdict(checks) for checks in cases]
+    passed, failed = verdicts.count(True), verdicts.count(False)
+    refused = sum(
+        verdict is None and _verdict(checks[0]) == REFUSED
+        for verdict, checks in zip(verdicts, cases, strict=True)
+    )
+    other = len(cases) - passed - failed - refused
+    verdict = "WRONG" if failed else "right" if passed else _verdict(rows[0])
     ratios = [
         (row.error / row.allowance, row.case)
         for row in rows
         if row.error is not None and row.allowance
     ]
     worst, case = max(ratios, default=(None, ""), key=lambda pair: pair[0])
-    return (backend, verdict, *counts, worst, case)
+    return {
+        "backend": backend,
+        "verdict": verdict,
+        "passed": passed,
+        "failed": failed,
+        "refused": refused,
+        "other": other or None,
+        "worst": worst,
+        "case": case,
+    }
 
 
 def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
-    """Yield notes with the reasons for skipped cases and the messages of passed checks.
+    """Yield notes with the reasons for refused cases and the messages of passed checks.
 
     Cases with the same message share a note.
     """
     cases: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
         if row.passed is None and row.message:
-            key = "skipped ", row.message.removeprefix("skipped: ")
+            key = f"{_verdict(row)}: ", row.message.removeprefix("skipped: ")
         elif row.passed and row.message:
             # Remove the number from the message, so that cases with the same message are merged.
             text = row.message.partition(" differ by up to")[0]
@@ -221,7 +255,7 @@ def verify(
     rank them.
 
     The default value of --backend is all,kernels, which means PyTorch's backends and the
-    implementations in kernels/. The exit code is 3 if any result is wrong. Refused calls are skipped.
+    implementations in kernels/. The exit code is 3 if any result is wrong. Refused calls are not failures.
 
     \b
     Example:
@@ -229,7 +263,7 @@ def verify(
       profharness verify 2,8,512,64 --cases seq_1,large --format json
 
     In Python, the result has one row per check. `passed` is False for a wrong result and None for a
-    skipped check. Raise CaptureError if no worker starts.
+    refused check. Raise CaptureError if no worker starts.
     """
     # Imported here because --help does not need the code that runs workers.
     from profharness.jobs.into_store import verify_into_store

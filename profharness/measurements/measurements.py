@@ -23,7 +23,7 @@ from profharness.attention.config import (
     parse_config,
     pytorch_chooses,
 )
-from profharness.columns import column
+from profharness.columns import SPEED_UP, column
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import NotFoundError, counted, join_few, percent
@@ -325,8 +325,7 @@ class BenchRow:
             "speed-up",
             importance="answer",
             optional=True,
-            meaning="the baseline's median divided by the backend's median; tables show how many "
-            "times faster or slower the backend is",
+            meaning=SPEED_UP,
         ),
     ] = None
     baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None

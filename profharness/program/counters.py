@@ -53,7 +53,7 @@ class Counters:
     tensor_pipe: Annotated[
         Value,
         column(
-            "tensor%",
+            "% tensor",
             "percent",
             importance="normal",
             meaning="share of cycles in which the tensor pipe is active",
@@ -70,7 +70,7 @@ class Counters:
         ),
     ] = None
     sm_throughput: Annotated[
-        Value, column("SM%", "percent", meaning="SM throughput as a share of the peak")
+        Value, column("% SM", "percent", meaning="SM throughput as a share of the peak")
     ] = None
     dram_throughput: Annotated[
         Value,

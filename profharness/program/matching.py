@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from profharness import stats
 from profharness.attention.config import Config, parse_config, without_strides
 from profharness.attention.costs import compulsory_bytes, flops
-from profharness.columns import column
+from profharness.columns import SPEED_UP, column
 from profharness.devices import Peaks, roofline_ns
 from profharness.errors import counted
 from profharness.measurements.agreement import AMD_LIBRARIES, backend_text
@@ -42,7 +42,7 @@ from profharness.program.phases import (
 )
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
-from profharness.units import difference_text
+from profharness.units import difference_text, speed_up_of
 
 # Modules that wrap a model, as torch.compile and DistributedDataParallel do. Such modules are not
 # layers of the model.
@@ -198,13 +198,7 @@ class LayerDiff:
     candidate: LayerSide | None = None
     ratio: Annotated[
         float | None,
-        column(
-            "speed-up",
-            "slowdown",
-            importance="answer",
-            meaning="time of the candidate divided by the time of the baseline; tables show how "
-            "many times faster or slower the candidate is",
-        ),
+        column(meaning="the candidate's time divided by the baseline's time (1 / `speedup`)"),
     ] = None
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`
     verdict: Annotated[
@@ -219,6 +213,12 @@ class LayerDiff:
     changed: bool = False
     backend_changed: bool = False  # whether both backends are known and differ
     reasons: tuple[str, ...] = ()
+    speedup: Annotated[
+        float | None, column("speed-up", "speed-up", importance="answer", meaning=SPEED_UP)
+    ] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speedup", speed_up_of(self.ratio))
 
     @property
     def sides(self) -> tuple[LayerSide | None, LayerSide | None]:

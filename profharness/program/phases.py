@@ -91,7 +91,7 @@ class PhaseRow:
     median_step_busy_share: Annotated[
         Number,
         column(
-            "GPU busy %",
+            "% busy",
             "percent",
             meaning="share of the median step during which a kernel was running",
         ),
@@ -309,7 +309,7 @@ def find_phases(
 def phases_detail(phases: Iterable[PhaseRow]) -> str:
     """Return the text beside the heading of a table of phases."""
     has_tokens = any(phase.median_step_tokens_per_s is not None for phase in phases)
-    of_step = "GPU busy % and tokens/s" if has_tokens else "GPU busy %"
+    of_step = "% busy and tokens/s" if has_tokens else "% busy"
     return f"{of_step} of the median step; attention as the mean of all steps"
 
 

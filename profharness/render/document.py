@@ -14,6 +14,8 @@ from profharness.columns import Column
 from profharness.errors import one_line
 from profharness.logs import duration
 from profharness.units import (
+    UNITS,
+    common_unit,
     memory_figure,
     rate_figure,
     ratio_text,
@@ -21,7 +23,6 @@ from profharness.units import (
     speed_up_text,
     time_figure,
     time_text,
-    time_unit,
 )
 
 KINDS: dict[str, str] = {
@@ -344,9 +345,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "tenths": lambda value: f"{value:,.1f}".removesuffix(".0"),
     "short": lambda value: f"{value:.3g}",
     "time": functools.partial(_times, each=time_text),
-    "time figure": functools.partial(_times, each=time_figure),
     "interval": functools.partial(_interval, each=time_text),
-    "interval figure": functools.partial(_interval, each=time_figure),
     "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": memory_figure,
     "percent": share_figure,
@@ -356,7 +355,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": ratio_text,
     "speed-up": speed_up_text,
-    "slowdown": lambda value: speed_up_text(1 / value) if value else MISSING,
     "excess": lambda value: ratio_text(1 + value),
     "mega": lambda value: rate_figure(value / 1e6),
     "giga": lambda value: rate_figure(value / 1e9),
@@ -365,6 +363,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "price": _price,
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
+for _unit in UNITS:
+    _figure = functools.partial(time_figure, unit=_unit)
+    FORMATS[f"time {_unit}"] = functools.partial(_times, each=_figure)
+    FORMATS[f"interval {_unit}"] = functools.partial(_interval, each=_figure)
 
 
 def without_empty_columns(document: Document) -> Document:
@@ -406,21 +408,20 @@ def for_reading(document: Document) -> Document:
 
 
 def with_time_units(document: Document) -> Document:
-    """Return the document with the units of times in titles where a whole column has the same unit.
+    """Return the document with one unit for all times of a column, which the title names.
 
-    A time has the same text in a table as in a sentence. If the times of a column have different
-    units, each cell shows its unit. Tables with the same columns, and columns with the same scale,
-    show units in the same way. Renderers for people call this function.
+    Tables with the same columns, and columns with the same scale, have the same unit. Renderers for
+    people call this function.
     """
     tables = [block for block in document.blocks if isinstance(block, Table)]
-    units: dict[tuple[Column, ...], dict[str, set[str]]] = {}
+    times: dict[tuple[Column, ...], dict[str, list[float]]] = {}
     for table in tables:
-        own = units.setdefault(table.columns, {})
+        own = times.setdefault(table.columns, {})
         for place, scale in enumerate(_scales(table.columns)):
             if scale is not None:
-                found = own.setdefault(scale, set())
-                found.update(unit for row in table.rows for unit in _units(row[place]))
-    shown = {columns: _in_units(columns, own) for columns, own in units.items()}
+                column = own.setdefault(scale, [])
+                column.extend(time for row in table.rows for time in _times_of(row[place]))
+    shown = {columns: _in_units(columns, own) for columns, own in times.items()}
     blocks = (
         replace(block, columns=shown[block.columns]) if isinstance(block, Table) else block
         for block in document.blocks
@@ -435,23 +436,21 @@ def _scales(columns: Sequence[Column]) -> list[str | None]:
     ]
 
 
-def _units(value: Any) -> Iterator[str]:
-    # 0 has no unit.
-    return (time_unit(each) for each in _numbers(value) if each and not isinstance(each, str))
+def _times_of(value: Any) -> Iterator[float]:
+    return (abs(each) for each in _numbers(value) if each and not isinstance(each, str))
 
 
-def _in_units(columns: Sequence[Column], units: Mapping[str, set[str]]) -> tuple[Column, ...]:
+def _in_units(
+    columns: Sequence[Column], times: Mapping[str, Sequence[float]]
+) -> tuple[Column, ...]:
     return tuple(
-        column if scale is None else _in_unit(column, units[scale])
+        column if scale is None else _in_unit(column, common_unit(times[scale]))
         for column, scale in zip(columns, _scales(columns), strict=True)
     )
 
 
-def _in_unit(column: Column, units: Collection[str]) -> Column:
-    if len(units) > 1:
-        return replace(column, title=column.title.replace("µs", "time"))
-    (unit,) = units or ("µs",)
-    return replace(column, title=column.title.replace("µs", unit), format=f"{column.format} figure")
+def _in_unit(column: Column, unit: str) -> Column:
+    return replace(column, title=column.title.replace("µs", unit), format=f"{column.format} {unit}")
 
 
 def field_names(row_type: Any) -> tuple[str, ...]:

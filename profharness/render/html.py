@@ -251,8 +251,6 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
         cells = []
         for at, (column, value, text) in enumerate(zip(table.columns, row, own_texts, strict=True)):
             number = _sort_number(value)
-            if column.format == "slowdown" and number:
-                number = 1 / number  # sort by the speed-up that the cell shows
             sort = f' data-v="{number!r}"' if number is not None else ""
             same = "same" if text and not shown_texts[at] else ""
             kind = _class(classes[at], whole_lines[at], same)

@@ -73,7 +73,7 @@ def answer(*words: object) -> list[str]:
             ("--config", "2,8,512,100,fp16"),
             [
                 "auto runs flash: 8 kernels, 35.6 µs per call; math takes 112 µs in 14 kernels.",
-                "efficient, cudnn and all-disabled refuse this config.",
+                "Refused: efficient, cudnn and all-disabled.",
             ],
         ),
         (
@@ -82,7 +82,7 @@ def answer(*words: object) -> list[str]:
         ),
         (("--config", "2,8,512,64,fp16", "--backend", "flash"), ["flash launches 2 kernels, 12.7 µs per call."]),
         (("--backend", "flash"), ["The kernels of flash take 12.7 µs to 80.7 µs per call on 4 configs."]),
-        (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["cudnn refuses this config."]),
+        (("--config", "2,8,512,100,fp16", "--backend", "cudnn"), ["Refused: cudnn."]),
     ],
 )  # fmt: skip
 def test_kernels_of_an_h200(store: Path, words: tuple[str, ...], sentences: list[str]) -> None:
@@ -202,10 +202,10 @@ def test_explain_answers_for_releases_and_maps(tmp_path: Path) -> None:
     none = ("--gpu", "H100", "--store", tmp_path / "none.db")
     config = ("explain", "--config", "2,8,512,64,bf16", *none)
     assert answer(*config, "--torch", "2.9..2.11") == [
-        "The predicted choice on an H100 changes at PyTorch 2.11 from flash to cudnn."
+        "The backend predicted for an H100 changes at PyTorch 2.11 from flash to cudnn."
     ]
     assert answer(*config, "--torch", "2.8..2.10") == [
-        "The predicted choice on an H100 is flash in all 4 releases."
+        "The backend predicted for an H100 is flash in all 4 releases."
     ]
     configs = ("--config", "2,8,{512,1024},{64,300},bf16")
     assert answer("explain", *configs, *none, "--torch", "2.11") == [

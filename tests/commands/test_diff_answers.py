@@ -345,7 +345,7 @@ def test_a_kernel_of_both_passes_is_split(store: Path) -> None:
     rows = {row["role"]: row for row in json.loads(done.stdout)["rows"]}
     shared = "sm80_xmma_gemm_f32_tn_128x64x8"
     for role, speed_up in (("attention", "17.8x slower"), ("attention_bwd", "6.36x slower")):
-        assert FORMATS["slowdown"](rows[role]["ratio"]) == speed_up
+        assert FORMATS["speed-up"](rows[role]["speedup"]) == speed_up
         (product,) = (row for row in rows[role]["candidate"] if row["kernel_short"] == shared)
         assert product["launches_per_call"] == 1
 

@@ -62,7 +62,7 @@ def test_the_verdict_comes_first_then_the_table() -> None:
     assert lines[0] == "PyTorch 2.8 is predicted to run flash on an RTX A6000, its first choice."
     assert lines[1] == "efficient, math and cudnn could also run."
     table = lines[lines.index("") + 2 :]
-    assert table[0].split()[:2] == ["backend", "predicted"]
+    assert table[0].split()[:2] == ["backend", "verdict"]
     assert [line.split()[0] for line in table[1:5]] == ["flash", "efficient", "math", "cudnn"]
 
 
@@ -381,14 +381,14 @@ def test_several_gpus_get_a_row_each() -> None:
     args = ("--config", "2,8,512,64,fp16", "--gpu", "H200,A100,MI300X")
     said = plain(told(*args, "--torch", "2.11"))
     assert (
-        "The predicted choice of PyTorch 2.11 is cudnn on an H200 and flash on an A100 and an MI300X."
+        "PyTorch 2.11 is predicted to run cudnn on an H200 and flash on an A100 and an MI300X."
         in said
     )
     assert [row["environment"]["gpu"] for row in rows(*args)] == ["H200", "A100", "MI300X"]  # type: ignore[index]
     assert len({row["environment"]["torch"] for row in rows(*args)}) == 1  # type: ignore[index]
     both = plain(told(*args[:3], "H200,cpu", "--torch", "2.10..2.11"))
-    assert "The predicted choice on an H200 changes at PyTorch 2.11 from flash to cudnn." in both
-    assert "The predicted choice on the CPU is flash in both releases." in both
+    assert "The backend predicted for an H200 changes at PyTorch 2.11 from flash to cudnn." in both
+    assert "The backend predicted for the CPU is flash in both releases." in both
     several = plain(told("--config", "2,8,{64,100},64", "--gpu", "A100,MI300X", "--torch", "2.11"))
     assert "For both configs, the chosen backend is the same on all GPUs." in several
 
@@ -453,3 +453,13 @@ def test_advice_to_leave_out_a_mask_leaves_out_its_shape(shape: str) -> None:
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, (done.output, done.exception)
     assert "PyTorch 2.11 is predicted to run efficient" in done.output
+
+
+def test_every_table_has_the_same_words_for_verdicts() -> None:
+    """Bug: a table of several GPUs said `yes` and `no: head_dim_multiple` instead."""
+    text = told("--config", "2,8,512,100,fp16", "--torch", "2.11", "--gpu", "H200,H100")
+    assert "refused: head_dim_multiple" in text and "no: " not in text and " yes" not in text
+    assert any(
+        line.split()[1:4] == ["H200", "flash", "runs"]
+        for line in [f". {each}" for each in text.splitlines()]
+    )

@@ -88,17 +88,41 @@ def test_each_class_is_a_column(store: dict[str, str]) -> None:
     text = ask(store, "slower", "whisper", "slowest").stdout
     table = text[text.index("Runs compared") :]
     header, first = table.splitlines()[1:3]
-    for title in ("ran", "H100 µs", "H200 µs", "H200 speed-up", "L40S speed-up"):
+    for title in (
+        "ran",
+        "H100 median µs/call",
+        "H200 median µs/call",
+        "H200 speed-up",
+        "L40S speed-up",
+    ):
         assert title in header
     figures = ["cudnn", "44.5", "35.7", "141", "1.24x", "faster", "3.16x", "slower"]
     assert first.split()[-11:-3] == figures
     assert all(f"{gpu} % of roofline" in header for gpu in ("H100", "H200", "L40S"))
     assert "another backend" not in table
     answer = (
-        "Attention of a step takes 148 µs on H100 and 120 µs on H200: H200 is 1.24 "
-        "times as fast; the largest difference is in"
+        "H200 is 1.24 times as fast as H100 in attention (148 µs → 120 µs per step); the largest "
+        "difference is in"
     )
     assert answer in " ".join(text.split())
+
+
+def test_two_runs_are_compared_as_in_diff(store: dict[str, str]) -> None:
+    """Bugs: `llama_eager µs/call` beside notes on `llama_eager.json.gz`, and a column for each run."""
+    models = Path(__file__).parents[2] / "traces" / "models"
+    names = ("llama_eager.json.gz", "llama_prefill.json.gz")
+    paths = [str(models / name) for name in names]
+    text = ask(store, *paths).stdout
+    assert " ".join(text.split()).startswith(
+        f"{names[1]} is 22.6 times as fast as {names[0]} in attention (2.36 ms → 104 µs per step)"
+    )
+    table = text[text.index("Runs compared") :].splitlines()
+    assert table[0] == f"Runs compared  {' → '.join(names)}, median kernel time per call"
+    for title in ("  median µs/call  ", "  speed-up", "  % of roofline"):
+        assert title in table[1]
+    assert table[1].index("calls/step") < table[1].index("config") < table[1].index("ran")
+    for value in ("eager → cudnn", "786 → 34.8", "22.6x faster", "2.2 → 25.0"):
+        assert value in table[2]
 
 
 def test_programs_read_the_same_figures(store: dict[str, str]) -> None:
@@ -128,7 +152,7 @@ def test_programs_read_the_same_figures(store: dict[str, str]) -> None:
 def test_other_backends_and_configs_are_reported(store: dict[str, str]) -> None:
     text = ask(store, "llama", "eager", "train").stdout
     text = text[text.index("Runs compared") :]
-    assert "H100 (eager.json) µs" in text  # two runs of one device
+    assert "H100 (eager.json) median µs/call" in text  # two runs of one device
     assert "H100 (eager.json) runs a different backend than H200 in 1 of 1 row." in text
     assert "config: b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd → b2-h32-s1024-d64-bf16" in text
     assert "Only the forward pass is compared, because not all runs have a backward pass." in text
@@ -255,7 +279,7 @@ def test_a_report_on_programs_has_the_columns(store: dict[str, str], tmp_path: P
     page = tmp_path / "report.html"
     runs = store["slower"], store["whisper"], "--store", store["store"]
     assert CliRunner().invoke(cli, ["report", *runs, "-o", str(page)]).exit_code == 0
-    assert "H200 speed-up" in page.read_text()
+    assert "H100 → H200" in page.read_text()
     told = json.loads(CliRunner().invoke(cli, ["report", *runs, "--format", "json"]).stdout)
     maps = answer(store, "slower", "whisper")
     assert told["layers"] == maps["rows"]
@@ -301,7 +325,7 @@ def test_benches_of_one_program_have_a_column_each(benches: dict[str, str]) -> N
     assert "12.0 µs per step" in text  # of its own GPU what the fastest saves
     table = text[text.index("Benches compared") :]
     header, first = table.splitlines()[1:3]
-    for title in ("runs", "H100 µs", "H200 µs", "H200 speed-up", "H200 fastest µs"):
+    for title in ("ran", "H100 µs", "H200 µs", "H200 speed-up", "H200 fastest µs"):
         assert title in header
     assert first.split()[-9:] == [
         *("cudnn", "45.0", "36.0", "1.25x", "faster"),

@@ -220,9 +220,11 @@ def test_a_program_is_shown_by_its_longest_ranges() -> None:
     assert render_table(kernels_document(rows, full=True)).count("\nrange ") == len(names)
 
 
-def test_verify_counts_the_cases_that_a_backend_skipped() -> None:
+def test_verify_counts_the_cases_that_a_backend_refused() -> None:
+    """Bug: the progress said `refused`, and the table `skipped`."""
+
     def check(case: str, backend: str) -> VerificationRow:
-        skipped = backend == "cudnn"
+        refused = backend == "cudnn"
         return VerificationRow(
             error=None,
             allowance=None,
@@ -234,15 +236,20 @@ def test_verify_counts_the_cases_that_a_backend_skipped() -> None:
             case=case,
             backend=backend,
             what="out",
-            passed=None if skipped else True,
-            message="skipped: no GPU" if skipped else None,
-            status="refused" if skipped else "ok",
+            passed=None if refused else True,
+            message="no GPU" if refused else None,
+            status="refused" if refused else "ok",
         )
 
     rows = [check(case, name) for name in ("math", "cudnn") for case in ("plain", "seq_1", "large")]
-    assert "skipped all 3 cases: no GPU" in render_table(verify_document(rows))
+    text = render_table(verify_document(rows))
+    assert "3 cases of cudnn were refused." in text and "skipped" not in text
+    titles = ["backend", "verdict", "passed", "failed", "refused"]
+    assert titles in [line.split()[:5] for line in text.splitlines()]
+    assert ["cudnn", "refused", "0", "0", "3"] in [line.split()[:5] for line in text.splitlines()]
+    assert "refused: all 3 cases: no GPU" in render_table(verify_document(rows))
     rows.append(check("odd", "math"))
-    assert "skipped plain, seq_1, large: no GPU" in render_table(verify_document(rows))
+    assert "refused: plain, seq_1, large: no GPU" in render_table(verify_document(rows))
 
 
 def test_scattered_times_of_ops_are_blamed_on_a_busy_machine() -> None:

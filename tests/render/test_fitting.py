@@ -44,7 +44,7 @@ from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
 from profharness.store import Selection, ingest_path, open_store
-from profharness.units import time_text
+from profharness.units import UNITS, time_text
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (80, 100, 120, 200)
@@ -831,12 +831,21 @@ def test_a_title_has_the_unit_if_all_times_of_the_column_have_the_same() -> None
     assert seconds[0].split()[-2:] == ["total", "s"] and seconds[1].split()[-1] == "2.00"
 
 
-def test_a_time_shows_its_unit_if_the_times_of_the_column_have_several() -> None:
-    """Bug: a column in ms had 0.0074 for a time that the answer called 7.44 µs."""
-    lines = render_table(times(("attn", 7_440, 7_000, 1), ("mlp", 2_345_678, 0, 1))).splitlines()
-    assert lines[0].split() == ["layer", "forward", "time", "low", "µs", "total", "µs"]
-    assert lines[1].split()[:3] == ["attn", "7.44", "µs"]
-    assert lines[2].split()[:3] == ["mlp", "2.35", "ms"]
+@pytest.mark.parametrize(
+    ("attn", "mlp", "unit", "shown"),
+    [
+        (74_400, 2_345_678, "ms", ("0.0744", "2.35")),
+        (7_440, 2_345_678, "µs", ("7.44", "2,350")),
+        (7_440, 234_567_800, "ms", ("0.00744", "235")),
+    ],
+)
+def test_all_times_of_a_column_have_one_unit(
+    attn: int, mlp: int, unit: str, shown: tuple[str, str]
+) -> None:
+    """Bug: `forward µs` became `forward time` if some times were in µs and others in ms."""
+    lines = render_table(times(("attn", attn, 7_000, 1), ("mlp", mlp, 0, 1))).splitlines()
+    assert lines[0].split() == ["layer", "forward", unit, "low", "µs", "total", "µs"]
+    assert tuple(line.split()[1] for line in lines[1:3]) == shown
 
 
 @pytest.mark.parametrize("values", [(7_440,), (7_440, 2_345_678), (1_000_000,), (0.4, 999_600)])
@@ -845,11 +854,15 @@ def test_a_time_is_the_same_in_a_table_and_in_a_sentence(values: tuple[float, ..
     shown = with_time_units(Document("t/1", "t", (table,), (), ())).blocks[0]
     assert isinstance(shown, Table)
     for value, (text,) in zip(values, formatted_rows(shown), strict=True):
-        unit = "" if text.endswith(("µs", "ms")) else f" {shown.columns[0].title.split()[-1]}"
-        assert f"{text}{unit}" == time_text(value)
+        unit = shown.columns[0].title.split()[-1]
+        if text.startswith("<"):
+            assert time_text(value) == f"{text} {unit}" == "<0.001 µs"
+        else:
+            number = float(text.replace(",", ""))
+            assert time_text(number * UNITS[unit]) == time_text(value)
 
 
-def test_two_times_of_a_cell_have_one_unit_or_show_both() -> None:
+def test_two_times_of_a_cell_have_one_unit() -> None:
     columns = (Column("a", "call µs", "time"),)
 
     def lines(*values: object) -> list[str]:
@@ -857,16 +870,17 @@ def test_two_times_of_a_cell_have_one_unit_or_show_both() -> None:
         return render_table(Document("t/1", "t", (table,), (), ())).splitlines()
 
     assert lines((7_440, 8_000)) == ["    call µs", "7.44 → 8.00"]
-    assert lines((7_440, 2_000_000))[1] == "7.44 µs → 2.00 ms"
+    assert lines((7_440, 2_000_000)) == ["     call µs", "7.44 → 2,000"]
+    assert lines((74_400, 2_000_000)) == ["      call ms", "0.0744 → 2.00"]
     assert lines((7_440, None), (5_000, 5_000)) == [" call µs", "7.44 → -", "    5.00"]
 
 
-def test_columns_with_the_same_scale_show_units_in_the_same_way() -> None:
+def test_columns_with_the_same_scale_have_the_same_unit() -> None:
     columns = tuple(replace(each, scale="call") for each in TIMES[1:])
     table = Table(columns, ((7_440, 7_000, 2_000_000),))
     lines = render_table(Document("t/1", "t", (table,), (), ())).splitlines()
-    assert lines[0].split() == ["forward", "time", "low", "time", "total", "time"]
-    assert lines[1].split() == ["7.44", "µs", "7.00", "µs", "2.00", "ms"]
+    assert lines[0].split() == ["forward", "µs", "low", "µs", "total", "µs"]
+    assert lines[1].split() == ["7.44", "7.00", "2,000"]
 
 
 def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:
@@ -877,18 +891,21 @@ def test_a_cut_name_has_no_ellipsis_where_nothing_is_left_out() -> None:
 
 
 def test_an_interval_has_the_unit_of_its_time() -> None:
-    """Bug: the ends of a predicted interval could be in µs beside a time in ms."""
+    """The title of the interval names no unit."""
     columns = pick(LayerForecast, "predicted_ns", "predicted_interval")
     table = Table(columns, ((1_200_000, (900_000, 1_400_000)),))
     text = render_table(Document("t/1", "t", (table,), (), ()))
-    assert text.split()[:2] == ["predicted", "time/call"]
-    assert "1.20 ms  900 µs to 1.40 ms" in text
+    assert text.split()[:2] == ["predicted", "ms/call"]
+    assert "1.20  0.900 to 1.40" in text
 
 
 def test_tables_with_the_same_columns_have_the_same_units() -> None:
-    first, second = times(("attn", 7_440, 1, 1)), times(("mlp", 7_440_000, 1, 1))
+    first, second = times(("attn", 7_440, 1, 1)), times(("mlp", 744_000_000, 1, 1))
     document = replace(first, blocks=first.blocks + second.blocks)
-    assert {"7.44 µs", "7.44 ms"} <= {*re.findall(r"7.44 .s", render_table(document))}
+    text = render_table(document)
+    assert "forward ms" in text and re.findall(r"^(?:attn|mlp) +(\S+)", text, re.M) == [
+        "0.00744", "744",
+    ]  # fmt: skip
 
 
 def test_consecutive_tables_with_the_same_columns_share_one_header() -> None:

@@ -499,8 +499,8 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
     place = next(n for n, b in enumerate(shown) if getattr(b, "text", "") == "What the words mean")
     told = {note.label: note.text for note in shown[place + 1 :] if isinstance(note, Note)}
     assert told["ran"] == "the backend that computed the calls"
-    assert told["mean time/step"] == "time per step"
-    assert told["mean µs/step"] == "total time of the kernel's launches per step"
+    for meaning in ("time per step", "total time of the kernel's launches per step"):
+        assert meaning in told["mean µs/step"]
     assert told["launches"] == "number of launches in the range, such as a step"
     shares = [title for title in meanings if title.startswith("% of")]
     assert set(shares) == {"% of step", "% of GPU time", "% of smem"}
@@ -605,7 +605,7 @@ def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
     trace = Path(__file__).parents[2] / "traces" / "models" / "llama_train.json.gz"
     ingest_path(tmp_path / "s.db", trace)
     text = RENDERERS["md"](report(tmp_path / "s.db"))
-    for line in ("| attention: cudnn | 440 µs | 1.3 |", "| idle | 25.5 ms | 77.4 |"):
+    for line in ("| attention: cudnn | 0.440 | 1.3 |", "| idle | 25.5 | 77.4 |"):
         assert line in text
 
 

@@ -269,7 +269,7 @@ def test_answer_and_table_count_cases() -> None:
     ]
     assert verify_answer(rows) == (
         "The only case passes (2 checks).",
-        "1 case of flash could not run.",
+        "1 case of flash was refused.",
     )
     (table,) = [each for each in verify_document(rows).blocks if isinstance(each, Table)]
     assert [row[2:5] for row in table.rows] == [(1, 0, 0), (0, 0, 1)]
@@ -280,6 +280,7 @@ def test_answer_and_table_count_cases() -> None:
 
 def verification(backend: str, case: str, what: str, passed: bool | None) -> VerificationRow:
     config = "b1-h4-s64-d64-fp16"
+    status = "refused" if passed is None else "ok"
     return VerificationRow(
-        *("r", config, config, case, backend, what, None, None, None, None, passed, None, "ok")
+        *("r", config, config, case, backend, what, None, None, None, None, passed, None, status)
     )

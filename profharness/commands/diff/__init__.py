@@ -112,7 +112,7 @@ LAYER_COLUMNS = (
             LayerSide, "calls", "program_calls", "asked", "ran", *SIDE_TIMES, "roofline_share"
         )
     ),
-    *pick(LayerDiff, "ratio", "verdict"),
+    *pick(LayerDiff, "speedup", "verdict"),
 )
 # These names must differ from the names of roles, because both are labels of notes.
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
@@ -309,7 +309,7 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
         texts["phase"] = row.phase if phases else None
         if not shares:
             texts["roofline_share"] = None
-        lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
+        lines.append(texts | {"name": name, "speedup": row.speedup, "verdict": _verdicts(row)})
         if row.verdict != "same" or len(row.reasons) > 1:
             clear = not full and row.speed in OF_TIMES
             for reason in row.reasons:
@@ -351,7 +351,7 @@ def _config_blocks(
     yield Table.of(_columns(of_calls), lines)
     notes: dict[str, list[DiffRow]] = {}
     for row in rows:
-        # The table shows the ratio, so a clear verdict on a time needs no note.
+        # The table shows the speed-up, so a clear verdict on a time needs no note.
         if row.reasons and (full or row.verdict not in ("same", "faster", "slower")):
             notes.setdefault("; ".join(row.reasons), []).append(row)
     for text, alike in notes.items():
@@ -371,7 +371,7 @@ def _times_are_of_calls(rows: Sequence[DiffRow]) -> bool:
 def _columns(of_calls: bool) -> tuple[Column, ...]:
     """Return the columns of a table of kernels. Its times are per call or per launch."""
     time = replace(TIME, title="median µs/call") if of_calls else TIME
-    last = (time, *pick(DiffRow, "ratio", "verdict"))
+    last = (time, *pick(DiffRow, "speedup", "verdict"))
     return (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *last)
 
 
@@ -383,7 +383,7 @@ def _kernel_ns(kernel: KernelRow, of_calls: bool) -> float | None:
 
 
 def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
-    """Yield a line per kernel. Show the ratio and the verdict in the first line.
+    """Yield a line per kernel. Show the speed-up and the verdict in the first line.
 
     If a side has several kernels, the first line describes all of them. It has their times if the
     times of the table are per call. A kernel that is launched alike on both sides has one line with
@@ -391,7 +391,7 @@ def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[t
     kernels with ambiguous short names to distinct names.
     """
     first: dict[str, Any] = {}
-    rest = {"ratio": "", "verdict": ""}
+    rest = {"speedup": "", "verdict": ""}
     if max(len(row.baseline), len(row.candidate)) > 1:
         yield NO_KERNEL | _all_kernels(row, of_calls), row
         first = rest
@@ -543,7 +543,7 @@ def diff(
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
     taken from the latest run that has all named backends. Two kernels are paired if they compute the same thing.
-    The speed-up says how many times faster or slower the candidate is. A gate (--fail-on) also
+    The speed-up is the baseline's time divided by the candidate's time. A gate (--fail-on) also
     fails if there is nothing to compare. Traces of two programs are also compared layer by layer.
 
     \b

@@ -256,15 +256,15 @@ def _cells(diff: Diff) -> Iterator[str]:
         yield _speeds(before, after, rows, noun, that_ran=len(rows) < len(every))
     elif every:
         yield f"Nothing ran in {before} or in {after}."
-    verb = {REFUSED: "refuses", MEMORY: "uses more memory in", LAUNCHES: "launches more kernels in"}
+    verbs = {MEMORY: "uses more memory in", LAUNCHES: "launches more kernels in"}
     worse = []
-    for what, text in verb.items():
-        found = [
-            cost for cost in diff.costs if cost.what == what and cost.verdict in ("more", REFUSED)
-        ]
+    for what, verb in verbs.items():
+        found = [cost for cost in diff.costs if cost.what == what and cost.verdict == "more"]
         if found:
-            of = f" that {before} runs" if what == REFUSED else ""
-            worse.append(f"{text} {counted(len(found), noun)}{of}{_most(found)}")
+            worse.append(f"{verb} {counted(len(found), noun)}{_most(found)}")
+    refused = sum(cost.verdict == REFUSED for cost in diff.costs)
+    if refused:
+        yield f"Refused in {after}: {counted(refused, noun)} that {before} runs."
     if worse:
         yield _joined("", f"{after} {join_and(worse)}.")
 

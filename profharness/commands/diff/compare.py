@@ -18,7 +18,7 @@ import msgspec
 
 from profharness import stats
 from profharness.attention.config import Config, setting_name
-from profharness.columns import column
+from profharness.columns import SPEED_UP, column
 from profharness.device_types import CPU
 from profharness.errors import (
     AmbiguousNameError,
@@ -57,7 +57,7 @@ from profharness.rows import (
 )
 from profharness.store import Need, Selection, Store
 from profharness.traces.kernel_names import parse_kernel_name
-from profharness.units import difference_text
+from profharness.units import difference_text, speed_up_of
 
 SCHEMA = "profharness.diff/1"
 BACKEND_CHANGED = "backend-changed"
@@ -173,13 +173,7 @@ class DiffRow:
     ] = False
     ratio: Annotated[
         float | None,
-        column(
-            "speed-up",
-            "slowdown",
-            importance="answer",
-            meaning="the candidate's time divided by the baseline's time; tables show how many times "
-            "faster or slower the candidate is",
-        ),
+        column(meaning="the candidate's time divided by the baseline's time (1 / `speedup`)"),
     ] = None
     baseline_ns: Annotated[float | None, column(meaning="the baseline's time per call")] = None
     candidate_ns: Annotated[float | None, column(meaning="the candidate's time per call")] = None
@@ -192,6 +186,13 @@ class DiffRow:
     changes: Annotated[tuple[Change, ...], column(meaning="the properties that differ")] = ()
     baseline: Annotated[tuple[KernelRow, ...], column(meaning="kernels of the baseline")] = ()
     candidate: Annotated[tuple[KernelRow, ...], column(meaning="kernels of the candidate")] = ()
+    speedup: Annotated[
+        float | None,
+        column("speed-up", "speed-up", importance="answer", meaning=SPEED_UP),
+    ] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speedup", speed_up_of(self.ratio))
 
 
 @dataclass(frozen=True, slots=True)

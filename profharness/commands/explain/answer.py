@@ -145,8 +145,7 @@ def _others(answer: Explanation) -> Iterator[str]:
     if unknown := [side.backend for side in considered if side.eligible is None]:
         parts.append(f"whether {join_and(unknown)} could run is unknown")
     if forbidden := [name for name in SDPA_BACKENDS if name not in allowed]:
-        verb = "is" if len(forbidden) == 1 else "are"
-        parts.append(f"{join_and(forbidden)} {verb} not permitted")
+        parts.append(f"PyTorch refuses {join_and(forbidden)}, which {answer.asked} excludes")
     if parts:
         yield f"{'; '.join(parts)}."
 
@@ -334,7 +333,7 @@ def compares_gpus(matrices: Sequence[Sequence[MatrixRow]]) -> bool:
 
 
 def matrix_answer(matrices: Sequence[Sequence[MatrixRow]]) -> tuple[str, ...]:
-    """Return sentences on the releases at which the predicted choice changes, or on the GPUs."""
+    """Return sentences on the releases at which the predicted backend changes, or on the GPUs."""
     if all(chosen(row.explanation) == "unknown" for matrix in matrices for row in matrix):
         return ("The choices are unknown, because the dispatch rules do not cover these releases.",)
     by_gpu = compares_gpus(matrices)
@@ -367,7 +366,7 @@ def _of_gpus(matrix: Sequence[MatrixRow]) -> str:
         gpus_of.setdefault(chosen(row.explanation), []).append(device)
     parts = [f"{name} on {join_and(gpus)}" for name, gpus in gpus_of.items()]
     torch = platform_text(matrix[0].explanation.environment)[0]
-    return f"The predicted choice of {torch} is {join_and(parts)}."
+    return f"{torch} is predicted to run {join_and(parts)}."
 
 
 def _of_releases(matrix: Sequence[MatrixRow]) -> str:
@@ -379,9 +378,9 @@ def _of_releases(matrix: Sequence[MatrixRow]) -> str:
             texts.append(f"at {platform_text(row.explanation.environment)[0]} from {was} to {now}")
     _, device = platform_text(matrix[0].explanation.environment)
     if texts:
-        return f"The predicted choice on {device} changes {join_and(texts)}."
+        return f"The backend predicted for {device} changes {join_and(texts)}."
     choice = chosen(matrix[0].explanation)
-    return f"The predicted choice on {device} is {choice} in {_all(len(matrix), 'releases')}."
+    return f"The backend predicted for {device} is {choice} in {_all(len(matrix), 'releases')}."
 
 
 def map_answer(answers: Sequence[Explanation]) -> tuple[str, ...]:

@@ -51,23 +51,22 @@ VERDICTS = {True: "could run", False: "refused", None: "unknown"}
 RUNS = "runs"
 
 
-def _columns(title: str) -> tuple[Column, ...]:
-    eligible = replace(pick(BackendAnswer, "eligible")[0], title=title)
-    return *pick(BackendAnswer, "backend"), eligible, *pick(Refusal, "code", "source", "message")
-
-
-COLUMNS, PREDICTED_COLUMNS = _columns("verdict"), _columns("predicted")
+COLUMNS = (
+    *pick(BackendAnswer, "backend"),
+    replace(pick(BackendAnswer, "eligible")[0], title="verdict"),
+    *pick(Refusal, "code", "source", "message"),
+)
 LIST_COLUMNS = (
     Column("config", "config", importance="key", shrink=True),
-    Column("choice", "runs", importance="answer"),
-    Column("others", "could also run", importance="detail"),
-    Column("refused", "refused"),
+    Column("choice", "predicted backend", importance="answer"),
+    Column("others", "could also run", importance="detail", spare=1),
+    Column("refused", "refused", importance="answer", wrap=True),
 )
 PROGRAM_COLUMNS = (
     LIST_COLUMNS[0],
     Column("ran", "ran", importance="answer"),
     Column("mean", "mean µs/call", "time", importance="answer"),
-    replace(LIST_COLUMNS[1], title="predicted"),
+    LIST_COLUMNS[1],
     *LIST_COLUMNS[2:],
 )
 FULL_HINT = Note("--full explains each config.", level="hint")
@@ -76,7 +75,6 @@ GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 MAX_CODES = 2  # maximum number of changes whose code is shown if --full is not given
 CODE_FOLLOWS = "The following code makes the advised change:"
 NO_REASON = {"code": "", "source": "", "message": ""}
-_STATES = {True: "yes", False: "no", None: "unknown"}
 
 
 def explain_document(
@@ -128,8 +126,7 @@ def answer_blocks(
                 for each, text in zip(side.reasons, texts, strict=True)
             ]
             rows += [(state, side, reason) for reason in reasons or (NO_REASON,)]
-        columns = PREDICTED_COLUMNS if answer.source == "rules" else COLUMNS
-        yield Table.of(filled_columns(columns, rows, NO_REASON), rows)
+        yield Table.of(filled_columns(COLUMNS, rows, NO_REASON), rows)
     yield from _agreement(answer, full=full)
     for side in answer.backends if full else ():
         yield from (Note(f"{each.code}: {each.message}", side.backend) for each in side.reasons)
@@ -297,9 +294,11 @@ def matrix_document(
             key = gpu_of(answer) if by_gpu else answer.environment["torch"]
             mark = FLIP if row.flips else ""
             states = {
-                side.backend: f"no: {side.reasons[0].code}"
+                side.backend: RUNS
+                if side.backend == chosen(answer)
+                else f"{VERDICTS[False]}: {side.reasons[0].code}"
                 if side.eligible is False and side.reasons
-                else _STATES[side.eligible]
+                else VERDICTS[side.eligible]
                 for side in answer.backends
             }
             rows.append((mark, key, answer.predicted, *map(states.get, shown), changes))
@@ -410,7 +409,8 @@ def _list_blocks(
     lines = []
     for answer in answers:
         sides = {
-            state: [side for side in answer.backends if side.eligible is state] for state in _STATES
+            state: [side for side in answer.backends if side.eligible is state]
+            for state in VERDICTS
         }
         choice = chosen(answer)
         lines.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
@@ -12,7 +11,7 @@ from typing import Any
 from profharness import stats
 from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import AUTO, SDPA_BACKENDS
-from profharness.columns import Column, pick
+from profharness.columns import SPEED_UP, Column, pick
 from profharness.commands.layers.tables import (
     GPU_LAYER,
     figure_columns,
@@ -40,6 +39,7 @@ from profharness.program.matching import (
 )
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.render.document import (
+    MISSING,
     Block,
     Document,
     Heading,
@@ -50,21 +50,27 @@ from profharness.render.document import (
     record,
 )
 from profharness.store import Selection, Store
-from profharness.units import compared, ratio_text, share_text, time_text
+from profharness.units import compared, ratio_text, share_figure, share_text, time_text
 
 GPU = Column("gpu", "GPU", importance="key")
 FEW_RUNS = 4  # if more runs are named, one row for each replaces their layers
 NAMES_SHOWN = 3
+PAIR = (
+    Column("ran", "ran", importance="answer"),
+    Column("us", "median µs/call", "time", importance="answer"),
+    Column("times1", "speed-up", "speed-up", importance="answer", meaning=SPEED_UP),
+    Column("roofline", "% of roofline", right=True, importance="detail"),
+)
+"""The backends, the times as `A → B` and the speed-up of two runs."""
 OVERVIEW = (
     Column("run", "run", importance="key", shrink=True),
     replace(GPU, importance="normal"),
     Column("step", "mean µs/step", "time", right=True),
-    Column("busy", "GPU busy %", "percent", right=True),
+    Column("busy", "% busy", "percent", right=True),
     Column("attention", "attention µs/step", "time", importance="answer", right=True),
     Column("share", "% of GPU time", "percent", importance="answer", right=True),
     Column("ran", "ran", importance="answer", shrink=True),
 )
-SUFFIX = re.compile(r"\.(?:pt\.trace\.)?json(?:\.gz)?$|\.(?:sqlite|nsys-rep)$")
 SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # versions in an environment
 
 
@@ -454,7 +460,9 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     if all(sum(side is not None for side in row.sides) < 2 for row in answer.rows):
         return
     names = [each.name for each in answer.classes]
-    yield Heading("Runs compared", "median kernel time per call")
+    pair = len(names) == 2
+    lead = f"{' → '.join(names)}, " if pair else ""
+    yield Heading("Runs compared", f"{lead}median kernel time per call")
     rows = []
     phase_order = list(dict.fromkeys(row.first.step_phase for row in answer.rows))
     ordered = sorted(
@@ -464,20 +472,17 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     phases = phases_distinguish(ordered, modules)
     for row, module in zip(ordered, modules, strict=True):
         side = row.first
-        line = {"module": module, "config": side.config, "calls": side.calls}
+        line: dict[str, Any] = {"module": module, "config": side.config, "calls": side.calls}
         line["step_phase"] = row.phase if phases else None
         ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]
+        if pair:
+            line |= {"us": row.call_ns, "roofline": _change(shares)}
         rows.append(line | {f"roofline{at}": share for at, share in enumerate(shares)})
-    titles = figure_columns(_short(names), "ran")
-    for at, name in enumerate(_short(names)):
-        titles.append(
-            Column(f"roofline{at}", f"{name} % of roofline", "percent", importance="detail")
-        )
-    columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *titles)
-    optional = [column.key for column in titles if column.importance == "detail"]
-    yield Table.of(filled_columns(columns, rows, optional), rows)
+    titles = PAIR if pair else _titles(names)
+    optional = [each.key for each in titles if each.importance == "detail"]
+    yield Table.of(filled_columns((*GPU_LAYER, *titles), rows, optional), rows)
     if full:
         yield Heading("Kernels compared", "kernels of one call, longest first", 3)
         yield Table.of(
@@ -509,10 +514,22 @@ def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dic
                 yield {"module": label, "gpu": each.name, "kernels": side.kernels}
 
 
-def _short(names: Sequence[str]) -> list[str]:
-    """Return the names of trace files without their suffixes, if they still differ."""
-    stems = [SUFFIX.sub("", name) for name in names]
-    return stems if len(set(stems)) == len(stems) else list(names)
+def _titles(names: Sequence[str]) -> tuple[Column, ...]:
+    """Return the columns that compare several runs."""
+    return (
+        *figure_columns(names, "ran", "median µs/call"),
+        *(
+            Column(f"roofline{at}", f"{name} % of roofline", "percent", importance="detail")
+            for at, name in enumerate(names)
+        ),
+    )
+
+
+def _change(shares: Sequence[float | None]) -> str | None:
+    """Format the shares of two runs as `2.2 → 25.0`. Return None if both are unknown."""
+    if not any(share is not None for share in shares):
+        return None
+    return " → ".join(MISSING if share is None else share_figure(share) for share in shares)
 
 
 def _spent(row: MatchedLayers) -> float:
@@ -560,11 +577,12 @@ def _compared(
     of_phase = [row for row in answer.rows if row.first.step_phase == phase]
     alone = _call_ratio(rows[0], at) if len(of_phase) == 1 else None
     ratio = told_ratio(after / before, alone)
-    step = f"a {phase} step" if phase else "a step"
-    text = (
-        f"Attention of {step} takes {time_text(before)} {preposition} {first.name} and "
-        f"{time_text(after)} {preposition} {other.name}: {_faster(other.name, ratio)}"
-    )
+    step = f"{phase} step" if phase else "step"
+    change = f"({time_text(before)} → {time_text(after)} per {step})"
+    if stats.beyond(ratio, stats.THRESHOLD):
+        text = f"{other.name} {compared(1 / ratio, first.name)} in attention {change}"
+    else:
+        text = f"Attention takes as long {preposition} {other.name} as {preposition} {first.name} {change}"
     gaps = [_gap(row, at) for row in rows]
     labels = layer_labels(rows, full=False)
     gap, label = max(zip(gaps, labels, strict=True), key=lambda pair: abs(pair[0]))
@@ -580,13 +598,6 @@ def _call_ratio(row: MatchedLayers, at: int) -> float | None:
     """Return the time of a call in the run `at`, divided by its time in the first run."""
     before, after = row.call_ns[0], row.call_ns[at]
     return after / before if before and after else None
-
-
-def _faster(name: str, ratio: float) -> str:
-    """Return a clause with the ratio of the times of run `name` and of the first run."""
-    if stats.beyond(ratio, stats.THRESHOLD):
-        return f"{name} {compared(1 / ratio)}"
-    return "no difference"
 
 
 def _gap(row: MatchedLayers, at: int) -> float:
@@ -685,7 +696,7 @@ def _bench_blocks(
         points = row.first.points
         # Use the config that was timed, because only the forward pass of recomputed calls is timed.
         config = points[(len(points) - 1) // 2][0] if points else row.first.config
-        line = {"module": label, "step_phase": None, "config": config}
+        line = {"module": label, "calls": None, "step_phase": None, "config": config}
         line |= figures([(call.backend, call.ns) for call in calls])
         for at, (call, each) in enumerate(zip(calls, benches, strict=True)):
             line |= {f"best{at}": call.best, f"best_us{at}": call.best_ns}
@@ -700,7 +711,7 @@ def _bench_blocks(
             Column(f"best_us{at}", f"{name} fastest µs/call", "time", scale="call"),
         )
     ]
-    yield Table.of((*GPU_LAYER, *figure_columns(names, "runs"), *best), lines)
+    yield Table.of((*GPU_LAYER, *figure_columns(names, "ran", "µs/call"), *best), lines)
     yield from map(Note, _bench_sums(rows, benches))
     for each in benches:
         if each.changes:

@@ -89,7 +89,7 @@ REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 # first columns of a table with columns for each GPU
 GPU_LAYER = (
-    *pick(LayerRow, "module", "step_phase"),
+    *pick(LayerRow, "module", "calls", "step_phase"),
     *(replace(each, importance="normal") for each in pick(LayerRow, "config")),
 )
 PREDICTED = (
@@ -272,9 +272,11 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
         cells = [(row.ran, spent)] if measured else []
         predicted = [forecast.rows[at] for forecast in layers.forecasts]
         cells += [(each.predicted_backend, each.predicted_total_ns) for each in predicted]
-        rows.append({column.key: line[column.key] for column in GPU_LAYER} | figures(cells))
-    per = "/step" if first.of == "step" else " in all"
-    columns = figure_columns(names, "backend", per, gpus)
+        backends = figures(cells[measured:])["ran"]  # only the predicted ones
+        layer = {column.key: line[column.key] for column in GPU_LAYER}
+        rows.append(layer | figures(cells) | {"ran": backends})
+    per = "µs/step" if first.of == "step" else "µs in all"
+    columns = figure_columns(names, "predicted backend", per, gpus)
     # A GPU without any time has no speed-up either.
     optional = [each.key for each in columns if each.format == "speed-up"]
     yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
@@ -300,17 +302,17 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
 
 
 def figure_columns(
-    names: Sequence[str], backend: str, per: str = "/call", gpus: Sequence[str] | None = None
+    names: Sequence[str], backend: str, time: str, gpus: Sequence[str] | None = None
 ) -> list[Column]:
     """Return columns for the backends, the time on each GPU, and speed-ups over the first GPU.
 
-    `names` are the titles of the times, which are times `per` call unless it says otherwise.
+    `names` are the titles of the times, each followed by `time`, such as `median µs/call`.
     `backend` is the title of the column with the backends.
     `gpus` are the titles of the speed-ups, by default the same as `names`.
     """
     columns = [Column("ran", backend, importance="answer")]
     columns += [
-        Column(f"us{at}", f"{name} µs{per}", "time", importance="answer", scale="call")
+        Column(f"us{at}", f"{name} {time}".strip(), "time", importance="answer", scale="call")
         for at, name in enumerate(names)
     ]
     columns += [

@@ -196,7 +196,7 @@ GLOSSARY = {
             *pick(CellRow, "predicted", "peak_memory_bytes"),
             *pick(KernelRow, "launches_per_call", "grid", "block", "shared_bytes"),
             *pick(KernelRow, "registers_per_thread", "occupancy", "share"),
-            *pick(DiffRow, "role", "ratio"),
+            *pick(DiffRow, "role"),
             *pick(BenchRow, "half", "efficiency", "speedup", "regret"),
         )
     },
