@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -25,7 +24,7 @@ from profharness.attention.config import (
     parse_config_lines,
     split_names,
 )
-from profharness.commands._options import Option
+from profharness.commands._options import Duration, Fraction, Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, FULL_OPTION, OUTPUT_OPTION
 from profharness.commands._runs import RUN_TEXT, find_one, find_only, find_several, find_side
 from profharness.dtypes import CONFIG_DTYPES
@@ -44,6 +43,7 @@ from profharness.run import (
     PROCESSES,
     SEEDS,
     SHORTEST_S,
+    SHORTEST_SAMPLING_S,
     Fleet,
     Protocol,
     gpu_classes,
@@ -285,25 +285,6 @@ def tool_backends(text: str) -> tuple[str, ...]:
     return names
 
 
-class FiniteRange(click.FloatRange):
-    """A range of numbers without `nan` and `inf`."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
-class PositiveNumber(FiniteRange):
-    """A finite number above 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0, min_open=True)
-
-
 class SeedRange(click.IntRange):
     """The seeds of torch.Generator. The limits are shown as powers of two."""
 
@@ -524,17 +505,26 @@ def threshold_option(text: str, tool: str = "") -> Option:
     """Return the option --threshold, the smallest relative difference that counts as a change."""
     return Option(
         ("--threshold",),
-        type=PositiveNumber(),
-        help=f"{text}  [default: {THRESHOLD}]",
+        type=Fraction(0, min_open=True),
+        metavar="FRACTION",
+        help=text,
         tool=tool,
-        click={"show_default": False},
+        click={"default": f"{THRESHOLD:.0%}", "show_default": True},
     )
 
 
 def timeout_option(text: str) -> Option:
-    """Return an option for a time limit in seconds."""
-    default = {"default": int(Protocol.timeout_s), "show_default": True}
-    return Option(("--timeout",), type=FiniteRange(SHORTEST_S, LONGEST_S), help=text, click=default)
+    """Return the option --timeout, a time limit."""
+    return duration_option("--timeout", text, Protocol.timeout_s, SHORTEST_S)
+
+
+def duration_option(
+    flag: str, text: str, default: float | None = None, shortest: float = SHORTEST_SAMPLING_S
+) -> Option:
+    """Return an option whose value is a duration."""
+    shown = {} if default is None else {"default": f"{default:g}s", "show_default": True}
+    limits = Duration(shortest, LONGEST_S)
+    return Option((flag,), type=limits, metavar="DURATION", help=text, click=shown)
 
 
 def fleet(

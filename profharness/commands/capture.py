@@ -99,7 +99,7 @@ Samples = Annotated[
         click={"show_default": True},
     ),
 ]
-Timeout = Annotated[float, timeout_option("Time limit of one cell, in seconds.")]
+Timeout = Annotated[float, timeout_option("Time limit of one cell.")]
 Metrics = Annotated[
     Names,
     Option(

@@ -485,8 +485,10 @@ def predict(
     driver: Driver = None,
     atlas: AtlasFolder = None,
 ) -> list[Asked]:
-    """Predict which backend PyTorch chooses on another GPU, which kernels that backend runs, how
-    long it takes, and which backend would be fastest.
+    """Predict the backend and the time of a call on a GPU that you do not have.
+
+    The output says which backend PyTorch chooses, which kernels that backend runs, how long it
+    takes, and which backend would be fastest.
 
     Predictions for a GPU come from its atlas, which contains thousands of measured cells and a
     model fitted to them. The source of a prediction is `measured` if the atlas contains the cell,

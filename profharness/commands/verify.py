@@ -187,7 +187,7 @@ Cases = Annotated[
         "cases. Separate several values by commas, or repeat the option.",
     ),
 ]
-Timeout = Annotated[float, timeout_option("Time limit of one case on one backend, in seconds.")]
+Timeout = Annotated[float, timeout_option("Time limit of one case on one backend.")]
 Full = Annotated[bool, Option(("--full",), help="Show every check, with its figures.")]
 
 
@@ -212,7 +212,7 @@ def verify(
     store: Store = None,
     progress: ShowProgress = None,
 ) -> list[VerificationRow]:
-    """Check backends and implementations against an fp64 reference.
+    """Check backends against an fp64 reference.
 
     The allowed error of a result is twice the error of plain attention in the same dtype on the
     same inputs. Each result is computed twice, once in memory filled with NaN and once in memory

@@ -12,7 +12,7 @@ import click
 
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document
-from profharness.commands._options import Option
+from profharness.commands._options import Fraction, Option
 from profharness.commands._output import (
     FORCE_OPTION,
     STDOUT,
@@ -47,6 +47,7 @@ from profharness.commands._types import (
     complete_backends,
     complete_names,
     config_list,
+    duration_option,
     fleet,
     store_path,
     timeout_option,
@@ -62,8 +63,6 @@ from profharness.run import (
     BenchOptions,
     BenchPlan,
     Protocol,
-    parse_precision,
-    parse_seconds,
 )
 from profharness.store import frame
 
@@ -135,21 +134,18 @@ Iterations = Annotated[
     ),
 ]
 Precision = Annotated[
-    float | str | None,
+    float | None,
     Option(
         ("--precision",),
+        type=Fraction(0, 1, min_open=True, max_open=True),
         metavar="FRACTION",
         help="Sample until the half-width of the median's 95 % confidence interval is at most this "
         "fraction of the median.  [default: 1%; with RUN, the precision of the run]",
     ),
 ]
 MaxTime = Annotated[
-    float | str,
-    Option(
-        ("--max-time",),
-        help="Time limit for sampling one cell.",
-        click={"default": f"{BenchPlan.max_time_s:g}s", "show_default": True},
-    ),
+    float,
+    duration_option("--max-time", "Time limit for sampling one cell.", BenchPlan.max_time_s),
 ]
 Baseline = Annotated[
     str | None,
@@ -179,7 +175,7 @@ BenchSeed = Annotated[
         help="Random seed for the inputs and for the order of the measurements.",
     ),
 ]
-Timeout = Annotated[float, timeout_option("Time limit for one step of a cell, in seconds.")]
+Timeout = Annotated[float, timeout_option("Time limit for one step of a cell.")]
 Explained = Annotated[
     bool, Option(("--explain",), help="Show every reason why a backend refused a config.")
 ]
@@ -267,8 +263,8 @@ def bench(
         baseline=baseline,
         dtypes=split_names(dtypes),
         measurements=split_names(measurements),
-        precision=parse_precision(precision) if isinstance(precision, str) else precision,
-        max_time_s=parse_seconds(max_time_s) if isinstance(max_time_s, str) else max_time_s,
+        precision=precision,
+        max_time_s=max_time_s,
         iterations=iterations,
         warmup=warmup,
         convention=convention,

@@ -63,7 +63,6 @@ from profharness.commands._types import (
     ConfigOrRunArguments,
     Names,
     PathLike,
-    PositiveNumber,
     RunAmongConfigs,
     Store,
     complete_backends,
@@ -73,6 +72,7 @@ from profharness.commands._types import (
     gpu_option,
     require_one,
     store_path,
+    timeout_option,
     tool_backends,
 )
 from profharness.commands.explain.engines import candidate_rows, engine_document, selections_of
@@ -244,7 +244,7 @@ def require_answer(answers: Sequence[Explanation]) -> None:
     more = f" (and {len(answers) - 1} more)" if len(answers) > 1 else ""
     raise CaptureError(
         f"querying PyTorch failed for {answers[0].config}{more} ({answers[0].error}); allow "
-        "more time with --timeout SECONDS, or use the dispatch rules with --torch and --gpu"
+        "more time with --timeout DURATION, or use the dispatch rules with --torch and --gpu"
     )
 
 
@@ -544,13 +544,7 @@ AskedDevice = Annotated[
 ]
 Timeout = Annotated[
     float,
-    Option(
-        ("--timeout",),
-        type=PositiveNumber(),
-        metavar="SECONDS",
-        help="Number of seconds to wait for the PyTorch process to respond.",
-        click={"default": int(Protocol.timeout_s), "show_default": True},
-    ),
+    timeout_option("Time limit for the answer of the process that runs PyTorch."),
 ]
 
 
@@ -678,7 +672,7 @@ def explain(
     timeout_s: Timeout = Protocol.timeout_s,
     store: Store = None,
 ) -> Question:
-    """Explain which backend PyTorch chooses, why it rejects the others, and what to change.
+    """Explain which backend PyTorch chooses, why it refuses the others, and what to change.
 
     By default, the local PyTorch is queried; no kernel is launched. With --torch or --gpu, the
     dispatch rules of a PyTorch release are applied instead, and neither torch nor a GPU is needed.

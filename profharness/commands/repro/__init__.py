@@ -116,10 +116,9 @@ def repro(
     force: Force = False,
     store: Store = None,
 ) -> str:
-    """Write one cell as a Python script that needs only torch and can be attached to a PyTorch
-    issue.
+    """Write one cell as a Python script that needs only torch.
 
-    The script creates the same inputs as profharness (shapes, dtype, strides, mask, seed) and calls
+    The script can be attached to a PyTorch issue. It creates the same inputs as profharness (shapes, dtype, strides, mask, seed) and calls
     the backend in the same way. The script prints PyTorch's choice, every warning, a checksum of
     each result and the time of a call. If PyTorch refuses the call, the script prints PyTorch's
     message and exits with code 1. If the backend is a function in a file, the script includes the
