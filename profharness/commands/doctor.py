@@ -118,8 +118,8 @@ def run_doctor(
     """Check what is installed and whether it works.
 
     The command checks Python, torch, CUDA, the GPU, the driver, compilers, nsys, ncu, extras,
-    permissions and the store. It prints each problem with a remedy and changes nothing. The exit code is 1 if
-    something that every capture needs is missing.
+    permissions and the store. It prints each problem with a remedy and changes nothing. The exit
+    code is 1 if something that every capture needs is missing.
 
     \b
     Examples:

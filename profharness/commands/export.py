@@ -120,7 +120,8 @@ def export(
 ) -> int:
     """Write a run as a Chrome trace.
 
-    The run may come from any profiler. RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
+    The run may come from any profiler. RUN is a trace file, a run folder or a stored run; the
+    default is the latest run with kernels.
 
     The trace can be opened in Perfetto, chrome://tracing or HolisticTraceAnalysis. Each cell has
     its own track, which shows that cell's kernels. Each launch in the trace lists its resources,

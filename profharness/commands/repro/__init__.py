@@ -118,11 +118,11 @@ def repro(
 ) -> str:
     """Write one cell as a Python script that needs only torch.
 
-    The script can be attached to a PyTorch issue. It creates the same inputs as profharness (shapes, dtype, strides, mask, seed) and calls
-    the backend in the same way. The script prints PyTorch's choice, every warning, a checksum of
-    each result and the time of a call. If PyTorch refuses the call, the script prints PyTorch's
-    message and exits with code 1. If the backend is a function in a file, the script includes the
-    source of the file.
+    The script can be attached to a PyTorch issue. It creates the same inputs as profharness
+    (shapes, dtype, strides, mask, seed) and calls the backend in the same way. The script prints
+    PyTorch's choice, every warning, a checksum of each result and the time of a call. If PyTorch
+    refuses the call, the script prints PyTorch's message and exits with code 1. If the backend is a
+    function in a file, the script includes the source of the file.
 
     Without RUN, the call is defined by CONFIG and --backend (default: auto); nothing is measured
     and no store is read. If RUN is given, CONFIG and --backend select a cell of that run, and the

@@ -33,9 +33,10 @@ Host = Annotated[
 def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -> None:
     """Show the store in a browser.
 
-    The store is opened read-only. There are predefined queries and a report for each run. This command requires the `web` extra (Datasette). By default, the server accepts connections
-    only from this machine; see --host. Newly ingested runs appear immediately. Press Ctrl-C to stop
-    the server.
+    The store is opened read-only. There are predefined queries and a report for each run. This
+    command requires the `web` extra (Datasette). By default, the server accepts connections only
+    from this machine; see --host. Newly ingested runs appear immediately. Press Ctrl-C to stop the
+    server.
 
     \b
     Example:
