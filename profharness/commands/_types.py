@@ -26,7 +26,14 @@ from profharness.attention.config import (
 )
 from profharness.commands._options import Duration, Fraction, Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, FULL_OPTION, OUTPUT_OPTION
-from profharness.commands._runs import RUN_TEXT, find_one, find_only, find_several, find_side
+from profharness.commands._runs import (
+    RUN_TEXT,
+    find_one,
+    find_only,
+    find_several,
+    find_side,
+    require_file,
+)
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
 from profharness.files import (
@@ -226,7 +233,7 @@ def config_list(configs: ConfigLike) -> list[Config]:
                 f"{item!r} is not a config; write a string such as '2,8,512,64', or a Config"
             )
         if isinstance(item, str) and RUN_TEXT.fullmatch(item):
-            # Whether the file exists is not checked, because an MCP client may have sent the text.
+            require_file(item)
             raise UsageError(
                 f"{item} is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
                 f"run, show its attention with: profharness layers {shlex.quote(item)}"

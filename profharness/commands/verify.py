@@ -16,7 +16,7 @@ from profharness.attention.cases import (
     case_verdict,
     failures,
 )
-from profharness.attention.config import split_names
+from profharness.attention.config import require_configs, split_names
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
@@ -40,7 +40,7 @@ from profharness.commands._types import (
     store_path,
     timeout_option,
 )
-from profharness.errors import GateResult, UsageError, counted, join_and
+from profharness.errors import GateResult, counted, join_and
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Block, Document, Heading, Note, Table, field_names, record
 from profharness.run import CaptureOptions, Protocol
@@ -235,8 +235,7 @@ def verify(
     from profharness.jobs.into_store import verify_into_store
 
     chosen = config_list(configs)
-    if not chosen:
-        raise UsageError("verify requires a config (such as 2,8,512,64,bf16) or --configs FILE")
+    require_configs(chosen)
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
     options = CaptureOptions(
         out=Path(out),

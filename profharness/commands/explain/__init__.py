@@ -19,6 +19,7 @@ from profharness.attention.config import (
     Config,
     outside_sdpa,
     parse_config,
+    require_configs,
     sdpa_setting,
     split_names,
 )
@@ -722,11 +723,8 @@ def explain(
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
     path = store_path(store)
-    if run is None and not chosen_configs:
-        raise UsageError(
-            "explain requires a config (such as 2,8,512,64,bf16), --configs FILE, a trace file or "
-            "a run"
-        )
+    if run is None:
+        require_configs(chosen_configs, "a trace file or a run")
     if run is not None and chosen_configs:
         raise UsageError("explain accepts either configs or a run, not both")
     if engine is not None:

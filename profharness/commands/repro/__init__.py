@@ -34,7 +34,13 @@ from profharness.attention.backends.sources import (
     fingerprint,
     parts_of,
 )
-from profharness.attention.config import Config, parse_config, sdpa_setting, split_names
+from profharness.attention.config import (
+    Config,
+    parse_config,
+    require_configs,
+    sdpa_setting,
+    split_names,
+)
 from profharness.attention.dispatch.advice import setting_code, window_condition
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
@@ -65,18 +71,16 @@ from profharness.commands.repro.texts import (
 from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES
 from profharness.errors import (
-    NotFoundError,
     UsageError,
-    counted,
     join_and,
     join_few,
     one_line,
     printable,
 )
-from profharness.files import atomic_file, check_output, shell_command
+from profharness.files import atomic_file, check_output
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import DEVICES, Protocol
-from profharness.store import Selection, open_store
+from profharness.store import ALL_RUNS, Selection, open_store
 from profharness.units import time_text
 
 SHOWN = 6  # maximum number of candidates that an error lists
@@ -139,11 +143,9 @@ def repro(
         check_output(Path(output), force=force)
     chosen, names = config_list(configs), split_names(backend)
     if run is None:
-        if len(chosen) != 1:
-            amount = counted(len(chosen), "config was", "configs were") if chosen else "none was"
-            raise UsageError(
-                f"repro requires one config, but {amount} given; name one, such as 2,8,512,64"
-            )
+        require_configs(chosen, "a run")
+        if len(chosen) > 1:
+            raise UsageError(f"a script contains one cell; name one config, not {len(chosen)}")
         if len(names) > 1:
             named = ",".join(names)
             raise UsageError(
@@ -178,13 +180,13 @@ def _stored_script(path: Path, selection: Selection, device: str, seed: int | No
             run, configs=selection.configs or None, backends=selection.backends or None
         )
         if not cells:
-            raise NotFoundError(
-                f"run {run} does not have this cell; see all cells with: {shell_command('kernels', run, store=path)}"
-            )
+            if run != ALL_RUNS:
+                store.require_cells(run, selection.configs, selection.backends)
+            raise store.no_such_cell(run)
         if len(cells) > 1:
             named = [f"{cell.config} {cell.backend}" for cell in cells]
             raise UsageError(
-                f"{len(named)} cells of run {run} match; choose one with CONFIG and --backend: "
+                f"{len(named)} cells of run {store.run_name(run)} match; choose one with CONFIG and --backend: "
                 f"{join_few(named, SHOWN)}"
             )
         (cell,) = cells
