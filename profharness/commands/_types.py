@@ -146,15 +146,21 @@ def require_one(command: str, what: str) -> Callable[[str], None]:
 
 
 def gpu_option(
-    text: str, *, only_of: str = "", tool: str = "", tool_examples: tuple[str, ...] = ()
+    text: str,
+    *,
+    only_of: str = "",
+    default: str = "",
+    tool: str = "",
+    tool_examples: tuple[str, ...] = (),
 ) -> Option:
     """Return the option --gpu. `only_of` is the name of a command that accepts only one GPU."""
+    names = "one GPU, such as H200" if only_of else "one GPU (H200) or several (H200,A100)"
     return Option(
         ("--gpu",),
         complete=complete_gpus,
         metavar="NAME" if only_of else "NAME,…",
         check=require_one(only_of, "GPU") if only_of else gpu_names,
-        help=text,
+        help=f"{text} Name {names}." + (f"  [default: {default}]" if default else ""),
         tool=tool,
         tool_examples=tool_examples,
     )
@@ -351,21 +357,33 @@ ConfigArguments = Annotated[ConfigLike, replace(config_option(), as_arguments="[
 OneConfig = Annotated[
     ConfigLike, config_option(" Only one config is allowed, because a script contains one cell.")
 ]
+SEVERAL_VALUES = "Separate several values by commas, or repeat the option."
+BACKEND_TEXT = (
+    "A backend (such as auto, flash, efficient, cudnn or math), a set (flash+math), an order "
+    "(cudnn-then-flash, or 'cudnn>flash' in quotes) or your own function (file.py:function)."
+)
 BACKENDS_OPTION = Option(
     ("--backend",),
     multiple=True,
     metavar="NAME",
     complete=complete_backends,
-    help="A backend (such as auto, flash, efficient, cudnn or math), a set (flash+math), an order "
-    "(cudnn-then-flash, or 'cudnn>flash' in quotes) or your own function (file.py:function). "
-    "`all` means PyTorch's own backends on this device, and `kernels` means the backends in "
-    "kernels/. Separate several values by commas, or repeat the option.",
+    help=f"{BACKEND_TEXT} `all` means PyTorch's own backends on this device, and `kernels` means the "
+    f"backends in kernels/. {SEVERAL_VALUES}",
     tool="Use only these backends, separated by commas; files and modules are not accepted. "
     "Default: all.",
     tool_value=tool_backends,
     tool_examples=("auto,flash,math",),
 )
 Backends = Annotated[Names | None, BACKENDS_OPTION]
+
+
+def backends_option(default: str) -> Option:
+    """Return the option --backend of a command that runs the `default` backends."""
+    return replace(BACKENDS_OPTION, help=f"{BACKENDS_OPTION.help}  [default: {default}]")
+
+
+BackendsToRun = Annotated[Names | None, backends_option("all")]
+"""Like `Backends`, for a command that runs all of PyTorch's own backends by default."""
 RUN_TOOL = (
     "A stored run: an id, a unique prefix of an id, the name of an ingested file, latest or "
     "latest~1. Default: the latest run that has the requested data."
@@ -443,19 +461,18 @@ AtlasFolder = Annotated[
     Option(
         ("--atlas",),
         type=click.Path(file_okay=False, path_type=Path),
-        metavar="DIR",
         help="The folder that contains your own atlases.  [default: "
         "$XDG_DATA_HOME/profharness/atlases]",
     ),
 ]
-Device = Annotated[
-    str,
-    Option(
-        ("--device",),
-        type=click.Choice(DEVICES),
-        help="The device to run on. auto means a GPU if there is one.",
-    ),
-]
+
+
+def device_option(text: str, auto: str = "a GPU if there is one") -> Option:
+    """Return the option --device. `auto` says what the value auto means."""
+    return Option(("--device",), type=click.Choice(DEVICES), help=f"{text} `auto` means {auto}.")
+
+
+Device = Annotated[str, device_option("The device to run on.")]
 Seed = Annotated[int, Option(("--seed",), type=SeedRange(), help="Random seed for the inputs.")]
 OutFolder = Annotated[
     PathLike,

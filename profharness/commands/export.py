@@ -103,8 +103,8 @@ Profiler = Annotated[
         complete=complete_names(lambda: (*LAUNCH_PROFILERS, EVERY_PROFILER)),
         metavar="NAME",
         check=require_profilers,
-        help="Write only the launches that the given profiler (torch, nsys "
-        "or ncu) recorded. With all, write the launches of every profiler.  [default: the first one in the run]",
+        help="Write only the launches that this profiler recorded, or those of all profilers (all).  "
+        "[default: the first of torch, nsys and ncu that the run has]",
     ),
 ]
 

@@ -22,7 +22,7 @@ from profharness.commands._command import command, declaration_of, document, gat
 from profharness.commands._options import Option
 from profharness.commands._output import keep_measured, run_listener
 from profharness.commands._types import (
-    Backends,
+    SEVERAL_VALUES,
     ConfigArguments,
     Device,
     GpuClasses,
@@ -34,6 +34,7 @@ from profharness.commands._types import (
     ShowProgress,
     Store,
     backend_names,
+    backends_option,
     complete_names,
     config_list,
     fleet,
@@ -183,10 +184,11 @@ Cases = Annotated[
         complete=complete_names(lambda: (STANDARD, NO_CASES, *CASES)),
         multiple=True,
         metavar="NAME",
-        help="The cases to verify: standard (default), none (only the config itself) or names of "
-        "cases. Separate several values by commas, or repeat the option.",
+        help="The cases to verify: standard, none (only the config itself) or names of cases. "
+        f"{SEVERAL_VALUES}  [default: standard]",
     ),
 ]
+VerifiedBackends = Annotated[Names | None, backends_option("all,kernels")]
 Timeout = Annotated[float, timeout_option("Time limit of one case on one backend.")]
 Full = Annotated[bool, Option(("--full",), help="Show every check, with its figures.")]
 
@@ -198,7 +200,7 @@ def _to_frame(rows: list[VerificationRow]) -> pd.DataFrame:
 @command("verify", frame=_to_frame)
 def verify(
     configs: ConfigArguments,
-    backends: Backends = None,
+    backends: VerifiedBackends = None,
     *,
     grad: Grad = False,
     cases: Cases = None,
@@ -220,8 +222,7 @@ def verify(
     head counts, different layouts and extreme values. The store records wrong results, and bench does not
     rank them.
 
-    The default value of --backend is all,kernels, which means PyTorch's backends and the
-    implementations in kernels/. The exit code is 3 if any result is wrong. Refused calls are skipped.
+    The exit code is 3 if any result is wrong. Refused calls are skipped.
 
     \b
     Example:

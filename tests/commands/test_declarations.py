@@ -235,3 +235,57 @@ def test_a_python_caller_may_write_a_unit() -> None:
 def test_the_list_of_commands_has_the_first_line_of_each_command(name: str) -> None:
     first = (find_command(name).help or "").partition("\n\n")[0]
     assert COMMANDS[name][1] == " ".join(first.split())
+
+
+OWN_METAVARS = {
+    "--output",
+    "--gpu",
+    "--torch",
+    "--profiler",
+    "--expect",
+    "--fail-on",
+    "--scheduler",
+}
+OWN_METAVARS |= {"--bench", "--cuda"}  # flags in one command
+"""Options whose values differ between commands, such as one release or several."""
+
+
+def options() -> Iterator[tuple[str, click.Option]]:
+    """Yield each option that `--help` shows, with the name of its command."""
+    for declared in declarations():
+        for each in declared.click_command().params:
+            if isinstance(each, click.Option) and not each.hidden:
+                yield declared.name, each
+
+
+def test_an_option_has_the_same_metavar_in_every_command() -> None:
+    metavars: dict[str, set[str]] = {}
+    for name, option in options():
+        context = click.Context(click.Command(name))
+        metavars.setdefault(option.opts[-1], set()).add(option.make_metavar(context))
+    differing = {flag for flag, names in metavars.items() if len(names) > 1}
+    assert differing <= OWN_METAVARS
+
+
+def test_a_default_is_at_the_end_in_brackets() -> None:
+    for name, option in options():
+        text = option.help or ""
+        assert "(default" not in text and "default value" not in text, (name, option.opts)
+        assert "[default" not in text or text.endswith("]"), (name, option.opts)
+
+
+def test_an_option_that_several_commands_have_is_described_alike() -> None:
+    """The words that say which values --gpu, --backend and --device accept are the same."""
+    ends = {
+        "--gpu": ("Name one GPU, such as H200.", "Name one GPU (H200) or several (H200,A100)."),
+        "--device": ("`auto` means a GPU if there is one.", "else a GPU if there is one."),
+    }
+    for name, option in options():
+        if (allowed := ends.get(option.opts[-1])) is not None:
+            assert (option.help or "").partition("  [")[0].endswith(allowed), (name, option.opts)
+    texts = {name: option.help or "" for name, option in options() if "--backend" in option.opts}
+    assert "Separate several" not in texts["repro"]
+    for name in ("capture", "bench", "verify"):
+        assert texts[name].endswith(
+            "[default: all,kernels]" if name == "verify" else "[default: all]"
+        )

@@ -27,7 +27,8 @@ from profharness.commands._output import (
 )
 from profharness.commands._runs import run_text
 from profharness.commands._types import (
-    Backends,
+    SEVERAL_VALUES,
+    BackendsToRun,
     Configs,
     Device,
     Format,
@@ -117,8 +118,8 @@ Measurements = Annotated[
         multiple=True,
         metavar="NAME",
         help=f"The measurement to take: {', '.join(GPU_MEASUREMENTS[:-1])} or "
-        f"{GPU_MEASUREMENTS[-1]} (default: all). Backends are ranked by the first measurement. On "
-        "a CPU, only wall-clock time is measured.",
+        f"{GPU_MEASUREMENTS[-1]}. Backends are ranked by the first measurement. On a CPU, only "
+        f"wall-clock time is measured. {SEVERAL_VALUES}  [default: all]",
     ),
 ]
 Warmup = Annotated[
@@ -204,7 +205,7 @@ def _to_frame(answers: list[BenchResult]) -> pd.DataFrame:
 @command("bench", frame=_to_frame)
 def bench(
     configs: Configs = None,
-    backends: Backends = None,
+    backends: BackendsToRun = None,
     *,
     dtypes: Dtypes = (),
     measurements: Measurements = None,
@@ -238,9 +239,9 @@ def bench(
     in a CUDA graph replay, `kernel` is the kernel time of a profiled call, and `eager` is the time
     per call when calls are issued one after another, as a program would issue them.
 
-    If --backend is `all` or is not given, time the device's default backends. With RUN (a run
-    folder or a stored run), nothing is measured; the output shows the results stored in the run, or
-    only those of the given configs and backends.
+    With RUN (a run folder or a stored run, such as `latest`), nothing is measured; the output shows
+    the results stored in the run, or only those of the given configs and backends. Without RUN, at
+    least one config is required.
 
     \b
     Examples:

@@ -70,6 +70,7 @@ from profharness.commands._types import (
     complete_engine_releases,
     complete_releases,
     config_list,
+    device_option,
     gpu_option,
     require_one,
     store_path,
@@ -98,7 +99,7 @@ from profharness.measurements.agreement import (
 )
 from profharness.render.document import Document
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow, Refusal
-from profharness.run import DEVICES, CaptureOptions, Protocol, gpu_names, require_distinct
+from profharness.run import CaptureOptions, Protocol, gpu_names, require_distinct
 from profharness.store import frame
 
 if TYPE_CHECKING:
@@ -428,9 +429,8 @@ Releases = Annotated[
 GpuName = Annotated[
     str | None,
     gpu_option(
-        'Use the dispatch rules for this GPU, such as "RTX A6000", H100, sm90, MI300X or gfx942, '
-        "or for the CPU (cpu). With several GPUs (H200,A100), the output is a table.  "
-        "[default: the local GPU]",
+        "Use the dispatch rules for this GPU, for an architecture (sm90, gfx942) or for the CPU (cpu).",
+        default="the local GPU",
         tool="One or more GPUs, each given by its name or compute capability, or `cpu` for the "
         "CPU.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu", "H200,MI300X"),
@@ -537,11 +537,7 @@ Measure = Annotated[
 ]
 AskedDevice = Annotated[
     str,
-    Option(
-        ("--device",),
-        type=click.Choice(DEVICES),
-        help="The device on which the local PyTorch is queried.",
-    ),
+    device_option("The device on which the local PyTorch is queried."),
 ]
 Timeout = Annotated[
     float,
@@ -680,7 +676,8 @@ def explain(
     If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
     PyTorch was queried and gave no answer.
 
-    CONFIG|RUN is either one or more configs, or a single trace file or stored run. For a program,
+    CONFIG|RUN is either one or more configs, or a single trace file or stored run (`latest` is the
+    newest one). There is no default. For a program,
     the command applies the dispatch rules for the run's PyTorch release and GPU to each distinct
     config of the attention calls, and compares the expected choice with the backend that ran. For a
     run created by `capture`, the command explains the run's configs for the PyTorch release and the

@@ -92,8 +92,7 @@ Profilers = Annotated[
 GpuName = Annotated[
     str | None,
     gpu_option(
-        "Predict the kernels from the atlas of the given GPU, for example H200. With --gpu, no kernel runs "
-        "and no store is read.",
+        "Predict the kernels on another GPU from its atlas. No kernel runs and no store is read.",
         only_of="kernels",
         tool="The name of a GPU. The kernels are predicted from the atlas of this GPU.",
         tool_examples=("H200",),

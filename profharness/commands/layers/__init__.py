@@ -111,8 +111,7 @@ Release = Annotated[
 GpuNames = Annotated[
     str | None,
     gpu_option(
-        "Predict the time of each layer on another GPU (H200) or on several (H100,H200), from the "
-        "atlases of these GPUs. No kernel runs.",
+        "Predict the time of each layer on another GPU from its atlas. No kernel runs.",
         tool="The names of one or more GPUs. The time of each layer on these GPUs is predicted "
         "from their atlases.",
         tool_examples=("H200",),

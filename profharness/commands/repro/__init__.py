@@ -10,13 +10,11 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partialmethod
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
-
-import click
 
 from profharness import __version__
 from profharness.attention.backends import find_backend, stored_names
@@ -46,14 +44,17 @@ from profharness.commands._command import as_is, command, declaration_of, docume
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import (
-    Backends,
+    BACKEND_TEXT,
+    BACKENDS_OPTION,
     Force,
+    Names,
     OneConfig,
     OutputFile,
     RunOrConfigs,
     SeedRange,
     Store,
     config_list,
+    device_option,
     store_path,
 )
 from profharness.commands.repro.texts import (
@@ -79,7 +80,7 @@ from profharness.errors import (
 )
 from profharness.files import atomic_file, check_output
 from profharness.rows import NAIVE_COMPILED, CellRow
-from profharness.run import DEVICES, Protocol
+from profharness.run import Protocol
 from profharness.store import ALL_RUNS, Selection, open_store
 from profharness.units import time_text
 
@@ -87,15 +88,18 @@ SHOWN = 6  # maximum number of candidates that an error lists
 _OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
 _DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
 
+OneBackend = Annotated[
+    Names | None,
+    replace(
+        BACKENDS_OPTION,
+        help=f"{BACKEND_TEXT} A script runs one backend.  [default: auto; with RUN, that of the cell]",
+        tool="",
+    ),
+]
 ScriptDevice = Annotated[
     str,
-    Option(
-        ("--device",),
-        type=click.Choice(DEVICES),
-        help=(
-            "The device on which the script runs. auto means the device of the run. Without RUN, "
-            "auto means a GPU if one is available."
-        ),
+    device_option(
+        "The device on which the script runs.", "the device of RUN, else a GPU if there is one"
     ),
 ]
 Seed = Annotated[
@@ -111,7 +115,7 @@ Seed = Annotated[
 @command("repro", frame=as_is)
 def repro(
     configs: OneConfig = None,
-    backend: Backends = None,
+    backend: OneBackend = None,
     *,
     run: RunOrConfigs = None,
     device: ScriptDevice = "auto",
