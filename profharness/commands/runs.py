@@ -103,8 +103,8 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     was given and contains only this trace. Interrupted runs in
     {runs_folder} are listed after the stored runs, with the commands that resume them.
 
-    `duration` is the time that profharness spent on a run, or the time that a trace covers, which
-    is slightly longer than the steps in the trace. With --price-per-hour, the `cost` column shows
+    `duration` is the time that profharness spent on a run, or the time that a trace covers,
+    including the time outside of its steps. With --price-per-hour, the `cost` column shows
     the price of the run's duration on all GPUs that the run used.
 
     --delete removes a run from the store, but keeps the run folder and the traces. To restore a
