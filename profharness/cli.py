@@ -26,8 +26,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Run attention configs on backends under a profiler.",
     ),
     "kernels": ("profharness.commands.kernels", "Show which kernels each backend launched."),
-    "layers": ("profharness.commands.layers", "Show the attention of a program, layer by layer."),
-    "explain": ("profharness.commands.explain", "Explain which backend PyTorch chooses, and why."),
+    "layers": (
+        "profharness.commands.layers",
+        "Show the attention of a program, layer by layer: what ran, why, and what it cost.",
+    ),
+    "explain": (
+        "profharness.commands.explain",
+        "Explain which backend PyTorch chooses, why it refuses the others, and what to change.",
+    ),
     "predict": (
         "profharness.commands.predict",
         "Predict the backend and the time of a call on a GPU that you do not have.",
@@ -36,13 +42,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.atlas",
         "List, add, merge and export atlases for `predict`.",
     ),
-    "explain-kernel": ("profharness.commands.explain_kernel", "Describe a kernel's name in words."),
+    "explain-kernel": ("profharness.commands.explain_kernel", "Explain a kernel's name in words."),
     "diff": ("profharness.commands.diff", "Compare two backends of a run, or two runs."),
     "ranks": (
         "profharness.commands.ranks",
-        "Compare the ranks of a job to find slow or unusual ranks.",
+        "Compare the ranks of a job to find slow GPUs, and ranks that did different work.",
     ),
-    "bench": ("profharness.commands.bench", "Time several backends on the same configs."),
+    "bench": (
+        "profharness.commands.bench",
+        "Time several backends on the same configs, side by side.",
+    ),
     "analyze": (
         "profharness.commands.analyze",
         "Find the bottleneck of each backend, with evidence.",
@@ -53,21 +62,30 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Write a report on runs as HTML (with charts), Markdown or another format.",
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
-    "mcp": ("profharness.commands.mcp", "Serve read-only MCP tools to other programs."),
-    "observe": ("profharness.commands.observe", "Run a program and record its attention calls."),
+    "mcp": (
+        "profharness.commands.mcp",
+        "Serve the store as read-only tools for Model Context Protocol (MCP) clients.",
+    ),
+    "observe": (
+        "profharness.commands.observe",
+        "Run a program unchanged and record its attention calls.",
+    ),
     "ingest": ("profharness.commands.ingest", "Add traces and run folders to the store."),
     "export": ("profharness.commands.export", "Write a run as a Chrome trace."),
-    "repro": ("profharness.commands.repro", "Write one cell as a script that needs only torch."),
-    "scrub": ("profharness.commands.scrub", "Make a publishable copy of a run."),
-    "runs": ("profharness.commands.runs", "List stored runs."),
+    "repro": (
+        "profharness.commands.repro",
+        "Write one cell as a Python script that needs only torch.",
+    ),
+    "scrub": ("profharness.commands.scrub", "Make a publishable copy of a run or a trace."),
+    "runs": ("profharness.commands.runs", "List stored and unfinished runs, newest first."),
     "backends": (
         "profharness.commands.backends",
-        "Show which backends run here, and why the others do not.",
+        "Show which backends run on this machine, and why the others do not.",
     ),
     "doctor": ("profharness.commands.doctor", "Check what is installed and whether it works."),
     "new-kernel": (
         "profharness.commands.new_kernel",
-        "Create a template for your own attention implementation.",
+        "Create a template for your own attention implementation, and a test for it.",
     ),
 }
 

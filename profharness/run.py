@@ -179,19 +179,20 @@ def require_number(
     *,
     whole: bool = False,
     above: bool = False,
+    below: bool = False,
 ) -> None:
     """Raise UsageError if the value is not a finite number between `low` and `high`, inclusive.
 
-    If `above` is set, the value must be larger than `low`. If `whole` is set, the value must be an
-    integer.
+    If `above` is set, the value must be larger than `low`, and if `below` is set, smaller than
+    `high`. If `whole` is set, the value must be an integer.
     """
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     fits = is_number and low <= value <= high and value != math.inf  # type: ignore[operator]
-    if not fits or (above and value == low):
+    if not fits or (above and value == low) or (below and value == high):
         kind = "whole number" if whole else "number"
         limits = f"above {low:,}" if above else f"from {low:,}"
         if high < math.inf:
-            limits += f" to {high:,}"
+            limits += f" and below {high:,}" if below else f" to {high:,}"
         elif not above:
             limits = f"of at least {low:,}"
         raise UsageError(f"{name}={value!r} is not a {kind} {limits}")
@@ -573,32 +574,6 @@ def make_plan(
         require_number("iterations", iterations, 1, whole=True)
     chosen = current_names(measurements) or GPU_MEASUREMENTS
     return BenchPlan(chosen, precision, max_time_s, iterations)
-
-
-def _parse_number(text: str, units: str) -> tuple[float, str]:
-    """Parse a decimal number and its unit. Return 0 and no unit if the text is invalid."""
-    match = re.fullmatch(rf"\s*(\d+\.?\d*|\.\d+)\s*({units}|)\s*", text)
-    return (float(match[1]), match[2]) if match else (0.0, "")
-
-
-def parse_precision(text: str) -> float:
-    """Parse a precision such as `1%` or `0.01`, between 0 and 1. Raise UsageError if invalid."""
-    number, unit = _parse_number(text, "%")
-    value = number / 100 if unit else number
-    if not 0 < value < 1:
-        raise UsageError(
-            f"invalid precision {text!r}: use a value above 0 and below 100%, such as 1% or 0.01"
-        )
-    return value
-
-
-def parse_seconds(text: str) -> float:
-    """Parse a time such as `30`, `30s`, `500ms` or `2m`. Raise UsageError if not positive."""
-    number, unit = _parse_number(text, "ms|s|min|m")
-    value = number * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(unit, 1.0)
-    if value <= 0:
-        raise UsageError(f"invalid time {text!r}: use a value such as 30s, 500ms or 2m")
-    return value
 
 
 def turn_order(seed: int, config: str, round_number: int, count: int) -> list[int]:

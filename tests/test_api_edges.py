@@ -146,7 +146,7 @@ def test_a_step_of_numpy_is_a_number(tmp_path: Path) -> None:
         ({"measurements": ()}, "measurements is empty"),
         ({"max_time_s": -1}, "max_time_s=-1 is not a number"),
         ({"max_time_s": 0}, "max_time_s=0 "),
-        ({"precision": "x"}, "precision 'x': use a value above 0 and below 100%, such as 1%"),
+        ({"precision": "x"}, "precision: 'x' is not a fraction; write 3% or 0.03"),
         ({"precision": 0}, "precision=0 "),
         ({"precision": 1.5}, "precision=1.5 "),
         ({"iterations": 0}, "iterations=0 is not a whole number of at least 1"),
@@ -171,7 +171,7 @@ def test_an_invalid_bench_measures_nothing(
 def test_explain_requires_a_config_and_a_device() -> None:
     with pytest.raises(UsageError, match="configs is empty"):
         profharness.explain([])
-    with pytest.raises(UsageError, match="requires a config"):
+    with pytest.raises(UsageError, match="no config given"):
         profharness.explain(None)
     with pytest.raises(UsageError, match="'tpu'"):
         profharness.explain(CONFIG, device="tpu")

@@ -37,7 +37,7 @@ from profharness.atlas.model import (
     measured_rows,
 )
 from profharness.atlas.shards import read_shards
-from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, require_configs
 from profharness.attention.dispatch import rocm
 from profharness.attention.dispatch.advice import PredictedTimes
 from profharness.attention.dispatch.machine import Machine as RuleMachine
@@ -580,8 +580,7 @@ def predicted(
                 f"--backend {name!r}: atlases contain only {', '.join(BACKENDS)}; choose one of them"
             )
     shown = BACKENDS if not backends or "all" in backends else tuple(dict.fromkeys(backends))
-    if not configs:
-        raise UsageError("predict requires a config, such as 2,8,512,64,bf16, or --configs FILE")
+    require_configs(configs)
     place, doubt = find_place(known_atlases(folder), gpu, torch, driver=driver)
     doubts = (place.release_note, doubt, place.others, disagreement(place, configs))
     return Asked(place, "\n".join(filter(None, doubts)), predict_all(place, configs), shown)

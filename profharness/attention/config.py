@@ -498,6 +498,15 @@ def expand_configs(text: str) -> list[Config]:
         raise UsageError(f"config {text!r}: {error}") from None
 
 
+def require_configs(configs: Sequence[Config], instead: str = "") -> None:
+    """Raise UsageError if there is no config. `instead` names what the command accepts, too."""
+    if not configs:
+        runs = f", {instead} (such as latest)" if instead else ""
+        raise UsageError(
+            f"no config given; name a config (such as 2,8,512,64,bf16){runs} or --configs FILE"
+        )
+
+
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
     """Parse the lines of a file that contains configs and `#` comments. Error messages contain
     `source` and the line number.

@@ -113,6 +113,14 @@ class Declaration:
                     arranged[name] = tuple(after) if several else next(iter(after), None)
         return arranged
 
+    def with_numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert texts such as `3%` and `500ms` to numbers, and return the resulting values."""
+        return {**values} | {
+            each.name: each.parsed(values[each.name])
+            for each in self.parameters
+            if each.name in values
+        }
+
     def with_runs(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the `find` functions of the parameters, and return the resulting values."""
         path = store_path(values.get("store"))
@@ -217,6 +225,7 @@ def command(
         def call(*arguments: P.args, **named: P.kwargs) -> R:
             bound = inspect.signature(function).bind(*arguments, **named)
             bound.arguments = declaration.with_separate_arguments(bound.arguments)
+            bound.arguments |= declaration.with_numbers(bound.arguments)
             declaration.check_values(bound.arguments)
             with typed_names():
                 bound.arguments = declaration.with_runs(bound.arguments)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import click
 from click.shell_completion import CompletionItem
@@ -66,6 +67,57 @@ class Option:
         """Return the long option name without dashes, or an empty text for an argument."""
         long = [flag for flag in self.flags if flag.startswith("--")]
         return long[0].removeprefix("--").partition("/")[0] if long else ""
+
+
+class Quantity(click.FloatRange):
+    """A range of numbers that may have a unit. In Python, such a number may be a text too."""
+
+    units: ClassVar[Mapping[str, float]]
+    """Maps each unit to its factor. A number without a unit has the unit ""."""
+    examples: ClassVar[str]
+
+    def parse(self, text: str) -> float:
+        """Return the number in a text. Raise UsageError if it is invalid or out of range."""
+        units = "|".join(sorted(self.units, key=len, reverse=True))
+        match = re.fullmatch(rf"\s*(\d+\.?\d*(?:e-?\d+)?|\.\d+)\s*({units})\s*", text)
+        if match is None:
+            raise UsageError(f"{text!r} is not a {self.name}; write {self.examples}")
+        number = float(match[1]) * self.units[match[2]]
+        above, below = self.min or 0.0, math.inf if self.max is None else self.max
+        if number < above or (self.min_open and number == above):
+            limit = f"above {above:g}" if self.min_open else f"at least {above:g}"
+            raise UsageError(f"{text!r} is too small; write a {self.name} {limit}")
+        if number > below or (self.max_open and number == below) or number == math.inf:
+            limit = f"below {below:g}" if self.max_open else f"at most {below:g}"
+            raise UsageError(f"{text!r} is too large; write a {self.name} {limit}")
+        return number
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return self.parse(value) if isinstance(value, str) else value
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+    def _describe_range(self) -> str:
+        return ""
+
+
+class Fraction(Quantity):
+    """A share or a relative difference, such as `3%` or `0.03`."""
+
+    name = "fraction"
+    units: ClassVar[Mapping[str, float]] = {"": 1.0, "%": 0.01}
+    examples = "3% or 0.03"
+
+
+class Duration(Quantity):
+    """A time in seconds, such as `10s`, `500ms`, `2m` or `10`."""
+
+    name = "duration"
+    units: ClassVar[Mapping[str, float]] = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "m": 60.0}
+    examples = "10s, 500ms or 2m"
 
 
 class RenamedOption(click.Option):
@@ -193,6 +245,18 @@ class Parameter:
             )
         return values[0] if values else self.default
 
+    def parsed(self, value: Any) -> Any:
+        """Return the number in a text such as `3%` or `500ms`, and any other value unchanged.
+
+        Raise UsageError for an invalid number.
+        """
+        if not (isinstance(self.option.type, Quantity) and isinstance(value, str)):
+            return value
+        try:
+            return self.option.type.parse(value)
+        except UsageError as error:
+            raise UsageError(f"{self.name}: {error}") from None
+
     def require_valid(self, value: Any) -> None:
         """Raise UsageError if the value is invalid.
 
@@ -209,10 +273,11 @@ class Parameter:
         if (kind := self.range) is not None:
             # convert numbers of numpy and pandas to Python numbers
             number = value.item() if hasattr(value, "item") else value
-            whole, above = isinstance(kind, click.IntRange), kind.min_open
+            whole = isinstance(kind, click.IntRange)
             low = -math.inf if kind.min is None else kind.min
             high = math.inf if kind.max is None else kind.max
-            require_number(self.name, number, low, high, whole=whole, above=above)
+            is_open = {"above": kind.min_open, "below": kind.max_open}
+            require_number(self.name, number, low, high, whole=whole, **is_open)
         if self.option.check is not None:
             self.option.check(value)
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 Reference = str | os.PathLike[str]
 MOST_LISTED = 1000  # maximum number of files in which a misspelled file is searched
 FEW = 4  # maximum number of runs that an error lists
+NO_FILE = "no such file or folder"
 # matches the path of a file, or `latest`, but no config
 RUN_TEXT = re.compile(r"latest(~\d+)?|[^,={}]*(/[^,={}]*|\.[a-z][\w-]*)")
 _CONFIG = re.compile(r"[\d{][^/]*,|b\d+-h\d+-")
@@ -58,7 +59,7 @@ def find_one(ref: Reference | None, store: Path) -> str | None:
         return None
     text = os.fspath(ref)
     if not _is_path(text, store):
-        _require_run(text, store)
+        require_run(text, store)
         return text
     return _only(text, _sources(text), store)
 
@@ -77,7 +78,7 @@ def find_several(refs: Iterable[Reference], store: Path) -> tuple[str, ...]:
         if _is_path(text, store):
             _ingest_all(_sources(text), store, found)
         else:
-            _require_run(text, store)
+            require_run(text, store)
             found.setdefault(text, None)
     return tuple(found)
 
@@ -145,7 +146,7 @@ def find_side(ref: Reference, store: Path) -> str:
         if not path.endswith(".py") and _is_path(path, store):
             return _only(path, _sources(path), store) + backend
     if ":" not in text:
-        _require_run(text, store)
+        require_run(text, store)
     return text
 
 
@@ -164,7 +165,7 @@ def _is_path(text: str, store: Path) -> bool:
         return text not in {each.run for each in opened.stored_runs()}
 
 
-def _require_run(text: str, store: Path) -> None:
+def require_run(text: str, store: Path) -> None:
     """Raise UsageError for a config, and NotFoundError for a missing file that is not stored."""
     if _CONFIG.match(text):
         quoted = shlex.quote(text)
@@ -175,7 +176,7 @@ def _require_run(text: str, store: Path) -> None:
         )
     if text.partition("~")[0] in (LATEST, ALL_RUNS):
         return
-    missing = f"{text}: no such file or folder"
+    missing = f"{text}: {NO_FILE}"
     unknown = ""
     stored: list[str] = []
     if store.exists():
@@ -195,14 +196,25 @@ def _require_run(text: str, store: Path) -> None:
                     hint(f"note: {missing}; the stored run with this name is used instead")
                 return
     is_path = bool(os.sep in text or Path(text).suffix)
-    near = _near(Path(text), stored)
+    near = _near_paths(Path(text), stored)
     if near and (is_path or not {*near} <= {*stored}):
         raise UnknownNameError(f"{missing}; {did_you_mean(near)}")
     if is_path:
         raise UnknownNameError(f"{missing}{unknown}")
 
 
-def _near(path: Path, stored: Sequence[str]) -> list[str]:
+def require_file(text: str) -> None:
+    """Raise UnknownNameError if a text looks like the path of a file that does not exist.
+
+    Suggest files with a similar name. MCP tools do not call this function.
+    """
+    path = Path(text)
+    if (os.sep in text or path.suffix) and not path.exists():
+        near = _near_paths(path)
+        raise UnknownNameError(f"{text}: {NO_FILE}" + (f"; {did_you_mean(near)}" if near else ""))
+
+
+def _near_paths(path: Path, stored: Sequence[str] = ()) -> list[str]:
     """Return the stored runs, and the traces beside a missing path, whose names resemble its name."""
     found = {name: name for name in stored}
     with contextlib.suppress(OSError, ValueError):  # such as a missing folder
@@ -230,12 +242,21 @@ def _sources(text: str) -> list[Path]:
 
 def _only(text: str, sources: list[Path], store: Path) -> str:
     """Return the id of the only run in a file or folder. Raise UsageError if there are several."""
+    _require_single(text, sources)
+    return ensure_stored(sources[0], store).run
+
+
+def require_single(text: str) -> None:
+    """Raise UsageError for a folder that contains several runs."""
+    _require_single(text, _sources(text))
+
+
+def _require_single(text: str, sources: list[Path]) -> None:
     if len(sources) > 1:
         raise UsageError(
             f"{text} contains {len(sources)} runs; choose one of them: "
             f"{join_few(list(map(str, sources)), FEW)}"
         )
-    return ensure_stored(sources[0], store).run
 
 
 def _ingest_all(sources: list[Path], store: Path, found: dict[str, Path | None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -25,9 +24,16 @@ from profharness.attention.config import (
     parse_config_lines,
     split_names,
 )
-from profharness.commands._options import Option
+from profharness.commands._options import Duration, Fraction, Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, FULL_OPTION, OUTPUT_OPTION
-from profharness.commands._runs import RUN_TEXT, find_one, find_only, find_several, find_side
+from profharness.commands._runs import (
+    RUN_TEXT,
+    find_one,
+    find_only,
+    find_several,
+    find_side,
+    require_file,
+)
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
 from profharness.files import (
@@ -44,6 +50,7 @@ from profharness.run import (
     PROCESSES,
     SEEDS,
     SHORTEST_S,
+    SHORTEST_SAMPLING_S,
     Fleet,
     Protocol,
     gpu_classes,
@@ -139,15 +146,21 @@ def require_one(command: str, what: str) -> Callable[[str], None]:
 
 
 def gpu_option(
-    text: str, *, only_of: str = "", tool: str = "", tool_examples: tuple[str, ...] = ()
+    text: str,
+    *,
+    only_of: str = "",
+    default: str = "",
+    tool: str = "",
+    tool_examples: tuple[str, ...] = (),
 ) -> Option:
     """Return the option --gpu. `only_of` is the name of a command that accepts only one GPU."""
+    names = "one GPU, such as H200" if only_of else "one GPU (H200) or several (H200,A100)"
     return Option(
         ("--gpu",),
         complete=complete_gpus,
         metavar="NAME" if only_of else "NAME,…",
         check=require_one(only_of, "GPU") if only_of else gpu_names,
-        help=text,
+        help=f"{text} Name {names}." + (f"  [default: {default}]" if default else ""),
         tool=tool,
         tool_examples=tool_examples,
     )
@@ -226,7 +239,7 @@ def config_list(configs: ConfigLike) -> list[Config]:
                 f"{item!r} is not a config; write a string such as '2,8,512,64', or a Config"
             )
         if isinstance(item, str) and RUN_TEXT.fullmatch(item):
-            # Whether the file exists is not checked, because an MCP client may have sent the text.
+            require_file(item)
             raise UsageError(
                 f"{item} is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
                 f"run, show its attention with: profharness layers {shlex.quote(item)}"
@@ -283,25 +296,6 @@ def tool_backends(text: str) -> tuple[str, ...]:
                 f"backend {name!r}: MCP tools do not accept files or modules as backends"
             )
     return names
-
-
-class FiniteRange(click.FloatRange):
-    """A range of numbers without `nan` and `inf`."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
-class PositiveNumber(FiniteRange):
-    """A finite number above 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0, min_open=True)
 
 
 class SeedRange(click.IntRange):
@@ -363,21 +357,33 @@ ConfigArguments = Annotated[ConfigLike, replace(config_option(), as_arguments="[
 OneConfig = Annotated[
     ConfigLike, config_option(" Only one config is allowed, because a script contains one cell.")
 ]
+SEVERAL_VALUES = "Separate several values by commas, or repeat the option."
+BACKEND_TEXT = (
+    "A backend (such as auto, flash, efficient, cudnn or math), a set (flash+math), an order "
+    "(cudnn-then-flash, or 'cudnn>flash' in quotes) or your own function (file.py:function)."
+)
 BACKENDS_OPTION = Option(
     ("--backend",),
     multiple=True,
     metavar="NAME",
     complete=complete_backends,
-    help="A backend (such as auto, flash, efficient, cudnn or math), a set (flash+math), an order "
-    "(cudnn-then-flash, or 'cudnn>flash' in quotes) or your own function (file.py:function). "
-    "`all` means PyTorch's own backends on this device, and `kernels` means the backends in "
-    "kernels/. Separate several values by commas, or repeat the option.",
+    help=f"{BACKEND_TEXT} `all` means PyTorch's own backends on this device, and `kernels` means the "
+    f"backends in kernels/. {SEVERAL_VALUES}",
     tool="Use only these backends, separated by commas; files and modules are not accepted. "
     "Default: all.",
     tool_value=tool_backends,
     tool_examples=("auto,flash,math",),
 )
 Backends = Annotated[Names | None, BACKENDS_OPTION]
+
+
+def backends_option(default: str) -> Option:
+    """Return the option --backend of a command that runs the `default` backends."""
+    return replace(BACKENDS_OPTION, help=f"{BACKENDS_OPTION.help}  [default: {default}]")
+
+
+BackendsToRun = Annotated[Names | None, backends_option("all")]
+"""Like `Backends`, for a command that runs all of PyTorch's own backends by default."""
 RUN_TOOL = (
     "A stored run: an id, a unique prefix of an id, the name of an ingested file, latest or "
     "latest~1. Default: the latest run that has the requested data."
@@ -455,19 +461,18 @@ AtlasFolder = Annotated[
     Option(
         ("--atlas",),
         type=click.Path(file_okay=False, path_type=Path),
-        metavar="DIR",
         help="The folder that contains your own atlases.  [default: "
         "$XDG_DATA_HOME/profharness/atlases]",
     ),
 ]
-Device = Annotated[
-    str,
-    Option(
-        ("--device",),
-        type=click.Choice(DEVICES),
-        help="The device to run on. auto means a GPU if there is one.",
-    ),
-]
+
+
+def device_option(text: str, auto: str = "a GPU if there is one") -> Option:
+    """Return the option --device. `auto` says what the value auto means."""
+    return Option(("--device",), type=click.Choice(DEVICES), help=f"{text} `auto` means {auto}.")
+
+
+Device = Annotated[str, device_option("The device to run on.")]
 Seed = Annotated[int, Option(("--seed",), type=SeedRange(), help="Random seed for the inputs.")]
 OutFolder = Annotated[
     PathLike,
@@ -524,17 +529,26 @@ def threshold_option(text: str, tool: str = "") -> Option:
     """Return the option --threshold, the smallest relative difference that counts as a change."""
     return Option(
         ("--threshold",),
-        type=PositiveNumber(),
-        help=f"{text}  [default: {THRESHOLD}]",
+        type=Fraction(0, min_open=True),
+        metavar="FRACTION",
+        help=text,
         tool=tool,
-        click={"show_default": False},
+        click={"default": f"{THRESHOLD:.0%}", "show_default": True},
     )
 
 
 def timeout_option(text: str) -> Option:
-    """Return an option for a time limit in seconds."""
-    default = {"default": int(Protocol.timeout_s), "show_default": True}
-    return Option(("--timeout",), type=FiniteRange(SHORTEST_S, LONGEST_S), help=text, click=default)
+    """Return the option --timeout, a time limit."""
+    return duration_option("--timeout", text, Protocol.timeout_s, SHORTEST_S)
+
+
+def duration_option(
+    flag: str, text: str, default: float | None = None, shortest: float = SHORTEST_SAMPLING_S
+) -> Option:
+    """Return an option whose value is a duration."""
+    shown = {} if default is None else {"default": f"{default:g}s", "show_default": True}
+    limits = Duration(shortest, LONGEST_S)
+    return Option((flag,), type=limits, metavar="DURATION", help=text, click=shown)
 
 
 def fleet(

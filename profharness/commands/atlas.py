@@ -44,7 +44,7 @@ CapturesStore = Annotated[
     Option(
         ("--store",),
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        metavar="STORE",
+        metavar="FILE",
         help="Add the captures in this store, as one atlas per machine.",
     ),
 ]

@@ -26,7 +26,7 @@ def _to_frame(states: list[BackendState]) -> pd.DataFrame:
 
 @command("backends", frame=_to_frame)
 def list_backends() -> list[BackendState]:
-    """List the backends that can run on this machine, and say why the others do not run.
+    """Show which backends run on this machine, and why the others do not.
 
     Each backend is tried on one small config in a worker process. The list includes your own
     implementations in kernels/ and those from installed packages (entry points of the group

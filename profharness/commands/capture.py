@@ -15,7 +15,8 @@ from profharness.commands._command import command, declaration_of, document, usa
 from profharness.commands._options import Option
 from profharness.commands._output import echo, hint, hint_cpu, is_command_line, run_listener
 from profharness.commands._types import (
-    Backends,
+    SEVERAL_VALUES,
+    BackendsToRun,
     ConfigArguments,
     ConfigLike,
     Device,
@@ -60,8 +61,8 @@ Profilers = Annotated[
         complete=complete_names(lambda: PROFILERS),
         multiple=True,
         metavar="NAME",
-        help="The profiler to use: torch (default), events (timing only), nsys or ncu. "
-        "Separate several values by commas, or repeat the option.",
+        help="The profiler to use: torch, events (timing only), nsys or ncu. "
+        f"{SEVERAL_VALUES}  [default: torch]",
     ),
 ]
 Pythons = Annotated[
@@ -99,7 +100,7 @@ Samples = Annotated[
         click={"show_default": True},
     ),
 ]
-Timeout = Annotated[float, timeout_option("Time limit of one cell, in seconds.")]
+Timeout = Annotated[float, timeout_option("Time limit of one cell.")]
 Metrics = Annotated[
     Names,
     Option(
@@ -158,7 +159,7 @@ def _to_frame(captured: CapturedRuns) -> pd.DataFrame:
 @command("capture", frame=_to_frame, fill={"grammar": "\n      ".join(grammar_lines())})
 def capture(
     configs: ConfigArguments = None,
-    backends: Backends = None,
+    backends: BackendsToRun = None,
     *,
     profilers: Profilers = None,
     python: Pythons = (),

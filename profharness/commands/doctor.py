@@ -115,10 +115,11 @@ def _to_frame(found: tuple[list[Check], Lanes]) -> pd.DataFrame:
 def run_doctor(
     *, scheduler: CheckedScheduler = None, insecure: Insecure = False, store: Store = None
 ) -> tuple[list[Check], Lanes]:
-    """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
+    """Check what is installed and whether it works.
 
-    The command prints each problem with a remedy and changes nothing. The exit code is 1 if
-    something that every capture needs is missing.
+    The command checks Python, torch, CUDA, the GPU, the driver, compilers, nsys, ncu, extras,
+    permissions and the store. It prints each problem with a remedy and changes nothing. The exit
+    code is 1 if something that every capture needs is missing.
 
     \b
     Examples:

@@ -68,8 +68,10 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
     "tool reads only the name.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
-    """Explain a kernel's name: which library the kernel belongs to, what each part of the name
-    means, and what the name does not reveal.
+    """Explain a kernel's name in words.
+
+    The output says which library the kernel belongs to, what each part of the name means, and what
+    the name does not reveal.
 
     NAME is a full name, mangled or demangled, as spelled by any profiler, or a short name as
     printed by `kernels`. Quote it. Only the name is read; no GPU, torch or store is needed. Unknown

@@ -103,8 +103,8 @@ Profiler = Annotated[
         complete=complete_names(lambda: (*LAUNCH_PROFILERS, EVERY_PROFILER)),
         metavar="NAME",
         check=require_profilers,
-        help="Write only the launches that the given profiler (torch, nsys "
-        "or ncu) recorded. With all, write the launches of every profiler.  [default: the first one in the run]",
+        help="Write only the launches that this profiler recorded, or those of all profilers (all).  "
+        "[default: the first of torch, nsys and ncu that the run has]",
     ),
 ]
 
@@ -118,9 +118,10 @@ def export(
     force: Force = False,
     store: Store = None,
 ) -> int:
-    """Write a run as a Chrome trace. The run may come from any profiler.
+    """Write a run as a Chrome trace.
 
-    RUN is a trace file, a run folder or a stored run; the default is the latest run with kernels.
+    The run may come from any profiler. RUN is a trace file, a run folder or a stored run; the
+    default is the latest run with kernels.
 
     The trace can be opened in Perfetto, chrome://tracing or HolisticTraceAnalysis. Each cell has
     its own track, which shows that cell's kernels. Each launch in the trace lists its resources,

@@ -15,7 +15,7 @@ import profharness.store as stores
 from profharness.commands._command import command, declaration_of
 from profharness.commands._options import Option
 from profharness.commands._output import hint, is_command_line, live, quiet_stdout
-from profharness.commands._runs import hint_warnings, ingest_progress
+from profharness.commands._runs import hint_warnings, ingest_progress, require_file
 from profharness.commands._types import PathLike, Store, store_path
 from profharness.errors import ProfharnessError, UsageError, counted, printable, printable_path
 from profharness.files import shell_command
@@ -91,8 +91,8 @@ def ingest(
     in the same folder, they become one run. If some of the files are in other folders, name them
     with --with.
 
-    Ingesting a stored source again changes nothing. If a source cannot be read, the other sources
-    are ingested, and the exit code is 1. If only one trace of a run folder cannot be read, the rest
+    Ingesting a stored source again changes nothing. If one of several sources cannot be read,
+    the other sources are ingested, and the exit code is 1. If only one trace of a run folder cannot be read, the rest
     of the folder is ingested with a warning. Warnings are stored with the run, and appear in the
     output of `runs` and `kernels`.
 
@@ -154,12 +154,16 @@ def _ingest_each(
     cpus = readers_of(scheduler) if scheduler and not in_turn else []
     # check the store only once, and not for each source
     require_writable(store)
+    if len(sources) == 1:
+        require_file(str(sources[0]))
     paths: list[Path] = []
     failed = done = warned = 0
     for given in sources:
         try:
             paths += find_sources(given)
         except ProfharnessError as error:
+            if len(sources) == 1:
+                raise
             failed += 1
             hint(f"error: {error}")
     taken: list[IngestResult] = []

@@ -8,13 +8,13 @@ from profharness.commands._types import Store, store_path
 
 @command("mcp", frame=as_is)
 def mcp(*, store: Store = None) -> None:
-    """Serve the store over stdio as read-only tools for Model Context Protocol (MCP) clients.
+    """Serve the store as read-only tools for Model Context Protocol (MCP) clients.
 
-    This command requires the `mcp` extra. The server offers the tools runs, kernels, layers,
-    predict, explain, diff and explain-kernel. Each tool takes the arguments of the command with the
-    same name, and returns the JSON output of the command. The tools never write or capture
-    anything, and none of their arguments is a path. The explain tool applies only the dispatch
-    rules and does not query PyTorch. The server exits at the end of its input.
+    This command requires the `mcp` extra. The server communicates over stdio and offers the tools
+    runs, kernels, layers, predict, explain, diff and explain-kernel. Each tool takes the arguments
+    of the command with the same name, and returns the JSON output of the command. The tools never
+    write or capture anything, and none of their arguments is a path. The explain tool applies only
+    the dispatch rules and does not query PyTorch. The server exits at the end of its input.
 
     \b
     Example:

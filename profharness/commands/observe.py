@@ -96,10 +96,7 @@ Rank = Annotated[
 ]
 GpuNames = Annotated[
     str | None,
-    gpu_option(
-        "At the end, predict the time of each layer on these GPUs (such as H200) from their "
-        "atlases."
-    ),
+    gpu_option("At the end, predict the time of each layer on another GPU from its atlas."),
 ]
 
 

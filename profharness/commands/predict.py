@@ -443,9 +443,8 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
 GpuName = Annotated[
     str | None,
     gpu_option(
-        "The name of a GPU, such as H200 (any GPU known to `explain --gpu`), or several names to "
-        "compare, such as H200,A100.  [default: the local GPU if it has an atlas, else the only "
-        "one with an atlas]",
+        "The GPU to predict for, which may be any GPU known to `explain --gpu`.",
+        default="the local GPU if it has an atlas, else the only one with an atlas",
         tool="The name of a GPU, or the names of several GPUs. The default is the only GPU that "
         "has an atlas.",
         tool_examples=("H200", "H200,A100"),
@@ -485,8 +484,10 @@ def predict(
     driver: Driver = None,
     atlas: AtlasFolder = None,
 ) -> list[Asked]:
-    """Predict which backend PyTorch chooses on another GPU, which kernels that backend runs, how
-    long it takes, and which backend would be fastest.
+    """Predict the backend and the time of a call on a GPU that you do not have.
+
+    The output says which backend PyTorch chooses, which kernels that backend runs, how long it
+    takes, and which backend would be fastest.
 
     Predictions for a GPU come from its atlas, which contains thousands of measured cells and a
     model fitted to them. The source of a prediction is `measured` if the atlas contains the cell,

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
+
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint
-from profharness.commands._types import Names, PositiveNumber, Store, store_path
+from profharness.commands._types import Names, Store, store_path
 from profharness.errors import counted, join_and
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Block, Document, Heading, Note, Table, record
@@ -67,7 +69,7 @@ PricePerHour = Annotated[
     float | None,
     Option(
         ("--price-per-hour",),
-        type=PositiveNumber(),
+        type=click.FloatRange(0, min_open=True),
         metavar="PRICE",
         help="Show the cost of each run, given the hourly price of one GPU (or of the machine).",
     ),
@@ -101,8 +103,8 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> RunsFound:
     was given and contains only this trace. Interrupted runs in
     {runs_folder} are listed after the stored runs, with the commands that resume them.
 
-    `duration` is the time that profharness spent on a run, or the time that a trace covers, which
-    is slightly longer than the steps in the trace. With --price-per-hour, the `cost` column shows
+    `duration` is the time that profharness spent on a run, or the time that a trace covers,
+    including the time outside of its steps. With --price-per-hour, the `cost` column shows
     the price of the run's duration on all GPUs that the run used.
 
     --delete removes a run from the store, but keeps the run folder and the traces. To restore a

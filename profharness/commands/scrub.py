@@ -11,6 +11,7 @@ import click
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
+from profharness.commands._runs import require_run, require_single
 from profharness.commands._types import PathLike, Store, complete_runs, store_path
 from profharness.errors import GateResult, UsageError, counted, printable
 
@@ -85,7 +86,12 @@ def scrub_run(
     from profharness.jobs.into_store import find_source
     from profharness.scrub import audit, scrub
 
-    original = find_source(str(source), store_path(store))
+    path_of_store = store_path(store)
+    if not Path(source).exists():
+        require_run(str(source), path_of_store)
+    elif not check:
+        require_single(str(source))
+    original = find_source(str(source), path_of_store)
     if not check:
         return scrub(original, None if path is None else Path(path), force=force)
     return Audit(original, tuple(audit(original)))

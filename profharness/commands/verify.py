@@ -16,13 +16,13 @@ from profharness.attention.cases import (
     case_verdict,
     failures,
 )
-from profharness.attention.config import split_names
+from profharness.attention.config import require_configs, split_names
 from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
 from profharness.commands._output import keep_measured, run_listener
 from profharness.commands._types import (
-    Backends,
+    SEVERAL_VALUES,
     ConfigArguments,
     Device,
     GpuClasses,
@@ -34,13 +34,14 @@ from profharness.commands._types import (
     ShowProgress,
     Store,
     backend_names,
+    backends_option,
     complete_names,
     config_list,
     fleet,
     store_path,
     timeout_option,
 )
-from profharness.errors import GateResult, UsageError, counted, join_and
+from profharness.errors import GateResult, counted, join_and
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Block, Document, Heading, Note, Table, field_names, record
 from profharness.run import CaptureOptions, Protocol
@@ -217,11 +218,12 @@ Cases = Annotated[
         complete=complete_names(lambda: (STANDARD, NO_CASES, *CASES)),
         multiple=True,
         metavar="NAME",
-        help="The cases to verify: standard (default), none (only the config itself) or names of "
-        "cases. Separate several values by commas, or repeat the option.",
+        help="The cases to verify: standard, none (only the config itself) or names of cases. "
+        f"{SEVERAL_VALUES}  [default: standard]",
     ),
 ]
-Timeout = Annotated[float, timeout_option("Time limit of one case on one backend, in seconds.")]
+VerifiedBackends = Annotated[Names | None, backends_option("all,kernels")]
+Timeout = Annotated[float, timeout_option("Time limit of one case on one backend.")]
 Full = Annotated[bool, Option(("--full",), help="Show every check, with its figures.")]
 
 
@@ -232,7 +234,7 @@ def _to_frame(rows: list[VerificationRow]) -> pd.DataFrame:
 @command("verify", frame=_to_frame)
 def verify(
     configs: ConfigArguments,
-    backends: Backends = None,
+    backends: VerifiedBackends = None,
     *,
     grad: Grad = False,
     cases: Cases = None,
@@ -246,7 +248,7 @@ def verify(
     store: Store = None,
     progress: ShowProgress = None,
 ) -> list[VerificationRow]:
-    """Check backends and implementations against an fp64 reference.
+    """Check backends against an fp64 reference.
 
     The allowed error of a result is twice the error of plain attention in the same dtype on the
     same inputs. Each result is computed twice, once in memory filled with NaN and once in memory
@@ -254,8 +256,7 @@ def verify(
     head counts, different layouts and extreme values. The store records wrong results, and bench does not
     rank them.
 
-    The default value of --backend is all,kernels, which means PyTorch's backends and the
-    implementations in kernels/. The exit code is 3 if any result is wrong. Refused calls are not failures.
+    The exit code is 3 if any result is wrong. Refused calls are not failures.
 
     \b
     Example:
@@ -269,8 +270,7 @@ def verify(
     from profharness.jobs.into_store import verify_into_store
 
     chosen = config_list(configs)
-    if not chosen:
-        raise UsageError("verify requires a config (such as 2,8,512,64,bf16) or --configs FILE")
+    require_configs(chosen)
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
     options = CaptureOptions(
         out=Path(out),

@@ -25,7 +25,6 @@ from profharness.rows import (
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
-CONFIGS_NAMED = 3  # maximum number of configs that an error message names
 OF_PACKAGES = "fmha"  # the backend name for kernels of packages other than PyTorch
 ANOTHER_PACKAGE = "another package"  # how sentences and tables name OF_PACKAGES
 # Maps the families of kernels that compute attention to their backends.
@@ -67,17 +66,14 @@ def predicted_rows(
         if rows or cells:
             return rows, with_predictions(store, cells)
         lack = None if run == ALL_RUNS else store.lack_of_kernels(run)
-        stored = () if run == ALL_RUNS else store.cells(run)
+        if run != ALL_RUNS and lack is None:
+            store.require_cells(run, selection.configs, selection.backends)
         where = "the store" if run == ALL_RUNS else f"run {store.run_name(run)}"
     names = [f"config {config}" for config in selection.configs]
     names += [f"backend {name}" for name in selection.backends]
     names += [f"profiler {name}" for name in selection.profilers]
     missing = f"{where} contains nothing for {', '.join(names) or 'kernels'}"
-    configs = list(dict.fromkeys(cell.config for cell in stored))
-    if selection.configs and configs:
-        see = f"its configs are {join_few(configs, CONFIGS_NAMED)}"
-    else:
-        see = f"see what is stored with: {shell_command('runs', store=path)}"
+    see = f"see what is stored with: {shell_command('runs', store=path)}"
     raise NotFoundError(lack or f"{missing}; {see}")
 
 

@@ -22,6 +22,7 @@ from profharness.attention.config import (
     Config,
     parse_config,
     pytorch_chooses,
+    require_configs,
     sdpa_setting,
 )
 from profharness.attention.costs import CONVENTIONS
@@ -75,8 +76,7 @@ def bench_configs(
     UsageError for an unknown dtype, or if `configs` is empty.
     """
     _check_dtypes(dtypes)
-    if not configs:
-        raise UsageError("no config given; add --config 2,8,512,64 or --configs FILE")
+    require_configs(configs, "a run")
     ahead = [baseline] if isinstance(baseline, Config) and baseline not in configs else []
     unique: dict[Config, Config] = {}
     for config in [*ahead, *configs]:
@@ -103,7 +103,8 @@ def stored_configs(
     for dtype in dtypes:
         if all(config.dtype != dtype for config in held):
             dtypes = ", ".join(sorted({str(config.dtype) for config in held}))
-            raise NotFoundError(f"run {run} has no config in {dtype}; it has {dtypes}")
+            name = store.run_name(run)
+            raise NotFoundError(f"run {name} has no config in {dtype}; it has {dtypes}")
     return [config for config in held if config.dtype in dtypes]
 
 
@@ -377,12 +378,7 @@ def evaluate_bench(
     NotFoundError for a missing run, config or backend, and UsageError for an unknown convention.
     """
     name = store.find_run(Selection(run), *TIMED)
-    stored = next(row for row in store.runs() if row.run == name)
-    if not stored.cells:
-        raise NotFoundError(
-            f"run {store.run_name(name)} ({stored.kind}) has no timed cells; show it with: "
-            f"{store.shown_by(name)}"
-        )
+    store.require_cells(name)
     check_convention(convention)
     plan = store.bench_plan(name)
     precision = plan.get("precision", PRECISION) if precision is None else precision
@@ -421,7 +417,7 @@ def evaluate_bench(
         losses=tuple(losses),
         conclusions=tuple(_conclude(sound, won, samples_of, ran, baseline)),
         samples=samples,
-        created=stored.created,
+        created=next(row.created for row in store.runs() if row.run == name),
         protocol=store.protocol(name),
         baseline=baseline,
         sweeps=sweeps(sound, samples_of, ran),

@@ -26,7 +26,7 @@ from profharness.attention.config import (
 from profharness.columns import SPEED_UP, column
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.errors import NotFoundError, counted, join_few, percent
+from profharness.errors import counted, percent
 from profharness.measurements.agreement import with_predictions
 from profharness.rows import (
     COLD,
@@ -57,7 +57,6 @@ UNSTEADY = (
     "measure again when nothing else is running"
 )
 FEW_SAMPLES = 5
-SHOWN_NAMES = 8
 # Maps the bits of NVML's clocks event reasons to causes of a reduced clock (see
 # nvmlClocksEventReason* in nvml.h).
 THROTTLES = {
@@ -547,29 +546,20 @@ def run_cells(
     for cell in with_predictions(store, store.cells(run)):
         cells.setdefault((cell.config, cell.backend), cell)
     held = {label: parse_config(label) for label, _ in cells}
-    named = [("the baseline", baseline)] if isinstance(baseline, Config) else []
+    named = [baseline] if isinstance(baseline, Config) else []
     if isinstance(baseline, str) and backends is not None:
         backends = list(dict.fromkeys([baseline, *backends]))
-    named += [("config", config) for config in configs or ()]
-    for what, config in named:
-        if not any(map(config.matches, held.values())):
-            raise NotFoundError(
-                f"run {run} has no cell for {what} {config}; it has {join_few(held, SHOWN_NAMES)}"
-            )
-    names = dict.fromkeys(backend for _, backend in cells)
-    for name in backends or ((baseline,) if isinstance(baseline, str) else ()):
-        if name not in names:
-            raise NotFoundError(
-                f"run {run} has no cell for backend {name}; it has {join_few(names, SHOWN_NAMES)}"
-            )
+    named += configs or ()
+    needed = backends or ([baseline] if isinstance(baseline, str) else [])
+    store.require_cells(run, named, needed)
     kept = [
         cell
         for (label, backend), cell in cells.items()
-        if (configs is None or any(config.matches(held[label]) for _, config in named))
+        if (configs is None or any(config.matches(held[label]) for config in named))
         and (backends is None or backend in backends)
     ]
     if not kept and (configs or backends):
-        raise NotFoundError(f"run {run} has no cell with these configs and backends")
+        raise store.no_such_cell(run)
     return kept
 
 

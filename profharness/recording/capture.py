@@ -26,7 +26,7 @@ from profharness.attention.backends import (
     write_sources,
 )
 from profharness.attention.cases import derive_cases
-from profharness.attention.config import Config
+from profharness.attention.config import Config, require_configs
 from profharness.device_types import CPU
 from profharness.environment import VisibleGpu, visible_gpus
 from profharness.errors import CaptureError, Interrupted, UsageError
@@ -240,7 +240,7 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
 
     Raise UsageError if a backend is unknown or there is no config.
     """
-    _require_configs(configs)
+    require_configs(configs)
     unique = find_backends(backends)
     # use each config only once
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
@@ -257,7 +257,7 @@ def plan_checks(
 
     If `grad` is set, verify gradients too. Raise UsageError for an unknown case.
     """
-    _require_configs(configs)
+    require_configs(configs)
     planned = [
         (derived, backend, case, config.label)
         for config in dict.fromkeys(configs)
@@ -268,11 +268,6 @@ def plan_checks(
         Cell(f"v{index:05d}", config, backend, case=case, asked=asked)
         for index, (config, backend, case, asked) in enumerate(planned, 1)
     )
-
-
-def _require_configs(configs: Sequence[Config]) -> None:
-    if not configs:
-        raise UsageError("no config given; pass --config 2,8,512,64 or --configs FILE")
 
 
 def new_run(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from profharness.attention.config import Config
+from profharness.attention.config import Config, parse_config
 from profharness.errors import (
     AmbiguousNameError,
     NotFoundError,
@@ -33,6 +33,7 @@ from profharness.rows import LAUNCH_PROFILERS
 from profharness.store.names import StoredRun, match_path, name_runs, newest_of, typed_path
 from profharness.store.tables import records
 
+NAMED = 8  # maximum number of configs or backends that an error names
 Need = Literal[
     "run",
     "kernels",
@@ -216,6 +217,43 @@ class RunFinder:
         how = " ".join((kind, *(f"--profiler {name}" for name in json.loads(profilers))))
         name = self.run_name(run)
         return f"run {name} ({how}) has no kernels; see it with: {self.shown_by(run)}"
+
+    def require_cells(
+        self, run: str, configs: Sequence[Config] = (), backends: Sequence[str] = ()
+    ) -> None:
+        """Raise NotFoundError unless a run has cells of each of the given configs and backends."""
+        query = (
+            "SELECT cf.label, c.backend FROM cells c JOIN runs r ON r.id = c.run_id "
+            "JOIN configs cf ON cf.id = c.config_id WHERE r.run = ? ORDER BY c.id"
+        )
+        cells = self.connection.execute(query, (run,)).fetchall()
+        name = self.run_name(run)
+        if not cells:
+            query = "SELECT kind FROM runs WHERE run = ?"
+            (kind,) = self.connection.execute(query, (run,)).fetchone()
+            raise NotFoundError(
+                f"run {name} ({kind}) has no cells; show it with: {self.shown_by(run)}"
+            )
+        labels, held = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+        stored = [parse_config(label) for label in labels]
+        for config in configs:
+            if not any(map(config.matches, stored)):
+                raise NotFoundError(
+                    f"run {name} has no cell for config {config}; it has {join_few(labels, NAMED)}"
+                )
+        for backend in backends:
+            if backend not in held:
+                raise NotFoundError(
+                    f"run {name} has no cell for backend {backend}; it has {join_few(held, NAMED)}"
+                )
+
+    def no_such_cell(self, run: str) -> NotFoundError:
+        """Return the error for a config and a backend that no cell of a run, or of `all`, has."""
+        where = "the store" if run == ALL_RUNS else f"run {self.run_name(run)}"
+        see = shell_command("kernels", self.run_reference(run), store=self.path)
+        return NotFoundError(
+            f"{where} has no cell with these configs and backends; show its cells with: {see}"
+        )
 
     def config_ids(self, configs: Sequence[Config]) -> list[int]:
         """Return the ids of stored configs that match any of the given configs.

@@ -49,8 +49,6 @@ from profharness.run import (
     Plan,
     Protocol,
     make_plan,
-    parse_precision,
-    parse_seconds,
     read_run,
     turn_order,
     with_result,
@@ -301,22 +299,6 @@ def test_rotating_calls_each_in_turn() -> None:
     for _ in range(5):
         call()
     assert seen == [0, 1, 2, 0, 1]
-
-
-@pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.5 %", 0.005), ("0.02", 0.02)])
-def test_a_precision_is_read(text: str, value: float) -> None:
-    assert parse_precision(text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(("text", "value"), [("30s", 30), ("500ms", 0.5), ("2m", 120), ("3", 3)])
-def test_a_time_is_read(text: str, value: float) -> None:
-    assert parse_seconds(text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("text", ["", "0", "100%", "-1%", "fast"])
-def test_what_is_no_precision_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"such as 1% or 0\.01"):
-        parse_precision(text)
 
 
 def test_an_unknown_measurement_is_refused() -> None:

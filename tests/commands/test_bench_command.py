@@ -114,8 +114,11 @@ def test_the_python_function_gives_the_same_rows(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--config", "1,1,8,8", "--precision", "fast"), "such as 1% or 0.01"),
-        (("--config", "1,1,8,8", "--max-time", "soon"), "a value such as 30s"),
+        (("--config", "1,1,8,8", "--precision", "fast"), "is not a fraction; write 3% or 0.03"),
+        (
+            ("--config", "1,1,8,8", "--max-time", "soon"),
+            "is not a duration; write 10s, 500ms or 2m",
+        ),
         (("--config", "1,1,8,8", "--measurement", "wall"), "cold, graph, kernel, eager"),
         (("--config", "1,1,8,8", "--dtype", "fp8"), "unknown dtype 'fp8'"),
         (("--config", "1,1,8,8", "--backend", "nobody"), "unknown backend 'nobody'"),

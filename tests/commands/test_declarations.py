@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 import click
 import pytest
 
-from profharness.cli import COMMANDS
+import profharness
+from profharness.cli import COMMANDS, find_command
 from profharness.commands._command import CommandGroup, Declaration
-from profharness.commands._options import Parameter
-from profharness.errors import UsageError
+from profharness.commands._options import Duration, Fraction, Parameter, Quantity
+from profharness.errors import NotFoundError, UsageError
 from profharness.files import DEFAULT_STORE
-from profharness.run import parse_seconds
 
 NOT_ON_THE_COMMAND_LINE = {"progress"}
 """Parameters of functions. The command line shows progress on a terminal."""
@@ -56,9 +57,7 @@ def default_of(parameter: Parameter, option: click.Parameter) -> Any:
         return None if value == DEFAULT_STORE else value
     if isinstance(parameter.default, Path):
         return Path(value)
-    if isinstance(parameter.default, float) and isinstance(value, str):
-        return parse_seconds(value)
-    return value
+    return parameter.parsed(value)
 
 
 def test_earlier_spellings_work_and_are_not_shown() -> None:
@@ -186,3 +185,107 @@ def test_tools_have_the_defaults_ranges_and_requirements_of_their_commands() -> 
             assert limits.pop(low) == each.range.min
             assert limits.pop("maximum", None) == each.range.max and limits == {}
     assert seen == {("layers", "step"), ("diff", "threshold")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (
+            Fraction(0, min_open=True),
+            {"3%": 0.03, "0.5 %": 0.005, "0.03": 0.03, "1e-3": 0.001, ".5": 0.5, "300%": 3.0},
+            ("", "0", "-1%", "fast", "nan", "inf", "3s"),
+        ),
+        (
+            Duration(0.1, 1000),
+            {"10s": 10, "0.3s": 0.3, "500ms": 0.5, "2m": 120, "2min": 120, "10": 10, "0.5": 0.5},
+            ("", "0", "-1s", "fast", "nan", "inf", "3%", "50ms", "1001"),
+        ),
+    ],
+)
+def test_numbers_with_units(kind: Quantity, good: dict[str, float], bad: tuple[str, ...]) -> None:
+    for text, value in good.items():
+        assert kind.parse(text) == pytest.approx(value), text
+    for text in bad:
+        with pytest.raises(UsageError, match=rf"(not|write) a {kind.name}"):
+            kind.parse(text)
+
+
+def test_fractions_and_durations_have_one_spelling_each() -> None:
+    """Options for a share or a time limit have the same parser and the same metavar everywhere."""
+    flags = {"--threshold": Fraction, "--precision": Fraction}
+    flags |= {"--timeout": Duration, "--max-time": Duration}
+    found: Counter[str] = Counter()
+    for declared in declarations():
+        for option in declared.click_command().params:
+            for flag in set(option.opts) & set(flags):
+                assert isinstance(option.type, flags[flag]), (declared.name, flag)
+                assert option.metavar == flags[flag].__name__.upper(), (declared.name, flag)
+                found[flag] += 1
+    assert found == {"--threshold": 2, "--precision": 1, "--timeout": 4, "--max-time": 2}
+
+
+def test_a_python_caller_may_write_a_unit() -> None:
+    with pytest.raises(UsageError, match=r"^threshold: '3 s' is not a fraction; write 3%"):
+        profharness.ranks("missing", threshold="3 s")
+    with pytest.raises(NotFoundError):  # that is, the threshold is valid
+        profharness.ranks("missing", threshold="3%")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_has_the_first_line_of_each_command(name: str) -> None:
+    first = (find_command(name).help or "").partition("\n\n")[0]
+    assert COMMANDS[name][1] == " ".join(first.split())
+
+
+OWN_METAVARS = {
+    "--output",
+    "--gpu",
+    "--torch",
+    "--profiler",
+    "--expect",
+    "--fail-on",
+    "--scheduler",
+}
+OWN_METAVARS |= {"--bench", "--cuda"}  # flags in one command
+"""Options whose values differ between commands, such as one release or several."""
+
+
+def options() -> Iterator[tuple[str, click.Option]]:
+    """Yield each option that `--help` shows, with the name of its command."""
+    for declared in declarations():
+        for each in declared.click_command().params:
+            if isinstance(each, click.Option) and not each.hidden:
+                yield declared.name, each
+
+
+def test_an_option_has_the_same_metavar_in_every_command() -> None:
+    metavars: dict[str, set[str]] = {}
+    for name, option in options():
+        context = click.Context(click.Command(name))
+        metavars.setdefault(option.opts[-1], set()).add(option.make_metavar(context))
+    differing = {flag for flag, names in metavars.items() if len(names) > 1}
+    assert differing <= OWN_METAVARS
+
+
+def test_a_default_is_at_the_end_in_brackets() -> None:
+    for name, option in options():
+        text = option.help or ""
+        assert "(default" not in text and "default value" not in text, (name, option.opts)
+        assert "[default" not in text or text.endswith("]"), (name, option.opts)
+
+
+def test_an_option_that_several_commands_have_is_described_alike() -> None:
+    """The words that say which values --gpu, --backend and --device accept are the same."""
+    ends = {
+        "--gpu": ("Name one GPU, such as H200.", "Name one GPU (H200) or several (H200,A100)."),
+        "--device": ("`auto` means a GPU if there is one.", "else a GPU if there is one."),
+    }
+    for name, option in options():
+        if (allowed := ends.get(option.opts[-1])) is not None:
+            assert (option.help or "").partition("  [")[0].endswith(allowed), (name, option.opts)
+    texts = {name: option.help or "" for name, option in options() if "--backend" in option.opts}
+    assert "Separate several" not in texts["repro"]
+    for name in ("capture", "bench", "verify"):
+        assert texts[name].endswith(
+            "[default: all,kernels]" if name == "verify" else "[default: all]"
+        )

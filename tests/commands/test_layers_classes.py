@@ -403,7 +403,7 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
     [
         (("whisper", "slower", "--bench", "b40s"), "none of these programs ran on this device"),
         (("whisper", "--bench", "both", "--bench", "configs"), "name one run per GPU model"),
-        (("whisper", "--bench", "both", "--bench", "whisper"), "has no timed cells"),
+        (("whisper", "--bench", "both", "--bench", "whisper"), "has no cells"),
         (("whisper", "--bench", "b200", "--bench", "latest~99"), "latest~99"),
         (("llama", "--bench", "both"), "--savings --list-configs` prints"),
         (("eager", "--bench", "both"), "no config describes these calls"),

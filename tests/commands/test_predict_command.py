@@ -237,7 +237,7 @@ def test_atlas_of_another_driver_is_not_mixed(
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((), "predict requires a config"),
+        ((), "no config given; name a config"),
         (("--config", "2,8,512,64", "--gpu", "H300"), "close matches are H200"),
         (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
         (("--config", "2,8,512,64", "--torch", "new"), "invalid PyTorch release"),
@@ -281,7 +281,7 @@ def test_the_python_interface_gives_one_row_per_config_and_backend(
     assert (first.source, first.choice) == ("measured", cell.choice)
     assert first.kernel_ns == round((cell.kernel_us or 0) * 1e3)
     assert frame.attrs["place"].startswith("NVIDIA H200")
-    with pytest.raises(UsageError, match="predict requires a config"):
+    with pytest.raises(UsageError, match="no config given; name a config"):
         profharness.predict(None)
 
 

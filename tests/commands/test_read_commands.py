@@ -254,7 +254,7 @@ def test_a_foreign_trace_has_nothing_to_bench(tmp_path: Path) -> None:
     ingest_path(path, H200_TRACE)
     result = invoke("bench", "--run", "latest", "--store", path)
     assert isinstance(result.exception, NotFoundError)
-    assert "no timed cells" in str(result.exception)
+    assert "has no cells" in str(result.exception)
 
 
 def test_an_observed_program_has_nothing_to_bench(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_an_observed_program_has_nothing_to_bench(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(record))
     ingest_path(tmp_path / "s.db", tmp_path)
     failed = invoke("bench", "--run", record["run"], "--store", tmp_path / "s.db").exception
-    assert isinstance(failed, NotFoundError) and "(observe) has no timed cells" in str(failed)
+    assert isinstance(failed, NotFoundError) and "(observe) has no cells" in str(failed)
 
 
 def test_a_line_of_progress_names_the_case_of_a_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import find_command
-from profharness.errors import GateError, TraceFormatError, UsageError
+from profharness.errors import GateError, TraceFormatError, UnknownNameError, UsageError
 from profharness.scrub import audit, scrub
 
 command = find_command("scrub")
@@ -104,7 +104,7 @@ def test_check_prints_findings_and_exits_3(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(command, ["--check", str(path), "--force"])
     assert isinstance(wrong.exception, UsageError)
     for args in (["--check", str(tmp_path / "no")], [str(tmp_path / "no")]):
-        assert isinstance(CliRunner().invoke(command, args).exception, TraceFormatError)
+        assert isinstance(CliRunner().invoke(command, args).exception, UnknownNameError)
 
 
 def test_the_command_reports_what_it_wrote(tmp_path: Path) -> None:

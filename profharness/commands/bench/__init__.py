@@ -12,7 +12,7 @@ import click
 
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document
-from profharness.commands._options import Option
+from profharness.commands._options import Fraction, Option
 from profharness.commands._output import (
     FORCE_OPTION,
     STDOUT,
@@ -27,7 +27,8 @@ from profharness.commands._output import (
 )
 from profharness.commands._runs import run_text
 from profharness.commands._types import (
-    Backends,
+    SEVERAL_VALUES,
+    BackendsToRun,
     Configs,
     Device,
     Format,
@@ -47,6 +48,7 @@ from profharness.commands._types import (
     complete_backends,
     complete_names,
     config_list,
+    duration_option,
     fleet,
     store_path,
     timeout_option,
@@ -62,8 +64,6 @@ from profharness.run import (
     BenchOptions,
     BenchPlan,
     Protocol,
-    parse_precision,
-    parse_seconds,
 )
 from profharness.store import frame
 
@@ -118,8 +118,8 @@ Measurements = Annotated[
         multiple=True,
         metavar="NAME",
         help=f"The measurement to take: {', '.join(GPU_MEASUREMENTS[:-1])} or "
-        f"{GPU_MEASUREMENTS[-1]} (default: all). Backends are ranked by the first measurement. On "
-        "a CPU, only wall-clock time is measured.",
+        f"{GPU_MEASUREMENTS[-1]}. Backends are ranked by the first measurement. On a CPU, only "
+        f"wall-clock time is measured. {SEVERAL_VALUES}  [default: all]",
     ),
 ]
 Warmup = Annotated[
@@ -135,21 +135,18 @@ Iterations = Annotated[
     ),
 ]
 Precision = Annotated[
-    float | str | None,
+    float | None,
     Option(
         ("--precision",),
+        type=Fraction(0, 1, min_open=True, max_open=True),
         metavar="FRACTION",
         help="Sample until the half-width of the median's 95 % confidence interval is at most this "
         "fraction of the median.  [default: 1%; with RUN, the precision of the run]",
     ),
 ]
 MaxTime = Annotated[
-    float | str,
-    Option(
-        ("--max-time",),
-        help="Time limit for sampling one cell.",
-        click={"default": f"{BenchPlan.max_time_s:g}s", "show_default": True},
-    ),
+    float,
+    duration_option("--max-time", "Time limit for sampling one cell.", BenchPlan.max_time_s),
 ]
 Baseline = Annotated[
     str | None,
@@ -179,7 +176,7 @@ BenchSeed = Annotated[
         help="Random seed for the inputs and for the order of the measurements.",
     ),
 ]
-Timeout = Annotated[float, timeout_option("Time limit for one step of a cell, in seconds.")]
+Timeout = Annotated[float, timeout_option("Time limit for one step of a cell.")]
 Explained = Annotated[
     bool, Option(("--explain",), help="Show every reason why a backend refused a config.")
 ]
@@ -208,7 +205,7 @@ def _to_frame(answers: list[BenchResult]) -> pd.DataFrame:
 @command("bench", frame=_to_frame)
 def bench(
     configs: Configs = None,
-    backends: Backends = None,
+    backends: BackendsToRun = None,
     *,
     dtypes: Dtypes = (),
     measurements: Measurements = None,
@@ -242,9 +239,9 @@ def bench(
     in a CUDA graph replay, `kernel` is the kernel time of a profiled call, and `eager` is the time
     per call when calls are issued one after another, as a program would issue them.
 
-    If --backend is `all` or is not given, time the device's default backends. With RUN (a run
-    folder or a stored run), nothing is measured; the output shows the results stored in the run, or
-    only those of the given configs and backends.
+    With RUN (a run folder or a stored run, such as `latest`), nothing is measured; the output shows
+    the results stored in the run, or only those of the given configs and backends. Without RUN, at
+    least one config is required.
 
     \b
     Examples:
@@ -267,8 +264,8 @@ def bench(
         baseline=baseline,
         dtypes=split_names(dtypes),
         measurements=split_names(measurements),
-        precision=parse_precision(precision) if isinstance(precision, str) else precision,
-        max_time_s=parse_seconds(max_time_s) if isinstance(max_time_s, str) else max_time_s,
+        precision=precision,
+        max_time_s=max_time_s,
         iterations=iterations,
         warmup=warmup,
         convention=convention,

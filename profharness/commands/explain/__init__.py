@@ -19,6 +19,7 @@ from profharness.attention.config import (
     Config,
     outside_sdpa,
     parse_config,
+    require_configs,
     sdpa_setting,
     split_names,
 )
@@ -63,16 +64,17 @@ from profharness.commands._types import (
     ConfigOrRunArguments,
     Names,
     PathLike,
-    PositiveNumber,
     RunAmongConfigs,
     Store,
     complete_backends,
     complete_engine_releases,
     complete_releases,
     config_list,
+    device_option,
     gpu_option,
     require_one,
     store_path,
+    timeout_option,
     tool_backends,
 )
 from profharness.commands.explain.engines import candidate_rows, engine_document, selections_of
@@ -97,7 +99,7 @@ from profharness.measurements.agreement import (
 )
 from profharness.render.document import Document
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow, Refusal
-from profharness.run import DEVICES, CaptureOptions, Protocol, gpu_names, require_distinct
+from profharness.run import CaptureOptions, Protocol, gpu_names, require_distinct
 from profharness.store import frame
 
 if TYPE_CHECKING:
@@ -244,7 +246,7 @@ def require_answer(answers: Sequence[Explanation]) -> None:
     more = f" (and {len(answers) - 1} more)" if len(answers) > 1 else ""
     raise CaptureError(
         f"querying PyTorch failed for {answers[0].config}{more} ({answers[0].error}); allow "
-        "more time with --timeout SECONDS, or use the dispatch rules with --torch and --gpu"
+        "more time with --timeout DURATION, or use the dispatch rules with --torch and --gpu"
     )
 
 
@@ -427,9 +429,8 @@ Releases = Annotated[
 GpuName = Annotated[
     str | None,
     gpu_option(
-        'Use the dispatch rules for this GPU, such as "RTX A6000", H100, sm90, MI300X or gfx942, '
-        "or for the CPU (cpu). With several GPUs (H200,A100), the output is a table.  "
-        "[default: the local GPU]",
+        "Use the dispatch rules for this GPU, for an architecture (sm90, gfx942) or for the CPU (cpu).",
+        default="the local GPU",
         tool="One or more GPUs, each given by its name or compute capability, or `cpu` for the "
         "CPU.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu", "H200,MI300X"),
@@ -536,21 +537,11 @@ Measure = Annotated[
 ]
 AskedDevice = Annotated[
     str,
-    Option(
-        ("--device",),
-        type=click.Choice(DEVICES),
-        help="The device on which the local PyTorch is queried.",
-    ),
+    device_option("The device on which the local PyTorch is queried."),
 ]
 Timeout = Annotated[
     float,
-    Option(
-        ("--timeout",),
-        type=PositiveNumber(),
-        metavar="SECONDS",
-        help="Number of seconds to wait for the PyTorch process to respond.",
-        click={"default": int(Protocol.timeout_s), "show_default": True},
-    ),
+    timeout_option("Time limit for the answer of the process that runs PyTorch."),
 ]
 
 
@@ -678,14 +669,15 @@ def explain(
     timeout_s: Timeout = Protocol.timeout_s,
     store: Store = None,
 ) -> Question:
-    """Explain which backend PyTorch chooses, why it rejects the others, and what to change.
+    """Explain which backend PyTorch chooses, why it refuses the others, and what to change.
 
     By default, the local PyTorch is queried; no kernel is launched. With --torch or --gpu, the
     dispatch rules of a PyTorch release are applied instead, and neither torch nor a GPU is needed.
     If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
     PyTorch was queried and gave no answer.
 
-    CONFIG|RUN is either one or more configs, or a single trace file or stored run. For a program,
+    CONFIG|RUN is either one or more configs, or a single trace file or stored run (`latest` is the
+    newest one). There is no default. For a program,
     the command applies the dispatch rules for the run's PyTorch release and GPU to each distinct
     config of the attention calls, and compares the expected choice with the backend that ran. For a
     run created by `capture`, the command explains the run's configs for the PyTorch release and the
@@ -728,11 +720,8 @@ def explain(
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
     path = store_path(store)
-    if run is None and not chosen_configs:
-        raise UsageError(
-            "explain requires a config (such as 2,8,512,64,bf16), --configs FILE, a trace file or "
-            "a run"
-        )
+    if run is None:
+        require_configs(chosen_configs, "a trace file or a run")
     if run is not None and chosen_configs:
         raise UsageError("explain accepts either configs or a run, not both")
     if engine is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from profharness.attention.config import Config, split_names
-from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import (
     capture_progress,
@@ -29,6 +31,7 @@ from profharness.commands._types import (
     Format,
     Names,
     OutputFile,
+    PathLike,
     RunOrConfigs,
     Store,
     complete_names,
@@ -62,10 +65,6 @@ from profharness.store import (
 if TYPE_CHECKING:
     import pandas as pd
 
-GPU_ALONE = (
-    "--torch, --driver and --atlas require --gpu NAME, which predicts the kernels; --gpu cannot be "
-    "combined with RUN, --profiler or --breakdown"
-)
 NAMES = """
 Kernel names are shortened; --full lists the full names below the tables. A narrow terminal also
 shortens names and hides columns. <64,64x128,w4> means head dimension 64, a tile of 64 queries x 128
@@ -94,8 +93,7 @@ Profilers = Annotated[
 GpuName = Annotated[
     str | None,
     gpu_option(
-        "Predict the kernels from the atlas of the given GPU, for example H200. With --gpu, no kernel runs "
-        "and no store is read.",
+        "Predict the kernels on another GPU from its atlas. No kernel runs and no store is read.",
         only_of="kernels",
         tool="The name of a GPU. The kernels are predicted from the atlas of this GPU.",
         tool_examples=("H200",),
@@ -225,9 +223,7 @@ def kernels(
     each cell. Raise NotFoundError if no stored run has the configs.
     """
     named, chosen, names = split_names(profilers), config_list(configs), split_names(backends)
-    if gpu or torch or driver or atlas:
-        if gpu is None or run is not None or named or steps:
-            raise UsageError(GPU_ALONE)
+    if gpu is not None:
         from profharness.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
 
         folder = None if atlas is None else Path(atlas)
@@ -251,6 +247,36 @@ def kernels(
             "--profiler all"
         )
     return KernelsFound(kept, cells, path)
+
+
+@usage(kernels)
+def check_options(
+    *,
+    profilers: Names | None = None,
+    run: PathLike | None = None,
+    gpu: str | None = None,
+    torch: str | None = None,
+    driver: str | None = None,
+    atlas: PathLike | None = None,
+    steps: bool = False,
+) -> None:
+    """Raise UsageError for options that exclude each other or have no effect."""
+    if gpu is None:
+        if torch or driver or atlas:
+            raise UsageError(
+                "--torch, --driver and --atlas require --gpu NAME, which predicts the kernels"
+            )
+        return
+    if run is not None:
+        layers = shlex.join(["profharness", "layers", os.fspath(run), "--gpu", gpu])
+        raise UsageError(
+            "--gpu predicts the kernels of configs, not those of a run; name the configs. To "
+            f"predict the layers of a program, use: {layers}"
+        )
+    if profilers or steps:
+        raise UsageError(
+            "--gpu runs no kernel; it cannot be combined with --profiler or --breakdown"
+        )
 
 
 @document(kernels)

@@ -26,6 +26,7 @@ from profharness.commands._types import (
     Store,
     complete_names,
     complete_runs,
+    duration_option,
     gpu_option,
     release_option,
     store_path,
@@ -55,7 +56,7 @@ from profharness.program.gates import (
 from profharness.program.layer_map import LayerMap, find_layers, replay_lines
 from profharness.program.regret import timed_configs
 from profharness.render.document import Document
-from profharness.run import BenchOptions, gpu_names, parse_seconds, require_distinct
+from profharness.run import BenchOptions, gpu_names, require_distinct
 from profharness.store import Selection, frame, open_store
 
 if TYPE_CHECKING:
@@ -110,8 +111,7 @@ Release = Annotated[
 GpuNames = Annotated[
     str | None,
     gpu_option(
-        "Predict the time of each layer on another GPU (H200) or on several (H100,H200), from the "
-        "atlases of these GPUs. No kernel runs.",
+        "Predict the time of each layer on another GPU from its atlas. No kernel runs.",
         tool="The names of one or more GPUs. The time of each layer on these GPUs is predicted "
         "from their atlases.",
         tool_examples=("H200",),
@@ -164,11 +164,11 @@ TimedBackends = Annotated[
     ),
 ]
 MaxTime = Annotated[
-    str | None,
-    Option(
-        ("--max-time",),
-        check=parse_seconds,
-        help="Time limit for sampling one config on one backend with --savings.  [default: 2s]",
+    float | None,
+    duration_option(
+        "--max-time",
+        "Time limit for sampling one config on one backend with --savings.  "
+        f"[default: {MAX_TIME_S:g}s]",
     ),
 ]
 FailOn = Annotated[
@@ -295,7 +295,7 @@ def check_options(
     regret: bool = False,
     benches: Names = (),
     backend: Names = (),
-    max_time: str | None = None,
+    max_time: float | None = None,
     fail_on: Sequence[str] = (),
     expect: Sequence[str] = (),
     format: str | None = None,
@@ -363,7 +363,7 @@ def show(
         options = BenchOptions(
             backends=split_names(backend),
             run=named[0] if named else None,
-            max_time_s=parse_seconds(max_time) if max_time else MAX_TIME_S,
+            max_time_s=max_time or MAX_TIME_S,
             out=Path(out),
         )
         own = time_layers(own, options, found.store, Listener(hint, capture_progress))

@@ -866,13 +866,14 @@ def report(
     bench: WithBench = None,
     store: StorePath = None,
 ) -> Report:
-    """Write a report on the cells, latency, kernels, problems and environment of stored runs.
+    """Write a report on runs as HTML (with charts), Markdown or another format.
 
-    RUN is a trace file, a run folder or a stored run; the default is the latest run. For two runs,
-    the report shows what changed from the first to the second. For several programs, or for
-    benchmarks on several GPU classes, the report contains a table with one column per class. An
-    HTML report is a single file that does not need a network connection. The charts of a Markdown
-    report are separate files, named out-1.svg, out-2.svg and so on.
+    The report covers the cells, latency, kernels, problems and environment of the runs. RUN is a
+    trace file, a run folder or a stored run; the default is the latest run. For two runs, the
+    report shows what changed from the first to the second. For several programs, or for benchmarks
+    on several GPU classes, the report contains a table with one column per class. An HTML report is
+    a single file that does not need a network connection. The charts of a Markdown report are
+    separate files, named out-1.svg, out-2.svg and so on.
 
     \b
     Example:

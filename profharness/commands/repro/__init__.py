@@ -10,13 +10,11 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partialmethod
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
-
-import click
 
 from profharness import __version__
 from profharness.attention.backends import find_backend, stored_names
@@ -34,20 +32,29 @@ from profharness.attention.backends.sources import (
     fingerprint,
     parts_of,
 )
-from profharness.attention.config import Config, parse_config, sdpa_setting, split_names
+from profharness.attention.config import (
+    Config,
+    parse_config,
+    require_configs,
+    sdpa_setting,
+    split_names,
+)
 from profharness.attention.dispatch.advice import setting_code, window_condition
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import (
-    Backends,
+    BACKEND_TEXT,
+    BACKENDS_OPTION,
     Force,
+    Names,
     OneConfig,
     OutputFile,
     RunOrConfigs,
     SeedRange,
     Store,
     config_list,
+    device_option,
     store_path,
 )
 from profharness.commands.repro.texts import (
@@ -65,33 +72,34 @@ from profharness.commands.repro.texts import (
 from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES
 from profharness.errors import (
-    NotFoundError,
     UsageError,
-    counted,
     join_and,
     join_few,
     one_line,
     printable,
 )
-from profharness.files import atomic_file, check_output, shell_command
+from profharness.files import atomic_file, check_output
 from profharness.rows import NAIVE_COMPILED, CellRow
-from profharness.run import DEVICES, Protocol
-from profharness.store import Selection, open_store
+from profharness.run import Protocol
+from profharness.store import ALL_RUNS, Selection, open_store
 from profharness.units import time_text
 
 SHOWN = 6  # maximum number of candidates that an error lists
 _OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
 _DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
 
+OneBackend = Annotated[
+    Names | None,
+    replace(
+        BACKENDS_OPTION,
+        help=f"{BACKEND_TEXT} A script runs one backend.  [default: auto; with RUN, that of the cell]",
+        tool="",
+    ),
+]
 ScriptDevice = Annotated[
     str,
-    Option(
-        ("--device",),
-        type=click.Choice(DEVICES),
-        help=(
-            "The device on which the script runs. auto means the device of the run. Without RUN, "
-            "auto means a GPU if one is available."
-        ),
+    device_option(
+        "The device on which the script runs.", "the device of RUN, else a GPU if there is one"
     ),
 ]
 Seed = Annotated[
@@ -107,7 +115,7 @@ Seed = Annotated[
 @command("repro", frame=as_is)
 def repro(
     configs: OneConfig = None,
-    backend: Backends = None,
+    backend: OneBackend = None,
     *,
     run: RunOrConfigs = None,
     device: ScriptDevice = "auto",
@@ -116,14 +124,13 @@ def repro(
     force: Force = False,
     store: Store = None,
 ) -> str:
-    """Write one cell as a Python script that needs only torch and can be attached to a PyTorch
-    issue.
+    """Write one cell as a Python script that needs only torch.
 
-    The script creates the same inputs as profharness (shapes, dtype, strides, mask, seed) and calls
-    the backend in the same way. The script prints PyTorch's choice, every warning, a checksum of
-    each result and the time of a call. If PyTorch refuses the call, the script prints PyTorch's
-    message and exits with code 1. If the backend is a function in a file, the script includes the
-    source of the file.
+    The script can be attached to a PyTorch issue. It creates the same inputs as profharness
+    (shapes, dtype, strides, mask, seed) and calls the backend in the same way. The script prints
+    PyTorch's choice, every warning, a checksum of each result and the time of a call. If PyTorch
+    refuses the call, the script prints PyTorch's message and exits with code 1. If the backend is a
+    function in a file, the script includes the source of the file.
 
     Without RUN, the call is defined by CONFIG and --backend (default: auto); nothing is measured
     and no store is read. If RUN is given, CONFIG and --backend select a cell of that run, and the
@@ -140,11 +147,9 @@ def repro(
         check_output(Path(output), force=force)
     chosen, names = config_list(configs), split_names(backend)
     if run is None:
-        if len(chosen) != 1:
-            amount = counted(len(chosen), "config was", "configs were") if chosen else "none was"
-            raise UsageError(
-                f"repro requires one config, but {amount} given; name one, such as 2,8,512,64"
-            )
+        require_configs(chosen, "a run")
+        if len(chosen) > 1:
+            raise UsageError(f"a script contains one cell; name one config, not {len(chosen)}")
         if len(names) > 1:
             named = ",".join(names)
             raise UsageError(
@@ -179,13 +184,13 @@ def _stored_script(path: Path, selection: Selection, device: str, seed: int | No
             run, configs=selection.configs or None, backends=selection.backends or None
         )
         if not cells:
-            raise NotFoundError(
-                f"run {run} does not have this cell; see all cells with: {shell_command('kernels', run, store=path)}"
-            )
+            if run != ALL_RUNS:
+                store.require_cells(run, selection.configs, selection.backends)
+            raise store.no_such_cell(run)
         if len(cells) > 1:
             named = [f"{cell.config} {cell.backend}" for cell in cells]
             raise UsageError(
-                f"{len(named)} cells of run {run} match; choose one with CONFIG and --backend: "
+                f"{len(named)} cells of run {store.run_name(run)} match; choose one with CONFIG and --backend: "
                 f"{join_few(named, SHOWN)}"
             )
         (cell,) = cells

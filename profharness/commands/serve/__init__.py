@@ -31,11 +31,12 @@ Host = Annotated[
 
 @command("serve", frame=as_is)
 def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -> None:
-    """Show the store read-only in a browser, with predefined queries and a report for each run.
+    """Show the store in a browser.
 
-    This command requires the `web` extra (Datasette). By default, the server accepts connections
-    only from this machine; see --host. Newly ingested runs appear immediately. Press Ctrl-C to stop
-    the server.
+    The store is opened read-only. There are predefined queries and a report for each run. This
+    command requires the `web` extra (Datasette). By default, the server accepts connections only
+    from this machine; see --host. Newly ingested runs appear immediately. Press Ctrl-C to stop the
+    server.
 
     \b
     Example:
