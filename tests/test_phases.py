@@ -22,6 +22,7 @@ from profharness.commands.layers.tables import layers_document
 from profharness.program.gates import check_gates, parse_gates
 from profharness.program.layer_map import LayerMap, find_layers
 from profharness.program.phases import (
+    attention_kind,
     find_phases,
     middle_steps,
     phase_of,
@@ -310,6 +311,8 @@ def test_the_calls_of_a_step_give_its_phase(
 def test_the_configs_of_these_tests_have_the_phases_that_they_are_named_after() -> None:
     names = [phase_of(call(0, each)) for each in (DECODING, PREFILLING, PADDED, CROSS)]
     assert names == ["decode", "prefill", "self", "cross"]
+    kinds = [attention_kind(each) for each in (DECODING, PREFILLING, PADDED, CROSS)]
+    assert kinds == [None, "self", "self", "cross"]
     assert parse_config(PADDED).mask != "none"
 
 

@@ -33,6 +33,7 @@ from profharness.program.observed_calls import ObservedCalls
 from profharness.program.phases import (
     PhaseRow,
     Place,
+    attention_kind,
     find_phases,
     phase_of,
     step_phases,
@@ -137,7 +138,8 @@ class LayerRow:
         column(
             "phase",
             meaning="`train`, `recompute` (checkpointing), `decode` (one query), `prefill` (causal), "
-            "`self` (not causal) or `cross` (different lengths)",
+            "`self` (not causal) or `cross` (different lengths). Tables show `train` as `training`, "
+            "and leave out `self` and `cross`, which `attention` contains",
         ),
     ]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
@@ -318,6 +320,14 @@ class LayerRow:
     steps: Annotated[
         int | None,
         column(meaning="number of steps that the row refers to; empty if none was recorded"),
+    ] = None
+    attention: Annotated[
+        Text,
+        column(
+            "attention",
+            meaning="`self` or `cross` (not causal, different lengths); empty if the shapes are "
+            "unknown or there is one query. Tables without `cross` leave out this column",
+        ),
     ] = None
 
     @property
@@ -968,6 +978,7 @@ def _row(
         why=why,
         step_phase=phase,
         steps=count if traced else None,
+        attention=attention_kind(middle.label) if middle else None,
     )
 
 

@@ -28,6 +28,7 @@ from profharness.units import as_fast
 Number = float | None
 Place = tuple[int, int | None]  # the trace and the step of a call
 TRAIN, OTHER = "train", "other"  # phases of steps without an annotation
+SELF, CROSS = "self", "cross"  # kinds of attention
 USUAL_PAGE = 16  # vLLM's default
 PAGES = (8, 16, 32, 64, 128, 256)
 OVER = 1.02  # a rate above this share of the data sheet's is doubtful
@@ -259,8 +260,32 @@ def phase_of(call: CallRow) -> str | None:
         return None
     config = parse_config(call.config)
     if config.seq_len_q == config.seq_len_kv:
-        return PREFILL if config.causal else "self"
-    return DECODE if config.seq_len_q == 1 else "cross"
+        return PREFILL if config.causal else SELF
+    return DECODE if config.seq_len_q == 1 else CROSS
+
+
+def shown_phase(phase: str | None) -> str | None:
+    """Return the phase that a table shows. Return None for a kind of attention."""
+    return {TRAIN: "training", SELF: None, CROSS: None}.get(phase, phase) if phase else None
+
+
+def attention_kind(label: str | None) -> str | None:
+    """Return whether a config is `self` or `cross` attention, or None if this is unknown.
+
+    A single query can attend to the keys of its own sequence or of another one.
+    """
+    if label is None:
+        return None
+    config = parse_config(label)
+    if config.seq_len_q == config.seq_len_kv or config.causal:
+        return SELF
+    return None if config.seq_len_q == 1 else CROSS
+
+
+def shown_attention(labels: Iterable[str | None]) -> list[str | None]:
+    """Return the kinds of attention that a table shows, or only None if no config is `cross`."""
+    kinds = [attention_kind(label) for label in labels]
+    return kinds if CROSS in kinds else [None] * len(kinds)
 
 
 def _phase_of_calls(phases: set[str | None]) -> str:
@@ -271,7 +296,7 @@ def _phase_of_calls(phases: set[str | None]) -> str:
     if DECODE in known:
         return DECODE if known == {DECODE} else MIXED
     # The calls of a prefill with a padding mask are `self`.
-    return PREFILL if known & {PREFILL, "self"} else OTHER
+    return PREFILL if known & {PREFILL, SELF} else OTHER
 
 
 def steps_by_phase(

@@ -186,7 +186,7 @@ def test_a_recomputed_forward_has_its_own_phase(store: Path) -> None:
     text = diff(store, "llama_train", "llama_checkpoint").stdout
     rows = [line.split()[:2] for line in text.splitlines() if line.startswith("LlamaDecoder")]
     layer = "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2}"
-    assert rows == [[layer, "train"], [layer, "recompute"]]
+    assert rows == [[layer, "training"], [layer, "recompute"]]
     assert " phase " not in diff(store, "llama_prefill", "llama_train").stdout
 
 

@@ -22,7 +22,7 @@ from profharness.commands.report.program import program_advice
 from profharness.errors import GateError
 from profharness.measurements.agreement import computes_attention
 from profharness.program.layer_map import LayerMap, find_layers, suggestions
-from profharness.render.document import Code, Note
+from profharness.render.document import Code, Note, Table, format_value
 from profharness.render.terminal import render_table
 from profharness.store import Selection, ingest_path, open_store
 
@@ -241,6 +241,29 @@ def test_a_choice_without_times_is_the_answer(store: Path) -> None:
 def test_only_causal_attention_is_a_prefill(store: Path, name: str, phase: str) -> None:
     """Bug: the attention of encoders was called prefill."""
     assert {row.phase for row in the_map(store, name).rows} == {phase}
+
+
+@pytest.mark.parametrize(
+    ("name", "phases", "kinds"),
+    [
+        ("whisper", ["-", "-", "prefill"], ["self", "cross", "self"]),
+        ("unet", None, ["self", "self", "cross", "self", "cross", "cross"]),
+        ("vit", None, None),
+        ("llama_train", ["training"], None),
+        ("llama_prefill", ["prefill"], None),
+    ],
+)
+def test_a_phase_and_a_kind_of_attention_are_two_columns(
+    store: Path, name: str, phases: list[str] | None, kinds: list[str] | None
+) -> None:
+    """Bug: the column `phase` contained `self` and `cross`."""
+    document = layers_document(the_map(store, name))
+    table = next(each for each in document.blocks if isinstance(each, Table))
+    shown = {
+        column.key: [format_value(column, value) for value in values]
+        for column, values in zip(table.columns, zip(*table.rows, strict=True), strict=True)
+    }
+    assert (shown.get("phase"), shown.get("attention")) == (phases, kinds)
 
 
 def test_nothing_is_predicted_without_advice(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ from profharness.program.matching import (
     phases_distinguish,
     ran_text,
 )
-from profharness.program.phases import PhaseRow, phases_detail
+from profharness.program.phases import PhaseRow, phases_detail, shown_attention, shown_phase
 from profharness.render.document import (
     FORMATS,
     MISSING,
@@ -105,7 +105,7 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
 SIDE_TIMES = ("forward_ns", "backward_ns")
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
-    *pick(LayerRow, "phase"),
+    *pick(LayerRow, "attention", "phase"),
     *(
         replace(each, importance="answer") if each.key in SIDE_TIMES else each
         for each in pick(
@@ -297,7 +297,8 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
     lines: list[dict[str, Any]] = []
     notes: dict[str, list[str]] = {}  # labels of layers by reason
     severe: set[str] = set()
-    for row, name, label in zip(layers, names, labels, strict=True):
+    kinds = shown_attention(row.first.config if phases else None for row in layers)
+    for row, name, label, kind in zip(layers, names, labels, kinds, strict=True):
         texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
         texts |= {
             key: tuple(getattr(each, key, None) for each in row.sides)
@@ -306,7 +307,8 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
             for key in SIDE_TIMES
         }
         texts["ran"] = _change(*(ran_text(each) if each else None for each in row.sides))
-        texts["phase"] = row.phase if phases else None
+        texts["attention"] = kind
+        texts["phase"] = shown_phase(row.phase) if phases else None
         if not shares:
             texts["roofline_share"] = None
         lines.append(texts | {"name": name, "speedup": row.speedup, "verdict": _verdicts(row)})

@@ -37,6 +37,7 @@ from profharness.program.matching import (
     ran_text,
     told_ratio,
 )
+from profharness.program.phases import shown_phase
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.render.document import (
     MISSING,
@@ -473,7 +474,7 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     for row, module in zip(ordered, modules, strict=True):
         side = row.first
         line: dict[str, Any] = {"module": module, "config": side.config, "calls": side.calls}
-        line["step_phase"] = row.phase if phases else None
+        line["step_phase"] = shown_phase(row.phase) if phases else None
         ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
         shares = [each.roofline_share if each else None for each in row.sides]

@@ -35,6 +35,8 @@ from profharness.program.phases import (
     busy_share,
     middle_steps,
     phases_detail,
+    shown_attention,
+    shown_phase,
     step_place,
     step_title,
 )
@@ -65,10 +67,14 @@ _OF_ROW = field_names(LayerRow)
 FIELDS = (_OF_ROW[0], "run_name", *_OF_ROW[1:], *FORECAST_FIELDS)
 COLUMNS = pick(
     LayerRow,
-    *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked"),
+    *("module", "calls", "program_calls", "config", "attention", "phase"),
+    *("mode", "mask", "asked"),
     *("ran", "forward_ns", "backward_ns", "share", "step_share", "site"),
 )
-OF_SOME = ("module", "backward_ns", "program_calls", "config", "mode", "mask", "asked", "site")
+OF_SOME = (
+    *("module", "backward_ns", "program_calls", "config", "attention", "phase", "mode", "mask"),
+    *("asked", "site"),
+)
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = pick(LayerRow, "module", "step_phase", "kernels")
 GAPS = (
@@ -105,7 +111,8 @@ def phase_blocks(layers: LayerMap, level: int) -> list[Block]:
     """Return a heading and the table of the phases, or no blocks if there are no phases."""
     if not layers.phases:
         return []
-    table = Table.of(PHASES, map(record, layers.phases))
+    rows = [record(row) | {"phase": shown_phase(row.phase)} for row in layers.phases]
+    table = Table.of(PHASES, rows)
     detail = phases_detail(layers.phases)
     detail += f"; with bench run {layers.benched}" if layers.benched else ""
     return [Heading("Phases", detail, level), table]
@@ -344,8 +351,10 @@ def figures(cells: Sequence[tuple[str | None, float | None]]) -> dict[str, Any]:
 def _lines(rows: Sequence[LayerRow], full: bool) -> Iterator[dict[str, Any]]:
     """Yield the values of the table of layers, and the phase of the steps if the rows differ in it."""
     several = len({row.step_phase for row in rows}) > 1
-    for row in rows:
-        yield _line(row, full) | {"step_phase": row.step_phase if several else None}
+    kinds = shown_attention(row.config for row in rows)
+    for row, attention in zip(rows, kinds, strict=True):
+        step_phase = shown_phase(row.step_phase) if several else None
+        yield _line(row, full) | {"attention": attention, "step_phase": step_phase}
 
 
 def _line(row: LayerRow, full: bool) -> dict[str, Any]:
@@ -353,7 +362,7 @@ def _line(row: LayerRow, full: bool) -> dict[str, Any]:
     if not full:
         line["module"] = short_module(row.module)
     # The phase of the steps says more than the phase of the call, which the config shows too.
-    line["phase"] = row.step_phase or row.phase
+    line["phase"] = shown_phase(row.step_phase or row.phase)
     if row.direction != "forward":
         line["phase"] = row.direction
     if row.mode == "eager":
