@@ -15,12 +15,12 @@ from profharness.commands.explain.savings import main_change, matters, saving_te
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
     CHANGE_CODE,
-    NO_CHOICE,
     LayerMap,
     LayerRow,
     allowed_setting,
     find_layers,
     is_explained,
+    no_choice,
     short_module,
 )
 from profharness.store import Selection, open_store
@@ -28,6 +28,8 @@ from profharness.units import share_text
 
 LENGTH_SPREAD = 0.1
 """Calls have one mean time if the longest is at most this much longer than the shortest."""
+WITHOUT_CHOICE = ("eager", "flex", "custom", "fast_path")
+"""Kinds of calls for which PyTorch chooses no backend."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class ProgramCalls:
     """The change after which PyTorch chooses the backends of calls that are not explained."""
     code: str = ""
     """The code of the change."""
+    shown_by: str = ""
+    """The command that shows the attention of the run."""
 
     def explain(
         self, platform: Platform, backends: Sequence[str] = (), *, advice: bool = True
@@ -103,8 +107,8 @@ class RunConfigs:
 def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
     """Return the attention calls of a program, or the configs of a run that has no program.
 
-    Raise NotFoundError if the run has no attention. Also raise it if PyTorch chose none of the
-    backends, unless there is advice on the calls.
+    If PyTorch chose none of the backends, the result has no calls, but the reasons. Raise
+    NotFoundError if the run has no attention, or if it is unknown what PyTorch chose from.
     """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls or configs")
@@ -121,7 +125,7 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
             saves = f"; it would save little, because attention takes {share} of the GPU time"
         code = CHANGE_CODE.get(change.text, "")
         return replace(program, change=f"{change.text}{saves}", code=code)
-    if not program.calls:
+    if not program.calls and not all(row.kind in WITHOUT_CHOICE for row in layers.rows):
         raise NotFoundError(
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "
             f"show its attention with: {layers.command('layers')}"
@@ -155,6 +159,7 @@ def program_calls(layers: LayerMap) -> ProgramCalls:
         layers.platform,
         layers.assumed,
         tuple(_left_out(layers)),
+        shown_by=layers.command("layers"),
     )
 
 
@@ -206,4 +211,4 @@ def _left_out(layers: LayerMap) -> Iterator[str]:
 def _why_not(row: LayerRow) -> str:
     if row.ran == "none":
         return "a call raised an error"
-    return NO_CHOICE.get(row.kind) or "; ".join(row.reasons[:1]) or "the backend is unknown"
+    return no_choice(row) or "; ".join(row.reasons[:1]) or "the backend is unknown"

@@ -386,10 +386,15 @@ def program_document(
 
 
 def unexplained_document(program: ProgramCalls) -> Document:
-    """Return the document of a program whose backends PyTorch does not choose, with the advice."""
-    change = f"{program.change[0].upper()}{program.change[1:]}."
-    told = (f"In {program.name}, {'; '.join(program.left_out)}.", change)
-    blocks = (Note(CODE_FOLLOWS), Code(program.code)) if program.code else ()
+    """Return the document of a program whose backends PyTorch does not choose, with any advice."""
+    change = program.change
+    told = (
+        f"In {program.name}, {'; '.join(program.left_out)}.",
+        *([f"{change[0].upper()}{change[1:]}."] if change else []),
+    )
+    blocks: tuple[Block, ...] = (Note(CODE_FOLLOWS), Code(program.code)) if program.code else ()
+    if not change:
+        blocks = (Note(f"show its attention with: {program.shown_by}", level="hint"),)
     fields, extra = (*FIELDS, "modules"), {"run": program.run}
     return Document(SCHEMA, "Why these kernels", blocks, fields, (), extra, answer=told)
 

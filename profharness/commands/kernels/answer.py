@@ -52,7 +52,8 @@ class Call:
 def kernels_answer(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> tuple[str, ...]:
     """Return sentences on what `auto` runs, how long its kernels take, and what was refused.
 
-    The last sentence says so if the machine was too busy for reliable times. If several profilers recorded the same launches, only those of one profiler are counted.
+    The last sentence says so if the machine was too busy for reliable times. If several profilers
+    recorded the same launches, only those of one profiler are counted.
     """
     rows = preferred_profiler_rows(rows)
     if not cells:
