@@ -196,6 +196,21 @@ def test_analyze_tells_the_limit_of_each_phase(tmp_path: Path) -> None:
     assert "the configs use the mean lengths" in result.stderr
 
 
+def test_layers_names_the_configs_to_bench(tmp_path: Path) -> None:
+    """Bug: the hint named an unrelated config, although the configs of the phases were known."""
+    words = ["layers", str(SERVING / "shapes.json.gz"), "--store", str(tmp_path / "store.db")]
+    shown = " ".join(CliRunner().invoke(cli, words).stdout.split())
+    labels = [label for ((label, _),) in POINTS.values()]
+    assert (
+        f"use their mean lengths: profharness bench {' '.join(labels)} --backend flashinfer-fa2,"
+    ) in shown
+    assert "2,8,512,64" not in shown
+    refused = CliRunner().invoke(cli, [*words, "--list-configs"])
+    assert "layers shapes.json.gz --savings --list-configs" in str(refused.exception)
+    other = ["layers", str(SERVING / "graph"), "--store", str(tmp_path / "store.db")]
+    assert "profharness bench" not in CliRunner().invoke(cli, other).stdout
+
+
 EAGER, GRAPH, SHAPES = (SERVING / name for name in ("eager.json.gz", "graph", "shapes.json.gz"))
 SIZES = "sizes are not recorded on {} side, so layers are paired by module and order"
 
