@@ -60,8 +60,8 @@ COLUMNS, PREDICTED_COLUMNS = _columns("verdict"), _columns("predicted")
 LIST_COLUMNS = (
     Column("config", "config", importance="key", shrink=True),
     Column("choice", "runs", importance="answer"),
-    Column("others", "could also run", importance="detail"),
-    Column("refused", "refused"),
+    Column("others", "could also run", importance="detail", wrap=True),
+    Column("refused", "refused", importance="answer", wrap=True),
 )
 PROGRAM_COLUMNS = (
     LIST_COLUMNS[0],
@@ -329,7 +329,8 @@ def map_document(
     """
     predicted = answers[0].source == "rules"
     if are_sparse(maps):
-        blocks = [*_list_blocks(answers, where, predicted=predicted), FULL_HINT]
+        blocks = [*_list_blocks(answers, where, predicted=predicted, full=full)]
+        blocks += [] if full else [FULL_HINT]
     else:
         blocks = [b for drawn in maps for b in map_blocks(drawn, where, predicted=predicted)]
     if full:
@@ -359,7 +360,7 @@ def program_document(
         blocks = list(answer_blocks(answers[0], full=full, named=named, told=not unlike))
     else:
         where = environment_text(replace(answers[0], asked=AUTO))
-        blocks = list(_list_blocks(answers, where, predicted=True, of_program=True))
+        blocks = list(_list_blocks(answers, where, predicted=True, of_program=True, full=full))
         whys: dict[str, list[str]] = {}
         for answer in answers:
             if why := why_ran(answer, answer.observed):
@@ -405,11 +406,17 @@ def _refused(side: BackendAnswer) -> str:
 
 
 def _list_blocks(
-    answers: Sequence[Explanation], where: str, *, predicted: bool, of_program: bool = False
+    answers: Sequence[Explanation],
+    where: str,
+    *,
+    predicted: bool,
+    of_program: bool = False,
+    full: bool = False,
 ) -> Iterator[Block]:
-    """Yield a table with the choice for each config, and the backends that could run and that are refused.
+    """Yield a table with the choice for each config, and the backends that are refused.
 
-    For a program, the table also has the backend that ran.
+    If `full` is set, the table also has the other backends that could run. For a program, the table
+    also has the backend that ran.
     """
     yield Heading("Predicted backends" if predicted else "Backends", where)
     lines = []
@@ -428,7 +435,8 @@ def _list_blocks(
                 "refused": ", ".join(map(_refused, sides[False])),
             }
         )
-    columns = PROGRAM_COLUMNS if of_program else LIST_COLUMNS
+    known = PROGRAM_COLUMNS if of_program else LIST_COLUMNS
+    columns = [column for column in known if full or column.key != "others"]
     keys = {column.key for column in columns} - {"mean"}
     yield Table.of(filled_columns(columns, lines, keys), lines)
 
