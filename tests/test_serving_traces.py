@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -193,7 +194,36 @@ def test_analyze_tells_the_limit_of_each_phase(tmp_path: Path) -> None:
     (decode,) = (row for label, row in rows.items() if "sq1" in label)
     assert decode["bottleneck"] == "latency"
     assert any("SMs are idle" in json.dumps(finding) for finding in decode["findings"])
-    assert "the configs use the mean lengths" in result.stderr
+    # Bug: the rates were those of the mean lengths, 93.6 TFLOP/s where `layers` shows 118.
+    (prefill,) = (row for label, row in rows.items() if "s362" in label)
+    phases = {row["phase"]: row for row in the_phases(tmp_path)}
+    for key in ("flops_per_s", "bytes_per_s"):
+        assert prefill[key] == pytest.approx(phases["prefill"][key], rel=0.01)
+    shown = CliRunner().invoke(cli, [*words[:2], "--store", str(tmp_path / "store.db")])
+    assert "The rates are calculated from the exact lengths." in " ".join(shown.stdout.split())
+    assert "mean lengths" not in shown.stderr
+
+
+def the_phases(folder: Path) -> list[dict[str, Any]]:
+    words = ["layers", str(SERVING / "shapes.json.gz"), "--format", "json"]
+    result = CliRunner().invoke(cli, [*words, "--store", str(folder / "store.db")])
+    found: list[dict[str, Any]] = json.loads(result.stdout)["phases"]
+    return found
+
+
+def test_layers_names_the_configs_to_bench(tmp_path: Path) -> None:
+    """Bug: the hint named an unrelated config, although the configs of the phases were known."""
+    words = ["layers", str(SERVING / "shapes.json.gz"), "--store", str(tmp_path / "store.db")]
+    shown = " ".join(CliRunner().invoke(cli, words).stdout.split())
+    labels = [label for ((label, _),) in POINTS.values()]
+    assert (
+        f"use their mean lengths: profharness bench {' '.join(labels)} --backend flashinfer-fa2,"
+    ) in shown
+    assert "2,8,512,64" not in shown
+    refused = CliRunner().invoke(cli, [*words, "--list-configs"])
+    assert "layers shapes.json.gz --savings --list-configs" in str(refused.exception)
+    other = ["layers", str(SERVING / "graph"), "--store", str(tmp_path / "store.db")]
+    assert "profharness bench" not in CliRunner().invoke(cli, other).stdout
 
 
 EAGER, GRAPH, SHAPES = (SERVING / name for name in ("eager.json.gz", "graph", "shapes.json.gz"))

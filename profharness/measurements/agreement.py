@@ -131,6 +131,19 @@ def backend_that_ran(cell: CellRow) -> str | None:
     return backend_of_op(cell.sdpa_op) or cell.choice
 
 
+def backend_seen(cell: CellRow, rows: Iterable[KernelRow]) -> str | None:
+    """Return the backend that ran in a cell, according to its op or, failing that, its kernels.
+
+    Return "none" if PyTorch refused the config, and None if the backend is unknown.
+    """
+    if cell.status != "ok":
+        return "none" if cell.status == "refused" else None
+    if (backend := backend_of_op(cell.sdpa_op)) is not None:
+        return backend
+    ran = ran_backends(rows)
+    return ran.pop() if len(ran) == 1 else None
+
+
 def backend_of_family(family: str, sdpa_op: str | None = None) -> str | None:
     """Return the backend that a kernel belongs to, or None if the kernel does not compute
     attention.

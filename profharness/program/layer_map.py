@@ -26,8 +26,10 @@ from profharness.files import default_store, shell_command
 from profharness.measurements.agreement import (
     AMD_LIBRARIES,
     FAMILY_BACKENDS,
+    OF_PACKAGES,
     backend_of_kernel,
     backend_of_op,
+    backend_text,
 )
 from profharness.program.observed_calls import ObservedCalls
 from profharness.program.phases import (
@@ -68,11 +70,10 @@ THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the
 NO_CHOICE = {
     "eager": "eager attention uses no backend of scaled_dot_product_attention",
     "flex": "flex_attention uses no backend of scaled_dot_product_attention",
-    "custom": "another package computes the attention",
     "fast_path": "the fast path of nn.TransformerEncoder calls an op of its own",
     "replay": "the shapes of the replayed calls are unknown",
 }
-"""Maps a kind of call to the reason why the dispatch rules do not apply to it."""
+"""Maps a kind of call to the reason why the dispatch rules do not apply to it (see `no_choice`)."""
 MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
 UNFUSED = "flex_attention without torch.compile computes and stores all scores"
 FUSE = "compile flex_attention, as in torch.compile(flex_attention), to get one fused kernel"
@@ -750,6 +751,15 @@ def calls_in_steps(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[C
 def _strictly_in(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[CallRow]:
     places = set(map(step_place, steps))
     return [call for call in calls if (call.trace, call.step) in places]
+
+
+def no_choice(row: LayerRow) -> str | None:
+    """Return why PyTorch's dispatch rules do not apply to the calls of a row, or None if they may."""
+    if row.kind != "custom":
+        return NO_CHOICE.get(row.kind)
+    ran = row.ran or OF_PACKAGES
+    verb = "compute" if " and " in ran else "computes"
+    return f"{backend_text(ran)} {verb} the attention, not scaled_dot_product_attention"
 
 
 def group_calls(

@@ -498,6 +498,22 @@ def described_calls(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[
     return made
 
 
+def mean_work(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> Work | None:
+    """Return the mean work of calls in an engine's steps, from the exact lengths.
+
+    Return None if a call is in no step of an engine, or if its shapes or lengths are unknown.
+    """
+    batches = {(step.trace, step.step): parse_engine_step(step.name) for step in steps}
+    flops, moved = 0, 0
+    for call in calls:
+        batch = batches.get((call.trace, call.step)) if call.step is not None else None
+        work = step_work(batch, [call])[0] if batch else None
+        if work is None or work.bytes is None:
+            return None
+        flops, moved = flops + work.flops, moved + work.bytes
+    return Work(round(flops / len(calls)), round(moved / len(calls))) if calls else None
+
+
 def _call_parts(batch: EngineStep, call: CallRow) -> list[BatchPart]:
     """Return the part of the batch with the same number of tokens as the call, or all parts."""
     parts = [part for part in (batch.prefill, batch.decode) if part]

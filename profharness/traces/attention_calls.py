@@ -313,11 +313,7 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
         tensors = (*(tensor_argument(first, place) for place in range(3)), None)
         unrecorded = torch_ops.VARLEN
     if kind == "custom":
-        unrecorded = (
-            f"{described.name} belongs to another package, so its arguments are not read; to "
-            "compare backends for this call, write its config by hand, as in: profharness bench "
-            "2,8,512,64"
-        )
+        unrecorded = f"{described.name} belongs to another package, so its arguments are not read"
     elif kind == "flex":
         unrecorded = "the trace does not record the mask or the score function of flex_attention"
     elif not described.arguments.dims:

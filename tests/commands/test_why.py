@@ -22,8 +22,9 @@ from profharness.attention.dispatch.by_rule import (
 )
 from profharness.attention.dispatch.predict import TABLES
 from profharness.cli import cli
-from profharness.commands.explain.calls import Call, mean_ns
+from profharness.commands.explain.calls import Call, ProgramCalls, find_calls, mean_ns
 from profharness.commands.explain.faster import explained_calls
+from profharness.commands.explain.tables import program_document
 from profharness.commands.layers.tables import faster_change, layers_document
 from profharness.errors import ProfharnessError, UsageError
 from profharness.program.layer_map import LayerMap, find_layers
@@ -349,7 +350,6 @@ def test_explain_in_python(store: Path) -> None:
     ("path", "told"),
     [
         (MODELS / "llama_graph.json.gz", "the shapes of the replayed calls are unknown"),
-        (MODELS / "flex_compile", "flex_attention uses no backend"),
         (MODELS / "nothing.json.gz", "no such file or folder"),
     ],
 )
@@ -376,9 +376,27 @@ def test_explain_answers_for_eager_attention(store: Path) -> None:
     assert profharness.explain(path, store=store).empty
 
 
-def test_a_trace_of_an_engine_or_without_attention_is_refused(store: Path, tmp_path: Path) -> None:
-    engine = ROOT / "traces" / "serving" / "eager.json.gz"
-    assert "the dispatch rules explain no call of run eager.json.gz" in refused(store, engine)
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (
+            MODELS / "flex_compile",
+            "In flex_compile, flex_attention uses no backend of scaled_dot_product_attention.",
+        ),
+        (
+            ROOT / "traces" / "serving" / "eager.json.gz",
+            "In eager.json.gz, flashinfer computes the attention, not scaled_dot_product_attention.",
+        ),
+    ],
+)
+def test_explain_answers_for_calls_without_a_choice(store: Path, path: Path, told: str) -> None:
+    """Bug: explain failed, although it answered for calls with advice, and named no package."""
+    text = run_cli(store, "explain", str(path))
+    assert text.startswith(f"{told} show its attention with: profharness layers {path.name}")
+    assert explained(store, str(path))["rows"] == []
+
+
+def test_a_trace_without_attention_is_refused(store: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.json"
     event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2, "pid": 1, "tid": 1}
     empty.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [event]}))
@@ -425,3 +443,21 @@ def test_advice_names_the_faster_backend_that_pytorch_chooses_after_the_change(s
     )
     assert "To run cudnn" not in text  # it runs already
     assert "flash takes" not in text  # it is slower
+
+
+def test_a_capture_is_explained_like_a_trace(tmp_path: Path) -> None:
+    """Bug: explain showed neither what a capture ran nor its time, and 80 columns hid `refused`."""
+    store = tmp_path / "s.db"
+    (ingested,) = ingest_path(store, ROOT / "traces" / "h200-torch2.11")
+    assert run_cli(store, "explain", ingested.run).startswith(
+        "h200-torch2.11 ran cudnn on 3 of 4 configs and flash on 1, as the rules of PyTorch 2.11 "
+        "predict for an H200."
+    )
+    found = find_calls(store, ingested.run)
+    assert isinstance(found, ProgramCalls) and found.platform is not None
+    assert [call.ran for call in found.calls] == ["cudnn", "cudnn", "cudnn", "flash"]
+    assert found.calls[0].mean_ns == pytest.approx(8_210, rel=0.01)  # as in `kernels`
+    page = program_document(found, found.explain(found.platform, advice=False))
+    shown = render_table(page, width=80, cut=True)
+    assert "refused\n" in shown and "efficient: num_heads" in shown
+    assert shown.count("--full") == 1

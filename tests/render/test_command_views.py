@@ -257,11 +257,14 @@ def test_scattered_times_of_ops_are_blamed_on_a_busy_machine() -> None:
     steady = {"kernel_kind": "op", "launches": 20, "launches_per_call": 4.0, "duration_ns": 860_000}
     calm = kernel(**steady, total_ns=20 * 900_000)
     scattered = kernel(**steady, total_ns=20 * 3_550_000)
-    text = render_table(kernels_document([scattered], [cell()]))
-    assert (
-        "the machine was busy: the mean and the median time of the ops differ by a factor" in text
-    )
-    assert "of up to 4.1 (flash on b2-h8-s512-d64-fp16)" in " ".join(text.split())
+    text = " ".join(render_table(kernels_document([scattered], [cell()])).split())
+    # The time of a profiled call is not the time that `bench` measures.
+    assert text.startswith(
+        "flash launches 4 ATen ops, 14.2 ms per profiled call. The machine was busy: the mean and "
+        "the median time of the ops differ by a factor of up to 4.1 (flash on b2-h8-s512-d64-fp16); "
+        "capture again"
+    ), text
+    assert text.count("machine was busy") == 1
     waited = cell(clocks={CPU_WAIT: 0.4})
     assert "waited for a CPU for 40 % of the time" in render_table(
         kernels_document([calm], [waited])

@@ -44,7 +44,7 @@ from profharness.program.layer_map import (
     merge_numbered,
     module_names,
 )
-from profharness.program.phases import described_calls
+from profharness.program.phases import Work, described_calls, mean_work
 from profharness.program.roles import AUTOGRAD, split_passes
 from profharness.rows import (
     CALL_MEASUREMENTS,
@@ -68,6 +68,16 @@ ANALYZED: tuple[Need, ...] = (
 )  # the kinds of data to look for when a run is selected, best first
 
 
+MEAN_LENGTHS = (
+    "The configs contain the mean lengths of the engine's steps. The rates are calculated from these "
+    "lengths, so they are approximate."
+)
+EXACT_RATES = (
+    "The configs contain the mean lengths of the engine's steps. The rates are calculated from the "
+    "exact lengths."
+)
+
+
 def analyze_cell(
     cell: CellRow,
     rows: Sequence[KernelRow],
@@ -76,13 +86,15 @@ def analyze_cell(
     *,
     eager: bool = False,
     kernels_ns: Mapping[str, float] | None = None,
+    exact: tuple[int, int] | None = None,
 ) -> CellAnalysis:
     """Analyze one cell, given its kernel rows from all profilers.
 
     `others` contains the cells of the same config and run that may be recommended as faster.
     `kernels_ns` maps the ids of cells to the mean time of the kernels of a call, if known. Set
     `eager` for attention that a program implements in Python. Its matrix products and softmax use
-    the same kernels as PyTorch's math backend. A cell whose times are all unusable has no findings.
+    the same kernels as PyTorch's math backend. `exact` is that of `cell_figures`. A cell whose
+    times are all unusable has no findings.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     analysis = CellAnalysis(
@@ -92,7 +104,7 @@ def analyze_cell(
         return analysis
     kernels = kernel_figures(rows, machine, cell.iterations)
     usable = usable_times(cell)
-    figures = cell_figures(usable, config, kernels, machine)
+    figures = cell_figures(usable, config, kernels, machine, exact)
     busy = figures.basis is None and usable is not cell
     phases = () if eager else phase_figures(config, kernels, figures.ridge)
     analysis = replace(
@@ -311,7 +323,9 @@ def analyze_program(
     with open_store(path) as store:
         machine = run_machine(store, run, source)
         recorded = store.calls(run)
-        described = described_calls(recorded, store.steps(run))
+        steps = store.steps(run)
+        described = described_calls(recorded, steps)
+        of_steps = {id(new) for new, old in zip(described, recorded, strict=True) if new is not old}
         groups = group_calls(described)
         layers = find_layers(store, run, assume=assumed_release) if groups else None
         name, reference = store.run_name(run), store.run_reference(run)
@@ -340,7 +354,11 @@ def analyze_program(
         if why:
             left_out.append(f"{module or group[0].op} cannot be analyzed: {why}")
         else:
-            analysis = _analyze_calls(f"calls-{number}", calls, machine)
+            of_engine = id(calls[0]) in of_steps
+            work = mean_work(calls, steps) if of_engine else None
+            analysis = _analyze_calls(f"calls-{number}", calls, machine, work)
+            if of_engine:
+                analysis = replace(analysis, lengths=MEAN_LENGTHS if work is None else EXACT_RATES)
             change = changes.get((calls[0].config, actual_backend(group[0])))
             analyses.append(with_change(replace(analysis, module=module), change))
             spent[analysis.cell] = sum(kernel.total_ns for call in group for kernel in call.kernels)
@@ -352,11 +370,6 @@ def analyze_program(
         remedy = f"see its attention calls with: {show}"
         why = "; ".join([*left_out, remedy])
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
-    if described != recorded:
-        left_out.append(
-            "the configs use the mean lengths of an engine's steps; `layers` shows the exact FLOPs "
-            "and bytes of the steps"
-        )
     if layers and any(change.assumes_release for change in changes.values()):
         assumed = layers.assumed.partition(";")[0]
         left_out.append(f"{assumed}; see the code of the change with: {layers.command('explain')}")
@@ -368,8 +381,13 @@ def analyze_program(
     return analyses
 
 
-def _analyze_calls(cell: str, calls: Sequence[CallRow], machine: RunMachine) -> CellAnalysis:
-    """Analyze calls of one config as one cell whose time is the median time of a call."""
+def _analyze_calls(
+    cell: str, calls: Sequence[CallRow], machine: RunMachine, work: Work | None
+) -> CellAnalysis:
+    """Analyze calls of one config as one cell whose time is the median time of a call.
+
+    `work` is the exact work of a call if the config contains only its mean lengths.
+    """
     first, config = calls[0], parse_config(calls[0].config or "")
     backward = all(any(k.direction == "backward" for k in call.kernels) for call in calls)
     config = replace(config, bwd=config.bwd and backward)
@@ -391,7 +409,8 @@ def _analyze_calls(cell: str, calls: Sequence[CallRow], machine: RunMachine) -> 
         samples={"kernel": (round(median(sum(k.total_ns for k in own) for own in kernels)),)},
     )
     rows = list(_kernel_rows(row, kernels, machine.device))
-    return analyze_cell(row, rows, machine, eager=first.kind == "eager")
+    exact = (work.flops, work.bytes) if work and work.bytes else None
+    return analyze_cell(row, rows, machine, eager=first.kind == "eager", exact=exact)
 
 
 def _kernel_rows(

@@ -345,6 +345,7 @@ class CellAnalysis:
     ] = None
     wrong: bool = False  # whether a verification found wrong results of the backend
     busy: bool = False  # whether the machine was too busy for any time of the cell to be usable
+    lengths: str = ""  # a sentence about the lengths in the config, if they are mean lengths
 
     @property
     def l2_size(self) -> int | None:
@@ -451,11 +452,16 @@ def call_kernels_ns(kernels: Sequence[KernelFigures]) -> float | None:
 
 
 def cell_figures(
-    cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: RunMachine
+    cell: CellRow,
+    config: Config,
+    kernels: Sequence[KernelFigures],
+    machine: RunMachine,
+    exact: tuple[int, int] | None = None,
 ) -> Figures:
     """Compute the figures of one cell, such as FLOP/s and bytes per second.
 
-    The dtype of `config` must be set.
+    The dtype of `config` must be set. `exact` contains the FLOPs and bytes of a call if the config
+    contains only its mean lengths.
     """
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
     on_device = any(kernel.blocks is not None for kernel in kernels)
@@ -463,7 +469,7 @@ def cell_figures(
         times[KERNEL] = kernels_ns
     basis = next((name for name in BASIS_SOURCE if times.get(name)), None)
     duration = times[basis] if basis else None
-    work, moved = flops(config), compulsory_bytes(config)
+    work, moved = exact or (flops(config), compulsory_bytes(config))
     peaks = machine.peaks
     rate = flop_peak(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None
     top = peaks.bandwidth_bytes_per_s if peaks else None

@@ -122,6 +122,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     for name, group in sweeps:
         if full or len(group) >= SWEPT:
             blocks += _sweep_blocks(name, group, full=full)
+    blocks += map(Note, dict.fromkeys(each.lengths for each in analyses if each.lengths))
     blocks += [*_changed_problems(analyses), *_sweep_charts(sweeps), *_rooflines(analyses)]
     blocks += _peak_notes(known, analyses, full=full) if analyses else ()
     devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}

@@ -92,8 +92,7 @@ from profharness.devices import Gpu, find_gpu
 from profharness.environment import gpu_name, no_gpu_text
 from profharness.errors import CaptureError, UsageError, counted, join_and
 from profharness.measurements.agreement import (
-    backend_of_op,
-    ran_backends,
+    backend_seen,
     replaced_by,
     replacement_text,
 )
@@ -146,7 +145,11 @@ class _StoredCells:
         torch.compile replaced the plain attention of `naive-compiled`.
         """
         cells = self._alike(answer.config, answer)
-        seen = (self._backend_seen(cell) for cell in cells if cell.backend == answer.asked)
+        seen = (
+            backend_seen(cell, self._kernels(cell))
+            for cell in cells
+            if cell.backend == answer.asked
+        )
         compiled = [cell for cell in cells if cell.backend == NAIVE_COMPILED]
         caveats = (
             f"{cell.backend}: {replacement_text(backend)}, in run {cell.run}"
@@ -183,18 +186,6 @@ class _StoredCells:
 
     def _kernels(self, cell: CellRow) -> list[KernelRow]:
         return self.store.kernels(cell.run, cells=[cell.cell])
-
-    def _backend_seen(self, cell: CellRow) -> str | None:
-        """Return the backend that ran in a cell, according to its op or, failing that, its kernels.
-
-        Return "none" if PyTorch refused the config, and None if the backend is unknown.
-        """
-        if cell.status != "ok":
-            return "none" if cell.status == "refused" else None
-        if (backend := backend_of_op(cell.sdpa_op)) is not None:
-            return backend
-        ran = ran_backends(self._kernels(cell))
-        return ran.pop() if len(ran) == 1 else None
 
     def _gain(self, advice: Advice, backend: str, answer: Explanation) -> Advice:
         """Return the advice with its gain, which is the time before the change over the time after

@@ -8,26 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from profharness.atlas.predictions import assumed_release
-from profharness.attention.config import Config, parse_config
+from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.commands.explain.savings import main_change, matters, saving_text
 from profharness.errors import NotFoundError
+from profharness.measurements.agreement import backend_seen
 from profharness.program.layer_map import (
     CHANGE_CODE,
-    NO_CHOICE,
     LayerMap,
     LayerRow,
     allowed_setting,
     find_layers,
     is_explained,
+    no_choice,
     short_module,
 )
+from profharness.rows import CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import Selection, open_store
 from profharness.units import share_text
 
 LENGTH_SPREAD = 0.1
 """Calls have one mean time if the longest is at most this much longer than the shortest."""
+WITHOUT_CHOICE = ("eager", "flex", "custom", "fast_path")
+"""Kinds of calls for which PyTorch chooses no backend."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class ProgramCalls:
     """The change after which PyTorch chooses the backends of calls that are not explained."""
     code: str = ""
     """The code of the change."""
+    shown_by: str = ""
+    """The command that shows the attention of the run."""
 
     def explain(
         self, platform: Platform, backends: Sequence[str] = (), *, advice: bool = True
@@ -101,17 +107,21 @@ class RunConfigs:
 
 
 def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
-    """Return the attention calls of a program, or the configs of a run that has no program.
+    """Return the attention calls of a program or of `auto`, or the configs of a run without them.
 
-    Raise NotFoundError if the run has no attention. Also raise it if PyTorch chose none of the
-    backends, unless there is advice on the calls.
+    If PyTorch chose none of the backends, the result has no calls, but the reasons. Raise
+    NotFoundError if the run has no attention, or if it is unknown what PyTorch chose from.
     """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls or configs")
         if not opened.has(name, "attention calls") and (cells := opened.cells(name)):
-            return run_configs(
+            configs = run_configs(
                 opened.run_name(name), [cell.config for cell in cells], opened.environment(name)
             )
+            calls = _captured_calls(cells, opened.kernels(name))
+            if len(calls) < len(configs.configs):
+                return configs
+            return ProgramCalls(name, configs.name, calls, configs.gpu, configs.platform)
         layers = find_layers(opened, name, assume=assumed_release)
     program = program_calls(layers)
     if not program.calls and (change := main_change(layers)):
@@ -121,12 +131,28 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
             saves = f"; it would save little, because attention takes {share} of the GPU time"
         code = CHANGE_CODE.get(change.text, "")
         return replace(program, change=f"{change.text}{saves}", code=code)
-    if not program.calls:
+    if not program.calls and not all(row.kind in WITHOUT_CHOICE for row in layers.rows):
         raise NotFoundError(
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "
             f"show its attention with: {layers.command('layers')}"
         )
     return program
+
+
+def _captured_calls(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> tuple[Call, ...]:
+    """Return the calls that `auto` computed in a run of `capture`, with the times of their kernels."""
+    calls: dict[str, Call] = {}
+    for cell in cells:
+        own = [row for row in preferred_profiler_rows(rows) if row.cell == cell.cell]
+        ran = backend_seen(cell, own) if cell.backend == AUTO else None
+        if ran is None:
+            continue
+        times = [row.call_ns for row in own if row.kernel_kind != "op"]
+        known = [time for time in times if time is not None]
+        # On a CPU, profiling makes an op take longer.
+        mean = sum(known) if known and len(known) == len(own) else None
+        calls.setdefault(cell.config, Call(parse_config(cell.config), ran, AUTO, (), mean))
+    return tuple(calls.values())
 
 
 def program_calls(layers: LayerMap) -> ProgramCalls:
@@ -155,6 +181,7 @@ def program_calls(layers: LayerMap) -> ProgramCalls:
         layers.platform,
         layers.assumed,
         tuple(_left_out(layers)),
+        shown_by=layers.command("layers"),
     )
 
 
@@ -206,4 +233,4 @@ def _left_out(layers: LayerMap) -> Iterator[str]:
 def _why_not(row: LayerRow) -> str:
     if row.ran == "none":
         return "a call raised an error"
-    return NO_CHOICE.get(row.kind) or "; ".join(row.reasons[:1]) or "the backend is unknown"
+    return no_choice(row) or "; ".join(row.reasons[:1]) or "the backend is unknown"

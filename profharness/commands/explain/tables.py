@@ -59,7 +59,7 @@ COLUMNS = (
 LIST_COLUMNS = (
     Column("config", "config", importance="key", shrink=True),
     Column("choice", "predicted backend", importance="answer"),
-    Column("others", "could also run", importance="detail", spare=1),
+    Column("others", "could also run", importance="detail", wrap=True),
     Column("refused", "refused", importance="answer", wrap=True),
 )
 PROGRAM_COLUMNS = (
@@ -328,7 +328,8 @@ def map_document(
     """
     predicted = answers[0].source == "rules"
     if are_sparse(maps):
-        blocks = [*_list_blocks(answers, where, predicted=predicted), FULL_HINT]
+        blocks = [*_list_blocks(answers, where, predicted=predicted, full=full)]
+        blocks += [] if full else [FULL_HINT]
     else:
         blocks = [b for drawn in maps for b in map_blocks(drawn, where, predicted=predicted)]
     if full:
@@ -358,7 +359,7 @@ def program_document(
         blocks = list(answer_blocks(answers[0], full=full, named=named, told=not unlike))
     else:
         where = environment_text(replace(answers[0], asked=AUTO))
-        blocks = list(_list_blocks(answers, where, predicted=True, of_program=True))
+        blocks = list(_list_blocks(answers, where, predicted=True, of_program=True, full=full))
         whys: dict[str, list[str]] = {}
         for answer in answers:
             if why := why_ran(answer, answer.observed):
@@ -385,10 +386,15 @@ def program_document(
 
 
 def unexplained_document(program: ProgramCalls) -> Document:
-    """Return the document of a program whose backends PyTorch does not choose, with the advice."""
-    change = f"{program.change[0].upper()}{program.change[1:]}."
-    told = (f"In {program.name}, {'; '.join(program.left_out)}.", change)
-    blocks = (Note(CODE_FOLLOWS), Code(program.code)) if program.code else ()
+    """Return the document of a program whose backends PyTorch does not choose, with any advice."""
+    change = program.change
+    told = (
+        f"In {program.name}, {'; '.join(program.left_out)}.",
+        *([f"{change[0].upper()}{change[1:]}."] if change else []),
+    )
+    blocks: tuple[Block, ...] = (Note(CODE_FOLLOWS), Code(program.code)) if program.code else ()
+    if not change:
+        blocks = (Note(f"show its attention with: {program.shown_by}", level="hint"),)
     fields, extra = (*FIELDS, "modules"), {"run": program.run}
     return Document(SCHEMA, "Why these kernels", blocks, fields, (), extra, answer=told)
 
@@ -399,11 +405,17 @@ def _refused(side: BackendAnswer) -> str:
 
 
 def _list_blocks(
-    answers: Sequence[Explanation], where: str, *, predicted: bool, of_program: bool = False
+    answers: Sequence[Explanation],
+    where: str,
+    *,
+    predicted: bool,
+    of_program: bool = False,
+    full: bool = False,
 ) -> Iterator[Block]:
-    """Yield a table with the choice for each config, and the backends that could run and that are refused.
+    """Yield a table with the choice for each config, and the backends that are refused.
 
-    For a program, the table also has the backend that ran.
+    If `full` is set, the table also has the other backends that could run. For a program, the table
+    also has the backend that ran.
     """
     yield Heading("Predicted backends" if predicted else "Backends", where)
     lines = []
@@ -423,7 +435,8 @@ def _list_blocks(
                 "refused": ", ".join(map(_refused, sides[False])),
             }
         )
-    columns = PROGRAM_COLUMNS if of_program else LIST_COLUMNS
+    known = PROGRAM_COLUMNS if of_program else LIST_COLUMNS
+    columns = [column for column in known if full or column.key != "others"]
     keys = {column.key for column in columns} - {"mean"}
     yield Table.of(filled_columns(columns, lines, keys), lines)
 

@@ -19,6 +19,7 @@ from profharness.measurements.agreement import (
     ran_backends,
     witnesses,
 )
+from profharness.measurements.measurements import busy_text
 from profharness.rows import MODEL, CellRow, KernelRow, preferred_profiler_rows
 from profharness.stats import NOTABLE_LOSS, THRESHOLD
 from profharness.units import as_long, share_text, time_text
@@ -42,11 +43,17 @@ class Call:
     on_cpu: bool
     predicted: bool
 
+    @property
+    def per(self) -> str:
+        """What the time is per. On a CPU, profiling makes a call take much longer."""
+        return "per profiled call" if self.on_cpu else "per call"
+
 
 def kernels_answer(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> tuple[str, ...]:
     """Return sentences on what `auto` runs, how long its kernels take, and what was refused.
 
-    If several profilers recorded the same launches, only those of one profiler are counted.
+    The last sentence says so if the machine was too busy for reliable times. If several profilers
+    recorded the same launches, only those of one profiler are counted.
     """
     rows = preferred_profiler_rows(rows)
     if not cells:
@@ -64,7 +71,9 @@ def kernels_answer(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> tuple
     else:
         (of_backend,) = calls.values()
         sentences = [_of_config(of_backend)]
-    return (*sentences, *refused_and_failed(cells, several=several))
+    busy = busy_text(rows, cells)
+    doubt = (f"{busy[0].upper()}{busy[1:]}.",) if busy else ()
+    return (*sentences, *refused_and_failed(cells, several=several), *doubt)
 
 
 def _call(cell: CellRow, rows: Sequence[KernelRow]) -> Call:
@@ -112,7 +121,7 @@ def _of_config(calls: dict[str, Call]) -> str:
     lead = f"auto {runs} {auto.ran}: {auto.launches}"
     if auto.ns is None:
         return f"{lead}."
-    lead = f"{lead}, {time_text(auto.ns)} per call"
+    lead = f"{lead}, {time_text(auto.ns)} {auto.per}"
     other = next((c for c in timed if c.backend not in OWN_CHOICE and c.ran != auto.ran), None)
     # On a CPU the sum of the ops is not the time of the call.
     if other is None or other.ns is None or auto.on_cpu:
@@ -122,7 +131,7 @@ def _of_config(calls: dict[str, Call]) -> str:
 
 
 def _named(call: Call) -> str:
-    time = "" if call.ns is None else f", {time_text(call.ns)} per call"
+    time = "" if call.ns is None else f", {time_text(call.ns)} {call.per}"
     return f"{call.backend} {'is predicted to launch' if call.predicted else 'launches'} {call.launches}{time}"
 
 
@@ -135,7 +144,7 @@ def _without_auto(timed: Sequence[Call]) -> str:
     last = others[-1]
     return (
         f"{first.backend} is {'predicted to be ' if first.predicted else ''}the fastest: "
-        f"{time_text(first.ns or 0)} per call in {first.launches}; {last.backend} is the "
+        f"{time_text(first.ns or 0)} {first.per} in {first.launches}; {last.backend} is the "
         f"slowest: {time_text(last.ns or 0)} in {last.launches}."
     )
 
@@ -152,14 +161,12 @@ def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
         )
         names = {call.backend for calls in configs.values() for call in calls.values()}
         if len(names) == 1:  # nothing to compare
-            times = sorted(
-                call.ns for calls in configs.values() for call in calls.values() if call.ns
-            )
-            if times:
+            timed = [call for calls in configs.values() for call in calls.values() if call.ns]
+            if times := sorted(call.ns or 0 for call in timed):
                 takes = "are predicted to take" if predicted else "take"
                 yield (
                     f"The kernels of {names.pop()} {takes} {time_text(times[0])} to "
-                    f"{time_text(times[-1])} per call on {counted(len(configs), 'config')}."
+                    f"{time_text(times[-1])} {timed[0].per} on {counted(len(configs), 'config')}."
                 )
         elif fastest:
             are = "are predicted to take" if predicted else "take"

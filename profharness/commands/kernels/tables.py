@@ -14,7 +14,6 @@ from profharness.columns import Column, columns_of, pick
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
-from profharness.measurements.measurements import busy_text
 from profharness.program.counters import read_counters
 from profharness.render.document import (
     Block,
@@ -264,8 +263,6 @@ def kernels_document(
         blocks.append(Note("--full shows all kernels.", level="hint"))
     if cells and rows:
         blocks.append(Note(_about_times(rows), "times"))
-    if busy := busy_text(rows, cells):
-        blocks.append(Note(busy, level="warning"))
     extra = {"cells": [cell_record(cell) for cell in cells]}
     answer = kernels_answer(rows, cells)
     records = tuple(map(kernel_record, rows))

@@ -450,8 +450,11 @@ def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
         return [config.label for config in timed_configs(own)]
     lines = replay_lines(own)
     if not lines:
-        reasons = dict.fromkeys(text for row in own.rows for text in row.reasons)
-        raise NotFoundError(f"no config replays a call of run {own.name}: {'; '.join(reasons)}")
+        why = "; ".join(dict.fromkeys(text for row in own.rows for text in row.reasons))
+        if any(phase.points for phase in own.phases):
+            command = own.command("layers", "--savings", "--list-configs")
+            why += f"; print configs with the mean lengths of the phases with: {command}"
+        raise NotFoundError(f"no config replays a call of run {own.name}: {why}")
     return lines
 
 

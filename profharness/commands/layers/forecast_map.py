@@ -18,7 +18,6 @@ from profharness.attention.dispatch.machine import from_config, permitted
 from profharness.attention.dispatch.predict import predict
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
-    NO_CHOICE,
     THROUGH_SDPA,
     Forecast,
     LayerForecast,
@@ -27,6 +26,7 @@ from profharness.program.layer_map import (
     PredictedTime,
     allowed_setting,
     join_numbered,
+    no_choice,
     short_module,
 )
 from profharness.stats import THRESHOLD
@@ -163,11 +163,11 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
         return None
     if row.kind == "eager":
         return (
-            f"{NO_CHOICE[row.kind]}, and its shapes are unknown; record the trace with "
+            f"{no_choice(row)}, and its shapes are unknown; record the trace with "
             "record_shapes=True"
         )
     if row.kind not in THROUGH_SDPA:
-        return NO_CHOICE.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
+        return no_choice(row) or f"{row.kind} is not scaled_dot_product_attention"
     if by_step and row.calls is None:
         return "no recorded step contains these calls"
     if row.points or row.program_points:

@@ -19,6 +19,7 @@ from profharness.commands.layers.answer import (
 )
 from profharness.devices import short_gpu_name
 from profharness.errors import counted, join_few
+from profharness.files import default_store, shell_command
 from profharness.program.layer_map import (
     NO_MASK,
     NO_MASK_EFFECT,
@@ -40,6 +41,7 @@ from profharness.program.phases import (
     step_place,
     step_title,
 )
+from profharness.program.regret import phase_backends
 from profharness.render.document import (
     MISSING,
     Block,
@@ -143,6 +145,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
     blocks += _notes(layers.rows, full, change.text if change else None, advise=matters(layers))
+    blocks += _hand_written(layers)
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     faster: tuple[str, ...] = ()
@@ -434,6 +437,26 @@ def _notes(
         *_merged(rows, full, lambda row: () if row.kind == "replay" else row.reasons),
     ):
         yield Note(text, label, level)
+
+
+def _hand_written(layers: LayerMap) -> Iterator[Note]:
+    """Yield the command that compares backends for the calls of another package, if there are any.
+
+    The annotations of an engine's steps give configs with the mean lengths of the requests.
+    """
+    if not any(row.kind == "custom" and row.reasons for row in layers.rows):
+        return
+    configs = dict.fromkeys(label for phase in layers.phases for label, _ in phase.points)
+    lead, options = "to compare backends for these calls, ", list[str]()
+    if configs:
+        lead += "use their mean lengths: "
+        options = ["--backend", ",".join(phase_backends(layers))]
+    else:
+        lead += "write their configs by hand, as in: "
+    command = shell_command(
+        "bench", *(configs or ["2,8,512,64"]), *options, store=layers.store or default_store()
+    )
+    yield Note(f"{lead}{command}", level="hint")
 
 
 def _merged(
