@@ -77,7 +77,7 @@ def predicted_rows(
     if selection.configs and configs:
         see = f"its configs are {join_few(configs, CONFIGS_NAMED)}"
     else:
-        see = f"see what is stored with: {shell_command('runs', store=path)}"
+        see = f"to see what is stored, use: {shell_command('runs', store=path)}"
     raise NotFoundError(lack or f"{missing}; {see}")
 
 

@@ -380,7 +380,7 @@ def evaluate_bench(
     stored = next(row for row in store.runs() if row.run == name)
     if not stored.cells:
         raise NotFoundError(
-            f"run {store.run_name(name)} ({stored.kind}) has no timed cells; show it with: "
+            f"run {store.run_name(name)} ({stored.kind}) has no timed cells; to show it, use: "
             f"{store.shown_by(name)}"
         )
     check_convention(convention)

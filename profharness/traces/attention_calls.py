@@ -315,7 +315,7 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
     if kind == "custom":
         unrecorded = (
             f"{described.name} belongs to another package, so its arguments are not read; to "
-            "compare backends for this call, write its config by hand, as in: profharness bench "
+            "compare backends for a config that you write by hand, use: profharness bench "
             "2,8,512,64"
         )
     elif kind == "flex":

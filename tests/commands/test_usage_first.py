@@ -126,7 +126,7 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         (
             ("predict", "trace.json.gz"),
             "trace.json.gz is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
-            "run, show its attention with: profharness layers trace.json.gz",
+            "run, to show its attention, use: profharness layers trace.json.gz",
         ),
         (
             ("kernels", "1,1,16,16", "--gpu", "H200,A100"),

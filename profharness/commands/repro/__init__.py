@@ -165,7 +165,7 @@ def repro(
 def show(text: str, *, output: OutputFile = None) -> None:
     """Print the script. If it was written to a file, print the command that runs the file."""
     if output is not None:
-        hint(f"wrote {output}; run it with: python {output}")
+        hint(f"wrote {output}; to run it, use: python {output}")
         return
     with quiet_stdout() as stream:
         stream.write(text.encode())
@@ -180,7 +180,7 @@ def _stored_script(path: Path, selection: Selection, device: str, seed: int | No
         )
         if not cells:
             raise NotFoundError(
-                f"run {run} does not have this cell; see all cells with: {shell_command('kernels', run, store=path)}"
+                f"run {run} does not have this cell; to see all cells, use: {shell_command('kernels', run, store=path)}"
             )
         if len(cells) > 1:
             named = [f"{cell.config} {cell.backend}" for cell in cells]
