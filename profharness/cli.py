@@ -206,7 +206,9 @@ def _run() -> int:
         if _TORN_CONFIG.search(error.message):
             _say("hint: put quotes around configs that contain braces, as in '2,8,{512,1024},64'")
         elif _is_third_side(error):
-            _say("hint: to compare two backends of a run: profharness diff RUN:flash RUN:cudnn")
+            _say(
+                "hint: to compare two backends of a run, use: profharness diff RUN:flash RUN:cudnn"
+            )
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")
@@ -396,15 +398,15 @@ def _next_steps(stop: Interrupted) -> str:
     if whole and any(cell.case is not None for cell in run.cells):
         done = sum(cell.status != "pending" for cell in run.cells)
         kept = shell_command("ingest", str(folder), store=store)
-        text = f"{done} of {len(run.cells)} checks are done; store them with: {kept}"
+        text = f"{done} of {len(run.cells)} checks are done; to store them, use: {kept}"
         if stop.command == "bench":
             shown = shell_command("bench", "latest", store=store)
-            text += f"; show the stored times with: {shown}"
+            text += f"; to show the stored times, use: {shown}"
         return f"{text}; a verification cannot be resumed; run it again to complete the checks"
     text = shell_command("capture", "--resume", str(folder), store=store)
     if stop.command == "bench":
         text += " && " + shell_command("bench", folder.name, store=store)
-    return f"the results so far are kept; resume with: {text}"
+    return f"the results so far are kept; to resume the run, use: {text}"
 
 
 def _end_in_order() -> None:

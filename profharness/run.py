@@ -306,7 +306,7 @@ def write_run(folder: Path, run: Run) -> None:
 def unwritable(folder: Path, why: str | None) -> UnwritableError:
     """Return the error for a run folder that is not writable."""
     return UnwritableError(
-        f"{folder}: cannot write to this folder: {why}; fix the problem, then resume the run with: "
+        f"{folder}: cannot write to this folder: {why}; fix the problem; to resume the run, use: "
         f"profharness capture --resume {shlex.quote(str(folder))}"
     )
 

@@ -241,7 +241,7 @@ class Parameter:
             command = click.get_current_context().info_name
             pair = shlex.join(map(str, values[:2]))
             raise UsageError(
-                f"{command} shows one run, not {len(values)}; compare two runs with: profharness diff {pair}"
+                f"{command} shows one run, not {len(values)}; to compare two runs, use: profharness diff {pair}"
             )
         return values[0] if values else self.default
 

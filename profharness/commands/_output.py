@@ -210,7 +210,7 @@ def measured(*show: str) -> Iterator[None]:
         yield
     except (ProfharnessError, OSError):
         again = shlex.join(["profharness", *show, *store_arguments()])
-        hint(f"the measured results are stored; see them with: {again}")
+        hint(f"the measured results are stored; to see them, use: {again}")
         raise
 
 

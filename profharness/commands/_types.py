@@ -242,7 +242,7 @@ def config_list(configs: ConfigLike) -> list[Config]:
             require_file(item)
             raise UsageError(
                 f"{item} is not a config, such as 2,8,512,64,bf16; if it is a trace file or a "
-                f"run, show its attention with: profharness layers {shlex.quote(item)}"
+                f"run, to show its attention, use: profharness layers {shlex.quote(item)}"
             )
         expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))

@@ -302,7 +302,7 @@ def show(captured: CapturedRuns) -> None:
     except CaptureError as error:  # some interpreters could not be used
         failures.append(str(error))
     for run in runs[1:]:
-        hint(f"compare the runs with: {shell_command('diff', runs[0], run, store=store)}")
+        hint(f"To compare the runs, use: {shell_command('diff', runs[0], run, store=store)}")
     if failures:
         raise CaptureError("\n".join(failures))
 
@@ -332,7 +332,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
     echo(f"{run.run}: {capture_answer(run.cells)} in {captured.folder}")
     for cell in run.cells:
         if cell.status in FAILED:
-            why = cell.message or f"not run; resume with: {again}"
+            why = cell.message or f"not run; to resume the run, use: {again}"
             hint(f"{cell.status}: {cell.config} {cell.backend}: {why}")
     for result in captured.ingested:
         for warning in result.warnings:
@@ -340,7 +340,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
     with open_store(store) as opened:
         if busy := busy_text(opened.kernels(run.run), opened.cells(run.run)):
             hint(f"warning: {busy}")
-        hint(f"show the run with: {opened.shown_by(run.run)}")
+        hint(f"To show the run, use: {opened.shown_by(run.run)}")
     remedy = "the CPU ran these configs; for a GPU, use: profharness predict CONFIG --gpu H200"
     hint_cpu(run.environment, run.protocol.device, remedy)
     # Problems of the GPU were already printed as notices.

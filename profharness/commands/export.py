@@ -192,7 +192,7 @@ def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -
     found = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
     if not found:
         raise NotFoundError(
-            f"run {store.run_name(run)} has no kernels; see it with: {store.shown_by(run)}"
+            f"run {store.run_name(run)} has no kernels; to see it, use: {store.shown_by(run)}"
         )
     if profiler in (None, EVERY_PROFILER):
         return sorted(found, key=(*LAUNCH_PROFILERS, *found).index)

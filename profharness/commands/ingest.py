@@ -289,13 +289,13 @@ def _shown_by(store: Path, taken: Sequence[str]) -> str:
         last = opened.run_reference(taken[-1])
         if len(ranks) > 1:
             again = shell_command("ranks", last, store=store)
-            return f"compare the {len(ranks)} ranks with: {again}"
+            return f"To compare the {len(ranks)} ranks, use: {again}"
         if len(taken) == 1:
-            return f"show the run with: {opened.shown_by(taken[0])}"
+            return f"To show the run, use: {opened.shown_by(taken[0])}"
         if len(taken) == 2 and all(opened.has(run, "attention calls") for run in taken):
             again = shell_command("diff", opened.run_reference(taken[0]), last, store=store)
-            return f"compare the two programs with: {again}"
-        return f"show the last of {len(taken)} runs with: {opened.shown_by(taken[-1])}"
+            return f"To compare the two programs, use: {again}"
+        return f"To show the last of {len(taken)} runs, use: {opened.shown_by(taken[-1])}"
 
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:

@@ -174,7 +174,7 @@ def observe_program(
         places = find_places(gpu, None, driver, atlas)
     if program[0].startswith("-"):
         raise UsageError(
-            f"{program[0]} is not a program; write: profharness observe -- python train.py"
+            f"{program[0]} is not a program; to record a program, use: profharness observe -- python train.py"
         )
     options = ObserveOptions(
         profiler=profiler, steps=steps, warmup=warmup, rank=rank, out=Path(out), note=note
@@ -217,7 +217,7 @@ def _print_forecast(result: ObservedProgram, options: Mapping[str, object]) -> N
     words = [word for name, value in options.items() if value for word in (name, str(value))]
     gpus = ",".join(place.gpu for place, _ in places)
     again = shell_command("layers", run, "--gpu", gpus, *words, store=store)
-    hint(f"see these predictions again with: {again}")
+    hint(f"To see these predictions again, use: {again}")
 
 
 def _check(result: ObservedProgram, gates: Gates) -> None:
@@ -248,7 +248,7 @@ def _print_summary(result: ObservedProgram) -> None:
         hint(f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}")
     for warning in [text for source in result.ingested for text in source.warnings]:
         hint(f"warning: {warning}")
-    hint(f"see the run with: {shell_command('layers', observed.run.run, store=result.store)}")
+    hint(f"To see the run, use: {shell_command('layers', observed.run.run, store=result.store)}")
 
 
 def _summary(calls: tuple[ObservedCall, ...], run: str, store: Path) -> list[str]:

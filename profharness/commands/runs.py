@@ -212,7 +212,7 @@ def _unfinished_blocks(runs: Sequence[UnfinishedRun]) -> Iterator[Block]:
     for each in runs:
         if each.command is not None:
             what = "resume the run" if each.resumable else "store the finished cells"
-            yield Note(f"{what} with: {each.command}", each.run)
+            yield Note(f"to {what}, use: {each.command}", each.run)
 
 
 def with_warnings(document: Document, warnings: Mapping[str, Sequence[str]]) -> Document:
@@ -228,7 +228,7 @@ def warning_notes(warnings: Mapping[str, Sequence[str]]) -> list[Note]:
     for run, texts in warnings.items():
         several = len(texts) > 1
         count = f"first of {len(texts)} warnings: " if several else ""
-        more = "; show all warnings with: profharness runs --format json" if several else ""
+        more = "; to show all warnings, use: profharness runs --format json" if several else ""
         text = texts[0].removeprefix(f"{run}: ")  # the label names the run
         notes.append(Note(f"{count}{text}{more}", run, "warning"))
     return notes

@@ -558,7 +558,7 @@ class CampaignScheduler:
         raise CaptureError(
             f"no lane is left for {counted(len(self._queue), 'group')}"
             f"{' of ' if classes else ''}{', '.join(classes)}"
-            f"{f' ({reasons})' if reasons else ''}; finished groups are kept; resume with: "
+            f"{f' ({reasons})' if reasons else ''}; finished groups are kept; to resume the run, use: "
             f"profharness capture --resume {self._unfinished()}"
         )
 

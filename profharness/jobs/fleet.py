@@ -182,7 +182,7 @@ def resume_on_lanes(
         merge(folder)
         raise CaptureError(
             f"{folder}: {counted(len(left), 'group needs', 'groups need')} a GPU, but this host has none; "
-            "resume on a host with a GPU, or ingest the finished groups with: profharness ingest "
+            "resume on a host with a GPU; to ingest the finished groups, use: profharness ingest "
             f"{folder}"
         )
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())

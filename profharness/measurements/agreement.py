@@ -73,7 +73,7 @@ def predicted_rows(
     names += [f"backend {name}" for name in selection.backends]
     names += [f"profiler {name}" for name in selection.profilers]
     missing = f"{where} contains nothing for {', '.join(names) or 'kernels'}"
-    see = f"see what is stored with: {shell_command('runs', store=path)}"
+    see = f"to see what is stored, use: {shell_command('runs', store=path)}"
     raise NotFoundError(lack or f"{missing}; {see}")
 
 

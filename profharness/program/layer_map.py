@@ -645,10 +645,10 @@ def find_layers(
         own = shell_command("kernels", store.run_reference(run), store=store.path)
         if store.cells(run):
             raise NotFoundError(
-                f"run {name} contains configs, not a program; show them with: {own}"
+                f"run {name} contains configs, not a program; to show them, use: {own}"
             )
         has_kernels = store.has(run, "kernels")
-        shown = f"to show the kernels of the run, use `{own}`; " if has_kernels else ""
+        shown = f"to show the kernels of the run, use: {own}; " if has_kernels else ""
         raise NotFoundError(
             f"run {name} contains no attention call; {shown}if the program runs attention, record "
             "its ops and modules with torch.profiler.profile(record_shapes=True, with_stack=True)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 from profharness.columns import Column
 from profharness.errors import one_line
 from profharness.logs import duration
+from profharness.render.colors import STYLES
 from profharness.units import (
     UNITS,
     common_unit,
@@ -208,6 +210,31 @@ class Note:
 
     A hint names an option of the command line, so pages and Markdown omit it.
     """
+
+
+# Words of lower case that may start a sentence.
+_NAMES = frozenset({*STYLES, "ncu", "nsys", "torch", "profharness"})
+_FIRST_WORD = re.compile(r"[a-z]+(?=[ ,]|: )")
+_TERM = re.compile(r"[a-z]+: ")
+_WHOLE = re.compile(r"[.!?:…]$|[.!?] [(\[].*[)\]]$")
+_COMMAND = re.compile(r"(?:^|: )(?:profharness|pip|python) [^`]*$")
+
+
+def shown_note(note: Note) -> Note:
+    """Return a note as people read it.
+
+    Notes without a label and warnings are sentences: they start with a capital and end with a full
+    stop. A command at the end has no full stop, so that it can be copied. Other notes complete
+    their labels, and are shown as they are, like warnings such as `mismatch: …`.
+    """
+    text = one_line(note.text)
+    if not text or (note.label and (note.level != "warning" or _TERM.match(text))):
+        return note
+    word = _FIRST_WORD.match(text)
+    if word and word[0] not in _NAMES:
+        text = f"{text[0].upper()}{text[1:]}"
+    ended = _WHOLE.search(text) or _COMMAND.search(text)
+    return replace(note, text=text if ended else f"{text}.")
 
 
 def status_note(status: str, reason: str | None, label: str) -> Note:

@@ -33,6 +33,7 @@ from profharness.render.document import (
     format_value,
     formatted_rows,
     leading_columns,
+    shown_note,
 )
 from profharness.render.timeline import draw_timeline
 
@@ -76,8 +77,9 @@ def render_html(document: Document) -> str:
             case Note():
                 level = block.level if block.level in ("warning", "error") else "note"
                 word = "" if level == "note" else f"{level}: "
+                text = block.text if word else shown_note(block).text
                 label = f"<b>{_wrapping(block.label)}</b> " if block.label else ""
-                parts.append(f'<p class="{level}">{label}{word}{_text(block.text)}</p>')
+                parts.append(f'<p class="{level}">{label}{word}{_text(text)}</p>')
             case Code(text):
                 # Unlike `_text`, this keeps the line breaks in code.
                 parts.append(f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>')

@@ -23,6 +23,7 @@ from profharness.render.document import (
     Timeline,
     for_reading,
     formatted_rows,
+    shown_note,
 )
 
 TRIPLES = ("grid", "block")  # keys that CSV splits into _x, _y and _z, like the views of the store
@@ -153,9 +154,9 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
             return f"{'#' * level} {escape_markdown(text)}{aside}"
         case Note(level="hint"):
             return ""
-        case Note(text, label):
+        case Note(label=label):
             lead = f"**{escape_markdown(label)}**: " if label else ""
-            return f"- {lead}{escape_markdown(text)}"
+            return f"- {lead}{escape_markdown(shown_note(block).text)}"
         case Code(text):
             return f"```python\n{printable(text)}\n```"
         case Chart():

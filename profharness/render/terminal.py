@@ -25,6 +25,7 @@ from profharness.render.document import (
     Timeline,
     for_reading,
     formatted_rows,
+    shown_note,
 )
 from profharness.render.fitting import (
     GAP,
@@ -133,7 +134,7 @@ def render_table(
         else:
             if isinstance(previous, Code):
                 console.print()
-            _print_note(console, block, label_width, width)
+            _print_note(console, shown_note(block), label_width, width)
         previous = block
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 

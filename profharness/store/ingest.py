@@ -149,7 +149,7 @@ def ingest_path(
                 if read is None or read.run is None:
                     raise
                 raise StoreError(
-                    f"{error}\nthe run is kept in {path}; ingest this folder into another store with: "
+                    f"{error}\nthe run is kept in {path}; to ingest this folder into another store, use: "
                     f"profharness ingest {path} --store OTHER"
                 ) from None
     require_stored(store, results, len(failures))
@@ -202,7 +202,7 @@ def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0
         names = [str(path) for path in lost] if len(lost) <= FEW else ["SOURCE..."]
         raise StoreError(
             f"{store}: {count} of {total:,} sources were stored, because the file was deleted, "
-            "replaced or damaged at the same time; ingest the missing sources with: "
+            "replaced or damaged at the same time; to ingest the missing sources, use: "
             f"{shell_command('ingest', *names, store=store)}"
         )
 
@@ -417,7 +417,7 @@ def require_no_less(
             (
                 f"contains less of run {run} than the store, so the store was not changed; missing: "
                 f"{join_few(missing, FEW)}{reason}; to ingest this folder anyway, first delete the "
-                f"stored run: profharness runs --delete {run}"
+                f"stored run; to delete it, use: profharness runs --delete {run}"
             ),
         )
 

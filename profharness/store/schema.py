@@ -242,7 +242,7 @@ def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
     """Return an error for a store that must not be used, with the command that rebuilds it."""
     what = what or (ALTERED if is_altered(detail) else "the store is damaged")
     return StoreError(
-        f"{path}: {what} ({detail}). The file was not changed. Rebuild it from the run folders: "
+        f"{path}: {what} ({detail}). The file was not changed. To rebuild it from the run folders, use: "
         "profharness ingest traces/runs --store NEW"
     )
 
@@ -425,7 +425,7 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     if version < FIRST_VERSION:
         raise StoreError(
             f"{path}: the store was made by an unreleased profharness (schema {version}); delete it or "
-            "choose another store with --store, then ingest the run folders again: profharness "
+            "choose another store with --store, and to ingest the run folders again, use: profharness "
             "ingest FOLDER"
         )
     # Users may add tables and views, but not triggers, which would run at the next ingest.

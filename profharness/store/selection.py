@@ -156,7 +156,7 @@ class RunFinder:
         near = near_names(ref, [*names.values(), *ids, *[LATEST] * ref.isalpha()])
         there = did_you_mean(near) or f"choose from {join_few([*names.values()], SHOWN_RUNS)}"
         if len(names) > SHOWN_RUNS:
-            there += f"; list all runs with: {shell_command('runs', store=self.path)}"
+            there += f"; to list all runs, use: {shell_command('runs', store=self.path)}"
         raise UnknownNameError(f"no run {ref!r} in {self.path}; {there}")
 
     def run_name(self, run: str) -> str:
@@ -216,7 +216,7 @@ class RunFinder:
         kind, profilers = self.connection.execute(query, (run,)).fetchone()
         how = " ".join((kind, *(f"--profiler {name}" for name in json.loads(profilers))))
         name = self.run_name(run)
-        return f"run {name} ({how}) has no kernels; see it with: {self.shown_by(run)}"
+        return f"run {name} ({how}) has no kernels; to see it, use: {self.shown_by(run)}"
 
     def require_cells(
         self, run: str, configs: Sequence[Config] = (), backends: Sequence[str] = ()
@@ -355,5 +355,5 @@ class RunFinder:
         others = [each.run for each in self.stored_runs()] if not selection.configs else []
         run = next(chain(self._matching(same_configs, "run"), others), None)
         lack = None if run is None else self.lack_of_kernels(run)
-        hint = lack or f"see what is stored with: {shell_command('runs', store=self.path)}"
+        hint = lack or f"to see what is stored, use: {shell_command('runs', store=self.path)}"
         raise NotFoundError(f"no stored run has {what}; {hint}")

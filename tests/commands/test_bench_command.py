@@ -160,7 +160,9 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> N
     os.kill(process.pid, signal.SIGINT)
     _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert "the results so far are kept; resume with: profharness capture --resume" in told
+    assert (
+        "the results so far are kept; to resume the run, use: profharness capture --resume" in told
+    )
     (record,) = (tmp_path / "traces" / "runs").glob("*/run.json")
     cells = json.loads(record.read_text())["cells"]
     assert [cell["status"] for cell in cells] == ["ok", "pending"]
@@ -181,7 +183,7 @@ def test_what_was_measured_is_named_when_it_cannot_be_written(tmp_path: Path) ->
     (line,) = [
         line for line in done.stderr.splitlines() if "the measured results are stored" in line
     ]
-    again = shlex.split(line.partition("see them with: profharness bench ")[2])
+    again = shlex.split(line.partition("to see them, use: profharness bench ")[2])
     assert again[-2:] == ["--store", "s.db"]
     shown = bench(tmp_path, *again)
     assert shown.returncode == 0 and "mine.py" in shown.stdout

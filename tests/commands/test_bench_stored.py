@@ -112,7 +112,7 @@ def test_the_command_that_an_interrupt_names_goes_on_in_the_same_store(tmp_path:
     _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     (run,) = (tmp_path / "my runs").iterdir()
-    resume, show = told.split("resume with: ")[1].strip().split(" && ")
+    resume, show = told.split("to resume the run, use: ")[1].strip().split(" && ")
     store = ["--store", "my store.db"]
     assert shlex.split(resume) == [
         "profharness", "capture", "--resume", f"my runs/{run.name}", *store,

@@ -402,7 +402,7 @@ def test_an_unknown_side_gets_the_nearest_backend(store: Path) -> None:
     other = str(diff(store, "flash", "foo").exception)
     assert other.startswith("'foo' is not a stored backend (stored: all-disabled, auto, cudnn, ")
     # A terminal does not break a command at the end of a message, so nothing may follow it.
-    assert re.search(r"list all runs with: profharness runs[^;]*$", other)
+    assert re.search(r"to list all runs, use: profharness runs[^;]*$", other)
 
 
 def test_kernels_of_a_diff_do_not_look_alike_at_80_columns(store: Path) -> None:

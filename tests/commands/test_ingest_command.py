@@ -186,14 +186,14 @@ def test_the_help_names_every_kind_of_source(open_folder: Path) -> None:
 
 def test_the_command_that_shows_what_was_taken_in_works_as_printed(tmp_path: Path) -> None:
     one = ingest(tmp_path, str(TRACE))
-    command = one.stderr.split("show the run with: ")[1].split()
+    command = one.stderr.split("To show the run, use: ")[1].split()
     assert command == ["profharness", "layers", TRACE.name, "--store", "s.db"]
     shown = subprocess.run(
         [sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "flash" in shown.stdout
     two = ingest(tmp_path, str(TRACE), str(RUN))
-    assert "show the last of 2 runs with: profharness kernels h200-torch2.11" in two.stderr
+    assert "To show the last of 2 runs, use: profharness kernels h200-torch2.11" in two.stderr
 
 
 @pytest.mark.parametrize(

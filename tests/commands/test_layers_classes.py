@@ -217,7 +217,7 @@ def test_layers_refuses_a_captured_run(store: dict[str, str]) -> None:
     for words in (("configs",), ("configs", "--gpu", "H100,H200")):
         error = ask(store, *words).exception
         assert isinstance(error, NotFoundError)
-        remedy = "show them with: profharness kernels h200-torch2.11"
+        remedy = "to show them, use: profharness kernels h200-torch2.11"
         assert f"contains configs, not a program; {remedy}" in str(error)
 
 

@@ -124,10 +124,10 @@ def test_printed_commands_use_the_id_if_the_name_is_another_file(folder: Path) -
     (folder / "elsewhere").mkdir()
     shutil.copy(PREFILL, folder / "elsewhere" / "trace.json.gz")
     told = invoke(folder, "ingest", "elsewhere/trace.json.gz").stderr
-    assert "show the run with: profharness layers trace-" in told
+    assert "To show the run, use: profharness layers trace-" in told
     (folder / "trace.json.gz").unlink()
     told = invoke(folder, "ingest", "elsewhere/trace.json.gz").stderr
-    assert "show the run with: profharness layers trace.json.gz\n" in told
+    assert "To show the run, use: profharness layers trace.json.gz\n" in told
 
 
 @pytest.mark.parametrize("command", ["kernels", "analyze", "repro"])
@@ -178,7 +178,7 @@ def test_a_config_in_the_place_of_a_run_names_other_commands(folder: Path, comma
 def test_a_command_of_one_run_refuses_several(folder: Path) -> None:
     error = invoke(folder, "kernels", "run", "trace.json.gz").exception
     assert isinstance(error, UsageError)
-    assert "compare two runs with: profharness diff run trace.json.gz" in str(error)
+    assert "to compare two runs, use: profharness diff run trace.json.gz" in str(error)
     error = invoke(folder, "kernels", ".").exception
     assert isinstance(error, UsageError) and "contains 2 runs; choose one of them: run" in str(
         error
@@ -223,12 +223,12 @@ def test_python_functions_accept_paths(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_ingest_names_the_command_that_fits(folder: Path) -> None:
-    assert "show the run with: profharness layers trace.json.gz\n" in (
+    assert "To show the run, use: profharness layers trace.json.gz\n" in (
         invoke(folder, "ingest", "trace.json.gz").stderr
     )
     two = invoke(folder, "ingest", "trace.json.gz", str(PREFILL)).stderr
     command = "profharness diff trace.json.gz llama_prefill.json.gz"
-    assert f"compare the two programs with: {command}\n" in two
+    assert f"To compare the two programs, use: {command}\n" in two
     assert invoke(folder, *command.split()[1:]).exit_code == 0
     assert "profharness kernels run" in invoke(folder, "ingest", "trace.json.gz", "run").stderr
 

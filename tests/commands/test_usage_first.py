@@ -137,8 +137,8 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         ),
         (
             ("predict", "latest"),
-            "latest is not a config, such as 2,8,512,64,bf16; if it is a trace file or a run, show "
-            "its attention with: profharness layers latest",
+            "latest is not a config, such as 2,8,512,64,bf16; if it is a trace file or a run, "
+            "to show its attention, use: profharness layers latest",
         ),
         (
             ("kernels", "1,1,16,16", "--gpu", "H200,A100"),

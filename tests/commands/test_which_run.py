@@ -101,7 +101,7 @@ def test_a_name_of_no_single_run_is_refused(made: Path, command: str, run: str) 
 def test_a_named_run_is_itself_and_says_what_it_lacks(made: Path) -> None:
     done = invoke("kernels", made, "--run", TIMED)
     assert done.exit_code == 0, done.output
-    told = f"run {TIMED} (capture --profiler events) has no kernels; see it with: profharness"
+    told = f"run {TIMED} (capture --profiler events) has no kernels; to see it, use: profharness"
     assert f"{told} bench {TIMED} --store {made}\n" in done.stderr
     gate = invoke("kernels", made, "--run", TIMED, "--expect", "flash")
     assert isinstance(gate.exception, GateError)
@@ -203,7 +203,7 @@ def test_an_unknown_run_is_answered_with_few_names_and_the_command_that_lists_al
     done = invoke("analyze", store, "traces/nope")
     assert str(done.exception) == (
         f"traces/nope: no such file or folder; no run 'traces/nope' in {store}; choose from "
-        "20990105-timed, 20990104-timed, 20990103-timed and 2 more; list all runs with: "
+        "20990105-timed, 20990104-timed, 20990103-timed and 2 more; to list all runs, use: "
         f"profharness runs --store {store}"
     )
 

@@ -79,7 +79,7 @@ def test_layers_says_why_efficient_ran(store: Path) -> None:
     text = run_cli(store, "layers", str(MODELS / "bert_fp32.json.gz"))
     assert text.count(OF_BERT) == 1
     assert "does not record its PyTorch release, so 2.11.0 is assumed" in text
-    assert f"code: profharness explain bert_fp32.json.gz --store {store}" in text
+    assert f"To see the code, use: profharness explain bert_fp32.json.gz --store {store}" in text
 
 
 OF_CUDNN = (
@@ -97,10 +97,12 @@ def test_layers_has_the_change_and_the_saving_of_a_report(store: Path) -> None:
     unknown = replace(layers.rows[0], lengths=(1, 2))  # no measured time describes all its calls
     (told,), _ = faster_change(replace(layers, rows=(unknown,)))
     assert told.endswith("387 µs of GPU time per step (33.6 µs instead of 163 µs per call).")
-    assert "why: profharness explain" not in text
+    assert "To see the reasons, use: profharness explain" not in text
     # The times of a benchmark are better than predictions.
     benched = render_table(layers_document(replace(layers, benched="bench-1")))
-    assert "To run cudnn" not in benched and "why: profharness explain" in benched
+    assert (
+        "To run cudnn" not in benched and "To see the reasons, use: profharness explain" in benched
+    )
 
 
 def test_predictions_for_the_same_gpu_have_the_same_advice(store: Path) -> None:
@@ -147,7 +149,9 @@ def test_the_first_choice_needs_no_reason(store: Path) -> None:
     assert {row.ran for row in layers.rows} == {"cudnn"}
     assert not any(row.why or row.reasons for row in layers.rows)
     assert not layers.caveats  # nothing rests on the assumed release
-    assert "why: profharness explain" in run_cli(store, "layers", str(MODELS / "unet.json.gz"))
+    assert "To see the reasons, use: profharness explain" in run_cli(
+        store, "layers", str(MODELS / "unet.json.gz")
+    )
 
 
 def test_another_prediction_is_told_and_explains_nothing(store: Path) -> None:

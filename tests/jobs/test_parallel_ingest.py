@@ -90,7 +90,7 @@ def test_store_equals_sequential_ingest_and_damaged_file_fails_alone(
     assert [line.partition(":")[0] for line in output.splitlines()] == [f"ranks/{n}" for n in names]
     assert f"error: ranks/{DAMAGED}, byte" in errors
     assert f"1 of {RANKS + 1} sources could not be ingested" in errors
-    assert f"compare the {RANKS} ranks with: profharness ranks rank" in errors
+    assert f"To compare the {RANKS} ranks, use: profharness ranks rank" in errors
     mine, direct = contents(store), contents(folder / "direct.db")
     for rows in (mine, direct):  # the paths of the sources differ
         rows["runs"] = [row[:5] + row[6:] for row in rows["runs"]]

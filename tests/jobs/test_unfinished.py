@@ -69,7 +69,7 @@ def test_unfinished_runs_are_listed_with_the_command_that_resumes_them(out: Path
     assert half["command"] == f"profharness capture --resume traces/runs/{HALF}"
     assert not checked["resumable"] and checked["command"].startswith("profharness ingest")
     shown = invoke(folder).stdout
-    assert f"resume the run with: {half['command']}" in " ".join(shown.split())
+    assert f"to resume the run, use: {half['command']}" in " ".join(shown.split())
     with contextlib.chdir(folder):
         resume(Path(shlex.split(half["command"])[-1]))
     assert [each["run"] for each in answer(folder)["unfinished"]] == [CHECKED]

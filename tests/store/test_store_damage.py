@@ -16,7 +16,7 @@ from profharness.store import Store, ingest_path, open_store, query, schema
 from profharness.store.tables import VIEWS
 
 Folder = Callable[..., Path]
-REMEDY = "Rebuild it from the run folders: profharness ingest traces/runs --store NEW"
+REMEDY = "To rebuild it from the run folders, use: profharness ingest traces/runs --store NEW"
 PLACES, PAGE = 20, 4096
 READS: tuple[Callable[[Store], object], ...] = (
     Store.runs,

@@ -333,7 +333,7 @@ def analyze_program(
         raise NotFoundError(
             f"run {name} has no recorded step, so there are no kernels and times to analyze; "
             "record a step with `profharness observe --profiler torch --warmup 0 -- PROGRAM`; "
-            f"see the counted calls with: {shell_command('layers', reference, store=path)}"
+            f"to see the counted calls, use: {shell_command('layers', reference, store=path)}"
         )
     changes = program_changes(layers) if layers else {}
     analyses, left_out, spent = [], [], {}
@@ -367,12 +367,14 @@ def analyze_program(
         named = [*(config.label for config in configs), *backends]
         criteria = f" of {', '.join(named)}" if named else ""
         show = shell_command("layers", reference, store=path)
-        remedy = f"see its attention calls with: {show}"
+        remedy = f"to see its attention calls, use: {show}"
         why = "; ".join([*left_out, remedy])
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     if layers and any(change.assumes_release for change in changes.values()):
         assumed = layers.assumed.partition(";")[0]
-        left_out.append(f"{assumed}; see the code of the change with: {layers.command('explain')}")
+        left_out.append(
+            f"{assumed}; to see the code of the change, use: {layers.command('explain')}"
+        )
     for text in left_out:
         if is_command_line():
             hint(text)

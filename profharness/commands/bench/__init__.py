@@ -314,7 +314,7 @@ def show(
         hint_cpu(answer.environment, device, remedy)
     for other in answer.others:
         again = shell_command("diff", answer.run, other, store=store_path(store))
-        hint(f"compare the runs with: {again}")
+        hint(f"To compare the runs, use: {again}")
 
 
 def _write_folder(

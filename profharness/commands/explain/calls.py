@@ -134,7 +134,7 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
     if not program.calls and not all(row.kind in WITHOUT_CHOICE for row in layers.rows):
         raise NotFoundError(
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "
-            f"show its attention with: {layers.command('layers')}"
+            f"to show its attention, use: {layers.command('layers')}"
         )
     return program
 

@@ -392,7 +392,7 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
     with open_store(path) as store:
         if store.has(run, "attention calls"):
             again = shell_command("layers", store.run_reference(run), store=path)
-            hint_after(f"see the attention of this run layer by layer with: {again}")
+            hint_after(f"To see the attention of this run layer by layer, use: {again}")
 
 
 DECLARATION = declaration_of(kernels)

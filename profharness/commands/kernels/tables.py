@@ -611,8 +611,8 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
     if absent and rows:
         text = (
             f"{join_and([name for name in TRACE_PROFILERS if name in absent])} recorded nothing "
-            "here; record with all three: `profharness capture --profiler "
-            f"{','.join(TRACE_PROFILERS)}`"
+            "here; to record with all three, use: profharness capture --profiler "
+            f"{','.join(TRACE_PROFILERS)}"
         )
         notes.append(Note(text, level="hint"))
     ratios = [

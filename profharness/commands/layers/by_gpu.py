@@ -146,7 +146,7 @@ def find_layers_by_gpu(
     if captures := [run for run in runs if store.cells(run)]:
         remedy = "leave this run out"
         if len(captures) == len(runs):
-            remedy = f"compare such runs with: profharness report {' '.join(runs)}"
+            remedy = f"to compare such runs, use: profharness report {' '.join(runs)}"
         raise UsageError(f"run {captures[0]} contains configs, but layers shows programs; {remedy}")
     maps: list[LayerMap] = []
     errors: dict[str, NotFoundError] = {}

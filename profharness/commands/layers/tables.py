@@ -214,9 +214,9 @@ def faster_change(layers: LayerMap) -> tuple[tuple[str, ...], Note]:
     for answer, way in faster_changes(layers):
         of_one = len({row.config for row in layers.rows}) == 1
         command = layers.command("explain", *(() if of_one else ("--full",)))
-        hint = f"{'code' if way.advice.code else 'why'}: {command}"
+        hint = f"To see the {'code' if way.advice.code else 'reasons'}, use: {command}"
         return (faster_text(layers, answer, way),), Note(hint, level="hint")
-    return (), Note(f"why: {layers.command('explain')}", level="hint")
+    return (), Note(f"To see the reasons, use: {layers.command('explain')}", level="hint")
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:

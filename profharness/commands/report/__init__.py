@@ -218,7 +218,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     """
     if len(refs) == 2 and all(ref in (AUTO, *SDPA_BACKENDS) for ref in refs):
         raise UsageError(
-            f"report takes runs, not backends; compare two backends with: profharness diff "
+            f"report takes runs, not backends; to compare two backends, use: profharness diff "
             f"{' '.join(refs)}"
         )
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))

@@ -170,7 +170,7 @@ def repro(
 def show(text: str, *, output: OutputFile = None) -> None:
     """Print the script. If it was written to a file, print the command that runs the file."""
     if output is not None:
-        hint(f"wrote {output}; run it with: python {output}")
+        hint(f"wrote {output}; to run it, use: python {output}")
         return
     with quiet_stdout() as stream:
         stream.write(text.encode())
