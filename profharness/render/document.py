@@ -214,7 +214,7 @@ class Note:
 
 # Words of lower case that may start a sentence.
 _NAMES = frozenset({*STYLES, "ncu", "nsys", "torch", "profharness"})
-_FIRST_WORD = re.compile(r"[a-z]+(?=[ ,]|: )")
+_FIRST_WORD = re.compile(r"[a-z]+(?=[ ,])")
 _TERM = re.compile(r"[a-z]+: ")
 _WHOLE = re.compile(r"[.!?:…]$|[.!?] [(\[].*[)\]]$")
 _COMMAND = re.compile(r"(?:^|: )(?:profharness|pip|python) [^`]*$")

@@ -83,7 +83,7 @@ def test_what_verification_finds_wrong_is_shown_and_not_ranked(folder: Path) -> 
     assert right["median_ns"] <= right["p90_ns"] <= right["p99_ns"]
     assert all(each["backend"] != "wrong.py" for each in told["winners"])
     text = (folder / "stdout.txt").read_text()
-    assert "WRONG" in text and "not ranked because of wrong output" in text
+    assert "WRONG" in text and "Not ranked because of wrong output" in text
 
 
 def test_refusals_are_explained_under_the_table(folder: Path) -> None:

@@ -368,7 +368,7 @@ def test_the_notes_on_roles_are_true_and_few(store: Path) -> None:
     assert "math" not in text
     assert text.count("total time of the unfused kernels") == 1
     assert text.count("too few launches to compare") == 1
-    assert "add, all, arange and 14 more there are too few launches to compare (at least 3" in text
+    assert "add, all, arange and 14 more There are too few launches to compare (at least 3" in text
     assert re.search(r" ne vectorized_elementwise\S.{,60} 1\.00x unknown ", text)
 
 

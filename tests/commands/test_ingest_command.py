@@ -139,8 +139,8 @@ def test_what_was_taken_in_last_is_shown_by_the_command_at_the_end(open_folder: 
     (open_folder / "good.json.gz").write_bytes(TRACE.read_bytes())
     shutil.copytree(RUN, open_folder / "run")
     done = ingest(open_folder, "run", "good.json.gz")
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("show ")]
-    words = shlex.split(line.partition(" with: ")[2])
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("To show ")]
+    words = shlex.split(line.partition(", use: ")[2])
     assert words[:3] == ["profharness", "layers", "good.json.gz"]
     main = cli
     with chdir(open_folder):
@@ -170,7 +170,7 @@ def test_runs_and_kernels_show_the_warnings_of_a_run(open_folder: Path) -> None:
     ):
         main = find_command(words[0])
         table = CliRunner().invoke(main, [*words[1:], *store])
-        assert "first of 2 warnings: not ingested:" in " ".join(table.stdout.split())
+        assert "First of 2 warnings: not ingested:" in " ".join(table.stdout.split())
         told = json.loads(CliRunner().invoke(main, [*words[1:], *store, "--format", "json"]).stdout)
         texts = told.get("warnings") or told["rows"][0]["warnings"]
         assert len(texts) == 2 and name in json.dumps(texts)

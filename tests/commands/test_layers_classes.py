@@ -332,9 +332,9 @@ def test_benches_of_one_program_have_a_column_each(benches: dict[str, str]) -> N
         *("cudnn", "45.0", "flash", "30.0"),
     ]
     summed = "270 µs on H100 and 216 µs on H200 (1.25x), summed over 3 of 3 rows"
-    assert f"in these benchmarks, attention of a step takes {summed}" in " ".join(table.split())
+    assert f"In these benchmarks, attention of a step takes {summed}" in " ".join(table.split())
     assert (
-        "on H200, the fastest correct backends save 36.0 µs of the kernel time of a step" in table
+        "On H200, the fastest correct backends save 36.0 µs of the kernel time of a step" in table
     )
     assert "on H100, the fastest" not in table
     told = answer(benches, "whisper", "--bench", "both")
@@ -386,9 +386,9 @@ def test_missing_and_different_measurements_are_reported(benches: dict[str, str]
     text = " ".join(
         ask(benches, "whisper", "--bench", f"{benches['both']},{benches['b40s']}").stdout.split()
     )
-    assert "kernel times on H100 and cold times on L40S cannot be compared" in text
-    assert "the benchmark on L40S also ran with different versions: torch 2.11.0 → 2.12.0" in text
-    assert f"run {benches['b40s']} has no correct auto result for b2-h8-s32" in text
+    assert "Kernel times on H100 and cold times on L40S cannot be compared" in text
+    assert "The benchmark on L40S also ran with different versions: torch 2.11.0 → 2.12.0" in text
+    assert f"Run {benches['b40s']} has no correct auto result for b2-h8-s32" in text
     assert "so PyTorch's choice is unknown" in text
     told = answer(benches, "whisper", "--bench", f"{benches['b200']},{benches['b40s']}")
     last = next(each for each in told["benched"] if "-s32-" in each["sides"][0]["config"])

@@ -122,7 +122,7 @@ def test_layers_names_the_config_that_a_change_is_for(store: Path) -> None:
     other = replace(row, config="b8-h12-s384-d64-bf16", ran="cudnn", why=None)
     (told,), code = faster_change(replace(layers, rows=(row, other)))
     assert told.startswith(f"To run cudnn on {row.config}, compute in bf16")
-    assert code.text == f"code: {layers.command('explain', '--full')}"
+    assert code.text == f"To see the code, use: {layers.command('explain', '--full')}"
 
 
 def test_a_program_on_a_cpu_has_no_faster_backend(store: Path) -> None:
@@ -163,7 +163,7 @@ def test_another_prediction_is_told_and_explains_nothing(store: Path) -> None:
     assert text.startswith(
         "llama_prefill.json.gz ran cudnn, but the rules of PyTorch 2.8 predict flash for an H200."
     )
-    assert "mismatch the rules predict flash and a stored run shows cudnn" in text
+    assert "mismatch The rules predict flash and a stored run shows cudnn" in text
 
 
 def test_the_measured_time_is_beside_the_prediction(store: Path) -> None:

@@ -227,7 +227,7 @@ def test_text_formats_omit_charts() -> None:
 def test_markdown_links_to_its_pictures() -> None:
     blocks = (SAMPLES["map"], Note("n"), SAMPLES["dots"])
     text = render_markdown(Document("t/1", "t", blocks, (), ()), images=["out-1.svg", "a b-2.svg"])
-    assert "![Map](<out-1.svg>)\n\n- n\n\n![By config](<a b-2.svg>)" in text
+    assert "![Map](<out-1.svg>)\n\n- n.\n\n![By config](<a b-2.svg>)" in text
 
 
 @given(st.lists(st.text()))

@@ -34,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_sentence(text: str) -> bool:
-    first = re.split(r"[ ,:]", text)[0]
+    first = re.split("[ ,]", text)[0]
     return bool(END.search(text)) and (not re.fullmatch("[a-z]+", first) or first in STYLES)
 
 

@@ -102,9 +102,9 @@ def test_earlier_run_has_needed_data_too(path: Path) -> None:
     [
         (
             Selection(None, [OTHER]),
-            rf"run {TIMED} \(bench --profiler events\) has no kernels; see it",
+            rf"run {TIMED} \(bench --profiler events\) has no kernels; to see it, use",
         ),
-        (Selection(None, [OTHER]), rf"with: profharness bench {TIMED} --store \S+/s.db$"),
+        (Selection(None, [OTHER]), rf"use: profharness bench {TIMED} --store \S+/s.db$"),
         (
             Selection(None, [HALF], ["math"]),
             "no stored run has kernels of b2-h8-s512-d64-fp16 on math",
