@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\|.*\| `(profharness [^|`]+)` \|.*\|$", re.MULTILINE)
+RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")  # the last part may have no digit
 RUNNABLE = ("sh", "console", "python", "sql", "table")
 SOURCES = ("profharness", "kernels", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
@@ -232,7 +233,7 @@ def compare(command: str, page: str, done: subprocess.CompletedProcess[str]) -> 
         assert header(done.stdout) == header(page)
         assert leading(page) <= set(done.stdout.split())
         return
-    alike = shape if command.startswith("profharness capture") else str.rstrip
+    alike = shape if command.startswith("profharness capture") else without_ids
     told, printed = ({alike(line) for line in text.splitlines()} for text in (page, done.stdout))
     came = printed | {alike(line) for line in done.stderr.splitlines()}
     assert (told - came - {""}, printed - told - {""}) == (set(), set())
@@ -251,10 +252,14 @@ def leading(text: str) -> set[str]:
     return {word.strip() for row in rows for word in row} - {""}
 
 
+def without_ids(line: str) -> str:
+    return RUN_ID.sub("0", line.rstrip())
+
+
 def shape(line: str) -> str:
     """Return a line without its figures and ids, and without the time left, which slow machines show."""
     line = re.sub(r", about .* left$", "", line)
-    line = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "0", line)  # the last part may have no digit
+    line = without_ids(line)
     return re.sub(r"[0-9a-f]*\d[0-9a-f.,]*", "0", " ".join(line.split()))
 
 
