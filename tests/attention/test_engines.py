@@ -209,7 +209,7 @@ def test_wrong_usage_is_refused(words: tuple[str, ...], message: str) -> None:
 
 def test_a_bidirectional_config_is_doubted() -> None:
     result = ask("2,8,512,64", "--engine", "vllm", "--gpu", "H100")
-    assert "the config is bidirectional; for a decoder, add causal" in result.stdout
+    assert "The config is bidirectional; for a decoder, add causal" in result.stdout
 
 
 VLLM = {  # a tree in the layout of vLLM, with two backends

@@ -302,7 +302,7 @@ def test_figures_are_counted_in_one_way(tmp_path: Path) -> None:
         cell(STUDY, "flash", {}, status="refused", message="no"),
     ]
     found = answer(tmp_path, cells)
-    assert "[1] b32-h8-s128-d64-fp16 auto  the interval is wider than" in RENDERERS["table"](
+    assert "[1] b32-h8-s128-d64-fp16 auto  The interval is wider than" in RENDERERS["table"](
         bench_document(found), width=160
     )
 

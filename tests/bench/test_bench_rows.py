@@ -264,7 +264,7 @@ def test_a_baseline_is_a_config_or_a_backend(text: str, kind: type) -> None:
 
 
 def test_a_baseline_that_was_not_timed_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no cell for the baseline b1-h1-s8-d8"):
+    with pytest.raises(NotFoundError, match="no cell for config b1-h1-s8-d8"):
         answer(tmp_path, timed(STUDY, auto=1000), baseline=parse_config("1,1,8,8"))
 
 
@@ -274,7 +274,7 @@ def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
     text = RENDERERS["table"](bench_document(answer(tmp_path, cells)), width=160)
     # One sentence instead of a mark in most lines.
     assert "[~]" not in text
-    assert "the intervals of 3 of 3 figures are wider than ±1.0 %" in text
+    assert "The intervals of 3 of 3 figures are wider than ±1.0 %" in text
     assert "wider than ±1.0 %" in text and "[1]" not in text
 
 
