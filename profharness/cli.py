@@ -203,9 +203,13 @@ def _run() -> int:
             _say(error.format_message())
         else:
             _say(f"error: {_wrong_usage(error)}")
-        if _TORN_CONFIG.search(error.message):
+        torn = _TORN_CONFIG.search(error.message)
+        third = _is_third_side(error)
+        if torn and third:
+            _say("hint: give a config after --config, as in: --config 2,8,512,64")
+        elif torn:
             _say("hint: put quotes around configs that contain braces, as in '2,8,{512,1024},64'")
-        elif _is_third_side(error):
+        elif third:
             _say(
                 "hint: to compare two backends of a run, use: profharness diff RUN:flash RUN:cudnn"
             )

@@ -314,12 +314,18 @@ def test_run_names_the_run_of_two_backends(store: Path) -> None:
     assert f"--run requires two backends, but '{run}' is not a stored backend" in str(refused)
 
 
-def test_three_sides_give_the_form_for_two_backends_of_a_run() -> None:
-    for words, hinted in ((("latest", "flash", "cudnn"), True), (("flash",), False)):
+def test_three_sides_give_the_form_that_was_meant() -> None:
+    """Bug: a config as the third argument gave a hint about braces."""
+    for words, hint in (
+        (("latest", "flash", "cudnn"), "use: profharness diff RUN:flash RUN:cudnn"),
+        (("cudnn", "flash", "2,8,512,64"), "after --config, as in: --config 2,8,512,64"),
+        (("flash",), None),
+    ):
         program = (sys.executable, "-m", "profharness", "diff", *words)
         done = subprocess.run(program, capture_output=True, text=True, check=False)
         assert done.returncode == 2
-        assert ("profharness diff RUN:flash RUN:cudnn" in done.stderr) == hinted
+        assert ("hint: " in done.stderr) == (hint is not None)
+        assert hint is None or done.stderr.rstrip().endswith(hint)
 
 
 def test_diff_warns_of_a_busy_machine(store: Path) -> None:

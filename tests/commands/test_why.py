@@ -396,7 +396,7 @@ def test_explain_answers_for_eager_attention(store: Path) -> None:
 def test_explain_answers_for_calls_without_a_choice(store: Path, path: Path, told: str) -> None:
     """Bug: explain failed, although it answered for calls with advice, and named no package."""
     text = run_cli(store, "explain", str(path))
-    assert text.startswith(f"{told} show its attention with: profharness layers {path.name}")
+    assert text.startswith(f"{told} To show its attention, use: profharness layers {path.name}")
     assert explained(store, str(path))["rows"] == []
 
 

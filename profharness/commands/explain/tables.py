@@ -394,7 +394,7 @@ def unexplained_document(program: ProgramCalls) -> Document:
     )
     blocks: tuple[Block, ...] = (Note(CODE_FOLLOWS), Code(program.code)) if program.code else ()
     if not change:
-        blocks = (Note(f"show its attention with: {program.shown_by}", level="hint"),)
+        blocks = (Note(f"to show its attention, use: {program.shown_by}", level="hint"),)
     fields, extra = (*FIELDS, "modules"), {"run": program.run}
     return Document(SCHEMA, "Why these kernels", blocks, fields, (), extra, answer=told)
 
