@@ -258,4 +258,4 @@ def test_benches_of_the_requested_gpus(
     assert [call["calls"] for call in sides["decode"][1]] == [20, 20]
     assert [call["ns"] for call in sides["decode"][1]] == pytest.approx([30 * US, 20 * US])
     text = map_of(store, "--bench", ",".join(runs)).stdout
-    assert "in these benchmarks, attention of the whole program takes" in " ".join(text.split())
+    assert "In these benchmarks, attention of the whole program takes" in " ".join(text.split())
