@@ -25,6 +25,7 @@ from profharness.atlas.predictions import (
 )
 from profharness.attention.config import AUTO, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
+from profharness.attention.dispatch.by_rule import condition
 from profharness.columns import Column, pick
 from profharness.commands._answers import split_text
 from profharness.commands._command import command, declaration_of, document
@@ -288,7 +289,8 @@ def _config_blocks(
         yield Code(call_code(config, config, auto.best))
     for row in shown:
         if row.status != "ok":
-            reasons = "; ".join(reason.message for reason in row.reasons) or "by rule"
+            own = parse_config(row.config)
+            reasons = "; ".join(condition(own, reason) for reason in row.reasons) or "by rule"
             if not row.reasons and row.status == "unknown":
                 reasons = "the rules do not cover this release"
             elif not row.reasons and row.source == MEASURED:

@@ -94,6 +94,39 @@ def test_analyze_advises_what_layers_advises(tmp_path: Path) -> None:
     assert remedy["findings"] == ["tail"]
 
 
+def test_analyze_of_a_capture_advises_what_explain_advises(tmp_path: Path) -> None:
+    """Bug: at most 1.55 times as fast by padding, where explain says 3.10 times as fast."""
+    path = tmp_path / "s.db"
+    ingest_path(path, TRACES / "h200-torch2.11")
+
+    def told(*more: str) -> str:
+        given = ["analyze", *more, "--peaks", "data-sheet", "--store", str(path)]
+        done = CliRunner().invoke(cli, given)
+        assert done.exit_code == 0, done.output
+        return " ".join(done.stdout.split())
+
+    change = (
+        "To run cudnn, pad head_dim from 100 to 104 (head_dim_v from 100 to 104), keep the scale and "
+        "slice the output: the predicted kernel time is 11.4 µs instead of 35.3 µs per call (3.10 "
+        "times as fast), without the time to prepare its inputs."
+    )
+    assert f"near its peak. {change}" in told("2,8,512,100")
+    assert "Pad head_dim 100" not in told("2,8,512,100", "--full")
+    remedies = {
+        row["backend"]: row["remedies"]
+        for row in json.loads(told("2,8,512,100", "--format", "json"))["rows"]
+    }
+    for backend in ("auto", "flash"):
+        first = remedies[backend][0]
+        assert first["text"] == change and first["grade"] == "predicted"
+        assert first["factor"] == pytest.approx(3.10, abs=0.01)
+    # The change is not one to the calls that math computes.
+    assert "predicted" not in {each["grade"] for each in remedies["math"]}
+    # A config that cudnn runs has no such change, and the answer does not tell that of another one.
+    assert "pad head_dim" not in told("2,8,512,64")
+    assert "on b2-h8-s512-d100-fp16, pad head_dim" in told("--full")
+
+
 def test_layers_are_ordered_by_their_time(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     ingest_path(path, TRACES / "models" / "unet.json.gz")

@@ -361,6 +361,13 @@ def test_a_layout_without_times_has_those_of_contiguous_tensors(layout: str) -> 
     assert text.count("the times are for contiguous tensors.") == 1
 
 
+def test_a_refusal_has_the_words_of_explain() -> None:
+    """Bug: predict showed PyTorch's message, which begins `both fused kernels require`."""
+    text = " ".join(told("--config", "b1-h32-kv8-sq1-skv4096-d128-bf16", "--gpu", "H200").split())
+    assert "num_heads=32 with kv_heads=8 is not supported" in text
+    assert "fused kernels require" not in text
+
+
 def test_no_backend_that_refuses_a_layout_has_a_time() -> None:
     config = "2,8,512,64,kv_heads=2,layout=bshd"
     rows = {row["backend"]: row for row in answer("--config", config, "--gpu", "H200")["rows"]}

@@ -94,7 +94,8 @@ def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
     else:
         yield f"These measurements show no bottleneck for {subject.removesuffix(',')}."
     # The change to the costliest call that has one, as in `layers`.
-    changes = [each for one in ran for each in one.remedies if each.grade == PREDICTED]
+    own = [one for one in ran if one.module is not None or one.config == cell.config]
+    changes = [each for one in own for each in one.remedies if each.grade == PREDICTED]
     others = [each for each in cell.remedies if each.grade != PREDICTED]
     for remedy in (*changes[:1], *others[:1]):
         yield _remedy([remedy])

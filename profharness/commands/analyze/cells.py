@@ -13,7 +13,7 @@ from profharness import stats
 from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import parse_config, pytorch_chooses
 from profharness.commands._output import hint, is_command_line
-from profharness.commands.analyze.changes import program_changes, with_change
+from profharness.commands.analyze.changes import config_changes, program_changes, with_change
 from profharness.commands.analyze.figures import (
     SEVERITIES,
     CellAnalysis,
@@ -29,12 +29,13 @@ from profharness.commands.analyze.figures import (
 )
 from profharness.commands.analyze.remedies import bottleneck, remedies
 from profharness.commands.analyze.rules import EAGER_RULES, RULES, kv_places, measured, us
+from profharness.commands.explain.calls import run_configs
 from profharness.device_types import CPU, CUDA
 from profharness.devices import MEASURED, Device, launch_occupancy
 from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
-from profharness.measurements.agreement import is_another
+from profharness.measurements.agreement import backend_that_ran, is_another
 from profharness.measurements.measurements import busy_text, statistic_text, usable_times
 from profharness.program.layer_map import (
     actual_backend,
@@ -243,7 +244,15 @@ def analyze_rows(
                 kernels = store.kernels(run)
             # The roles and the shares of a kernel that runs in both passes differ between them.
             kernels = split_passes(kernels, store.kernels(run, by_op=True))
-            analyses += analyze_all(own, kernels, machine, store.wrong(run), rivals)
+            changes = config_changes(
+                run_configs(run, [cell.config for cell in own], store.environment(run))
+            )
+            analyses += [
+                with_change(analysis, changes.get((cell.config, backend_that_ran(cell))))
+                for cell, analysis in zip(
+                    own, analyze_all(own, kernels, machine, store.wrong(run), rivals), strict=True
+                )
+            ]
     return analyses
 
 

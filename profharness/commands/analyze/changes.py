@@ -1,11 +1,18 @@
-"""Add the changes that `layers` advises to the analysis of a program's calls."""
+"""Add changes to another backend to the analyses of a program's calls and of cells."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from profharness.attention.dispatch.by_rule import chosen
 from profharness.commands.analyze.figures import PREDICTED, CellAnalysis, Remedy
-from profharness.commands.explain.faster import faster_changes, faster_text
+from profharness.commands.explain.calls import RunConfigs
+from profharness.commands.explain.faster import (
+    faster_changes,
+    faster_config_text,
+    faster_configs,
+    faster_text,
+)
 from profharness.commands.layers.answer import advised_text, told_change
 from profharness.program.layer_map import LayerMap
 
@@ -15,7 +22,7 @@ OF_THE_CALL = ("launch_gap",)
 
 @dataclass(frozen=True, slots=True)
 class ProgramChange:
-    """A change that `layers` advises, and what the calls run after it."""
+    """A change that `layers`, `bench` or `explain` advises, and what the calls run after it."""
 
     text: str
     speed_up: float | None
@@ -52,17 +59,32 @@ def program_changes(layers: LayerMap) -> Changes:
     return changes
 
 
+def config_changes(run: RunConfigs) -> Changes:
+    """Return the changes that `bench` advises for the configs of a run of `capture`."""
+    several = len(run.configs) > 1
+    return {
+        (answer.config, chosen(answer)): ProgramChange(
+            faster_config_text(way, answer.config if several else ""),
+            way.speed_up,
+            way.backend != chosen(answer),
+            False,
+        )
+        for answer, way in faster_configs(run)
+    }
+
+
 def with_change(analysis: CellAnalysis, change: ProgramChange | None) -> CellAnalysis:
     """Return the analysis with a change as its first remedy.
 
-    If another backend then computes the calls, leave out the remedies for the kernels that ran.
+    If another backend then computes the calls, leave out the remedies for the kernels that ran,
+    except for a backend that was measured to be faster. Cells without usable times get no change.
     """
-    if change is None:
+    if change is None or analysis.figures is None or analysis.busy:
         return analysis
     kept = [
         each
         for each in analysis.remedies
-        if not change.other_backend or set(each.findings) <= set(OF_THE_CALL)
+        if not change.other_backend or each.measured or set(each.findings) <= set(OF_THE_CALL)
     ]
     replaced = [code for each in analysis.remedies if each not in kept for code in each.findings]
     first = Remedy(change.text, tuple(dict.fromkeys(replaced)), change.speed_up, PREDICTED)

@@ -10,11 +10,13 @@ from typing import Any
 
 from profharness.attention.config import ALL_DISABLED, AUTO, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
+from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
 from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
+from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
-from profharness.commands.explain.faster import faster_configs
+from profharness.commands.explain.faster import faster_config_text, faster_configs
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
 from profharness.errors import counted, join_few, percent
@@ -169,10 +171,16 @@ COLUMNS = (
 LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "regret", "remark")
 
 
-def changes_of(answer: BenchResult) -> Iterator[tuple[str, str]]:
-    """Yield the configs that a change to the call is predicted to make faster, with the change."""
+def changes_of(answer: BenchResult) -> Iterator[tuple[Explanation, Way]]:
+    """Yield the changes that are predicted to make configs faster on `auto`."""
     labels = [cell.config for cell in answer.cells if cell.backend == AUTO]
     yield from faster_configs(run_configs(answer.name, labels, answer.environment))
+
+
+def change_notes(changes: Iterable[tuple[Explanation, Way]]) -> Iterator[Note]:
+    """Yield a note on each change of `changes_of`, with its config as the label."""
+    for explanation, way in changes:
+        yield Note(faster_config_text(way), explanation.config)
 
 
 def bench_document(
@@ -207,7 +215,7 @@ def bench_document(
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain),
-        *(Note(text, config) for config, text in changes_of(answer)),
+        *change_notes(changes_of(answer)),
         *_doubts(answer),
     ]
     records = [record(row) for row in answer.rows]

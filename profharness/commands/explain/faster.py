@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from profharness.attention.dispatch.by_rule import Explanation, explain_by_rule
-from profharness.commands.explain.answer import Way, short_change_text, told_way
+from profharness.commands.explain.answer import WITHOUT_PREPARING, Way, told_way
 from profharness.commands.explain.calls import RunConfigs, program_calls
 from profharness.commands.explain.savings import matters, saving_text
 from profharness.commands.explain.times import with_times
 from profharness.device_types import is_gpu
 from profharness.program.layer_map import LayerMap
-from profharness.units import time_text
+from profharness.rows import MEASURED
+from profharness.units import by_how_much, time_text
 
 MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
 
@@ -59,8 +60,8 @@ def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, W
             yield answer, way
 
 
-def faster_configs(run: RunConfigs) -> Iterator[tuple[str, str]]:
-    """Yield the configs of a run that a change is predicted to make faster, with the change."""
+def faster_configs(run: RunConfigs) -> Iterator[tuple[Explanation, Way]]:
+    """Yield the changes that are predicted to make configs of a run faster on `auto`."""
     if run.platform is None or not is_gpu(run.platform.device):
         return
     answers = [explain_by_rule(config, run.platform) for config in run.configs[:MOST_EXPLAINED]]
@@ -68,7 +69,34 @@ def faster_configs(run: RunConfigs) -> Iterator[tuple[str, str]]:
         way = told_way(answer, ())
         times = way.advice.predicted if way else None
         if way and times and times.certain and (times.speed_up or 0) > 1:
-            yield answer.config, short_change_text(way)
+            yield answer, way
+
+
+def _change_lead(way: Way, where: str) -> str:
+    """Return the start of a sentence on a change, such as `To run cudnn on CONFIG, pad …`.
+
+    `where` names the config, or is "".
+    """
+    # The call may already run on the backend that the change makes faster.
+    to = "" if way.side.eligible else f"to run {way.backend}"
+    lead = " ".join(filter(None, [to, f"on {where}" if where else ""]))
+    # The explanation of a step follows its colon.
+    steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
+    change = f"{lead}{', ' if lead else ''}{'; '.join(steps)}"
+    return f"{change[0].upper()}{change[1:]}"
+
+
+def faster_config_text(way: Way, where: str = "") -> str:
+    """Return a sentence on a change of `faster_configs`, with the kernel times that it saves.
+
+    `where` names the config. It is "" if the config is already named.
+    """
+    times = way.advice.predicted
+    assert times is not None and times.before_ns is not None
+    of = "kernel time in the atlas" if times.source == MEASURED else "predicted kernel time"
+    each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
+    ratio = by_how_much(times.speed_up or 0)
+    return f"{_change_lead(way, where)}: the {of} is {each} ({ratio}){WITHOUT_PREPARING}."
 
 
 def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
@@ -80,14 +108,8 @@ def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
         own = row.config == answer.config and row.ran == answer.observed
         if own and row.calls and row.direction != "recompute":
             calls[row.step_phase] = calls.get(row.step_phase, 0) + row.calls
-    where = f"on {answer.config}" if len({row.config for row in layers.rows}) > 1 else ""
-    # The call may already run on the backend that the change makes faster.
-    to = "" if way.side.eligible else f"to run {way.backend}"
-    lead = " ".join(filter(None, [to, where]))
-    # The explanation of a step follows its colon.
-    steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
-    change = f"{lead}{', ' if lead else ''}{'; '.join(steps)}: "
-    change = f"{change[0].upper()}{change[1:]}"
+    where = answer.config if len({row.config for row in layers.rows}) > 1 else ""
+    change = f"{_change_lead(way, where)}: "
     each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
     if not (layers.steps and calls):
         return f"{change}predicted to take {each}."

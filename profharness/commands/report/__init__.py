@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
 from profharness.attention.config import ALL_DISABLED, AUTO, SDPA_BACKENDS, parse_config
-from profharness.attention.dispatch.by_rule import condition
+from profharness.attention.dispatch.by_rule import Explanation, condition
 from profharness.columns import Column, column, pick
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
@@ -34,6 +34,7 @@ from profharness.commands.bench.answer import bench_answer, noise_of_auto
 from profharness.commands.bench.tables import (
     MEANS,
     bench_document,
+    change_notes,
     changes_of,
     gpu_blocks,
     gpu_record,
@@ -44,6 +45,8 @@ from profharness.commands.bench.tables import (
 from profharness.commands.diff import diff_document
 from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
+from profharness.commands.explain.answer import Way
+from profharness.commands.explain.faster import faster_config_text
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
     cell_record,
@@ -354,15 +357,17 @@ def _run_blocks(
         broken = [f"{_count(len(problems), 'profiler or GPU problem')}: see below."]
     extra["summary"].append({"run": run, "sentences": [*sentences, *verdict, *broken]})
     summary: list[str] = []  # sentences for the details
+    changes: list[tuple[Explanation, Way]] = []
     if evaluated:
         first, *others = bench_answer(evaluated)
         # The answer of `bench` already tells notable losses.
         notable = any(loss.real and loss.regret > NOTABLE_LOSS for loss in evaluated.losses)
         limits = _limits(store, run, cells, kernels, evaluated)
+        changes = list(changes_of(evaluated))
         # The answer of `bench` also tells that no backend is faster than auto.
         enough = notable or not any(loss.real for loss in evaluated.losses)
         summary = [*sentences, *(verdict if enough else ()), *broken]
-        sentences = [first, *(() if enough else verdict), *limits, *others]
+        sentences = [first, *(() if enough else verdict), *_largest(changes), *limits, *others]
     else:
         sentences = [*sentences, *broken]
     blocks: list[Block] = [Heading("Problems")] if problems else []
@@ -406,7 +411,7 @@ def _run_blocks(
         if not bench:
             drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
             drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
-            drawn += [Note(text, config) for config, text in changes_of(evaluated)]
+            drawn += change_notes(changes)
             if any(row.backend == ALL_DISABLED for row in evaluated.figures()):
                 drawn.append(Note(NOT_RANKED, ALL_DISABLED))
     blocks += (
@@ -692,6 +697,13 @@ def _limits(
     machine = run_machine(store, run, None, fastest)
     text = limits_text(analyze_all(fastest, kernels, machine, rivals=()))
     return [text] if text else []
+
+
+def _largest(changes: Sequence[tuple[Explanation, Way]]) -> Iterator[str]:
+    """Yield a sentence on the change with the largest predicted speed-up, if there is a change."""
+    if changes:
+        answer, way = max(changes, key=lambda each: each[1].speed_up or 0)
+        yield faster_config_text(way, answer.config)
 
 
 def _summarize_run(
