@@ -123,8 +123,9 @@ def fit_columns(
     If the table is too wide, print a long text that all rows share above it. Then apply these steps
     until the table fits: shorten long texts, hide details, shorten texts further, hide other columns
     by importance, and fold rows into several lines. A wider table shows at least the details of a
-    narrower table. Before columns are hidden, also print shorter texts above the table if all rows
-    share them, and the parts that all configs of a column share. A column without which two rows
+    narrower table. Before texts are shortened, also print the other texts above the table that all
+    rows share, even the name of the rows. Before columns are hidden, also print the parts that all
+    configs of a column share. A column without which two rows
     look alike is never hidden. If `full` is set, hide nothing. Instead, continue texts on further
     lines. If that is not enough, print the table as blocks of columns, the most important columns
     first, and shorten only long texts that identify the rows. If configs would be shortened, first print
@@ -205,10 +206,10 @@ def _best_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -
 
 
 def _until_complete(layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Yield layouts up to the first that hides no column and folds no row."""
+    """Yield layouts up to the first that hides no column, folds no row and cuts no text."""
     for layout in layouts:
         yield layout
-        if not layout.hidden and len(layout.lines) == 1:
+        if _lacks(layout) == (0, 1, 0):
             return
 
 
@@ -221,8 +222,8 @@ def _lacks(layout: Layout) -> tuple[int, int, int]:
 def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
     """Yield sets of columns to print above the table, because all rows share their texts.
 
-    The first set contains the long texts, the second also short texts, and the third also the column
-    that names the rows.
+    The first set contains the long texts, and the second also short texts. Then come the same sets
+    with the column that names the rows.
     """
     alike = [
         place
@@ -235,6 +236,7 @@ def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[
     short = [at for at in alike if at and columns[at].importance != "answer"]
     yield (several := tuple(sorted({*long, *short})))
     if 0 in alike:
+        yield (0, *long)
         yield (0, *several)
 
 

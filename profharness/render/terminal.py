@@ -204,8 +204,8 @@ def _print_table(
     """Print a table. If `titled` is false, omit the titles and the texts that all rows share."""
     above = {at: rows[0][at] for at in layout.shared} | dict(layout.common) if rows else {}
     for at, text in sorted(above.items()) if titled else ():
-        lead = f"{one_line(columns[at].title)}{' ' * GAP}"
-        for line in chunks(f"{lead}{text}", width):
+        title = one_line(columns[at].title)
+        for line in _named_lines(title, text, cell_len(title) + GAP, width):
             console.print(Text(line), soft_wrap=True)
     if layout.records or (layout.blocks and len(rows) == 1):
         lines = "\n".join(_record_lines(columns, rows, width))
@@ -263,8 +263,7 @@ def _record_lines(columns: Sequence[Column], rows: Rows, width: int) -> Iterator
         ]
         previous = cells
         for at in alone:
-            for part, text in enumerate(chunks(cells[at], max(width - lead, 1))):
-                yield f"{'' if part else titles[at]:<{lead}}{text}".rstrip()
+            yield from _named_lines(titles[at], cells[at], lead, width)
         for begin in range(0, len(pairs), count):
             line = (
                 _padded(
@@ -275,6 +274,12 @@ def _record_lines(columns: Sequence[Column], rows: Rows, width: int) -> Iterator
                 )
             )
             yield f"{' ' * INDENT}{''.join(line)}".rstrip()
+
+
+def _named_lines(name: str, value: str, lead: int, width: int) -> Iterator[str]:
+    """Yield a name and its value, which begins at `lead` and continues below its beginning."""
+    for part, text in enumerate(chunks(value, max(width - lead, 1))):
+        yield f"{_padded('' if part else name, lead, False)}{text}".rstrip()
 
 
 def _pair_widths(

@@ -39,7 +39,14 @@ from profharness.render.document import (
     formatted_rows,
     with_time_units,
 )
-from profharness.render.fitting import OPTIONAL, Layout, distinct_cuts, fit_columns, is_key
+from profharness.render.fitting import (
+    ELLIPSIS,
+    OPTIONAL,
+    Layout,
+    distinct_cuts,
+    fit_columns,
+    is_key,
+)
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
@@ -471,16 +478,44 @@ def test_a_long_text_that_all_rows_share_stands_above_the_table() -> None:
     ]
     for width in (60, 80):
         lines = fitted(columns, *rows, width=width)
-        assert lines[0] == f"config  {label}"
-        assert not any(label[:10] in line for line in lines[1:])
-        assert sum("LlamaAttention_{0-2}" in line for line in lines) == 2
+        assert f"config  {label}" in lines[:2]
+        assert sum(label[:10] in line for line in lines) == 1
+        assert sum("LlamaAttention_{0-2}" in line for line in lines) == (1 if width == 60 else 2)
     assert fitted(columns, *rows, width=140)[0].startswith("module ")  # all columns fit
     strides = label.replace(
         "-layout=bshd", "-q_strides=1x2x3x4-k_strides=1x2x3x4-v_strides=1x2x3x4"
     )
     alone = fitted(columns, (rows[0][0], strides, *rows[0][2:]), width=80)
     assert alone[0].endswith("-")  # a config continues on the next line after a whole token
-    assert alone[0] + alone[1] == f"config  {strides}"
+    assert alone[1].startswith(" " * len("config  "))  # and does not look like another name
+    assert alone[0] + alone[1].lstrip() == f"config  {strides}"
+
+
+@pytest.mark.parametrize("phases", [("decode",), ("decode", "prefill")], ids=len)
+def test_a_name_that_all_rows_share_stands_above_the_table_before_it_is_cut(
+    phases: tuple[str, ...],
+) -> None:
+    """Bug: each row had the same cut name, unless columns would have been hidden as well."""
+    columns = pick(LayerRow, "module", "config", "phase", "ran", "forward_ns")
+    module = "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2}"
+    rows = [(module, f"b{len(at)}-h32-s1024-d64-bf16", at, "cudnn", 7_440) for at in phases]
+    for width in range(60, 130):
+        text = "\n".join(fitted(columns, *rows, width=width))
+        assert module in text and ELLIPSIS not in text
+
+
+@pytest.mark.parametrize("trace", ["models/llama_eager", "serving/eager", "serving/shapes"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_module_of_a_real_trace_is_whole_if_all_rows_share_it(
+    tmp_path: Path, trace: str, width: int
+) -> None:
+    """Bug: at 80 or 120 columns, rows had `…Layer_{0-5}.RadixAttention_{0-5}`."""
+    store = tmp_path / "s.db"
+    run = ingest_path(store, ROOT / "traces" / f"{trace}.json.gz")[0].run
+    (shown,) = documents("layers", run, "--store", str(store))
+    lines = render_table(shown, width=width, cut=True).splitlines()
+    assert any(re.search(r"(^| )\w*DecoderLayer_\{\S+Attention_", line) for line in lines)
+    assert "--full shows whole names." not in lines
 
 
 def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> None:
@@ -605,7 +640,7 @@ def test_long_sentences_continue_in_their_column() -> None:
 
 def test_a_dotted_name_keeps_its_end() -> None:
     columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
-    rows = [("DecoderLayer_{0-2}.Attention_{0-2}", "flash")]
+    rows = [(f"DecoderLayer_{{{own}}}.Attention_{{{own}}}", "flash") for own in ("0-2", "3-5")]
     assert fitted(columns, *rows, width=39)[1] == "…Layer_{0-2}.Attention_{0-2}  flash"
     assert fitted(columns, *rows, width=30)[1] == "…Attention_{0-2}  flash"
 
