@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -342,6 +343,6 @@ def test_calls_without_shapes_leave_no_empty_column(tmp_path: Path) -> None:
     """Bug: a column `config` of hyphens kept its place, and the names of modules were cut instead."""
     layers = layers_of("serving/eager.json.gz", tmp_path)
     text = render_table(layers_document(layers), width=80, cut=True)
-    assert "config" not in text
+    assert not re.search(r"\bconfig\b", text)
     words = " ".join(text.split())
     assert "All 6 attention calls of a decode step lack shapes, so FLOPs and bytes are" in words

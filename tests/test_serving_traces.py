@@ -217,7 +217,7 @@ def test_layers_names_the_configs_to_bench(tmp_path: Path) -> None:
     shown = " ".join(CliRunner().invoke(cli, words).stdout.split())
     labels = [label for ((label, _),) in POINTS.values()]
     assert (
-        f"use their mean lengths: profharness bench {' '.join(labels)} --backend flashinfer-fa2,"
+        f"at their mean lengths, use: profharness bench {' '.join(labels)} --backend flashinfer-fa2,"
     ) in shown
     assert "2,8,512,64" not in shown
     refused = CliRunner().invoke(cli, [*words, "--list-configs"])

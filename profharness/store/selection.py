@@ -232,7 +232,7 @@ class RunFinder:
             query = "SELECT kind FROM runs WHERE run = ?"
             (kind,) = self.connection.execute(query, (run,)).fetchone()
             raise NotFoundError(
-                f"run {name} ({kind}) has no cells; show it with: {self.shown_by(run)}"
+                f"run {name} ({kind}) has no cells; to show it, use: {self.shown_by(run)}"
             )
         labels, held = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
         stored = [parse_config(label) for label in labels]
@@ -252,7 +252,7 @@ class RunFinder:
         where = "the store" if run == ALL_RUNS else f"run {self.run_name(run)}"
         see = shell_command("kernels", self.run_reference(run), store=self.path)
         return NotFoundError(
-            f"{where} has no cell with these configs and backends; show its cells with: {see}"
+            f"{where} has no cell with these configs and backends; to show its cells, use: {see}"
         )
 
     def config_ids(self, configs: Sequence[Config]) -> list[int]:

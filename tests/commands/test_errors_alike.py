@@ -80,7 +80,7 @@ def test_a_config_that_a_run_lacks(command: str, store: Path) -> None:
 def test_a_program_has_no_cells(command: str, store: Path) -> None:
     error = invoke(store, command, PROGRAM).exception
     show = f"profharness layers vit.json.gz --store {store}"
-    assert str(error) == f"run vit.json.gz (trace) has no cells; show it with: {show}"
+    assert str(error) == f"run vit.json.gz (trace) has no cells; to show it, use: {show}"
 
 
 def test_kernels_of_a_run_are_not_predicted(store: Path) -> None:

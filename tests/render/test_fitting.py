@@ -951,7 +951,7 @@ def test_consecutive_tables_with_the_same_columns_share_one_header() -> None:
     blocks = (Heading("c1"), first, Note("slow"), Heading("c2"), second, other, first)
     lines = render_table(Document("t/1", "t", blocks, (), ())).splitlines()
     assert lines == [
-        *("c1", "kernel  regs", "mm         7", "slow", "", "c2", "bmm        7"),
+        *("c1", "kernel  regs", "mm         7", "slow.", "", "c2", "bmm        7"),
         *("", "module", "attn", "", "kernel  regs", "mm         7"),
     ]
 

@@ -14,6 +14,7 @@ from profharness.commands._runs import find_one
 from profharness.errors import UnknownNameError
 from profharness.program.layer_map import find_layers
 from profharness.store import ingest_path, open_store
+from profharness.store.names import typed_names
 from profharness.store.ranks import rank_rows
 from profharness.store.sources import CAPTURES, find_sources
 
@@ -108,12 +109,11 @@ def test_a_run_has_the_name_that_the_user_gave(folder: Path, tmp_path: Path) -> 
         assert opened.run_reference(result.run) == "profile"
         for name in ("profile", str(folder), trace.name):
             assert opened.resolve(name) == result.run
-    assert find_one(trace, store) == result.run
-    with open_store(store) as opened:
-        assert opened.run_name(result.run) == trace.name
-    assert find_one(folder, store) == result.run
-    with open_store(store) as opened:
-        assert opened.run_name(result.run) == "profile"
+    for path in (trace, folder):
+        with typed_names():
+            assert find_one(path, store) == result.run
+            with open_store(store) as opened:
+                assert opened.run_name(result.run) == path.name
 
 
 def test_a_stored_trace_keeps_its_name(folder: Path, tmp_path: Path) -> None:

@@ -453,7 +453,7 @@ def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
         why = "; ".join(dict.fromkeys(text for row in own.rows for text in row.reasons))
         if any(phase.points for phase in own.phases):
             command = own.command("layers", "--savings", "--list-configs")
-            why += f"; print configs with the mean lengths of the phases with: {command}"
+            why += f"; to print configs with the mean lengths of the phases, use: {command}"
         raise NotFoundError(f"no config replays a call of run {own.name}: {why}")
     return lines
 

@@ -447,12 +447,12 @@ def _hand_written(layers: LayerMap) -> Iterator[Note]:
     if not any(row.kind == "custom" and row.reasons for row in layers.rows):
         return
     configs = dict.fromkeys(label for phase in layers.phases for label, _ in phase.points)
-    lead, options = "to compare backends for these calls, ", list[str]()
+    lead, options = "to compare backends for these calls", list[str]()
     if configs:
-        lead += "use their mean lengths: "
+        lead += " at their mean lengths, use: "
         options = ["--backend", ",".join(phase_backends(layers))]
     else:
-        lead += "write their configs by hand, as in: "
+        lead += " with configs that you write by hand, use: "
     command = shell_command(
         "bench", *(configs or ["2,8,512,64"]), *options, store=layers.store or default_store()
     )
