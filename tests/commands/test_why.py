@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -413,7 +414,7 @@ def test_configs_can_be_copied_at_each_width(store: Path, name: str, width: int)
     layers = the_map(store, f"{name}.json.gz")
     text = render_table(layers_document(layers), width=width, cut=True)
     assert max(map(len, text.splitlines())) <= max(width, len(layers.command("explain")) + 5)
-    joined = text.replace("-\n", "-")  # a config may continue on the next line after a token
+    joined = re.sub(r"-\n *", "-", text)  # a config may continue on the next line after a token
     assert all(str(row.config) in joined for row in layers.rows)
 
 
