@@ -203,11 +203,12 @@ def _run() -> int:
             _say(error.format_message())
         else:
             _say(f"error: {_wrong_usage(error)}")
-        torn = _TORN_CONFIG.search(error.message)
+        extra_config = _TORN_CONFIG.search(error.message)
         third = _is_third_side(error)
-        if torn and third:
+        named = any(word.startswith("--config") for word in sys.argv)
+        if extra_config and third and not named:
             _say("hint: give a config after --config, as in: --config 2,8,512,64")
-        elif torn:
+        elif extra_config:
             _say("hint: put quotes around configs that contain braces, as in '2,8,{512,1024},64'")
         elif third:
             _say(
