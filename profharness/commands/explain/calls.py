@@ -142,8 +142,11 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
 def _captured_calls(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> tuple[Call, ...]:
     """Return the calls that `auto` computed in a run of `capture`, with the times of their kernels."""
     calls: dict[str, Call] = {}
+    rows_of: dict[str | None, list[KernelRow]] = {}
+    for row in preferred_profiler_rows(rows):
+        rows_of.setdefault(row.cell, []).append(row)
     for cell in cells:
-        own = [row for row in preferred_profiler_rows(rows) if row.cell == cell.cell]
+        own = rows_of.get(cell.cell, [])
         ran = backend_seen(cell, own) if cell.backend == AUTO else None
         if ran is None:
             continue

@@ -51,12 +51,11 @@ def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, W
     The advice on calls that math computes is part of the layer map.
     """
     for answer in answers:
-        way = None if answer.observed in (None, "math") else told_way(answer, ())
-        times = way.advice.predicted if way else None
-        if not (way and times and times.certain and (times.speed_up or 0) > 1):
+        if answer.observed in (None, "math"):
             continue
+        way = _faster_way(answer)
         # A call that took less time than predicted may already be as fast.
-        if (way.speed_up or 0) > 1:
+        if way and (way.speed_up or 0) > 1:
             yield answer, way
 
 
@@ -66,10 +65,15 @@ def faster_configs(run: RunConfigs) -> Iterator[tuple[Explanation, Way]]:
         return
     answers = [explain_by_rule(config, run.platform) for config in run.configs[:MOST_EXPLAINED]]
     for answer in with_times(answers, run.platform)[0]:
-        way = told_way(answer, ())
-        times = way.advice.predicted if way else None
-        if way and times and times.certain and (times.speed_up or 0) > 1:
+        if way := _faster_way(answer):
             yield answer, way
+
+
+def _faster_way(answer: Explanation) -> Way | None:
+    """Return the change that is predicted to make a call faster, beyond the error of predictions."""
+    way = told_way(answer, ())
+    times = way.advice.predicted if way else None
+    return way if times and times.certain and (times.speed_up or 0) > 1 else None
 
 
 def _change_lead(way: Way, where: str) -> str:
