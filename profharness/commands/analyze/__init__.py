@@ -73,8 +73,8 @@ def analyze(
 
     For a program's trace, analyze each group of identical attention calls whose config is known.
     The time of a call is the time of its kernels, including the backward pass if the trace contains
-    one. If `layers` advises a change to the calls, it is the first remedy. For a captured run, the
-    first remedy is the change that `explain` advises.
+    one. If `layers` advises a change to the calls, `analyze` gives this change as the first remedy.
+    For a captured run, the first remedy is the change that `explain` advises.
 
     Each finding is either measured (by a counter or a timing) or derived (from a formula or a
     launch configuration). TFLOP/s is calculated from the exact FLOPs, and GB/s from the compulsory

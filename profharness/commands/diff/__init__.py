@@ -26,7 +26,7 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
-from profharness.commands.diff.answer import compared_calls, diff_answer, noun_of
+from profharness.commands.diff.answer import compared_calls, diff_answer, hides_config, noun_of
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
     COSTS,
@@ -337,6 +337,11 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
         # Put short differences first, so that several differences fit on one line.
         joined = reasons if full else ["; ".join(sorted(reasons, key=len))]
         yield from (Note(reason, label, level) for reason in joined)
+    if any(hides_config(row) for row in layers):
+        yield Note(
+            "A trace of eager attention shows neither the mask nor the number of key heads, so "
+            "the configs may differ only in appearance."
+        )
 
 
 def _backends(*backends: str | None) -> str:

@@ -133,23 +133,32 @@ def _other_work(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
     """Yield a sentence if compared calls have different configs. Ignore layouts."""
     found: dict[str, dict[str, None]] = {before: {}, after: {}}
     for row in rows:
-        labels = [each.config for each in (row.baseline, row.candidate) if each and each.config]
-        if len(labels) < 2:
-            continue
-        left, right = (_compared(label).split("-") for label in labels)
-        found[before] |= dict.fromkeys(part for part in left if part not in right)
-        found[after] |= dict.fromkeys(part for part in right if part not in left)
+        if not _has_eager(row):
+            for name, own in zip((before, after), _config_differences(row), strict=True):
+                found[name] |= dict.fromkeys(own)
     texts = [f"{join_and(own)} only in {name}" for name, own in found.items() if own]
-    if not texts:
-        return
-    differ = "; ".join(texts)
-    if any(each and each.ran == "eager" for row in rows for each in (row.baseline, row.candidate)):
-        yield (
-            f"The configs differ ({differ}), because a trace of eager attention shows neither the "
-            "mask nor the number of key heads."
-        )
-    else:
-        yield f"The compared calls have different configs ({differ})."
+    if texts:
+        yield f"The compared calls have different configs ({'; '.join(texts)})."
+
+
+def hides_config(row: LayerDiff) -> bool:
+    """Return whether the configs of a layer differ and one of its sides is eager attention."""
+    return _has_eager(row) and any(_config_differences(row))
+
+
+def _has_eager(row: LayerDiff) -> bool:
+    return any(each and each.ran == "eager" for each in (row.baseline, row.candidate))
+
+
+def _config_differences(row: LayerDiff) -> tuple[list[str], list[str]]:
+    """Return the parts of the configs that only the baseline or only the candidate has."""
+    labels = [each.config for each in (row.baseline, row.candidate) if each and each.config]
+    if len(labels) < 2:
+        return [], []
+    left, right = (_compared(label).split("-") for label in labels)
+    return [part for part in left if part not in right], [
+        part for part in right if part not in left
+    ]
 
 
 def _compared(label: str) -> str:

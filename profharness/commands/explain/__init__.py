@@ -452,7 +452,7 @@ CudnnCompiled = Annotated[
         ("--cudnn-compiled",),
         metavar="VERSION",
         help="The cuDNN version that PyTorch was compiled with. In PyTorch 2.9, the "
-        "order of the backends depends on the cuDNN version.  [default: the known one]",
+        "order of the backends depends on the cuDNN version.  [default: that of the PyPI wheel of the release]",
     ),
 ]
 Aotriton = Annotated[
