@@ -32,7 +32,7 @@ LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are
 REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
 ELLIPSIS = "…"
 NARROWEST = 20  # minimum width that is assumed for a terminal
-ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
+ROUNDS = 5  # maximum number of attempts to make shortened texts distinct; two are usually enough
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
 OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, most important first
 CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
@@ -46,6 +46,8 @@ _DIMENSION_END = re.compile(", ")
 _MODULE = re.compile(r"[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")
 _MODULE_WORD = re.compile(r"(?<=[a-z])(?=[A-Z_])|(?<=_)")  # between the words of a module's name
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
+_TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
+_KERNEL = re.compile(r"[a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>")
 _WORD_END = re.compile(r"[^\W_]*$")
 _WORD = re.compile(r"(?<=\.)|(?<=[a-z])(?=[A-Z])")  # the starts of the words in a dotted name
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -787,7 +789,7 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
     whole = list(texts)
     cuts = {text: _shortened(text, width) for text in whole if cell_len(text) > width}
     cuts |= _with_outer_names(whole, cuts, width)
-    for _ in range(ROUNDS):
+    for attempt in range(ROUNDS):
         alike: dict[str, list[str]] = {}
         for text, cut in cuts.items():
             alike.setdefault(cut, []).append(text)
@@ -796,7 +798,9 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
             break
         for group in groups:
             shared = _common_prefix(group)
-            cuts |= {text: _from_difference(text, shared, width) for text in group}
+            by_word = not attempt and all(map(_KERNEL.fullmatch, group))
+            cut = _from_different_word if by_word else _from_difference
+            cuts |= {text: cut(text, shared, width) for text in group}
     return cuts
 
 
@@ -857,15 +861,38 @@ def _shortened(text: str, width: int) -> str:
     if CONFIG_LABEL.fullmatch(text):
         head = fitting(text, width - 1)
         return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"
-    start, last = text.find("<") + 1, text.rfind(",") + 1
-    if start and text.endswith(">"):
-        tail = text[max(start, last) :].lstrip()
-        if start + cell_len(tail) < width:
-            return f"{fitting(text, width - 1 - cell_len(tail))}…{tail}"
-    elif width >= READABLE and _IDENTIFIER.fullmatch(text):
-        tail = text[len(text) - width // 3 :]
-        return f"{text[: width - 1 - len(tail)]}…{tail}"
-    return f"{fitting(text, width - 1)}…"
+    name, template, arguments = text.partition("<")
+    if template and text.endswith(">"):
+        tail = arguments[arguments.rfind(",") + 1 :].lstrip()
+        if len(name) + 1 + cell_len(tail) < width:
+            return f"{_head(text, width - 1 - cell_len(tail))}…{tail}"
+        if len(name) + len("<…>") <= width:
+            return f"{_head(text, width - len('…>'))}…>"
+        if _IDENTIFIER.fullmatch(name):
+            return f"{_without_middle(name, width - len('<…>'))}<…>"
+    elif _IDENTIFIER.fullmatch(text):
+        return _without_middle(text, width)
+    return f"{_head(text, width - 1) if text.endswith('>') else fitting(text, width - 1)}…"
+
+
+def _without_middle(name: str, width: int) -> str:
+    """Leave out the middle of an identifier, or its end if there is no room for its last word."""
+    ends = [name[each.end() :] for each in _TOKEN_OF_NAME.finditer(name)]
+    last = ends[-1] if ends and len(ends[-1]) <= 2 * width // 3 else ""
+    head = _head(name, width - 1 - max(len(last), width // 3))
+    if not last or not head.endswith("_"):
+        return f"{_head(name, width - 1)}…"
+    tail = next(end for end in ends if len(head) + 1 + len(end) <= width)
+    return f"{head}…{tail}"
+
+
+def _head(text: str, width: int) -> str:
+    """Return the longest beginning of a kernel's name that fits and ends with a word or an argument.
+
+    If it would be shorter than half of the width, cut within a word.
+    """
+    end = max((each.end() for each in _TOKEN_OF_NAME.finditer(text, 0, width)), default=0)
+    return text[:end].rstrip() if 2 * end >= width else fitting(text, width)
 
 
 def config_in(text: str) -> str | None:
@@ -905,6 +932,25 @@ def _from_difference(text: str, shared: str, width: int) -> str:
     if cell_len(rest) > room:
         return f"{head}…{fitting(rest, room - 1)}…"
     return f"{head}…{fitting(text[::-1], room)[::-1]}"
+
+
+def _from_different_word(name: str, shared: str, width: int) -> str:
+    """Shorten a kernel's name to its beginning, an ellipsis, and the words or arguments that differ."""
+    places = [each.end() for each in _TOKEN_OF_NAME.finditer(name)]
+    start = max((place for place in places if place <= len(shared)), default=0)
+    bracket = name.find("<")
+    if 0 <= bracket < start:
+        arguments, lead = name[start:], "<" if start == bracket + 1 else "<…"
+        if len(arguments) > width // 2:
+            arguments = f"{_head(arguments, width // 3 - len('…>'))}…>"
+        room = width - len(lead) - len(arguments)
+        own = name[:bracket] if bracket <= room else _without_middle(name[:bracket], room)
+        return f"{own}{lead}{arguments}"
+    head = _head(name[:start], max(width // 3, width - 1 - len(name[start:])))
+    room = width - len(head) - 1
+    if len(name) - start > room:
+        return f"{head}…{_shortened(name[start:], room)}"
+    return f"{head}…{next(name[place:] for place in places if len(name) - place <= room)}"
 
 
 def fitting(text: str, width: int) -> str:

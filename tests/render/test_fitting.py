@@ -386,19 +386,31 @@ def test_each_width_hides_details_in_one_order() -> None:
 def test_names_of_kernels_keep_their_end() -> None:
     names = ("cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64", "nvjet_sm90_hsh_128x96_64x7_bias_TNT")
     assert distinct_cuts(names, 30) == {
-        names[0]: "cudnn_sdpa_sm90_fpr…_64x128x64",
-        names[1]: "nvjet_sm90_hsh_128x…7_bias_TNT",
+        names[0]: "cudnn_sdpa_sm90_…7_64x128x64",
+        names[1]: "nvjet_sm90_hsh_…64x7_bias_TNT",
     }
+
+
+def test_names_of_kernels_are_cut_between_words() -> None:
+    """Bug: `knob_7` was cut into `b_7`, and `flash_fwd_splitkv_kernel` ended in `ker…`."""
+    knob = "cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64"
+    assert distinct_cuts([knob], 40) == {knob: "cudnn_sdpa_sm90_fprop_…knob_7_64x128x64"}
+    pair = ("flash_fwd_splitkv_kernel<64,64x256,w4>", "flash_fwd_splitkv_combine<64,m8,split2>")
+    assert [*distinct_cuts(pair, 20).values()] == ["flash_fwd_…kernel<…>", "flash_…combine<…>"]
+    assert [*distinct_cuts(pair, 34).values()] == [
+        "flash_fwd_splitkv_kernel<64,…w4>",
+        "flash_fwd_splitkv_combine<…split2>",
+    ]
 
 
 def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     names = ("vectorized_elementwise<8, float16_copy>", "elementwise<128, 2, where, bf16>")
-    assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<8…float16_copy>"}
-    assert distinct_cuts(names, 30)[names[1]] == "elementwise<128, 2, wher…bf16>"
+    assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<…float16_copy>"}
+    assert distinct_cuts(names, 30)[names[1]] == "elementwise<128, 2,…bf16>"
     others = ("vectorized_elementwise<8, f16_copy>", "vectorized_elementwise<8, f32_copy>")
     assert [*distinct_cuts(others, 28).values()] == [
-        "vectorized_element…f16_copy>",
-        "vectorized_element…f32_copy>",
+        "vectorized_…<…f16_copy>",
+        "vectorized_…<…f32_copy>",
     ]
 
 
@@ -685,7 +697,7 @@ def test_shared_dimensions_of_calls_stand_above_the_table() -> None:
         ("Attention_0", f"dims q {length}x32x128, k v 93x16x8x128", "flash", 7_440)
         for length in (4, 1450)
     ]
-    lines = fitted(columns, *rows, width=60)
+    lines = fitted(columns, *rows, width=50)
     assert "config  …, k v 93x16x8x128" in lines
     assert sum("dims q 1450x32x128  " in line for line in lines) == 1
 
