@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.cells import cell_len as _cell_len
@@ -32,7 +32,7 @@ LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are
 REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
 ELLIPSIS = "…"
 NARROWEST = 20  # minimum width that is assumed for a terminal
-ROUNDS = 4  # maximum number of attempts to make shortened texts distinct; two are usually enough
+ROUNDS = 5  # maximum number of attempts to make shortened texts distinct; two are usually enough
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
 OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, most important first
 CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
@@ -42,7 +42,12 @@ _TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as
 _REMARK = re.compile(
     r"(b\d+-h\d+-\S+) \(.*\)"
 )  # a label with a remark, such as the lengths of its calls
+_DIMENSION_END = re.compile(", ")
+_MODULE = re.compile(r"[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")
+_MODULE_WORD = re.compile(r"(?<=[a-z])(?=[A-Z_])|(?<=_)")  # between the words of a module's name
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
+_TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
+_KERNEL = re.compile(r"[a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>")
 _WORD_END = re.compile(r"[^\W_]*$")
 _WORD = re.compile(r"(?<=\.)|(?<=[a-z])(?=[A-Z])")  # the starts of the words in a dotted name
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -74,8 +79,8 @@ class Layout:
     records: bool = False
     """Whether each row is printed as a list of names and values, because it is too wide for a line."""
     common: Mapping[int, str] = field(default_factory=dict)
-    """The parts that all configs of a column share. They stand above the table, and the rows have the
-    other parts."""
+    """The parts that all configs or modules of a column share. They stand above the table, and the
+    rows have the other parts."""
     blocks: tuple[tuple[int, ...], ...] = ()
     """The columns of each block, if the table is printed as blocks of columns one below the other."""
 
@@ -120,74 +125,137 @@ def fit_columns(
 ) -> Layout:
     """Return a layout of formatted rows in which no line is longer than `width`.
 
-    If the table is too wide, print a long text that all rows share above it. Then apply these steps
-    until the table fits: shorten long texts, hide details, shorten texts further, hide other columns
-    by importance, and fold rows into several lines. A wider table shows at least the details of a
-    narrower table. Before texts are shortened, also print the other texts above the table that all
-    rows share, even the name of the rows. Before columns are hidden, also print the parts that all
-    configs of a column share. A column without which two rows
-    look alike is never hidden. If `full` is set, hide nothing. Instead, continue texts on further
-    lines. If that is not enough, print the table as blocks of columns, the most important columns
-    first, and shorten only long texts that identify the rows. If configs would be shortened, first print
-    the parts that they share above the table. Print a single row, and rows that do not fit into blocks
-    either, as lists of names and values.
+    Print a long text that several rows share above the table. If the table is still too wide, apply
+    these steps until it fits: shorten long texts, hide details, shorten texts further, hide other
+    columns by importance, and fold rows into several lines. A wider table shows at least the details
+    of a narrower table. Before texts are shortened, also print the other texts above the table that
+    all rows share, even the name of the rows. Before rows are folded, columns other than details are
+    hidden, or names are shortened, also print the parts above the table that all modules or configs
+    share. A column without which two rows look alike is never hidden. If `full` is set, hide nothing.
+    Instead, continue texts on further lines. If that is not enough, print the table as blocks of
+    columns, the most important columns first, and shorten only long texts that identify the rows.
+    Print a single row, and rows that do not fit into blocks either, as lists of names and values.
     """
     width = max(width, NARROWEST)
+    names = () if full else _shared_names(columns, rows)
     natural = natural_layout(columns, rows)
-    if _line_width(natural.widths, natural.lines[0]) <= width:
-        return natural
+    shown = tuple(at for at in natural.lines[0] if at not in names)
+    if _line_width(natural.widths, shown) <= width:
+        return replace(natural, lines=(shown,), shared=names)
     fit = _full_layout if full else _best_layout
-    layout = fit(columns, rows, width)
-    if _lacks(layout)[:2] == (0, 1) and not _cuts_configs(layout):
-        return layout
-    found = {place: split for place in natural.lines[0] if (split := _common_part(rows, place))}
-    if not found:
-        return layout
-    parts = {place: own for place, (_, own) in found.items()}
-    own_rows = [
-        [parts[at].get(text, text) if at in parts else text for at, text in enumerate(row)]
-        for row in rows
-    ]
-    other = fit(columns, own_rows, width)
-    if _lacks(other) >= _lacks(layout):
-        return layout
-    cuts = dict(other.cuts)
-    for at, own in parts.items():
-        cut = other.cuts.get(at, {})
-        cuts[at] = {text: cut.get(part, part) for text, part in own.items()}
-    return replace(other, cuts=cuts, common={at: text for at, (text, _) in found.items()})
+    best = fit(columns, rows, width)
+    texts = _texts(columns, rows)
+    own = [at for at in natural.lines[0] if at not in best.shared]
+    modules, configs = (
+        {at: parts for at in own if (parts := split(texts[at]))}
+        for split in (_module_parts, _config_parts)
+    )
+    for parts in filter(None, (modules, configs, modules | configs)):
+        losses = _losses(columns, best)
+        if not any(losses[:-1]):
+            break
+        other = _layout_of_parts(fit, columns, rows, width, parts)
+        if _losses(columns, other) < losses:
+            best = other
+    return best
 
 
-def _cuts_configs(layout: Layout) -> bool:
-    """Return whether a layout shortens a config."""
-    return any(
-        text != cut and CONFIG_LABEL.match(text)
-        for own in layout.cuts.values()
+def _losses(columns: Sequence[Column], layout: Layout) -> tuple[bool, int, int, int]:
+    """Return what a layout loses, the worst first.
+
+    That is whether rows are folded, the number of hidden columns that are not details, the number of
+    shortened texts that identify rows, and the number of hidden details.
+    """
+    cuts = sum(
+        text != cut and (is_key(columns[at], at) or config_in(text) is not None)
+        for at, own in layout.cuts.items()
+        if at not in layout.common
         for text, cut in own.items()
     )
+    hidden = _hidden(columns, layout)
+    return len(layout.lines) > 1, hidden, cuts, len(layout.hidden) - hidden
 
 
-def _common_part(rows: Sequence[Texts], place: int) -> tuple[str, dict[str, str]] | None:
+def _layout_of_parts(
+    fit: Callable[[Sequence[Column], Sequence[Texts], int], Layout],
+    columns: Sequence[Column],
+    rows: Sequence[Texts],
+    width: int,
+    parts: Mapping[int, tuple[str, Mapping[str, str]]],
+) -> Layout:
+    """Return the layout of a table that has the common parts of some columns above it.
+
+    `parts` maps each of these columns to its common part, and to the other part of each text.
+    """
+    own_rows = [
+        [parts[at][1].get(text, text) if at in parts else text for at, text in enumerate(row)]
+        for row in rows
+    ]
+    layout = fit(columns, own_rows, width)
+    cuts = dict(layout.cuts)
+    for at, (_, own) in parts.items():
+        cut = layout.cuts.get(at, {})
+        cuts[at] = {text: cut.get(part, part) for text, part in own.items()}
+    return replace(layout, cuts=cuts, common={at: text for at, (text, _) in parts.items()})
+
+
+def _config_parts(texts: Texts) -> tuple[str, dict[str, str]] | None:
     """Return the tokens that all configs of a column share, and the other tokens of each config.
 
-    Return None if the texts are not configs, or have no token in common.
+    Return None if the texts are not configs, or have no token in common. Texts with the dimensions
+    of a call are divided in the same way.
     """
-    texts = dict.fromkeys(row[place] for row in rows)
-    labels = {text: found[0] for text in texts if (found := CONFIG_LABEL.match(text))}
+    labels = {text: found for text in texts if (found := config_in(text))}
     if len(labels) < 2 or not {*texts} <= {*labels, "", MISSING}:
         return None
-    tokens = {label: _TOKEN_END.split(label) for label in labels.values()}
+    end, mark = (
+        (_TOKEN_END, "-") if all(map(is_config, labels.values())) else (_DIMENSION_END, ", ")
+    )
+    tokens = {label: end.split(label) for label in labels.values()}
     common = set.intersection(*map(set, tokens.values()))
     if not common:
         return None
     first = next(iter(tokens.values()))
     kept = (token if token in common else ELLIPSIS for token in first)
     parts = {
-        text: ("-".join(token for token in tokens[label] if token not in common) or ELLIPSIS)
+        text: (mark.join(token for token in tokens[label] if token not in common) or ELLIPSIS)
         + text.removeprefix(label)
         for text, label in labels.items()
     }
-    return "-".join(token for token, _ in itertools.groupby(kept)), parts
+    return mark.join(token for token, _ in itertools.groupby(kept)), parts
+
+
+def _module_parts(texts: Texts) -> tuple[str, dict[str, str]] | None:
+    """Return what the dotted names of a column share, and the part of each name that differs.
+
+    `AEncoder_0.Attn_1` and `ADecoder_0.Attn_2` share `A…_0.Attn_…`, and their own parts are
+    `Encoder.1` and `Decoder.2`. Return None if the names have different numbers of parts, or if one
+    of these parts has nothing in common.
+    """
+    if len(texts) < 2 or not all(map(_MODULE.fullmatch, texts)):
+        return None
+    dotted = {text: text.split(".") for text in texts}
+    if len({len(names) for names in dotted.values()}) > 1:
+        return None
+    common, parts = [], []
+    for names in zip(*dotted.values(), strict=True):
+        words = [_MODULE_WORD.split(name) for name in names]
+        start = _common_length(words)
+        rest = [own[start:] for own in words]
+        end = _common_length([own[::-1] for own in rest])
+        own_parts = ["".join(own[: len(own) - end]) for own in rest]
+        differ = len(set(own_parts)) > 1
+        middle = ELLIPSIS if differ else ""
+        common.append("".join((*words[0][:start], middle, *rest[0][len(rest[0]) - end :])))
+        if differ:
+            parts.append(own_parts)
+    if ELLIPSIS in common:
+        return None
+    own_names = {
+        text: ".".join(part or ELLIPSIS for part in own)
+        for text, own in zip(dotted, zip(*parts, strict=True), strict=True)
+    }
+    return ".".join(common), own_names
 
 
 def _best_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
@@ -219,11 +287,19 @@ def _lacks(layout: Layout) -> tuple[int, int, int]:
     return len(layout.hidden), len(layout.lines), cuts
 
 
+def _shared_names(columns: Sequence[Column], rows: Sequence[Texts]) -> tuple[int, ...]:
+    """Return the columns with a long text that all of several rows share.
+
+    The text stands above the table at every width.
+    """
+    return next(_shared(columns, rows)) if len(rows) > 1 else ()
+
+
 def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
     """Yield sets of columns to print above the table, because all rows share their texts.
 
     The first set contains the long texts, and the second also short texts. Then come the same sets
-    with the column that names the rows.
+    with the column that names the rows, which they contain from the start if there are several rows.
     """
     alike = [
         place
@@ -232,7 +308,11 @@ def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[
         and len({row[place] for row in rows} - ({""} if not column.repeat else set())) == 1
         and rows[0][place] not in ("", MISSING)
     ]
-    yield (long := tuple(at for at in alike if at and cell_len(rows[0][at]) > READABLE))
+    yield (
+        long := tuple(
+            at for at in alike if (at or len(rows) > 1) and cell_len(rows[0][at]) > READABLE
+        )
+    )
     short = [at for at in alike if at and columns[at].importance != "answer"]
     yield (several := tuple(sorted({*long, *short})))
     if 0 in alike:
@@ -709,7 +789,7 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
     whole = list(texts)
     cuts = {text: _shortened(text, width) for text in whole if cell_len(text) > width}
     cuts |= _with_outer_names(whole, cuts, width)
-    for _ in range(ROUNDS):
+    for attempt in range(ROUNDS):
         alike: dict[str, list[str]] = {}
         for text, cut in cuts.items():
             alike.setdefault(cut, []).append(text)
@@ -718,7 +798,9 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
             break
         for group in groups:
             shared = _common_prefix(group)
-            cuts |= {text: _from_difference(text, shared, width) for text in group}
+            by_word = not attempt and all(map(_KERNEL.fullmatch, group))
+            cut = _from_different_word if by_word else _from_difference
+            cuts |= {text: cut(text, shared, width) for text in group}
     return cuts
 
 
@@ -779,15 +861,38 @@ def _shortened(text: str, width: int) -> str:
     if CONFIG_LABEL.fullmatch(text):
         head = fitting(text, width - 1)
         return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"
-    start, last = text.find("<") + 1, text.rfind(",") + 1
-    if start and text.endswith(">"):
-        tail = text[max(start, last) :].lstrip()
-        if start + cell_len(tail) < width:
-            return f"{fitting(text, width - 1 - cell_len(tail))}…{tail}"
-    elif width >= READABLE and _IDENTIFIER.fullmatch(text):
-        tail = text[len(text) - width // 3 :]
-        return f"{text[: width - 1 - len(tail)]}…{tail}"
-    return f"{fitting(text, width - 1)}…"
+    name, template, arguments = text.partition("<")
+    if template and text.endswith(">"):
+        tail = arguments[arguments.rfind(",") + 1 :].lstrip()
+        if len(name) + 1 + cell_len(tail) < width:
+            return f"{_head(text, width - 1 - cell_len(tail))}…{tail}"
+        if len(name) + len("<…>") <= width:
+            return f"{_head(text, width - len('…>'))}…>"
+        if _IDENTIFIER.fullmatch(name):
+            return f"{_without_middle(name, width - len('<…>'))}<…>"
+    elif _IDENTIFIER.fullmatch(text):
+        return _without_middle(text, width)
+    return f"{_head(text, width - 1) if text.endswith('>') else fitting(text, width - 1)}…"
+
+
+def _without_middle(name: str, width: int) -> str:
+    """Leave out the middle of an identifier, or its end if there is no room for its last word."""
+    ends = [name[each.end() :] for each in _TOKEN_OF_NAME.finditer(name)]
+    last = ends[-1] if ends and len(ends[-1]) <= 2 * width // 3 else ""
+    head = _head(name, width - 1 - max(len(last), width // 3))
+    if not last or not head.endswith("_"):
+        return f"{_head(name, width - 1)}…"
+    tail = next(end for end in ends if len(head) + 1 + len(end) <= width)
+    return f"{head}…{tail}"
+
+
+def _head(text: str, width: int) -> str:
+    """Return the longest beginning of a kernel's name that fits and ends with a word or an argument.
+
+    If it would be shorter than half of the width, cut within a word.
+    """
+    end = max((each.end() for each in _TOKEN_OF_NAME.finditer(text, 0, width)), default=0)
+    return text[:end].rstrip() if 2 * end >= width else fitting(text, width)
 
 
 def config_in(text: str) -> str | None:
@@ -827,6 +932,25 @@ def _from_difference(text: str, shared: str, width: int) -> str:
     if cell_len(rest) > room:
         return f"{head}…{fitting(rest, room - 1)}…"
     return f"{head}…{fitting(text[::-1], room)[::-1]}"
+
+
+def _from_different_word(name: str, shared: str, width: int) -> str:
+    """Shorten a kernel's name to its beginning, an ellipsis, and the words or arguments that differ."""
+    places = [each.end() for each in _TOKEN_OF_NAME.finditer(name)]
+    start = max((place for place in places if place <= len(shared)), default=0)
+    bracket = name.find("<")
+    if 0 <= bracket < start:
+        arguments, lead = name[start:], "<" if start == bracket + 1 else "<…"
+        if len(arguments) > width // 2:
+            arguments = f"{_head(arguments, width // 3 - len('…>'))}…>"
+        room = width - len(lead) - len(arguments)
+        own = name[:bracket] if bracket <= room else _without_middle(name[:bracket], room)
+        return f"{own}{lead}{arguments}"
+    head = _head(name[:start], max(width // 3, width - 1 - len(name[start:])))
+    room = width - len(head) - 1
+    if len(name) - start > room:
+        return f"{head}…{_shortened(name[start:], room)}"
+    return f"{head}…{next(name[place:] for place in places if len(name) - place <= room)}"
 
 
 def fitting(text: str, width: int) -> str:

@@ -28,6 +28,7 @@ from profharness.render.document import (
     shown_note,
 )
 from profharness.render.fitting import (
+    ELLIPSIS,
     GAP,
     INDENT,
     Layout,
@@ -375,12 +376,16 @@ def _print_hidden(console: Console, columns: Sequence[Column], layout: Layout, w
 
 
 def _shortened(rows: Rows, layout: Layout) -> list[str]:
-    """Return the configs, the dimensions and the names that a table shortens."""
+    """Return the configs, the dimensions and the names that a table shortens.
+
+    Leave out names whose other parts stand above the table. Configs are whole, to be copied.
+    """
     return [
         config or text
         for at, cuts in layout.cuts.items()
         for text in dict.fromkeys(row[at] for row in rows)
-        if not cuts.get(text, text).startswith((config := config_in(text)) or text)
+        if not (cut := cuts.get(text, text)).startswith((config := config_in(text)) or text)
+        and (config or at not in layout.common or ELLIPSIS in cut)
     ]
 
 

@@ -386,19 +386,31 @@ def test_each_width_hides_details_in_one_order() -> None:
 def test_names_of_kernels_keep_their_end() -> None:
     names = ("cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64", "nvjet_sm90_hsh_128x96_64x7_bias_TNT")
     assert distinct_cuts(names, 30) == {
-        names[0]: "cudnn_sdpa_sm90_fpr…_64x128x64",
-        names[1]: "nvjet_sm90_hsh_128x…7_bias_TNT",
+        names[0]: "cudnn_sdpa_sm90_…7_64x128x64",
+        names[1]: "nvjet_sm90_hsh_…64x7_bias_TNT",
     }
+
+
+def test_names_of_kernels_are_cut_between_words() -> None:
+    """Bug: `knob_7` was cut into `b_7`, and `flash_fwd_splitkv_kernel` ended in `ker…`."""
+    knob = "cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64"
+    assert distinct_cuts([knob], 40) == {knob: "cudnn_sdpa_sm90_fprop_…knob_7_64x128x64"}
+    pair = ("flash_fwd_splitkv_kernel<64,64x256,w4>", "flash_fwd_splitkv_combine<64,m8,split2>")
+    assert [*distinct_cuts(pair, 20).values()] == ["flash_fwd_…kernel<…>", "flash_…combine<…>"]
+    assert [*distinct_cuts(pair, 34).values()] == [
+        "flash_fwd_splitkv_kernel<64,…w4>",
+        "flash_fwd_splitkv_combine<…split2>",
+    ]
 
 
 def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     names = ("vectorized_elementwise<8, float16_copy>", "elementwise<128, 2, where, bf16>")
-    assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<8…float16_copy>"}
-    assert distinct_cuts(names, 30)[names[1]] == "elementwise<128, 2, wher…bf16>"
+    assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<…float16_copy>"}
+    assert distinct_cuts(names, 30)[names[1]] == "elementwise<128, 2,…bf16>"
     others = ("vectorized_elementwise<8, f16_copy>", "vectorized_elementwise<8, f32_copy>")
     assert [*distinct_cuts(others, 28).values()] == [
-        "vectorized_element…f16_copy>",
-        "vectorized_element…f32_copy>",
+        "vectorized_…<…f16_copy>",
+        "vectorized_…<…f32_copy>",
     ]
 
 
@@ -449,7 +461,10 @@ def test_configs_show_only_the_parts_that_differ_before_they_are_cut() -> None:
         LayerRow, "module", "calls", "config", "phase", "ran", "forward_ns", "step_share"
     )
     labels = [f"b2-h8-{part}-fp16-layout=bshd" for part in ("s4096-d40", "sq4096-skv77-d40")]
-    rows = [("Unet_0.Block_0", 1, label, "self", "cudnn", 7_440, 0.1) for label in labels]
+    rows = [
+        (f"Unet_0.Block_{at}", 1, label, "self", "cudnn", 7_440, 0.1)
+        for at, label in enumerate(labels)
+    ]
     lines = fitted(columns, *rows, width=72)
     assert lines[0] == "config  b2-h8-…-d40-fp16-layout=bshd"
     assert [line.split()[2] for line in lines[3:5]] == ["s4096", "sq4096-skv77"]
@@ -480,7 +495,7 @@ def test_a_long_text_that_all_rows_share_stands_above_the_table() -> None:
         lines = fitted(columns, *rows, width=width)
         assert f"config  {label}" in lines[:2]
         assert sum(label[:10] in line for line in lines) == 1
-        assert sum("LlamaAttention_{0-2}" in line for line in lines) == (1 if width == 60 else 2)
+        assert sum("LlamaAttention_{0-2}" in line for line in lines) == 1
     assert fitted(columns, *rows, width=140)[0].startswith("module ")  # all columns fit
     strides = label.replace(
         "-layout=bshd", "-q_strides=1x2x3x4-k_strides=1x2x3x4-v_strides=1x2x3x4"
@@ -640,9 +655,51 @@ def test_long_sentences_continue_in_their_column() -> None:
 
 def test_a_dotted_name_keeps_its_end() -> None:
     columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
-    rows = [(f"DecoderLayer_{{{own}}}.Attention_{{{own}}}", "flash") for own in ("0-2", "3-5")]
+    names = [f"DecoderLayer_{{{own}}}.Attention_{{{own}}}" for own in ("0-2", "3-5")]
+    rows = [(name, "flash") for name in (*names, "Attention_0")]
     assert fitted(columns, *rows, width=39)[1] == "…Layer_{0-2}.Attention_{0-2}  flash"
     assert fitted(columns, *rows, width=30)[1] == "…Attention_{0-2}  flash"
+
+
+def test_modules_show_only_the_parts_that_differ_before_they_are_cut() -> None:
+    columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
+    ends = ("Encoder", "{0-1}"), ("Decoder", "{3,5}"), ("Decoder", "{2,4}")
+    names = [f"Whisper{part}Layer_{{0-1}}.WhisperAttention_{end}" for part, end in ends]
+    rows = [(name, "flash") for name in names]
+    lines = fitted(columns, *rows, width=50)
+    assert lines[0] == "module  Whisper…Layer_{0-1}.WhisperAttention_…"
+    assert [line.split()[0] for line in lines[-3:]] == [f"{part}.{end}" for part, end in ends]
+    assert fitted(columns, *rows, width=60)[1].startswith(names[0])
+    other = fitted(columns, *rows, ("Decoder.Attention_0", "flash"), width=40)
+    assert not any(line.startswith("module  W") for line in other)  # nothing in common
+
+
+@pytest.mark.parametrize("name", ["whisper", "unet", "llama_eager", "llama_padded"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_modules_and_configs_of_real_traces_are_whole(
+    models: tuple[Path, dict[str, str]], name: str, width: int
+) -> None:
+    """Bug: at 80 columns, whisper had headers of three lines, rows of two lines, and cut configs."""
+    store, runs = models
+    (shown,) = documents("layers", runs[name], "--store", str(store))
+    for table, layout in layouts(for_reading(shown), width, full=False):
+        assert len(layout.lines) == 1
+        cut = {at: own for at, own in layout.cuts.items() if at not in layout.common}
+        assert not [text for own in cut.values() for text in own if own[text] != text]
+        for at, own in layout.common.items():
+            assert ELLIPSIS in own and ELLIPSIS not in "".join(layout.cuts[at].values())
+        assert table.rows
+
+
+def test_shared_dimensions_of_calls_stand_above_the_table() -> None:
+    columns = pick(LayerRow, "module", "config", "ran", "forward_ns")
+    rows = [
+        ("Attention_0", f"dims q {length}x32x128, k v 93x16x8x128", "flash", 7_440)
+        for length in (4, 1450)
+    ]
+    lines = fitted(columns, *rows, width=50)
+    assert "config  …, k v 93x16x8x128" in lines
+    assert sum("dims q 1450x32x128  " in line for line in lines) == 1
 
 
 def test_a_list_of_hidden_columns_belongs_to_one_table() -> None:

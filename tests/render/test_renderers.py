@@ -213,9 +213,9 @@ def test_cut_names_of_real_kernels_stay_apart(width: int) -> None:
 def test_cut_shows_where_names_differ() -> None:
     names = ["elementwise<4, mul>", "elementwise<4, add>", "another_elementwise"]
     assert list(distinct_cuts(names, 12).values()) == [
-        "element…mul>",
-        "element…add>",
-        "another_ele…",
+        "eleme…<…mul>",
+        "eleme…<…add>",
+        "another_…",
     ]
 
 
