@@ -694,7 +694,7 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
         Column(f"us{at}", f"{name} µs/call", "time", scale="call") for at, name in enumerate(names)
     ]
     columns += [
-        Column(f"times{at}", f"{name} speed-up", "speed-up") for at, name in enumerate(names[1:], 1)
+        Column(f"times{at}", f"{name} speed-up", "ratio") for at, name in enumerate(names[1:], 1)
     ]
     medians = [
         {(row.config, row.backend): row.median_ns for row in answer.ranking_rows()}

@@ -59,7 +59,7 @@ NAMES_SHOWN = 3
 PAIR = (
     Column("ran", "ran", importance="answer"),
     Column("us", "median µs/call", "time", importance="answer"),
-    Column("times1", "speed-up", "speed-up", importance="answer", meaning=SPEED_UP),
+    Column("times1", "speed-up", "ratio", importance="answer", meaning=SPEED_UP),
     Column("roofline", "% of roofline", right=True, importance="detail"),
 )
 """The backends, the times as `A → B` and the speed-up of two runs."""
