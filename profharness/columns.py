@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 NUMERIC = frozenset({
     "count", "figures", "short", "tenths", "time", "time µs", "time ms", "time s", "kib", "mib",
     "percent", "interval", "interval µs", "interval ms", "interval s", "spread",
-    "load", "triple", "ratio", "speed-up", "excess", "mega", "giga", "tera", "duration", "price",
+    "load", "triple", "ratio", "excess", "mega", "giga", "tera", "duration", "price",
 })  # fmt: skip
 """Formats whose columns are aligned to the right."""
 
@@ -54,8 +54,7 @@ class Column:
 
 
 SPEED_UP = (
-    "the baseline's time divided by the candidate's time, so above 1 if the candidate is faster; "
-    "tables print `1.72x faster`, or for the inverse `1.72x slower`"
+    "the baseline's time divided by the candidate's time, so above 1 if the candidate is faster"
 )
 """The meaning of each column of speed-ups."""
 

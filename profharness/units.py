@@ -68,11 +68,12 @@ def share_text(share: float) -> str:
 
 
 def ratio_figure(ratio: float) -> str:
-    """Format a ratio with three significant figures, but at most two decimals from 0.1 on: `1.40`."""
-    if ratio < 0.1:
-        return f"{ratio:.3g}"
+    """Format a ratio with three significant figures: `1.40`, `0.971`, `0.0442`."""
     rounded = float(f"{ratio:.3g}")
-    return f"{ratio:,.{2 if rounded < 10 else 1 if rounded < 100 else 0}f}"
+    if rounded < 0.1:
+        return f"{ratio:.3g}"
+    digits = 3 if rounded < 1 else 2 if rounded < 10 else 1 if rounded < 100 else 0
+    return f"{ratio:,.{digits}f}"
 
 
 def ratio_text(ratio: float) -> str:
@@ -83,14 +84,6 @@ def ratio_text(ratio: float) -> str:
 def speed_up_of(ratio: float | None) -> float | None:
     """Return the speed-up of a candidate whose time divided by the baseline's time is `ratio`."""
     return 1 / ratio if ratio else None
-
-
-def speed_up_text(speed_up: float) -> str:
-    """Format a speed-up for a table: `22.6x faster`, `3.02x slower` or `1.00x`."""
-    magnitude = ratio_text(max(speed_up, 1 / speed_up)) if speed_up else ratio_text(speed_up)
-    if not speed_up or magnitude == ratio_text(1):
-        return magnitude
-    return f"{magnitude} {'faster' if speed_up > 1 else 'slower'}"
 
 
 def rate_figure(rate: float) -> str:

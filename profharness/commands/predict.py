@@ -57,7 +57,7 @@ from profharness.render.document import (
     filled_columns,
     status_note,
 )
-from profharness.rows import FLOOR, MEASURED, MODEL, KernelRow
+from profharness.rows import FLOOR, MEASURED, KernelRow
 from profharness.run import gpu_names, require_distinct
 from profharness.stats import NOTABLE_LOSS
 from profharness.store import frame
@@ -272,8 +272,10 @@ def _config_blocks(
     if several:
         yield Note(statement(answer))
     if ran:
+        # PyTorch runs the backend that is forced.
+        lines = [({"choice": row.choice or row.backend}, row) for row in ran]
         columns = _of_sources(BACKEND_COLUMNS, ran)
-        yield Table.of(filled_columns(columns, ran), ran)
+        yield Table.of(filled_columns(columns, lines), lines)
     kernels = [
         launch_record(launch) | {"backend": row.backend, "source": row.source}
         for row in shown
@@ -314,14 +316,19 @@ def _title(rows: Sequence[Predicted], where: str) -> str:
 def _of_sources(columns: Iterable[Column], rows: Iterable[Predicted]) -> list[Column]:
     """Return the columns of a table whose times are measured, predicted or both.
 
-    If all times have the same source, omit the column that names it. Only the times of a model are
-    predicted, and measured times have no interval.
+    If all times have the same source, omit the column that names it. The titles say `measured` if
+    all times are measured, which then have no interval, and `predicted` otherwise.
     """
     sources = {row.source for row in rows}
     hidden = {"source"} if len(sources) < 2 else set[str]()
-    what = "measured" if sources == {MEASURED} else "predicted" if sources == {MODEL} else "kernel"
-    titles = {"kernel_ns": f"{what} µs/call", "duration_ns": f"{what} µs/launch"}
-    if sources == {MEASURED}:
+    measured = sources == {MEASURED}
+    what = "measured" if measured else "predicted"
+    titles = {
+        "kernel_ns": f"{what} µs/call",
+        "graph_ns": f"{what} graph µs/call",
+        "duration_ns": f"{what} µs/launch",
+    }
+    if measured:
         hidden.add("interval")
     elif sources == {FLOOR}:
         titles["interval"] = BOUND

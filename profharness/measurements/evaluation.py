@@ -204,7 +204,7 @@ class Loss:
     chosen_ns: Annotated[
         float,
         column(
-            "auto µs/call",
+            "median auto µs/call",
             "time",
             importance="answer",
             scale="call",
@@ -222,7 +222,7 @@ class Loss:
     best_ns: Annotated[
         float,
         column(
-            "fastest µs/call",
+            "median fastest µs/call",
             "time",
             importance="answer",
             scale="call",

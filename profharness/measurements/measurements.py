@@ -321,7 +321,7 @@ class BenchRow:
         float | None,
         column(
             "speed-up",
-            "speed-up",
+            "ratio",
             importance="answer",
             optional=True,
             meaning=SPEED_UP,

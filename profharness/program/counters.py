@@ -63,7 +63,7 @@ class Counters:
     fma_pipe: Annotated[
         Value,
         column(
-            "FMA%",
+            "% FMA",
             "percent",
             importance="detail",
             meaning="share of cycles in which the FMA pipe is active",
@@ -75,32 +75,32 @@ class Counters:
     dram_throughput: Annotated[
         Value,
         column(
-            "DRAM%",
+            "% DRAM",
             "percent",
             importance="normal",
             meaning="DRAM throughput as a share of the peak",
         ),
     ] = None
     l2_throughput: Annotated[
-        Value, column("L2%", "percent", meaning="L2 throughput as a share of the peak")
+        Value, column("% L2", "percent", meaning="L2 throughput as a share of the peak")
     ] = None
     l1_throughput: Annotated[
         Value,
         column(
-            "L1%", "percent", importance="detail", meaning="L1 throughput as a share of the peak"
+            "% L1", "percent", importance="detail", meaning="L1 throughput as a share of the peak"
         ),
     ] = None
     l1_hit_rate: Annotated[
         Value,
         column(
-            "L1 hit%",
+            "% L1 hits",
             "percent",
             importance="detail",
             meaning="share of sectors that hit in the L1 cache",
         ),
     ] = None
     l2_hit_rate: Annotated[
-        Value, column("L2 hit%", "percent", meaning="share of sectors that hit in the L2 cache")
+        Value, column("% L2 hits", "percent", meaning="share of sectors that hit in the L2 cache")
     ] = None
     load_sectors: Annotated[
         Value,
@@ -120,7 +120,7 @@ class Counters:
     bank_conflicts: Annotated[
         Value,
         column(
-            "conflict%",
+            "% conflicts",
             "percent",
             importance="detail",
             meaning="share of shared-memory passes that are due to bank conflicts",
@@ -129,7 +129,7 @@ class Counters:
     issue_active: Annotated[
         Value,
         column(
-            "issue%",
+            "% issued",
             "percent",
             importance="detail",
             meaning="share of cycles in which an instruction is issued",

@@ -214,7 +214,7 @@ class LayerDiff:
     backend_changed: bool = False  # whether both backends are known and differ
     reasons: tuple[str, ...] = ()
     speedup: Annotated[
-        float | None, column("speed-up", "speed-up", importance="answer", meaning=SPEED_UP)
+        float | None, column("speed-up", "ratio", importance="answer", meaning=SPEED_UP)
     ] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -100,7 +100,7 @@ class PhaseRow:
     attention_ns: Annotated[
         float,
         column(
-            "attention µs/step",
+            "mean attention µs/step",
             "time",
             importance="answer",
             scale="attention",
@@ -171,7 +171,7 @@ class PhaseRow:
     fastest_ns: Annotated[
         Number,
         column(
-            "fastest µs/step",
+            "mean fastest µs/step",
             "time",
             scale="attention",
             optional=True,

@@ -22,7 +22,6 @@ from profharness.units import (
     rate_figure,
     ratio_text,
     share_figure,
-    speed_up_text,
     time_figure,
     time_text,
 )
@@ -381,7 +380,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "flag": lambda value: "yes" if value else "no",
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": ratio_text,
-    "speed-up": speed_up_text,
     "excess": lambda value: ratio_text(1 + value),
     "mega": lambda value: rate_figure(value / 1e6),
     "giga": lambda value: rate_figure(value / 1e9),

@@ -98,6 +98,15 @@ def test_one_config_has_its_verdict_backends_and_kernels(measured: list[AtlasCel
     assert "Kernels of a call" in text
 
 
+def test_a_forced_backend_is_predicted_to_run() -> None:
+    """Bugs: `-` for each forced backend, and `kernel µs/call` for several GPUs."""
+    text = told("2,8,4096,64,fp16", "--gpu", "H200")
+    for backend in ("flash", "efficient", "cudnn", "math"):
+        assert re.search(rf"^{backend} +{backend} +\d", text, re.MULTILINE)
+    several = told("2,8,4096,64,fp16", "--gpu", "H200,A100")
+    assert "kernel µs/call" not in " ".join(several.split())
+
+
 def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasCell]) -> None:
     result = predict("--config", measured[0].config.label)
     assert "the prediction is for NVIDIA H200, torch 2.11.0+cu130" in result.stderr

@@ -163,7 +163,10 @@ ONLY_FULL = ("half_between_processes", "mean_ns", "std_ns")
 COLUMNS = (
     *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
-    *(Column(name, f"{name} µs/call", "time", scale="call", optional=True) for name in BESIDE),
+    *(
+        Column(name, f"median {name} µs/call", "time", scale="call", optional=True)
+        for name in BESIDE
+    ),
     *pick(BenchRow, "flops_per_s", "bytes_per_s", "efficiency", "queries_per_s"),
     *pick(BenchRow, "sequences_per_s", "regret", "speedup", "verified"),
     Column("mark", "note", importance="answer", optional=True),
@@ -691,10 +694,11 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
     columns += [
-        Column(f"us{at}", f"{name} µs/call", "time", scale="call") for at, name in enumerate(names)
+        Column(f"us{at}", f"{name} median µs/call", "time", scale="call")
+        for at, name in enumerate(names)
     ]
     columns += [
-        Column(f"times{at}", f"{name} speed-up", "speed-up") for at, name in enumerate(names[1:], 1)
+        Column(f"times{at}", f"{name} speed-up", "ratio") for at, name in enumerate(names[1:], 1)
     ]
     medians = [
         {(row.config, row.backend): row.median_ns for row in answer.ranking_rows()}

@@ -550,8 +550,9 @@ def diff(
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
     taken from the latest run that has all named backends. Two kernels are paired if they compute the same thing.
-    The speed-up says how many times faster or slower the candidate is. A gate (--fail-on) also
-    fails if there is nothing to compare. Traces of two programs are also compared layer by layer.
+    The speed-up is the time of the baseline divided by the time of the candidate, so above 1 if the
+    candidate is faster. A gate (--fail-on) also fails if there is nothing to compare. Traces of two
+    programs are also compared layer by layer.
 
     \b
     Examples:

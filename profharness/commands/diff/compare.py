@@ -188,7 +188,7 @@ class DiffRow:
     candidate: Annotated[tuple[KernelRow, ...], column(meaning="kernels of the candidate")] = ()
     speedup: Annotated[
         float | None,
-        column("speed-up", "speed-up", importance="answer", meaning=SPEED_UP),
+        column("speed-up", "ratio", importance="answer", meaning=SPEED_UP),
     ] = field(init=False)
 
     def __post_init__(self) -> None:

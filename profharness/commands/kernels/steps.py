@@ -131,33 +131,37 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallFigures:
-    """Times and memory of one call of a cell that ran. Times are medians in ns."""
+    """Times in ns and memory of one call of a cell that ran."""
 
     backend: Annotated[str, column("backend", meaning="the backend of the cell")]
     kernels_ns: Annotated[
         float | None,
         column(
-            "kernel µs/call",
+            "mean kernel µs/call",
             "time",
             importance="answer",
             scale="call",
-            meaning="sum of the call's kernel times",
+            meaning="mean of the sum of the call's kernel times",
         ),
     ]
     """None on a CPU, because the times of its ops do not add up to a latency."""
     graph_ns: Annotated[
         float | None,
         column(
-            "graph µs/call", "time", scale="call", meaning="time of a call in a CUDA graph replay"
+            "median graph µs/call",
+            "time",
+            scale="call",
+            meaning="time of a call in a CUDA graph replay",
         ),
     ]
     eager_ns: Annotated[
-        float | None, column("eager µs/call", "time", scale="call", meaning="time of an eager call")
+        float | None,
+        column("median eager µs/call", "time", scale="call", meaning="time of an eager call"),
     ]
     host_ns: Annotated[
         float | None,
         column(
-            "host µs/call",
+            "median host µs/call",
             "time",
             importance="detail",
             scale="call",
@@ -167,13 +171,16 @@ class CallFigures:
     cold_ns: Annotated[
         float | None,
         column(
-            "cold µs/call", "time", scale="call", meaning="time of a call with a flushed L2 cache"
+            "median cold µs/call",
+            "time",
+            scale="call",
+            meaning="time of a call with a flushed L2 cache",
         ),
     ]
     event_ns: Annotated[
         float | None,
         column(
-            "event µs/call",
+            "median event µs/call",
             "time",
             importance="normal",
             scale="call",
@@ -183,7 +190,7 @@ class CallFigures:
     wall_ns: Annotated[
         float | None,
         column(
-            "wall µs/call",
+            "median wall µs/call",
             "time",
             importance="normal",
             scale="call",

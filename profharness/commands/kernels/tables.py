@@ -93,12 +93,12 @@ OF_RANGE = {
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
     *pick(KernelRow, "registers_per_thread", "launches_per_call"),
-    *(Column(name, f"{name} µs/launch", "time", scale="call") for name in TRACE_PROFILERS),
+    *(Column(name, f"median {name} µs/launch", "time", scale="call") for name in TRACE_PROFILERS),
     Column("achieved", "% achieved", "percent"),
     Column("dram", "DRAM KiB", "kib"),
     Column("dram_rate", "DRAM GB/s", "giga"),
     Column("tensor", "% tensor", "percent"),
-    Column("l2_hits", "L2 hit%", "percent"),
+    Column("l2_hits", "% L2 hits", "percent"),
     Column("disagree", "disagree", "names", importance="answer"),
 )
 _COUNTERS = (

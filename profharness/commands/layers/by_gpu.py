@@ -59,7 +59,7 @@ NAMES_SHOWN = 3
 PAIR = (
     Column("ran", "ran", importance="answer"),
     Column("us", "median µs/call", "time", importance="answer"),
-    Column("times1", "speed-up", "speed-up", importance="answer", meaning=SPEED_UP),
+    Column("times1", "speed-up", "ratio", importance="answer", meaning=SPEED_UP),
     Column("roofline", "% of roofline", right=True, importance="detail"),
 )
 """The backends, the times as `A → B` and the speed-up of two runs."""
@@ -68,7 +68,7 @@ OVERVIEW = (
     replace(GPU, importance="normal"),
     Column("step", "mean µs/step", "time", right=True),
     Column("busy", "% busy", "percent", right=True),
-    Column("attention", "attention µs/step", "time", importance="answer", right=True),
+    Column("attention", "mean attention µs/step", "time", importance="answer", right=True),
     Column("share", "% of GPU time", "percent", importance="answer", right=True),
     Column("ran", "ran", importance="answer", shrink=True),
 )
@@ -709,10 +709,10 @@ def _bench_blocks(
         for at, name in enumerate(names)
         for column in (
             Column(f"best{at}", f"{name} fastest"),
-            Column(f"best_us{at}", f"{name} fastest µs/call", "time", scale="call"),
+            Column(f"best_us{at}", f"{name} median fastest µs/call", "time", scale="call"),
         )
     ]
-    yield Table.of((*GPU_LAYER, *figure_columns(names, "ran", "µs/call"), *best), lines)
+    yield Table.of((*GPU_LAYER, *figure_columns(names, "ran", "median µs/call"), *best), lines)
     yield from map(Note, _bench_sums(rows, benches))
     for each in benches:
         if each.changes:

@@ -288,7 +288,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     per = "µs/step" if first.of == "step" else "µs in all"
     columns = figure_columns(names, "predicted backend", per, gpus)
     # A GPU without any time has no speed-up either.
-    optional = [each.key for each in columns if each.format == "speed-up"]
+    optional = [each.key for each in columns if each.format == "ratio"]
     yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
     if len({forecast.torch for forecast in layers.forecasts}) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
@@ -329,7 +329,7 @@ def figure_columns(
         Column(
             f"times{at}",
             f"{name} speed-up",
-            "speed-up",
+            "ratio",
             importance="answer",
         )
         for at, name in enumerate((gpus or names)[1:], 1)
