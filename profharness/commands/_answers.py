@@ -10,6 +10,11 @@ from profharness.rows import CellRow
 
 LAUNCH_REMEDY = "into a CUDA graph, or compile the model with mode='reduce-overhead'"
 """The remedy if the GPU waits for the CPU to launch kernels. It follows `capture the step`."""
+WARM_KERNELS = (
+    "The times are kernel times with a warm L2 cache; they exclude launch costs and the gaps between "
+    "kernels."
+)
+"""What the times of kernels are, for kernels that were not run under ncu."""
 NOT_FAILED = ("ok", "refused", "unknown")
 
 

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
+from profharness.commands._answers import WARM_KERNELS
 from profharness.render import terminal
 from profharness.render.colors import STYLES
 from profharness.render.document import Note, shown_note
@@ -61,7 +62,18 @@ def test_notes_of_commands_are_sentences(
         and not is_sentence(note.text)
     ]
     assert wrong == []
+    assert not {note.label for note in notes} & {"caveat", "layout", "no time", "times"}
     assert {match[1] for match in POINTER.finditer(told)} <= {"use"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["kernels", "h200-torch-nsys-ncu"], ["layers", "llama_eager.json.gz", "--gpu", "H200"]],
+)
+def test_all_commands_describe_warm_kernel_times_alike(given: list[str], store: Path) -> None:
+    """Bug: kernels and layers had two wordings of this note."""
+    result = CliRunner().invoke(cli, [*given, "--store", str(store), "--format", "md"])
+    assert f"- {WARM_KERNELS}" in result.output
 
 
 def test_notes_of_golden_outputs_are_sentences() -> None:

@@ -474,25 +474,23 @@ def _explanations(
     if any(growth and growth not in ("S", "S_q") for growth in growing):
         yield Note(
             "Fused backends allocate about as much memory as the output takes. The other "
-            "backends also allocate score matrices and copies of repeated or cast inputs.",
-            "memory",
+            "backends also allocate score matrices and copies of repeated or cast inputs."
         )
     if any(WALL in cell.samples for cell in cells):
         yield Note(
-            'the column "vs fastest" compares the wall-clock time of each backend with that of the '
-            "fastest backend",
-            "times",
+            'The column "vs fastest" compares the wall-clock time of each backend with that of the '
+            "fastest backend."
         )
         return
     parts = [f"{GAPS} are the graph time minus the kernel time"]
     if any(EAGER in cell.samples for cell in cells):
         parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
     text = (
-        'the column "vs fastest" compares the kernel time of each backend with that of the fastest '
+        'The column "vs fastest" compares the kernel time of each backend with that of the fastest '
         "backend; "
-        f"{', '.join(parts)}"
+        f"{', '.join(parts)}."
     )
-    yield Note(text, "times")
+    yield Note(text)
 
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:

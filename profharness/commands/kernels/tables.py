@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
+from profharness.commands._answers import WARM_KERNELS
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
@@ -262,7 +263,7 @@ def kernels_document(
     if folds or others:
         blocks.append(Note("--full shows all kernels.", level="hint"))
     if cells and rows:
-        blocks.append(Note(_about_times(rows), "times"))
+        blocks.append(Note(_about_times(rows)))
     extra = {"cells": [cell_record(cell) for cell in cells]}
     answer = kernels_answer(rows, cells)
     records = tuple(map(kernel_record, rows))
@@ -275,13 +276,14 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
         return (
             "The time of an op excludes the ops that it calls. For the time of a call, use bench."
         )
-    caches = "measured with cold caches, because ncu runs each kernel on its own"
-    if any(row.profiler != NCU for row in rows):
-        caches = "for a warm L2"
+    meaning = WARM_KERNELS
+    if all(row.profiler == NCU for row in rows):
+        cold = "measured with cold caches, because ncu runs each kernel on its own"
+        meaning = meaning.replace("with a warm L2 cache", cold)
     return (
-        f"The times are kernel times {caches}; they exclude launches and gaps. For the time of a "
-        "call in a program, use bench: its eager time includes the cost of launches, its graph "
-        "time excludes this cost, and its cold time is measured with flushed caches."
+        f"{meaning} For the time of a call in a program, use bench: its eager time includes the cost "
+        "of launches, its graph time excludes this cost, and its cold time is measured with flushed "
+        "caches."
     )
 
 
