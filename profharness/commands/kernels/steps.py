@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.columns import Column, column, columns_of, pick
+from profharness.commands._answers import cell_reason
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.device_types import CPU, CUDA
 from profharness.measurements.agreement import backend_of_op
@@ -412,7 +413,7 @@ def steps_document(
         blocks += _call_blocks(config, figures, rows_of)
         for cell in own:
             if cell.status != "ok":
-                blocks.append(status_note(cell.status, cell.reason or "", cell.backend))
+                blocks.append(status_note(cell.status, cell_reason(cell, full=full), cell.backend))
             place = {"run": cell.run, "config": cell.config, "cell": cell.cell}
             of_call = asdict(figures[cell.cell]) if cell.cell in figures else {}
             for step in steps[cell.cell]:

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
-from profharness.commands._answers import WARM_KERNELS
+from profharness.commands._answers import WARM_KERNELS, cell_reason
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
@@ -252,7 +252,10 @@ def kernels_document(
         if not full:
             blocks += left
             folds |= bool(left)
-        notes = (cell_notes(cell, [row for row in own if row.cell == cell.cell]) for cell in beside)
+        notes = (
+            cell_notes(cell, [row for row in own if row.cell == cell.cell], full=full)
+            for cell in beside
+        )
         blocks += merged_notes(chain.from_iterable(notes))
     if full:
         from profharness.commands.kernels.sources import source_notes  # only --full needs it
@@ -383,11 +386,14 @@ def _scope(row: KernelRow) -> _Scope:
     return (row.run, row.config, None if row.config is not None else row.range or "")
 
 
-def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """Return the notes below a table: missing kernels, replacements, disagreements and warnings."""
+def cell_notes(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Note]:
+    """Return the notes below a table: missing kernels, replacements, disagreements and warnings.
+
+    If `full` is set, a refusal has PyTorch's own message.
+    """
     notes: list[Note] = []
     if cell.status != "ok":
-        notes.append(status_note(cell.status, cell.reason or "no reason recorded", cell.backend))
+        notes.append(status_note(cell.status, cell_reason(cell, full=full), cell.backend))
     elif not rows:
         text = cell.message or "the requested profilers recorded no kernels"
         notes.append(Note(text, cell.backend, "warning"))
@@ -512,7 +518,7 @@ def witness_document(
             blocks.append(_table(own, longer))
         for cell in beside:
             mine = [row for kernel in own for row in kernel.rows.values() if row.cell == cell.cell]
-            blocks += cell_notes(cell, mine)
+            blocks += cell_notes(cell, mine, full=full)
         blocks += _disagreements(own)
         if full:
             blocks += _counters(own)
