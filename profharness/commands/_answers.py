@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from profharness.errors import counted, join_and
+from profharness.render.document import Note, status_note
 from profharness.rows import CellRow
 
 LAUNCH_REMEDY = "into a CUDA graph, or compile the model with mode='reduce-overhead'"
 """The remedy if the GPU waits for the CPU to launch kernels. It follows `capture the step`."""
+WARM_KERNELS = (
+    "The times are kernel times with a warm L2 cache; they exclude launch costs and the gaps between "
+    "kernels."
+)
+"""What the times of kernels are, for kernels that were not run under ncu."""
 NOT_FAILED = ("ok", "refused", "unknown")
 
 
@@ -26,6 +32,40 @@ def split_text(counts: Counter[str], total: int | None = None) -> str:
         where = {1: "", 2: " on both configs"}.get(total, f" on all {total} configs")
         lead = f"{first}{where}"
     return join_and([lead, *(f"{name} on {count}" for name, count in others)])
+
+
+def cell_reason(cell: CellRow, *, full: bool = False) -> str:
+    """Return why a cell did not run.
+
+    The reason of a refusal is short, unless `full` is set. It is then PyTorch's own message.
+    """
+    if cell.status == "refused" and cell.refusals and not full:
+        # Imported here because only refused cells need the dispatch rules.
+        from profharness.attention.dispatch.by_rule import short_reason
+
+        return short_reason(cell.config, cell.refusals)
+    return cell.reason or "no reason recorded"
+
+
+def not_run_notes(
+    cells: Sequence[CellRow],
+    reasons_of: Callable[[CellRow], Iterable[str]] = lambda cell: [cell_reason(cell)],
+) -> Iterator[Note]:
+    """Yield a note for each reason why a backend did not run a config.
+
+    `cells` also contains the cells that ran. If the reason does not apply to all configs, the note
+    names its config, or says how many there are.
+    """
+    total = len({cell.config for cell in cells})
+    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    for cell in cells:
+        for reason in () if cell.status == "ok" else reasons_of(cell):
+            found.setdefault((cell.backend, cell.status, reason), {})[cell.config] = None
+    for (backend, status, reason), configs in found.items():
+        where = next(iter(configs)) if len(configs) == 1 else f"{len(configs)} of {total} configs"
+        yield status_note(
+            status, reason, backend, where="" if len(configs) == total else f" on {where}"
+        )
 
 
 def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:

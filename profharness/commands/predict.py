@@ -299,12 +299,12 @@ def _config_blocks(
                 reasons = "PyTorch refused the config when the atlas was measured"
             yield status_note(row.status, reasons, row.backend)
     if note := timing_note(shown):
-        yield Note(note, "layout")
+        yield Note(note)
     for text in dict.fromkeys(row.outside for row in shown):
         if text:
-            yield Note(text, "no time", "warning")
+            yield Note(f"No time is predicted: {text}", level="warning")
     if parse_config(auto.config).window is not None:
-        yield Note(WINDOW, "window")
+        yield Note(WINDOW)
 
 
 def _title(rows: Sequence[Predicted], where: str) -> str:
@@ -350,10 +350,12 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
         if len(lossy) > SHOWN_LOSSES:
             yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more; the JSON has them all")
     if note := timing_note(autos):
-        yield Note(note, "layout")
+        yield Note(note)
     outside = Counter(row.outside for row in autos if row.outside)
     for reason, count in outside.most_common(SHOWN_OUTSIDE):
-        yield Note(f"{counted(count, 'config')}: {reason}", "no time", "warning")
+        yield Note(
+            f"No time is predicted for {counted(count, 'config')}: {reason}", level="warning"
+        )
 
 
 Cells = list[list[Predicted | None]]  # the predictions in a map, row by row, None if missing

@@ -236,9 +236,13 @@ def shown_note(note: Note) -> Note:
     return replace(note, text=text if ended else f"{text}.")
 
 
-def status_note(status: str, reason: str | None, label: str) -> Note:
-    """Return a note about a cell that did not run, with level `note` for a refusal, else `error`."""
-    return Note(f"{status}: {reason}", label, "note" if status == "refused" else "error")
+def status_note(status: str, reason: str, label: str, *, where: str = "") -> Note:
+    """Return a note about a backend that did not run, with level `note` for a refusal, else `error`.
+
+    `where` names the configs, such as ` on 2 of 4 configs`.
+    """
+    level = "note" if status == "refused" else "error"
+    return Note(f"{status}{where}: {reason}", label, level)
 
 
 def merged_notes(notes: Iterable[Note]) -> list[Note]:

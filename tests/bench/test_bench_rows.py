@@ -310,7 +310,11 @@ def test_failed_cells_are_rows_with_the_reason(tmp_path: Path) -> None:
         ("auto", "ok"), ("flash", "refused"), ("mine.py", "error"),
     ]  # fmt: skip
     short = RENDERERS["md"](bench_document(found))
-    assert "undefined symbol" in short and "up to 256; half only" in short
+    assert "- **mine.py**: error: undefined symbol: \\_ZN8flash" in short
+    assert (
+        "- **flash**: refused: " in short and "up to 256" not in short and "half only" not in short
+    )
+    assert "up to 256; half only" in RENDERERS["md"](bench_document(found, full=True))
     full = RENDERERS["md"](bench_document(found, explain=True))
     assert "up to 256 \\[head_dim\\]" in full and "half only \\[dtype\\]" in full
 

@@ -102,7 +102,11 @@ def test_notes_have_the_same_labels_for_one_config_and_for_several(store: Path) 
             notes = [block for block in document.blocks if isinstance(block, Note) and block.label]
             labels = {note.label for note in notes if note.level != "hint"}
             assert {"remedy", *(("bottleneck",) if full or chosen is one else ())} <= labels
-            assert labels <= {"bottleneck", "finding", "remedy", "refused"}
+            refused = [note for note in notes if note.text.startswith("refused: ")]
+            assert labels <= {"bottleneck", "finding", "remedy", *(each.label for each in refused)}
+            texts = {note.label: note.text for note in refused}
+            if chosen is analyses and full:
+                assert texts["cudnn"] == "refused: head_dim should be a multiple of 8"
             assert not any(": Bottleneck:" in note.text for note in notes)
 
 

@@ -12,8 +12,10 @@ from h200_rows import cell, kernel_rows, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.commands.diff import diff_document
 from profharness.commands.diff.compare import Diff, DiffRow, Side, diff_cells
 from profharness.program.changes import environment_changes
+from profharness.render.document import Note
 from profharness.rows import KERNEL, SHARED_CORES, CellRow, KernelRow, Refusal
 from profharness.stats import Series
 
@@ -256,17 +258,21 @@ def test_a_config_that_one_side_lacks() -> None:
 
 
 def test_status() -> None:
-    refusal = (Refusal("dropout", "no dropout here"),)
-    fine = cell(SQUARE, "flash")
-    refused = cell(SQUARE, "flash", status="refused", refusals=refusal)
+    refusal = (Refusal("mask", "no mask here"),)
+    fine = cell("b2-h8-s512-d64-fp16", "flash")
+    refused = cell("b2-h8-s512-d64-fp16", "flash", status="refused", refusals=refusal)
     none: tuple[KernelRow, ...] = ()
     diff = diff_cells(side(cells=(fine,), kernels=none), side(cells=(refused,), kernels=none))
     (row,) = diff.rows
     assert (row.role, row.verdict, row.changed) == ("status", "changed", True)
-    assert row.reasons == ("baseline: ok", "candidate: refused [dropout]: no dropout here")
+    assert row.reasons == ("baseline: ok", "candidate: refused [mask]: no mask here")
+    assert row.endings == ("baseline: ok", "candidate: refused: attn_mask is not supported")
+    for full, told in ((False, row.endings), (True, row.reasons)):
+        blocks = diff_document(diff, full=full).blocks
+        assert [b.text for b in blocks if isinstance(b, Note)] == ["; ".join(told)]
     diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(refused,), kernels=none))
     assert [row.verdict for row in diff.rows] == ["same"]
-    other = replace(refused, refusals=(Refusal("mask", "no mask"),))
+    other = replace(refused, refusals=(Refusal("dtype", "no half"),))
     diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(other,), kernels=none))
     assert [c.field for c in diff.rows[0].changes] == ["refusals"]
 
@@ -394,7 +400,7 @@ def test_launches_of_a_call_have_a_verdict_of_their_own() -> None:
 
 
 def test_what_one_side_refuses_is_told_and_what_both_refuse_is_not() -> None:
-    ran = cell(SQUARE, "flash")
+    ran = cell("b2-h8-s512-d64-fp16", "flash")
     refused = replace(ran, status="refused", refusals=(Refusal("dtype", "no"),))
     died = replace(ran, status="crashed")
 

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
+from profharness.commands._answers import WARM_KERNELS
 from profharness.render import terminal
 from profharness.render.colors import STYLES
 from profharness.render.document import Note, shown_note
@@ -61,7 +62,46 @@ def test_notes_of_commands_are_sentences(
         and not is_sentence(note.text)
     ]
     assert wrong == []
+    assert not {note.label for note in notes} & {"caveat", "layout", "no time", "times"}
     assert {match[1] for match in POINTER.finditer(told)} <= {"use"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["kernels", "h200-torch-nsys-ncu"], ["layers", "llama_eager.json.gz", "--gpu", "H200"]],
+)
+def test_all_commands_describe_warm_kernel_times_alike(given: list[str], store: Path) -> None:
+    """Bug: kernels and layers had two wordings of this note."""
+    result = CliRunner().invoke(cli, [*given, "--store", str(store), "--format", "md"])
+    assert f"- {WARM_KERNELS}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("kernels", "- **efficient, cudnn**: refused: head_dim=100 is not a multiple of 8\n"),
+        ("kernels", "- **all-disabled**: refused: cudnn: head_dim=100 is not a multiple of 8\n"),
+        (
+            "bench",
+            "- **cudnn**: refused on b2-h8-s512-d100-fp16: head_dim=100 is not a multiple of 8\n",
+        ),
+        (
+            "report",
+            "- **cudnn**: refused on b2-h8-s512-d100-fp16: head_dim=100 is not a multiple of 8\n",
+        ),
+    ],
+)
+def test_refusals_are_short_notes_on_the_backend(command: str, shown: str, store: Path) -> None:
+    """Bug: kernels and bench printed PyTorch's message, and report a label with two colons."""
+    run = "h200-torch-nsys-ncu"
+    result = CliRunner().invoke(cli, [command, run, "--store", str(store), "--format", "md"])
+    assert shown in result.output
+    assert "should be a multiple" not in result.output and "Mem efficient" not in result.output
+
+
+def test_a_refusal_has_the_message_of_pytorch_with_full(store: Path) -> None:
+    given = ["kernels", "h200-torch-nsys-ncu", "--full", "--store", str(store)]
+    assert "refused: head_dim should be a multiple of 8" in CliRunner().invoke(cli, given).output
 
 
 def test_notes_of_golden_outputs_are_sentences() -> None:

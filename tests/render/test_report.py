@@ -663,13 +663,19 @@ def test_a_capture_does_not_rank_all_disabled(tmp_path: Path) -> None:
 def test_a_note_beside_the_charts_explains_missing_marks(captured: Path) -> None:
     """Bug: only folded sections told that efficient and cudnn have no marks for some configs."""
     blocks = list(report(captured).blocks)
-    (at,) = [at for at, each in enumerate(blocks) if getattr(each, "label", "") == "Refused:"]
-    chart, note = blocks[at - 1], blocks[at]
-    assert isinstance(chart, Chart) and chart.kind == "dots" and isinstance(note, Note)
-    assert note.text == (
-        "efficient on 2 configs (num_heads=32 with kv_heads=8 is not supported; head_dim=100 is not"
-        " a multiple of 8); cudnn on 1 config (head_dim=100 is not a multiple of 8)."
-    )
+    at = next(at for at, each in enumerate(blocks) if getattr(each, "label", "") == "efficient")
+    chart, *notes = blocks[at - 1 : at + 3]
+    assert isinstance(chart, Chart) and chart.kind == "dots"
+    dim = "refused on b2-h8-s512-d100-fp16: head_dim=100 is not a multiple of 8"
+    assert [(note.label, note.text) for note in notes if isinstance(note, Note)] == [
+        (
+            "efficient",
+            "refused on b1-h32-kv8-sq1-skv4096-d128-bf16: num_heads=32 with kv_heads=8 is not "
+            "supported",
+        ),
+        ("efficient", dim),
+        ("cudnn", dim),
+    ]
 
 
 def test_the_answer_tells_once_that_auto_is_fine(captured: Path) -> None:

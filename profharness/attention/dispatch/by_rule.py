@@ -62,7 +62,7 @@ from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.environment import gpu_name, no_gpu_text
 from profharness.errors import UsageError, join_and, join_few
-from profharness.rows import DISABLED, Refusal
+from profharness.rows import DISABLED, Refusal, decisive
 
 SCHEMA = "profharness.explain/1"
 
@@ -561,6 +561,22 @@ def condition(config: Config, reason: Refusal) -> str:
     if text is None:
         return _first_sentence(reason)
     return text.format(config) if isinstance(text, str) else text(config, reason.message)
+
+
+def short_reason(label: str, refusals: Sequence[Refusal]) -> str:
+    """Return a short text on why a backend refused a config, in the words of `condition`.
+
+    If the backend is a setting that allows several backends, the messages begin with the name of a
+    backend, which the text keeps.
+    """
+    config, texts = parse_config(label), dict[str, None]()
+    for reason in decisive(refusals):
+        name, colon, message = reason.message.partition(": ")
+        if colon and name in SDPA_BACKENDS:
+            texts[f"{name}: {condition(config, replace(reason, message=message))}"] = None
+        else:
+            texts[condition(config, reason)] = None
+    return "; ".join(texts)
 
 
 def conditions(config: Config, side: BackendAnswer) -> list[str]:

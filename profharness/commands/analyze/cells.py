@@ -12,6 +12,7 @@ from statistics import median
 from profharness import stats
 from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import parse_config, pytorch_chooses
+from profharness.attention.dispatch.by_rule import short_reason
 from profharness.commands._output import hint, is_command_line
 from profharness.commands.analyze.changes import config_changes, program_changes, with_change
 from profharness.commands.analyze.figures import (
@@ -99,7 +100,9 @@ def analyze_cell(
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     analysis = CellAnalysis(
-        *(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason), machine=machine
+        *(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason),
+        machine=machine,
+        short_reason=short_reason(cell.config, cell.refusals),
     )
     if cell.status != "ok":
         return analysis

@@ -345,6 +345,8 @@ class CellAnalysis:
     ] = None
     wrong: bool = False  # whether a verification found wrong results of the backend
     busy: bool = False  # whether the machine was too busy for any time of the cell to be usable
+    # why PyTorch refused the config, in short; `message` has PyTorch's own words
+    short_reason: str = ""
     lengths: str = ""  # a sentence about the lengths in the config, if they are mean lengths
 
     @property

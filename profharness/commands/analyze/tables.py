@@ -51,6 +51,7 @@ from profharness.render.document import (
     Note,
     Table,
     filled_columns,
+    status_note,
 )
 from profharness.rows import KERNEL
 
@@ -217,13 +218,23 @@ def _notes_of(
 
     `most` is the maximum number of findings, and of remedies, per cell.
     """
-    notes: list[tuple[str, Note]] = []
+    notes, not_run = list[tuple[str, Note]](), list[Note]()
     for analysis in own:
+        if analysis.status != "ok":
+            not_run.append(
+                status_note(analysis.status, _reason(analysis, full=full), analysis.backend)
+            )
+            continue
         module = short_module(analysis.module) if len(own) > 1 else None
         name = f"{module} {analysis.backend}" if module else analysis.backend
         found = cell_notes(analysis, full=full, most=most, covered=covered)
         notes += [(name, note) for note in found]
-    return merged_notes(notes, full=full)
+    return [*merged_notes(notes, full=full), *not_run]
+
+
+def _reason(analysis: CellAnalysis, *, full: bool) -> str:
+    """Return why a cell did not run, in PyTorch's own words if `full` is set."""
+    return (None if full else analysis.short_reason) or analysis.message or "no reason recorded"
 
 
 def _peak_notes(
@@ -536,10 +547,6 @@ def cell_notes(
 
     The remedy whose gain was measured precedes all others.
     """
-    if analysis.status != "ok":
-        level = "note" if analysis.status == "refused" else "error"
-        yield Note(analysis.message or "no reason recorded", analysis.status, level)
-        return
     cell = (analysis.run, analysis.cell)
     remedies = [each for each in analysis.remedies[:most] if (*cell, each) not in covered]
     shown = shown_findings(analysis, full=full)[:most]

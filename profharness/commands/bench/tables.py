@@ -13,6 +13,7 @@ from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
+from profharness.commands._answers import cell_reason, not_run_notes
 from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
@@ -58,6 +59,7 @@ from profharness.rows import (
     KERNEL,
     SHARED_CORES,
     WALL,
+    CellRow,
 )
 
 SHOWN_SWEEPS = 4
@@ -217,7 +219,7 @@ def bench_document(
         Note(_measured(answer), "measured"),
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
-        *_failed(answer, explain),
+        *_failed(answer, explain=explain, full=full),
         *change_notes(changes_of(answer)),
         *_doubts(answer),
     ]
@@ -458,32 +460,32 @@ def _doubts(answer: BenchResult) -> Iterator[Note]:
         yield Note(text, f"[{number}] {where}", "warning")
 
 
-def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
-    """Yield a note for each reason why cells have no samples, and for each warning of the workers.
+def _failed(answer: BenchResult, *, explain: bool, full: bool) -> Iterator[Note]:
+    """Yield a note for each reason why cells did not run, and for each warning of the workers.
 
     The warning about shared cores is left out, because it is among the warnings about unreliable
-    measurements. If `explain` is set, yield every reason for a refusal, including the reasons that
-    only the dispatch rules give.
+    measurements. If `explain` is set, yield every reason for a refusal in PyTorch's words, including
+    the reasons that only the dispatch rules give. If `full` is set, yield PyTorch's own messages.
     """
-    configs: dict[tuple[str, str, str], list[str]] = {}
-    for cell in answer.cells:
-        texts = [] if cell.status == "ok" else [_opening(cell.reason or cell.status)]
-        if explain and texts and cell.refusals:
-            config = parse_config(cell.config)
-            texts = [
-                f"{reason.message} [{reason.code}{', by rule' if reason.source == 'rule' else ''}]"
-                for reason in every_refusal(config, cell.backend, cell.refusals, answer.environment)
-            ]
-        for text in texts:
-            configs.setdefault((cell.backend, f" {cell.status}", text), []).append(cell.config)
+
+    def reasons_of(cell: CellRow) -> list[str]:
+        if not (explain and cell.refusals):
+            return [_opening(cell_reason(cell, full=full))]
+        config = parse_config(cell.config)
+        return [
+            f"{reason.message} [{reason.code}{', by rule' if reason.source == 'rule' else ''}]"
+            for reason in every_refusal(config, cell.backend, cell.refusals, answer.environment)
+        ]
+
+    yield from not_run_notes(answer.cells, reasons_of)
+    configs: dict[tuple[str, str], list[str]] = {}
     for cell in answer.cells:
         for text in cell.warnings:
             if text != SHARED_CORES:
-                configs.setdefault((cell.backend, "", text), []).append(cell.config)
-    for (backend, status, text), labels in configs.items():
+                configs.setdefault((cell.backend, text), []).append(cell.config)
+    for (backend, text), labels in configs.items():
         where = labels[0] if len(labels) == 1 else f"{len(labels)} configs"
-        level = {"": "warning", " refused": "note"}.get(status, "error")
-        yield Note(text, f"{backend}{status}, {where}", level)
+        yield Note(text, f"{backend}, {where}", "warning")
 
 
 def _opening(message: str) -> str:

@@ -360,13 +360,18 @@ def _config_blocks(
     for row in rows:
         # The table shows the speed-up, so a clear verdict on a time needs no note.
         if row.reasons and (full or row.verdict not in ("same", "faster", "slower")):
-            notes.setdefault("; ".join(row.reasons), []).append(row)
+            notes.setdefault("; ".join(_reasons(row, full=full)), []).append(row)
     for text, alike in notes.items():
         level = "warning" if {row.verdict for row in alike} & {"slower", "unknown"} else "note"
         yield Note(text, join_few([row.role for row in alike], LABELS_SHOWN), level)
     for cost in costs:
         level = "warning" if cost.verdict == "more" else "note"
         yield Note(cost_text(cost), COST_NAMES[cost.what], level)
+
+
+def _reasons(row: DiffRow, *, full: bool = False) -> tuple[str, ...]:
+    """Return the reasons for a verdict, in PyTorch's own words if `full` is set."""
+    return row.reasons if full else row.endings or row.reasons
 
 
 def _times_are_of_calls(rows: Sequence[DiffRow]) -> bool:
@@ -627,7 +632,7 @@ def check(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -
 def _findings(found: Diff, sides: tuple[Side, Side], verdict: str) -> Iterator[str]:
     on = frozenset([verdict])
     for row in found.fails(on):
-        yield f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"
+        yield f"{row.config} {row.role}: {'; '.join((row.verdict, *_reasons(row)))}"
     for cost in found.failing_costs(on):
         yield f"{cost.config} {cost.backend_candidate or ''} {cost.what}: {cost_text(cost)}"
     for layer in found.failing_layers(on):

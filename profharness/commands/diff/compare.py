@@ -19,6 +19,7 @@ import msgspec
 from profharness import stats
 from profharness.attention.config import Config, setting_name
 from profharness.columns import SPEED_UP, column
+from profharness.commands._answers import cell_reason
 from profharness.device_types import CPU
 from profharness.errors import (
     AmbiguousNameError,
@@ -183,6 +184,13 @@ class DiffRow:
         column(meaning="whether a fused kernel is compared with several unfused kernels"),
     ] = False
     reasons: Annotated[tuple[str, ...], column(meaning="reasons for the verdict")] = ()
+    endings: Annotated[
+        tuple[str, ...],
+        column(
+            meaning="how the call ended on both sides if it did not run on both; unlike in `reasons`, "
+            "the reason of a refusal is short"
+        ),
+    ] = ()
     changes: Annotated[tuple[Change, ...], column(meaning="the properties that differ")] = ()
     baseline: Annotated[tuple[KernelRow, ...], column(meaning="kernels of the baseline")] = ()
     candidate: Annotated[tuple[KernelRow, ...], column(meaning="kernels of the candidate")] = ()
@@ -793,12 +801,19 @@ def _status_or_call(
         statuses, codes = [cell.status for cell in cells], list(map(_codes, cells))
         differing = [Change("status", *statuses)] if statuses[0] != statuses[1] else []
         differing += [Change("refusals", *codes)] if codes[0] != codes[1] else []
-        endings = (f"baseline: {_ending(baseline)}", f"candidate: {_ending(candidate)}")
+        endings, reasons = (
+            tuple(
+                f"{side}: {_ending(cell, full=full)}"
+                for side, cell in zip(("baseline", "candidate"), cells, strict=True)
+            )
+            for full in (False, True)
+        )
         return replace(
             row,
             role="status",
             verdict="changed" if differing else "same",
-            reasons=endings,
+            reasons=reasons,
+            endings=endings,
             changes=tuple(differing),
             changed=bool(differing),
         )
@@ -850,9 +865,11 @@ def _codes(cell: CellRow) -> tuple[str, ...]:
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 
-def _ending(cell: CellRow) -> str:
-    codes = f" [{', '.join(_codes(cell))}]" if cell.refusals else ""
-    return f"{cell.status}{codes}" + (f": {cell.reason}" if cell.reason else "")
+def _ending(cell: CellRow, *, full: bool) -> str:
+    """Return how a call ended. If `full` is set, include the codes and messages of a refusal."""
+    codes = f" [{', '.join(_codes(cell))}]" if full and cell.refusals else ""
+    reason = f": {cell_reason(cell, full=full)}" if cell.reason else ""
+    return f"{cell.status}{codes}{reason}"
 
 
 def _grouped(rows: Kernels) -> Groups:

@@ -201,9 +201,9 @@ def engine_document(
             blocks += [Heading(config.label, f"{name} by release, {gpu.name}")]
             blocks.append(Table(pick(ReleaseRow), tuple(_history_row(span) for span in spans)))
         doubts = dict.fromkeys(text for each in found for text in each.doubts)
-        blocks += [Note(text, "caveat", "warning") for text in doubts]
+        blocks += [Note(text, level="warning") for text in doubts]
     if selections[0].engine in DEFAULTS_ONLY:
-        blocks.append(Note(OTHERS_UNKNOWN, "caveat", "warning"))
+        blocks.append(Note(OTHERS_UNKNOWN, level="warning"))
     answer = tuple(told) if len(told) <= 2 else (_several(selections),)
     return Document(
         SCHEMA, "Backend of a serving engine", tuple(blocks), FIELDS, tuple(records), answer=answer

@@ -132,7 +132,7 @@ def answer_blocks(
         yield from (Note(f"{each.code}: {each.message}", side.backend) for each in side.reasons)
     yield from _advice(answer, named, full=full, told=told)
     caveats = [text for text in answer.caveats if full or text not in GENERAL]
-    yield from (Note(text, "caveat", "warning") for text in caveats)
+    yield from (Note(text, level="warning") for text in caveats)
 
 
 def _agreement(answer: Explanation, *, full: bool) -> Iterator[Note]:
@@ -306,7 +306,7 @@ def matrix_document(
             records.append(explanation_record(answer) | extra)
         missing = unread(row.explanation for row in matrix)
         errors = dict.fromkeys(row.explanation.error for row in matrix)
-        notes += [Note(text, "caveat", "warning") for text in (*errors, missing) if text]
+        notes += [Note(text, level="warning") for text in (*errors, missing) if text]
         blocks += [Heading(first.config, f"{where}{asked}"), Table(columns, tuple(rows)), *notes]
         if full:
             explained = (row.explanation for row in matrix)
@@ -335,7 +335,7 @@ def map_document(
     if full:
         blocks += [b for each in answers for b in answer_blocks(each, full=True, summary=True)]
     if missing := unread(answers):
-        blocks.append(Note(missing, "caveat", "warning"))
+        blocks.append(Note(missing, level="warning"))
     records = tuple(map(explanation_record, answers))
     extra = {"maps": [map_record(drawn) for drawn in maps]}
     title, told = "Backend by shape", map_answer(answers)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.columns import Column, column, columns_of, pick
+from profharness.commands._answers import cell_reason
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.device_types import CPU, CUDA
 from profharness.measurements.agreement import backend_of_op
@@ -419,7 +420,7 @@ def steps_document(
         blocks += _call_blocks(config, figures, rows_of)
         for cell in own:
             if cell.status != "ok":
-                blocks.append(status_note(cell.status, cell.reason or "", cell.backend))
+                blocks.append(status_note(cell.status, cell_reason(cell, full=full), cell.backend))
             place = {"run": cell.run, "config": cell.config, "cell": cell.cell}
             of_call = asdict(figures[cell.cell]) if cell.cell in figures else {}
             for step in steps[cell.cell]:
@@ -481,25 +482,23 @@ def _explanations(
     if any(growth and growth not in ("S", "S_q") for growth in growing):
         yield Note(
             "Fused backends allocate about as much memory as the output takes. The other "
-            "backends also allocate score matrices and copies of repeated or cast inputs.",
-            "memory",
+            "backends also allocate score matrices and copies of repeated or cast inputs."
         )
     if any(WALL in cell.samples for cell in cells):
         yield Note(
-            'the column "vs fastest" compares the wall-clock time of each backend with that of the '
-            "fastest backend",
-            "times",
+            'The column "vs fastest" compares the wall-clock time of each backend with that of the '
+            "fastest backend."
         )
         return
     parts = [f"{GAPS} are the graph time minus the kernel time"]
     if any(EAGER in cell.samples for cell in cells):
         parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
     text = (
-        'the column "vs fastest" compares the kernel time of each backend with that of the fastest '
+        'The column "vs fastest" compares the kernel time of each backend with that of the fastest '
         "backend; "
-        f"{', '.join(parts)}"
+        f"{', '.join(parts)}."
     )
-    yield Note(text, "times")
+    yield Note(text)
 
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
+from profharness.commands._answers import WARM_KERNELS, cell_reason
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
@@ -251,7 +252,10 @@ def kernels_document(
         if not full:
             blocks += left
             folds |= bool(left)
-        notes = (cell_notes(cell, [row for row in own if row.cell == cell.cell]) for cell in beside)
+        notes = (
+            cell_notes(cell, [row for row in own if row.cell == cell.cell], full=full)
+            for cell in beside
+        )
         blocks += merged_notes(chain.from_iterable(notes))
     if full:
         from profharness.commands.kernels.sources import source_notes  # only --full needs it
@@ -262,7 +266,7 @@ def kernels_document(
     if folds or others:
         blocks.append(Note("--full shows all kernels.", level="hint"))
     if cells and rows:
-        blocks.append(Note(_about_times(rows), "times"))
+        blocks.append(Note(_about_times(rows)))
     extra = {"cells": [cell_record(cell) for cell in cells]}
     answer = kernels_answer(rows, cells)
     records = tuple(map(kernel_record, rows))
@@ -275,13 +279,14 @@ def _about_times(rows: Sequence[KernelRow]) -> str:
         return (
             "The time of an op excludes the ops that it calls. For the time of a call, use bench."
         )
-    caches = "measured with cold caches, because ncu runs each kernel on its own"
-    if any(row.profiler != NCU for row in rows):
-        caches = "for a warm L2"
+    meaning = WARM_KERNELS
+    if all(row.profiler == NCU for row in rows):
+        cold = "measured with cold caches, because ncu runs each kernel on its own"
+        meaning = meaning.replace("with a warm L2 cache", cold)
     return (
-        f"The times are kernel times {caches}; they exclude launches and gaps. For the time of a "
-        "call in a program, use bench: its eager time includes the cost of launches, its graph "
-        "time excludes this cost, and its cold time is measured with flushed caches."
+        f"{meaning} For the time of a call in a program, use bench: its eager time includes the cost "
+        "of launches, its graph time excludes this cost, and its cold time is measured with flushed "
+        "caches."
     )
 
 
@@ -381,11 +386,14 @@ def _scope(row: KernelRow) -> _Scope:
     return (row.run, row.config, None if row.config is not None else row.range or "")
 
 
-def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """Return the notes below a table: missing kernels, replacements, disagreements and warnings."""
+def cell_notes(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Note]:
+    """Return the notes below a table: missing kernels, replacements, disagreements and warnings.
+
+    If `full` is set, a refusal has PyTorch's own message.
+    """
     notes: list[Note] = []
     if cell.status != "ok":
-        notes.append(status_note(cell.status, cell.reason or "no reason recorded", cell.backend))
+        notes.append(status_note(cell.status, cell_reason(cell, full=full), cell.backend))
     elif not rows:
         text = cell.message or "the requested profilers recorded no kernels"
         notes.append(Note(text, cell.backend, "warning"))
@@ -510,7 +518,7 @@ def witness_document(
             blocks.append(_table(own, longer))
         for cell in beside:
             mine = [row for kernel in own for row in kernel.rows.values() if row.cell == cell.cell]
-            blocks += cell_notes(cell, mine)
+            blocks += cell_notes(cell, mine, full=full)
         blocks += _disagreements(own)
         if full:
             blocks += _counters(own)

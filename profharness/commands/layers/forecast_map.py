@@ -16,6 +16,7 @@ from profharness.atlas.predictions import (
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config, sdpa_setting
 from profharness.attention.dispatch.machine import from_config, permitted
 from profharness.attention.dispatch.predict import predict
+from profharness.commands._answers import WARM_KERNELS
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import (
     THROUGH_SDPA,
@@ -260,10 +261,7 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
         return
     if processes > 1 and forecast.of != "step":
         yield f"The times are totals over all {processes} processes."
-    yield (
-        "The times are kernel times with a warm L2 cache; they exclude launch costs and the gaps "
-        "between kernels."
-    )
+    yield WARM_KERNELS
 
 
 def _contiguous(predictions: Iterable[Prediction]) -> str:

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
 from profharness.attention.config import ALL_DISABLED, AUTO, SDPA_BACKENDS, parse_config
-from profharness.attention.dispatch.by_rule import Explanation, condition
+from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, column, pick
+from profharness.commands._answers import cell_reason, not_run_notes
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format, emit
@@ -560,27 +561,15 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     for cell in cells:
         ran, reasons = backend_that_ran(cell), ""
         if cell.status != "ok":
-            ran, reasons = "", cell.reason or ""
+            ran, reasons = "", cell_reason(cell)
         rows.append(({"ran": ran, "reason": reasons}, cell))
     yield Table.of(CELL_COLUMNS, rows)
 
 
 def _refused(cells: Sequence[CellRow]) -> list[Block]:
-    """Return a note on the backends that have no marks in a chart because PyTorch refuses them."""
-    backends: dict[str, list[CellRow]] = {}
-    for cell in cells:
-        if cell.status == "refused" and cell.backend != ALL_DISABLED:
-            backends.setdefault(cell.backend, []).append(cell)
-    parts = []
-    for backend, own in backends.items():
-        why = dict.fromkeys(
-            condition(parse_config(cell.config), each)
-            for cell in own
-            for each in decisive(cell.refusals)
-        )
-        part = f"{backend} on {_count(len(own), 'config')}"
-        parts.append(f"{part} ({'; '.join(why)})" if why else part)
-    return [Note(f"{'; '.join(parts)}.", "Refused:")] if parts else []
+    """Return notes on the backends that have no marks in a chart because PyTorch refuses them."""
+    drawn = [cell for cell in cells if cell.backend != ALL_DISABLED]
+    return [*not_run_notes([cell for cell in drawn if cell.status in ("ok", "refused")])]
 
 
 def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> list[Block]:
