@@ -244,8 +244,8 @@ class CellRow:
     peak_memory_bytes: Annotated[
         int | None,
         column(
-            "peak KiB",
-            "kib",
+            "peak MiB",
+            "mib",
             importance="detail",
             meaning="peak memory of a call, excluding its inputs",
         ),
