@@ -53,6 +53,9 @@ ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 """Names of hardware counters in ncu."""
 
 
+PRODUCT_FAMILIES = ("gemm", "gemv")
+"""Families of the kernels that compute matrix products."""
+
 DISABLED = "runtime_disabled"
 """Code of a refusal whose cause is that the caller switched the backend off."""
 
@@ -241,8 +244,8 @@ class CellRow:
     peak_memory_bytes: Annotated[
         int | None,
         column(
-            "peak KiB",
-            "kib",
+            "peak MiB",
+            "mib",
             importance="detail",
             meaning="peak memory of a call, excluding its inputs",
         ),

@@ -448,7 +448,7 @@ class Predicted:
             "predicted backend",
             importance="answer",
             meaning="the backend that the dispatch rules predict for `auto`, or `none` if PyTorch "
-            "raises an error",
+            "raises an error; in tables, a forced backend is named itself",
         ),
     ]
     reasons: Annotated[tuple[Refusal, ...], column(meaning="why the backend refuses the config")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from profharness.attention.dispatch.by_rule import (
 from profharness.attention.dispatch.machine import machine_of, release_text, rules_know
 from profharness.columns import column
 from profharness.device_types import CPU
+from profharness.devices import Peaks
 from profharness.errors import NotFoundError, UsageError, counted, join_and
 from profharness.files import default_store, shell_command
 from profharness.measurements.agreement import (
@@ -43,6 +45,7 @@ from profharness.program.phases import (
     steps_by_phase,
 )
 from profharness.rows import (
+    PRODUCT_FAMILIES,
     UNTRACED,
     CallRow,
     CallSignature,
@@ -52,6 +55,7 @@ from profharness.rows import (
 from profharness.store import Store
 from profharness.trace import NO_SHAPES
 from profharness.traces.engine_log import EngineLog
+from profharness.traces.kernel_names import parse_kernel_name
 
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
@@ -596,6 +600,8 @@ class LayerMap(StepTimes):
     benched: str | None = None  # the bench run that the phases are compared with
     engine: EngineLog | None = None  # the contents of the engine's log
     assumed: str = ""  # a sentence about the release of `platform`, if the run does not record it
+    # time per step of the fp32 matrix products outside attention, 0 if bf16 is not known to be faster
+    fp32_products_ns: float = 0.0
     reference: str = ""  # the text that selects the run in a command line
     store: Path | None = None  # the store that contains the run
 
@@ -695,7 +701,8 @@ def find_layers(
         )
     )
     problems = [f"{problem.message}; {problem.remedy}" for problem in store.problems(run)]
-    phases = find_phases(steps, calls, of_steps, store.peaks(run))
+    peaks = store.peaks(run)
+    phases = find_phases(steps, calls, of_steps, peaks)
     return LayerMap(
         run=run,
         rows=tuple(rows),
@@ -715,9 +722,29 @@ def find_layers(
         step_phases=of_steps,
         engine=store.engine(run),
         assumed=_assumption(assumed) if assumed is not None else "",
+        fp32_products_ns=_fp32_products_ns(store, steps, calls, peaks),
         reference=store.run_reference(run),
         store=store.path,
     )
+
+
+def _fp32_products_ns(
+    store: Store, steps: Sequence[StepRow], calls: Iterable[CallRow], peaks: Peaks | None
+) -> float:
+    """Return the mean time per step of the fp32 matrix products that do not compute attention.
+
+    Return 0 if the GPU is not known to have a higher rate in bf16.
+    """
+    rates = peaks.flops_per_s if peaks else {}
+    if not steps or rates.get("bf16", 0) <= rates.get("fp32", math.inf):
+        return 0.0
+    of_attention = sum(
+        kernel.total_ns
+        for call in calls
+        for kernel in call.kernels
+        if kernel.family in PRODUCT_FAMILIES and parse_kernel_name(kernel.kernel).dtype == "fp32"
+    )
+    return max(0, store.products_ns(steps, "fp32") - of_attention) / len(steps)
 
 
 def _whole_ns(steps: Sequence[StepRow], kernel_ns: float) -> tuple[float, float]:

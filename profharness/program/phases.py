@@ -92,7 +92,7 @@ class PhaseRow:
     median_step_busy_share: Annotated[
         Number,
         column(
-            "% busy",
+            "median % busy",
             "percent",
             meaning="share of the median step during which a kernel was running",
         ),

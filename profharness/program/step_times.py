@@ -11,7 +11,7 @@ from profharness.columns import column
 from profharness.measurements.agreement import backend_of_kernel, backend_text, computes_attention
 from profharness.program.layer_map import actual_backend, join_numbered, module_name, short_module
 from profharness.program.phases import Place, step_place, steps_by_phase
-from profharness.rows import CallRow, StepLaunch, StepRow
+from profharness.rows import PRODUCT_FAMILIES, CallRow, StepLaunch, StepRow
 from profharness.store import Store
 from profharness.traces.kernel_names import COLLECTIVE
 
@@ -21,7 +21,7 @@ COMMUNICATION, COPIES, IDLE = "communication", "memory copies", "idle"
 KINDS = (ATTENTION, PRODUCTS, OTHER, COMMUNICATION, COPIES, IDLE)
 """The kinds of work. If several kinds run at once, the time counts for the first kind."""
 _KINDS_OF_FAMILIES = {
-    **dict.fromkeys(("gemm", "gemv", "moe"), PRODUCTS),
+    **dict.fromkeys((*PRODUCT_FAMILIES, "moe"), PRODUCTS),
     COLLECTIVE: COMMUNICATION,
     **dict.fromkeys(("memcpy", "memset"), COPIES),
 }

@@ -26,6 +26,7 @@ from profharness.device_types import device_name
 from profharness.devices import MEASURED, Device, Occupancy, Peaks, data_sheet, occupancy
 from profharness.errors import ProfharnessError
 from profharness.rows import (
+    PRODUCT_FAMILIES,
     STEP_END,
     WHOLE_TRACE,
     CallKernel,
@@ -574,6 +575,20 @@ class Store(RunFinder):
                 own,
             )
             yield from map(_with_calls, launches, calls)
+
+    def products_ns(self, steps: Sequence[StepRow], dtype: str) -> int:
+        """Return the total time of the matrix products of a dtype that started in the steps."""
+        total = 0
+        for trace, group in groupby(steps, key=attrgetter("trace")):
+            launches = self._in_steps(
+                f"SELECT l.start_ns, l.duration_ns FROM {_ON_GPUS} AND l.start_ns >= ? "
+                f"AND l.start_ns < ? AND k.family IN {PRODUCT_FAMILIES} AND k.dtype = '{dtype}' "
+                "ORDER BY l.start_ns, l.id",
+                trace,
+                list(group),
+            )
+            total += sum(duration for of_step in launches for _, duration in of_step)
+        return total
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
         """Return the longest periods within the steps in which a device was idle."""

@@ -289,7 +289,7 @@ def test_times_of_a_cpu_are_named_wall() -> None:
     assert "median wall µs" in " ".join(text.split())
     assert "event" not in text
     text = render_table(steps_document([kernel()], [cell(samples={"event": (9000, 9100)})]))
-    assert "median event µs" in " ".join(text.split())
+    assert "median cold µs" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from profharness.commands.report import (
     selection_blocks,
     without_options,
 )
+from profharness.commands.report.program import alike_layers
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
@@ -106,6 +107,7 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
         *(
+            "Advice",
             "Time per call",
             "Selection map",
             "Top kernels",
@@ -312,7 +314,10 @@ def test_decode_steps_are_a_separate_family() -> None:
 
 def test_figures_of_bench_are_added_on_request(captured: Path) -> None:
     document = report(captured, bench=True)
-    assert "Bench" in headings(document)
+    # Bug: an empty section `Time per call` preceded the section with the table.
+    assert "Bench" not in headings(document)
+    names = [each.text for each in document.blocks if isinstance(each, Heading)]
+    assert names[names.index("Time per call") + 1].startswith("run ")
     assert {row["measurement"] for row in document.extra["bench"]} >= {"event", "graph"}
     assert "bench" not in report(captured).extra
 
@@ -467,6 +472,12 @@ def test_the_answer_on_a_program_says_why_and_what_is_faster(efficient: Document
     assert blocks[0] == Heading("Advice")
     code = next(block for block in blocks if isinstance(block, Code))
     assert "torch.bfloat16" in code.text and blocks.index(code) == 2
+    # Bug: the products that take most of the time and are also in fp32 were not named.
+    products = (
+        "The fp32 matrix products outside attention take 84 % of the GPU time; bf16 (torch.autocast) "
+        "speeds these up, too."
+    )
+    assert products in efficient.answer
     notes = [block.text for block in blocks if isinstance(block, Note)]
     assert why.rstrip(".") not in notes  # said once
 
@@ -511,9 +522,8 @@ def test_the_glossary_explains_the_columns_of_this_page(eager: Document) -> None
 
 def test_a_chart_shows_the_times_of_the_tables(eager: Document) -> None:
     """Bug: the legend had 0.781 ms for a time that other texts called 781 µs."""
-    step, layers = (block for block in eager.blocks if isinstance(block, Chart))
+    (step,) = (block for block in eager.blocks if isinstance(block, Chart))
     assert [row["label"] for row in step.rows][:2] == ["2.36 ms · 24.5 %", "781 µs · 8.1 %"]
-    assert all(" µs · " in row["label"] for row in layers.rows)
 
 
 @pytest.fixture(scope="module")
@@ -524,11 +534,14 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Document:
     return report(path)
 
 
-def test_shares_of_bars_have_the_decimals_of_tables(bert: Document) -> None:
+def test_shares_of_bars_have_the_decimals_of_tables(tmp_path: Path) -> None:
     """Bug: three layers with 4 % each took 10.7 % in the table."""
-    _, layers = (block for block in bert.blocks if isinstance(block, Chart))
-    shares = [row["label"].partition(" · ")[2] for row in layers.rows]
-    assert shares == ["3.6 % of GPU time"] * 3
+    ingest_path(tmp_path / "s.db", TRACES / "serving" / "eager.json.gz")
+    layers = charts(report(tmp_path / "s.db"))["Attention by layer in prefill steps"]
+    assert [row["label"] for row in layers.rows] == [
+        "flashinfer 45.2 µs to 47.3 µs in each of 2 layers · 8.2 % of GPU time in all",
+        "flashinfer 43.9 µs to 46.1 µs in each of 4 layers · 15.9 % of GPU time in all",
+    ]
 
 
 def test_a_report_does_not_name_options_of_other_commands(bert: Document) -> None:
@@ -712,6 +725,64 @@ def test_the_mean_of_several_steps_is_called_so(tmp_path: Path) -> None:
     assert heading.detail == "decode mean 1.86 ms (5 steps); prefill 5.29 ms (1 step)"
 
 
+def test_layers_that_are_alike_share_a_bar(tmp_path: Path) -> None:
+    """Bug: a chart had a bar for each of many equal layers."""
+    times = {"layers.0.attn": 100.0, "layers.1.attn": 103.0, "layers.2.attn": 106.0}
+    alike = alike_layers({name: {"cudnn": ns} for name, ns in times.items()})
+    assert [[*group] for group in alike] == [[*times][:2], [*times][2:]]
+    mixed = {
+        "layers.0.attn": {"cudnn": 1.0},
+        "layers.1.attn": {"math": 1.0},
+        "cross": {"math": 1.0},
+    }
+    assert [len(group) for group in alike_layers(mixed)] == [1, 1, 1]
+    ingest_path(tmp_path / "s.db", TRACES / "models" / "llama_train.json.gz")
+    document = report(tmp_path / "s.db")
+    assert "Attention by layer" not in charts(document)
+    at = document.blocks.index(Heading("Layers"))
+    assert document.blocks[at + 1] == Note(
+        "attention of each of the 3 layers takes 145 µs to 148 µs per step on cudnn"
+    )
+    heading, table = document.blocks[at + 3 : at + 5]
+    assert heading == Heading("Attention by layer, as a table", level=3, folded=True)
+    assert isinstance(table, Table) and len(table.rows) == 3
+
+
+def test_cells_have_the_words_of_explain(captured: Path) -> None:
+    """Bug: the predicted backend was `eligible` or `none`, and the reason was PyTorch's message."""
+    document = report(captured, "h200-torch2.11")
+    at = next(n for n, each in enumerate(document.blocks) if getattr(each, "text", "") == "Cells")
+    table = document.blocks[at + 1]
+    assert isinstance(table, Table)
+    titles = [column.title for column in table.columns]
+    assert "peak MiB" in titles
+    told = {row[titles.index("predicted backend")] for row in table.rows}
+    assert told == {"cudnn", "flash", "could run", "refused"}
+    reasons = {row[titles.index("reason")] for row in table.rows} - {""}
+    assert reasons == {
+        "num_heads=32 with kv_heads=8 is not supported",
+        "head_dim=100 is not a multiple of 8",
+    }
+    assert reasons <= document.full_names.keys()
+
+
+def test_old_cold_calls_are_called_cold(captured: Path) -> None:
+    """Bug: `event` for the measurement that `bench` calls cold."""
+    document = report(captured, "h200-torch2.11", bench=True)
+    text = render_table(document, width=200)
+    assert re.search(r" cold +30 +12\.2 ", text) and not re.search(r"\bevent\b", text)
+    assert any(block.label == "cold" for block in document.blocks if isinstance(block, Note))
+
+
+def test_top_kernels_have_the_order_of_kernels(captured: Path, eager: Document) -> None:
+    for blocks, per in ((report(captured).blocks, "call"), (eager.blocks, "step")):
+        at = next(n for n, each in enumerate(blocks) if getattr(each, "text", "") == "Top kernels")
+        table = blocks[at + 1]
+        assert isinstance(table, Table)
+        titles = [column.title for column in table.columns]
+        assert titles.index(f"launches/{per}") + 1 == titles.index(f"mean µs/{per}")
+
+
 def test_a_terminal_has_no_headings_of_charts(tmp_path: Path) -> None:
     """Bug: `The steps compared` and `Time per call` stood above nothing."""
     models = Path(__file__).parents[2] / "traces" / "models"
@@ -747,18 +818,23 @@ def test_the_answer_on_a_capture_has_the_verdict_on_auto(tmp_path: Path) -> None
     assert "auto already runs the fastest backend" in answer
     # Bug: the answer stood above a table with 1.07x for auto.
     start = next(at for at, each in enumerate(document.blocks) if isinstance(each, Table))
-    noise, change, *_ = (each for each in document.blocks[start:] if isinstance(each, Note))
+    noise, *_ = (each for each in document.blocks[start:] if isinstance(each, Note))
     assert noise.text == (
         "On all 4 configs, auto ran the same kernels as the fastest backend, so the differences "
         "between their times (up to 1.07x) are noise between measurements."
     )
-    # Bug: the report said that no change is necessary, although `explain` advises one.
-    assert change.label == "b2-h8-s512-d100-fp16"
+    # Bugs: the report said that no change is necessary, although `explain` advises one. Later, only
+    # a note under the table had the change, without its code.
+    head, change, code, note = document.blocks[:4]
+    assert head == Heading("Advice")
+    assert isinstance(change, Heading) and isinstance(code, Code) and isinstance(note, Note)
+    assert change.detail == "b2-h8-s512-d100-fp16"
     assert change.text.startswith("To run cudnn, pad head_dim from 100 to 104")
+    assert "F.pad(each, (0, 4))" in code.text
     # Bug: 35.3 µs seemed to contradict the 52.8 µs of a cold call in the table.
     times = "the predicted kernel time is 11.4 µs instead of 35.3 µs per call (3.10 times as fast)"
     assert times in change.text
-    # Bug: only a note under the table told the largest gain.
+    assert note.text.startswith("Both times are predicted kernel times. In this run, the median of")
     (sentence,) = (each for each in document.answer if "head_dim" in each)
     assert sentence.startswith("To run cudnn on b2-h8-s512-d100-fp16, pad head_dim")
     assert times in sentence

@@ -50,6 +50,7 @@ from profharness.render.document import (
     record,
 )
 from profharness.rows import (
+    ALIASES,
     COLD,
     EAGER,
     EVENT,
@@ -166,7 +167,13 @@ COLUMNS = (
     *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
     *(
-        Column(name, f"median {name} µs/call", "time", scale="call", optional=True)
+        Column(
+            name,
+            f"median {ALIASES.get(name, name)} µs/call",
+            "time",
+            scale="call",
+            optional=True,
+        )
         for name in BESIDE
     ),
     *pick(BenchRow, "flops_per_s", "bytes_per_s", "efficiency", "queries_per_s"),

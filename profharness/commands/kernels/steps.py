@@ -111,7 +111,7 @@ class Step:
             importance="answer",
             meaning=(
                 "the step's share of the call's eager time or, if the eager time is unknown, of "
-                "the first known time in this order: event (older runs only), graph, wall, kernel"
+                "the first known time in this order: cold (older runs only), graph, wall, kernel"
             ),
         ),
     ]
@@ -181,7 +181,7 @@ class CallFigures:
     event_ns: Annotated[
         float | None,
         column(
-            "median event µs/call",
+            "median cold µs/call",
             "time",
             importance="normal",
             scale="call",

@@ -23,6 +23,7 @@ from profharness.units import share_text, time_text
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 LIMITING = 0.1  # minimum share of attention in a step that attention limits
 ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
+NOTABLE_PRODUCTS = 0.2  # minimum share of the fp32 matrix products that the answer names
 IDLE = 0.1  # minimum idle share that the answer reports
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
 STEPS_NAMED = 3  # maximum number of slow steps that the answer names
@@ -50,6 +51,18 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
     lead = (f"{cost}.", f"{ran[0].upper()}{ran[1:]}.") if several else (f"{cost}; {ran}.",)
     saving = _saving(layers) or _change(change)
     return (*lead, *saving, *_slow(layers), *_idle(layers, change))
+
+
+def products_answer(layers: LayerMap) -> tuple[str, ...]:
+    """Return a sentence on the fp32 matrix products of a GPU if they take a large share of its time."""
+    share = layers.fp32_products_ns / layers.gpu_ns if layers.gpu_ns else 0
+    if share < NOTABLE_PRODUCTS:
+        return ()
+    too = ", too" if any("fp32" in (row.config or "").split("-") for row in layers.rows) else ""
+    return (
+        f"The fp32 matrix products outside attention take {share_text(min(share, 1))} of the GPU "
+        f"time; bf16 (torch.autocast) speeds these up{too}.",
+    )
 
 
 def several_phases(layers: LayerMap) -> bool:

@@ -14,6 +14,7 @@ from profharness.commands.explain.savings import matters
 from profharness.commands.layers.answer import (
     layers_answer,
     lead_length,
+    products_answer,
     told_change,
     what_to_change,
 )
@@ -153,6 +154,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if advised and any(map(is_explained, layers.rows)):
         faster, hint = faster_change(layers)
         blocks.append(hint)
+    if not of_several and not layers.forecasts:
+        faster = (*faster, *products_answer(layers))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of first launch", 3)]

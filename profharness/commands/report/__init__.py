@@ -35,7 +35,6 @@ from profharness.commands.bench.answer import bench_answer, noise_of_auto
 from profharness.commands.bench.tables import (
     MEANS,
     bench_document,
-    change_notes,
     changes_of,
     gpu_blocks,
     gpu_record,
@@ -48,6 +47,7 @@ from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.faster import faster_config_text
+from profharness.commands.explain.tables import VERDICTS
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
     cell_record,
@@ -102,7 +102,17 @@ from profharness.render.document import (
     record,
 )
 from profharness.render.renderers import RENDERERS
-from profharness.rows import CALL_MEASUREMENTS, LAUNCH_PROFILERS, CellRow, KernelRow, decisive
+from profharness.rows import (
+    ALIASES,
+    CALL_MEASUREMENTS,
+    EVENT,
+    KERNEL,
+    LAUNCH_PROFILERS,
+    MEASURED,
+    CellRow,
+    KernelRow,
+    decisive,
+)
 from profharness.stats import NOTABLE_LOSS
 from profharness.store import Store, open_store
 from profharness.units import as_long, time_text
@@ -150,10 +160,22 @@ RAN = Column(
     importance="answer",
     meaning="the backend whose op and kernels appear in the trace",
 )
+PREDICTED = replace(
+    *pick(CellRow, "predicted"),
+    meaning="the prediction of the dispatch rules: for `auto` the backend, and for other backends "
+    "whether they could run; empty if the rules do not cover the machine",
+)
+PREDICTED_TEXTS = {
+    "eligible": VERDICTS[True],
+    "refused": VERDICTS[False],
+    "none": VERDICTS[False],
+}
+"""Maps values of CellRow.predicted to the words of `explain`. Other values are backends."""
 CELL_COLUMNS = (
     *pick(CellRow, "config", "backend", "status"),
     RAN,
-    *pick(CellRow, "predicted", "peak_memory_bytes", "reason"),
+    PREDICTED,
+    *pick(CellRow, "peak_memory_bytes", "reason"),
 )
 NOT_RANKED = "not ranked, because it is another way to run cudnn and not a separate backend"
 LATENCY_COLUMNS = (
@@ -162,7 +184,7 @@ LATENCY_COLUMNS = (
     *pick(BenchRow, "regret"),
 )
 TOP_KERNELS = pick(
-    KernelRow, "config", "backend", "kernel_short", "call_ns", "share", "launches_per_call"
+    KernelRow, "config", "backend", "kernel_short", "launches_per_call", "call_ns", "share"
 )
 DEVICE = tuple(
     replace(each, meaning="") for each in pick(DeviceFact)
@@ -175,7 +197,11 @@ FIELDS = (
 
 
 TERMS = {
-    **{name: f"{MEANS[name]}; no profiler is active" for name in CALL_MEASUREMENTS},
+    **{
+        name: f"{MEANS[name]}; no profiler is active"
+        for name in CALL_MEASUREMENTS
+        if name not in ALIASES
+    },
     "kernel": "a function that runs on the GPU or, on a CPU, an ATen op; kernel times come from the "
     "profiler and exclude the gaps between kernels",
     "launch": "one execution of a kernel",
@@ -197,7 +223,8 @@ GLOSSARY = {
         column.title: column.meaning
         for column in (
             RAN,
-            *pick(CellRow, "predicted", "peak_memory_bytes"),
+            PREDICTED,
+            *pick(CellRow, "peak_memory_bytes"),
             *pick(KernelRow, "launches_per_call", "grid", "block", "shared_bytes"),
             *pick(KernelRow, "registers_per_thread", "occupancy", "share"),
             *pick(DiffRow, "role"),
@@ -232,6 +259,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
     answer: tuple[str, ...] = ()
     launched: list[Sequence[KernelRow]] = []
+    every: list[CellRow] = []
     diff = None
     if len(runs) == 2:
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
@@ -260,6 +288,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
         launched.append(kernels)
+        every += cells
         own, sentences = _run_blocks(
             store, run, cells, kernels, extra, bench, maps.get(run), parts[run]
         )
@@ -285,7 +314,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra,
         answer=answer,
         subtitle=_run_detail(store, runs[0]) if len(runs) == 1 else "",
-        full_names=full_names(launched),
+        full_names=full_names(launched) | _full_reasons(every),
     )
     # Explain the columns with the units that people see.
     shown = for_reading(made).blocks
@@ -351,7 +380,7 @@ def _run_blocks(
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     timed = any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS)
     evaluated = evaluate_bench(store, run) if timed or bench else None
-    sentences, verdict, code = _summarize_run(store, run, cells)
+    sentences, verdict, loss = _summarize_run(store, run, cells)
     problems = store.problems(run)
     broken = []
     if cells and problems:
@@ -390,12 +419,14 @@ def _run_blocks(
                 *parts.layers,
                 *tables[:1],
                 *_layer_notes(layers, sentences),
+                *parts.layer_details,
             ]
         blocks += parts.kernels
         blocks += parts.timeline
         if parts.record:
             extra.setdefault("programs", []).append(parts.record)
-    blocks += [Heading("What to change"), Code(code)] if code else []
+    if evaluated:
+        blocks += _advice_blocks(evaluated, changes, loss)
     tf32 = bool(environment.get("tf32"))
     drawn: list[Block] = []
     if evaluated:
@@ -412,18 +443,14 @@ def _run_blocks(
         if not bench:
             drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
             drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
-            drawn += change_notes(changes)
             if any(row.backend == ALL_DISABLED for row in evaluated.figures()):
                 drawn.append(Note(NOT_RANKED, ALL_DISABLED))
-    blocks += (
-        [Heading("Time per call", basis_detail(evaluated.ranking)), *drawn]
-        if evaluated and drawn
-        else []
-    )
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
-        blocks += [Heading("Bench"), *_deeper(document.blocks)]
+        drawn += _deeper(document.blocks)
         extra.setdefault("bench", []).extend(document.records)
+    if evaluated and drawn:
+        blocks += [Heading("Time per call", basis_detail(evaluated.ranking)), *drawn]
     if checks := store.verifications(run):
         document = verify_document(checks)
         blocks += [Heading("Verification"), *_deeper(document.blocks)]
@@ -559,11 +586,22 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     yield Heading("Cells", ", ".join(f"{count} {status}" for status, count in counts.items()))
     rows: list[tuple[Any, ...]] = []
     for cell in cells:
-        ran, reasons = backend_that_ran(cell), ""
-        if cell.status != "ok":
-            ran, reasons = "", cell_reason(cell)
-        rows.append(({"ran": ran, "reason": reasons}, cell))
+        shown = {
+            "ran": backend_that_ran(cell) if cell.status == "ok" else "",
+            "reason": "" if cell.status == "ok" else cell_reason(cell),
+            "predicted": PREDICTED_TEXTS.get(cell.predicted or "", cell.predicted),
+        }
+        rows.append((shown, cell))
     yield Table.of(CELL_COLUMNS, rows)
+
+
+def _full_reasons(cells: Sequence[CellRow]) -> dict[str, tuple[str, ...]]:
+    """Map each short reason to PyTorch's own messages, which pages show on demand."""
+    reasons: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        if cell.status != "ok" and cell.reason:
+            reasons.setdefault(cell_reason(cell), {})[cell.reason] = None
+    return {short: tuple(full) for short, full in reasons.items() if [*full] != [short]}
 
 
 def _refused(cells: Sequence[CellRow]) -> list[Block]:
@@ -603,11 +641,18 @@ def _latency_tables(
                 # The table of `bench` leaves the cells of unranked backends blank too.
                 regret = regrets.get((cell.config, cell.backend, each.measurement))
                 # Put the latency before `cell`, because `samples` shows the number of samples.
-                rows.append(({"regret": "" if regret is None else regret}, each, cell))
+                shown = {
+                    "regret": "" if regret is None else regret,
+                    "measurement": ALIASES.get(each.measurement, each.measurement),
+                }
+                rows.append((shown, each, cell))
     # A heading names a single measurement, and the table of all latencies has the other values.
     hidden = ("measurement", "samples", "min_ns") if len(measurements) == 1 else ()
     columns = [column for column in LATENCY_COLUMNS if column.key not in hidden]
-    return [Table.of(columns, rows)] if rows else []
+    if not rows:
+        return []
+    old = not hidden and any(row.measurement == EVENT for _, row, _ in rows)
+    return [Table.of(columns, rows), *([Note(MEANS[EVENT], ALIASES[EVENT])] if old else [])]
 
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
@@ -697,14 +742,14 @@ def _largest(changes: Sequence[tuple[Explanation, Way]]) -> Iterator[str]:
 
 def _summarize_run(
     store: Store, run: str, cells: Sequence[CellRow]
-) -> tuple[list[str], list[str], str]:
-    """Return sentences on a run, a verdict on `auto`, and code that selects a faster backend.
+) -> tuple[list[str], list[str], Loss | None]:
+    """Return sentences on a run, a verdict on `auto`, and the largest loss of `auto`.
 
-    The code is for the config with the largest regret of `auto`. Return no code if `auto` is never
-    slower than another backend. All are empty for a run without cells.
+    The loss is None if `auto` is never slower than another backend. All are empty for a run without
+    cells.
     """
     if not cells:
-        return [], [], ""
+        return [], [], None
     environment = store.environment(run)
     backends: dict[str, list[CellRow]] = {}
     for cell in cells:
@@ -733,13 +778,47 @@ def _summarize_run(
             f"{_count(len(failed), 'cell')} failed, the first: {first.backend} on {first.config} "
             f"({first.status})."
         )
-    code, verdict = "", list[str]()
+    loss, verdict = None, list[str]()
     if any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS):
         losses = evaluate_bench(store, run).losses
-        code = next((loss.code for loss in losses if loss.real), "")
+        loss = next((each for each in losses if each.real and each.code), None)
         sentences += _choice_of_auto(backends.get("auto", ()))
         verdict += _cost_of_auto(losses)
-    return sentences, verdict, code
+    return sentences, verdict, loss
+
+
+def _advice_blocks(
+    evaluated: BenchResult, changes: Sequence[tuple[Explanation, Way]], loss: Loss | None
+) -> list[Block]:
+    """Return a section with the changes that make configs faster, with code, or no blocks.
+
+    `changes` are the changes with their predicted times, and `loss` is the largest measured loss of
+    `auto`.
+    """
+    medians = {
+        row.config: row.median_ns for row in evaluated.drawn() if row.backend == AUTO and row.ranked
+    }
+    basis = basis_text(evaluated.ranking)
+    blocks: list[Block] = []
+    if loss:
+        blocks += [Heading(f"Select {loss.best}", loss.config, level=3), Code(loss.code)]
+    for answer, way in changes:
+        blocks.append(Heading(faster_config_text(way).rstrip("."), answer.config, level=3))
+        blocks += [Code(way.advice.code)] if way.advice.code else []
+        times, measured = way.advice.predicted, medians.get(answer.config)
+        if times and measured and evaluated.ranking != KERNEL:
+            kernel_times = (
+                "kernel times in the atlas"
+                if times.source == MEASURED
+                else "predicted kernel times"
+            )
+            blocks.append(
+                Note(
+                    f"Both times are {kernel_times}. In this run, the median of {basis} is "
+                    f"{time_text(measured)} for auto, which includes more than the kernels."
+                )
+            )
+    return [Heading("Advice"), *blocks] if blocks else []
 
 
 def _count(number: int, what: str) -> str:
@@ -777,8 +856,8 @@ def _cost_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
         f"{worst.best} ({time_text(worst.chosen_ns)} against {time_text(worst.best_ns)})."
     )
     yield (
-        f"Select {_named(Counter(loss.best for loss in real))}. The code below selects the fastest "
-        "backend for the config with the largest difference."
+        f"Select {_named(Counter(loss.best for loss in real))}. The code under Advice selects the "
+        "fastest backend for the config with the largest difference."
     )
 
 

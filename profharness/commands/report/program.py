@@ -24,10 +24,12 @@ from profharness.commands.layers.answer import what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
     CHANGE_CODE,
+    NUMBER,
     LayerMap,
     LayerRow,
     StepTimes,
     actual_backend,
+    join_numbered,
     module_name,
     short_module,
 )
@@ -60,6 +62,7 @@ from profharness.traces.ops import EVALUATION
 from profharness.units import share_figure, share_text, time_text
 
 MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
+ALIKE = 0.05  # layers whose times differ by less than this share have one bar
 MOST_KERNELS = 15
 REASONS_TOLD = 2  # maximum number of reasons for backends in the answer
 MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
@@ -72,7 +75,13 @@ PARTS = (
     Column("ns", "mean µs/step", "time", meaning="time per step"),
     *pick(LayerRow, "step_share"),
 )
-TOP_KERNELS = pick(KernelTime, "kernel_short", "total_ns", "share", "launches", "kind", "layer")
+TOP_KERNELS = pick(KernelTime, "kernel_short", "launches", "total_ns", "share", "kind", "layer")
+LAYER_TIMES = (
+    Column("layer", "module", repeat=False),
+    Column("backend", "ran"),
+    Column("ns", "mean µs/step", "time", meaning="attention time per step"),
+    Column("share", "% of GPU time", "percent"),
+)
 LISTED = (
     Column("start_ns", "start µs", "time", scale="timeline", meaning="time since the step began"),
     Column("duration_ns", "duration µs", "time", meaning="duration of the launch"),
@@ -89,6 +98,8 @@ class ProgramParts:
 
     step: tuple[Block, ...] = ()
     layers: tuple[Block, ...] = ()
+    layer_details: tuple[Block, ...] = ()
+    """Folded tables, which therefore follow all other blocks on the layers."""
     kernels: tuple[Block, ...] = ()
     timeline: tuple[Block, ...] = ()
     times: Mapping[str | None, ProgramTimes] = field(default_factory=dict)
@@ -113,13 +124,15 @@ def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramPar
     phases = {phase: times for phase, times in found.items() if phase or not divided}
     made = {"run": run} | _record(found[None])
     made["phases"] = [{"phase": phase} | _record(found[phase]) for phase in phases if phase]
-    bars = (
-        _layer_bars(times, calls, layers.of_phase(phase) if layers else None, phase)
+    bars = [
+        block
         for phase, times in phases.items()
-    )
+        for block in _layer_bars(times, calls, layers.of_phase(phase) if layers else None, phase)
+    ]
     return ProgramParts(
         tuple(_step_bars(phases)),
-        tuple(chain.from_iterable(bars)),
+        tuple(block for block in bars if isinstance(block, Chart | Note)),
+        tuple(block for block in bars if not isinstance(block, Chart | Note)),
         tuple(chain.from_iterable(map(_kernel_blocks, phases.values(), phases))),
         tuple(_timeline_blocks(store, run, next(iter(phases.values())), calls)),
         phases,
@@ -204,6 +217,10 @@ def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
     caption = "The shares refer to the whole step, including the time in which the GPU is idle."
     if len(phases) > 1:
         caption += " Kernels that overlap count once here, but in full in the tables below."
+    if len(phases) > 1 and any(len(times.steps) > 1 for times in phases.values()):
+        caption += (
+            " The shares are means of all steps, unlike the figures of the median step below."
+        )
     chart = Chart("stack", "", tuple(bars), "µs", "step", "kind", "µs", label="label")
     yield replace(chart, caption=caption)
     yield Heading("The step as a table", level=3, folded=True)
@@ -216,9 +233,11 @@ def _layer_bars(
     layers: StepTimes | None,
     phase: str | None,
 ) -> Iterator[Block]:
-    """Yield a chart with a bar for each layer, in the order of the program or of the layer map.
+    """Yield a chart of the layers, in the order of the program or of the layer map.
 
-    Yield nothing if there is only one layer. `times` and `layers` describe the steps of a phase.
+    Layers that are alike share a bar, and a table then has all layers. If all layers are alike, yield
+    a sentence instead of the chart. Yield nothing if there is
+    only one layer. `times` and `layers` describe the steps of a phase.
     """
     steps = {(step.trace, step.step) for step in times.steps}
     spent: dict[str, dict[str, float]] = {}
@@ -236,31 +255,86 @@ def _layer_bars(
             own = spent.setdefault(short_module(row.module) or row.config or row.kind, {})
             own[row.ran or UNKNOWN] = own.get(row.ran or UNKNOWN, 0) + row.kernel_ns
     busy = (layers.gpu_ns if layers else 0) or times.step_ns - times.parts.get((IDLE, None), 0)
-    rows = tuple(
-        {
-            "layer": name,
-            "µs": ns / count / 1e3,
-            "backend": backend,
-            "label": f"{backend} {time_text(ns / count)} · "
-            f"{share_figure(ns / count / busy)} % of GPU time",
-        }
+    means = {
+        name: {backend: ns / count for backend, ns in own.items() if ns}
         for name, own in spent.items()
-        for backend, ns in own.items()
-        if ns
-    )
-    if len({row["layer"] for row in rows}) > 1:  # the table below has the same figures
+    }
+    means = {name: own for name, own in means.items() if own}
+    if len(means) < 2:  # the table of layers has the same figures
+        return
+    groups = alike_layers(means)
+    rows = [row for group in groups for row in _bar(group, busy)]
+    title = f"Attention by layer in {phase} steps" if phase else "Attention by layer"
+    if len(groups) > 1:
         what = "Mean attention" if len(times.steps) > 1 else "Attention"
         caption = f"{what} kernel time per step, and its share of the GPU's busy time."
-        yield Chart(
-            "stack",
-            f"Attention by layer in {phase} steps" if phase else "Attention by layer",
-            rows,
-            "µs",
-            "layer",
-            "backend",
-            label="label",
-            caption=caption,
+        if len(groups) < len(means):
+            caption += " The bar of several layers has the length of their mean."
+        keys = ("µs", "layer", "backend")
+        yield Chart("stack", title, tuple(rows), *keys, label="label", caption=caption)
+    else:
+        ((backend, _),) = next(iter(means.values())).items()
+        spent_each = _range_text([own[backend] for own in means.values()])
+        text = (
+            f"attention of each of the {len(means)} layers takes {spent_each} per step on {backend}"
         )
+        yield Note(f"in {phase} steps, {text}" if phase else text)
+    if len(groups) < len(means):
+        yield Heading(f"{title}, as a table", level=3, folded=True)
+        yield Table.of(
+            LAYER_TIMES,
+            [
+                {"layer": name, "backend": backend, "ns": ns, "share": ns / busy}
+                for name, own in means.items()
+                for backend, ns in own.items()
+            ],
+        )
+
+
+def alike_layers(times: Mapping[str, Mapping[str, float]]) -> list[dict[str, Mapping[str, float]]]:
+    """Group layers whose names differ only in numbers, and that take about the same time.
+
+    `times` contains the time of each layer on each backend. The layers of a group have one backend,
+    the same for all of them, and their times differ by less than ALIKE.
+    """
+    groups: list[dict[str, Mapping[str, float]]] = []
+    latest: dict[tuple[str, str], dict[str, Mapping[str, float]]] = {}
+    for name, own in times.items():
+        if len(own) == 1:
+            ((backend, ns),) = own.items()
+            key = NUMBER.sub("{}", name), backend
+            group = latest.get(key, {})
+            known = [ns, *(each[backend] for each in group.values())]
+            if group and max(known) < (1 + ALIKE) * min(known):
+                group[name] = own
+                continue
+            latest[key] = {name: own}
+            groups.append(latest[key])
+        else:
+            groups.append({name: own})
+    return groups
+
+
+def _range_text(times: Sequence[float]) -> str:
+    """Return the shortest and the longest of some times: `145 µs to 148 µs`."""
+    return " to ".join(dict.fromkeys(map(time_text, (min(times), max(times)))))
+
+
+def _bar(layers: Mapping[str, Mapping[str, float]], busy: float) -> Iterator[dict[str, Any]]:
+    """Yield the parts of the bar of one layer, or of the mean of several layers that are alike."""
+    for backend in next(iter(layers.values())):
+        known = [own[backend] for own in layers.values()]
+        share = f"{share_figure(sum(known) / busy)} % of GPU time"
+        time = _range_text(known)
+        if len(known) > 1:
+            time += f" in each of {len(known)} layers"
+            share += " in all"
+        yield {
+            "layer": join_numbered(layers),
+            "µs": sum(known) / len(known) / 1e3,
+            "backend": backend,
+            "label": f"{backend} {time} · {share}",
+        }
 
 
 def _kernel_blocks(times: ProgramTimes, phase: str | None) -> Iterator[Block]:
