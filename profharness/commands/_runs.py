@@ -92,11 +92,11 @@ def separate(
     `configs` counts as a run only if it selects a run or looks like a path.
     """
     texts = [*runs]
-    as_configs = [os.fspath(each) for each in texts if _is_config(os.fspath(each))]
+    as_configs = [os.fspath(each) for each in texts if is_config(os.fspath(each))]
     known = [
         each
         for each in configs
-        if not _is_config(each) and (RUN_TEXT.fullmatch(each) or _is_run(each, store))
+        if not is_config(each) and (RUN_TEXT.fullmatch(each) or _is_run(each, store))
     ]
     return (
         [*(each for each in texts if os.fspath(each) not in as_configs), *known],
@@ -104,7 +104,8 @@ def separate(
     )
 
 
-def _is_config(text: str) -> bool:
+def is_config(text: str) -> bool:
+    """Return whether a text looks like a config, and no file has this name."""
     return _CONFIG.match(text) is not None and not Path(text).exists()
 
 

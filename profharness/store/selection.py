@@ -205,6 +205,11 @@ class RunFinder:
             command = "bench"
         return shell_command(command, self.run_reference(run), store=self.path)
 
+    def backends(self) -> list[str]:
+        """Return the names of the backends of all stored cells, in alphabetical order."""
+        rows = self.connection.execute("SELECT DISTINCT backend FROM cells ORDER BY backend")
+        return [str(name) for (name,) in rows]
+
     def lack_of_kernels(self, run: str) -> str | None:
         """Return a message if a run has no kernels, else None.
 
@@ -355,5 +360,8 @@ class RunFinder:
         others = [each.run for each in self.stored_runs()] if not selection.configs else []
         run = next(chain(self._matching(same_configs, "run"), others), None)
         lack = None if run is None else self.lack_of_kernels(run)
+        unknown = [name for name in selection.backends if name not in (stored := self.backends())]
+        if unknown and (near := near_names(unknown[0], stored)):
+            raise NotFoundError(f"no stored run has {what}; {did_you_mean(near)}")
         hint = lack or f"to see what is stored, use: {shell_command('runs', store=self.path)}"
         raise NotFoundError(f"no stored run has {what}; {hint}")
