@@ -109,8 +109,6 @@ EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 FEW = 4  # maximum number of commands that an error names
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Matches Click's error message for a config without quotes, in which the shell expanded the braces.
-_TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LATE_S = 0.01  # time in seconds after which a lost interrupt is raised again
 
@@ -211,8 +209,6 @@ def _run() -> int:
             _say(error.format_message())
         else:
             _say(f"error: {_wrong_usage(error)}")
-        if _TORN_CONFIG.search(error.message):
-            _say("hint: put quotes around configs that contain braces, as in '2,8,{512,1024},64'")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")

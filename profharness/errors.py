@@ -235,6 +235,9 @@ def install_command(extra: str) -> str:
     return f"pip install 'profharness[{extra}]'"
 
 
+PACKED = (".gz", ".xz")  # suffixes of compressed files
+
+
 class TraceFormatError(ProfharnessError):
     """A file is not a valid trace.
 
@@ -255,7 +258,10 @@ class TraceFormatError(ProfharnessError):
         self.path = Path(path)
         self.offset = offset
         self.expected = expected
-        where = printable_path(path) if offset is None else f"{printable_path(path)}, byte {offset}"
+        where = printable_path(path)
+        if offset is not None:
+            of = " of the decompressed data" if self.path.suffix in PACKED else ""
+            where = f"{where}, byte {offset:,}{of}"
         tail = f"; expected {expected}" if expected else ""
         super().__init__(f"{where}: {message}{tail}")
 

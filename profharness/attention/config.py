@@ -500,12 +500,12 @@ def expand_configs(text: str) -> list[Config]:
         raise UsageError(f"config {text!r}: {error}") from None
 
 
-def require_configs(configs: Sequence[Config], instead: str = "") -> None:
-    """Raise UsageError if there is no config. `instead` names what the command accepts, too."""
+def require_configs(configs: Sequence[Config], *, runs: bool = False) -> None:
+    """Raise UsageError if there is no config. `runs` tells whether the command accepts a run, too."""
     if not configs:
-        runs = f", {instead} (such as latest)" if instead else ""
+        or_run = ", a run (such as latest)" if runs else ""
         raise UsageError(
-            f"no config given; name a config (such as 2,8,512,64,bf16){runs} or --configs FILE"
+            f"no config given; name a config (such as 2,8,512,64,bf16){or_run} or --configs FILE"
         )
 
 

@@ -34,7 +34,7 @@ from profharness.errors import (
     printable_path,
 )
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
-from profharness.store import ALL_RUNS, LATEST, open_store
+from profharness.store import ALL_RUNS, LATEST, Need, Selection, open_store
 from profharness.store.names import name_as_typed
 
 if TYPE_CHECKING:
@@ -118,6 +118,15 @@ def _is_run(text: str, store: Path) -> bool:
     with open_store(store) as opened, contextlib.suppress(NotFoundError):
         return bool(opened.resolve(text))
     return False
+
+
+def latest_of(need: Need, store: Path) -> str | None:
+    """Return `latest` if the store exists and has a run that satisfies a need, else None."""
+    if store.is_file():
+        with open_store(store) as opened, contextlib.suppress(NotFoundError):
+            opened.find_run(Selection(), need)
+            return LATEST
+    return None
 
 
 def run_text(ref: Reference | None) -> str | None:

@@ -42,6 +42,7 @@ Need = Literal[
     "attention calls",
     "traced attention calls",
     "attention calls or configs",
+    "cells",
 ]
 """The data that a command needs. Any captured, timed or ingested run satisfies the need `run`."""
 
@@ -83,6 +84,7 @@ _CONDITIONS: dict[Need, tuple[str, str]] = {
         f"({_CALLED} OR {_OBSERVED} OR {_SOME_CELL.format('1')})",
         "1",
     ),
+    "cells": (_SOME_CELL.format("1"), "1"),
 }
 """Maps each need to two SQL conditions.
 
