@@ -17,7 +17,15 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
-from profharness.errors import Interrupted, ProfharnessError, join_few, printable, wrapped_for
+from profharness.errors import (
+    Interrupted,
+    ProfharnessError,
+    did_you_mean,
+    join_few,
+    near_names,
+    printable,
+    wrapped_for,
+)
 
 # Maps each command to (its module, its help line). The module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -101,8 +109,6 @@ EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 FEW = 4  # maximum number of commands that an error names
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Matches Click's error message for a config without quotes, in which the shell expanded the braces.
-_TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LATE_S = 0.01  # time in seconds after which a lost interrupt is raised again
 
@@ -203,17 +209,6 @@ def _run() -> int:
             _say(error.format_message())
         else:
             _say(f"error: {_wrong_usage(error)}")
-        extra_config = _TORN_CONFIG.search(error.message)
-        third = _is_third_side(error)
-        named = any(word.startswith("--config") for word in sys.argv)
-        if extra_config and third and not named:
-            _say("hint: give a config after --config, as in: --config 2,8,512,64")
-        elif extra_config:
-            _say("hint: put quotes around configs that contain braces, as in '2,8,{512,1024},64'")
-        elif third:
-            _say(
-                "hint: to compare two backends of a run, use: profharness diff RUN:flash RUN:cudnn"
-            )
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")
@@ -227,13 +222,6 @@ def _run() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _is_third_side(error: click.ClickException) -> bool:
-    """Return whether `diff` was given three arguments, as in `diff RUN flash cudnn`."""
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    command = context.command.name if context else None
-    return command == "diff" and "unexpected extra argument" in error.message
-
-
 def _wrong_usage(error: click.ClickException) -> str:
     """Convert Click's message to the style of other errors, and add the command for the usage."""
     if isinstance(error, click.NoSuchOption):
@@ -245,6 +233,13 @@ def _wrong_usage(error: click.ClickException) -> str:
             error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
     text = error.format_message().rstrip(".").replace(". Did you", "; did you")
     text = re.sub(r"is not a valid (integer|float)( range)?$", "is not a number", text)
+    if isinstance(error, click.BadParameter) and error.param is not None:
+        wrong = re.search(r"'([^']*)' (?:is not one of|does not exist)", text)
+        if wrong and isinstance(error.param.type, click.Choice):
+            near = near_names(wrong[1], map(str, error.param.type.choices))
+            text += f"; {did_you_mean(near)}" if near else ""
+        elif wrong and "--configs" in error.param.opts and "," in wrong[1]:
+            text += f"; to give a config instead of a file, use: --config {shlex.quote(wrong[1])}"
     if text[1:2].islower():
         text = f"{text[0].lower()}{text[1:]}"
     ctx = error.ctx if isinstance(error, click.UsageError) else None

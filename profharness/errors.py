@@ -96,7 +96,7 @@ def counted(count: float, one: str, several: str = "") -> str:
 
 
 def near_names(text: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """Return the names that contain a text, or else the names that are spelled like the text.
+    """Return the names that contain a text, that are spelled like it, or that it contains.
 
     The best match is first: a name that begins with the text, and then the shortest name.
 
@@ -112,12 +112,20 @@ def near_names(text: str, names: Iterable[str], most: int = 3) -> list[str]:
         spelled.setdefault(name.partition(".")[0], name)
     spelled |= {name: name for name in known}
     near = difflib.get_close_matches(text, spelled, n=most, cutoff=0.7)
+    if not near:  # such as `FLASH` or `flash-attn` instead of `flash`
+        return [name for name in known if len(name) > 2 and name in text.lower()][:most]
     return list(dict.fromkeys(spelled[each] for each in near))
 
 
 def did_you_mean(names: Sequence[str]) -> str:
     """Return a question that names the candidates, or "" if there are none."""
     return f"did you mean {' or '.join(names)}?" if names else ""
+
+
+def choose_from(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error message about an unknown name: similar names, and all names."""
+    meant = did_you_mean(near_names(name, known))
+    return f"{meant}{' ' * bool(meant)}choose from {', '.join(known)}"
 
 
 _FORMS = re.compile(r"\[([^|\]]*)\|([^|\]]*)\]")
@@ -227,6 +235,9 @@ def install_command(extra: str) -> str:
     return f"pip install 'profharness[{extra}]'"
 
 
+PACKED = (".gz", ".xz")  # suffixes of compressed files
+
+
 class TraceFormatError(ProfharnessError):
     """A file is not a valid trace.
 
@@ -247,7 +258,10 @@ class TraceFormatError(ProfharnessError):
         self.path = Path(path)
         self.offset = offset
         self.expected = expected
-        where = printable_path(path) if offset is None else f"{printable_path(path)}, byte {offset}"
+        where = printable_path(path)
+        if offset is not None:
+            of = " of the decompressed data" if self.path.suffix in PACKED else ""
+            where = f"{where}, byte {offset:,}{of}"
         tail = f"; expected {expected}" if expected else ""
         super().__init__(f"{where}: {message}{tail}")
 

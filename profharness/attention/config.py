@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from profharness.device_types import CPU, DEVICE_TYPES
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
-from profharness.errors import UsageError, join_and
+from profharness.errors import UsageError, choose_from, join_and
 
 SDP_BACKENDS = {  # the backends of SDPA, and their members of torch's SDPBackend enum
     "flash": "FLASH_ATTENTION",
@@ -188,6 +188,8 @@ EXAMPLE = "2,8,512,64,bf16,causal"
 ALL_OPTIONS = "`profharness capture --help` lists all options of a config"
 MAX_DIGITS = 12
 CACHE_ALIASES = {"fp8": "fp8_e4m3"}
+# Maps other names of options to the names in the grammar, which error messages suggest.
+OTHER_NAMES = {"kv": "kv_heads", "gqa": "kv_heads", "backward": "bwd", "grad": "bwd"}
 # Maps other names of the dtypes to the names in the grammar, which error messages suggest.
 DTYPE_ALIASES = {
     alias: name for name in CONFIG_DTYPES for alias in (DTYPES[name].torch, *DTYPES[name].aliases)
@@ -498,12 +500,12 @@ def expand_configs(text: str) -> list[Config]:
         raise UsageError(f"config {text!r}: {error}") from None
 
 
-def require_configs(configs: Sequence[Config], instead: str = "") -> None:
-    """Raise UsageError if there is no config. `instead` names what the command accepts, too."""
+def require_configs(configs: Sequence[Config], *, runs: bool = False) -> None:
+    """Raise UsageError if there is no config. `runs` tells whether the command accepts a run, too."""
     if not configs:
-        runs = f", {instead} (such as latest)" if instead else ""
+        or_run = ", a run (such as latest)" if runs else ""
         raise UsageError(
-            f"no config given; name a config (such as 2,8,512,64,bf16){runs} or --configs FILE"
+            f"no config given; name a config (such as 2,8,512,64,bf16){or_run} or --configs FILE"
         )
 
 
@@ -532,6 +534,9 @@ def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Co
 
 def _expand(text: str) -> list[Config]:
     tokens = _split(text)
+    if re.fullmatch(r"\d+([x:; ]\d+){3,}", text):
+        written = re.sub(r"\D", ",", text)
+        raise UsageError(f"separate the numbers by commas; write {written}")
     if tokens and re.fullmatch(r"b\d+", tokens[0]):
         tokens = _positions_first(tokens, text)
     if len(tokens) < 4:
@@ -668,7 +673,7 @@ def _option(token: str) -> tuple[str, list[Any]]:
         words = [CACHE_ALIASES.get(word, word) for word in words]
     for word in words:
         if option.allowed and word not in option.allowed:
-            raise UsageError(f"{key}={word!r} is unknown; choose from {' '.join(option.allowed)}")
+            raise UsageError(f"{key}={word!r} is unknown; {choose_from(word, option.allowed)}")
     return option.field, words
 
 
@@ -676,7 +681,7 @@ def _unknown(token: str) -> str:
     """Return the error text for a token that is not an option."""
     if not token:
         return "nothing follows a comma; remove the comma"
-    key, equals, _ = token.partition("=")
+    key, equals, value = token.partition("=")
     if equals and key in FLAGS:
         return f"cannot read {token!r}; write {key} without a value"
     elements = _elements(token.removeprefix("dtype="))
@@ -699,8 +704,11 @@ def _unknown(token: str) -> str:
 
     options = (*CONFIG_DTYPES, *FLAGS, *KEYED)
     near = difflib.get_close_matches(key.lower(), options, n=1)
-    question = "".join(f"; did you mean {name}{'=' * (name in KEYED)}?" for name in near)
-    return f"cannot read {token!r}{question or '.'} {ALL_OPTIONS}"
+    name = OTHER_NAMES.get(key.lower()) or next(iter(near), None)
+    if name is None:
+        return f"cannot read {token!r}. {ALL_OPTIONS}"
+    written = f"{name}={value or '…'}" if name in KEYED else name
+    return f"cannot read {token!r}; did you mean {written}? {ALL_OPTIONS}"
 
 
 def _elements(value: str) -> list[str]:

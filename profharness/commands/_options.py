@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import click
 from click.shell_completion import CompletionItem
 
-from profharness.errors import UsageError
+from profharness.errors import UsageError, choose_from
 from profharness.run import require_number
 
 
@@ -268,8 +268,8 @@ class Parameter:
         if refuses_empty and _is_empty(value):
             raise UsageError(f"{self.name} is empty")
         if self.choices and value not in self.choices:
-            known = ", ".join(self.choices)
-            raise UsageError(f"unknown {self.name} {value!r}; choose from {known}")
+            known = choose_from(str(value), self.choices)
+            raise UsageError(f"unknown {self.name} {value!r}; {known}")
         if (kind := self.range) is not None:
             # convert numbers of numpy and pandas to Python numbers
             number = value.item() if hasattr(value, "item") else value
@@ -333,6 +333,6 @@ def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
     def check(value: Any) -> None:
         for name in split_names(value):
             if name not in names:
-                raise UsageError(f"unknown {flag} {name!r}; choose from {', '.join(names)}")
+                raise UsageError(f"unknown {flag} {name!r}; {choose_from(name, names)}")
 
     return check

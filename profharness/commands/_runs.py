@@ -34,7 +34,7 @@ from profharness.errors import (
     printable_path,
 )
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
-from profharness.store import ALL_RUNS, LATEST, open_store
+from profharness.store import ALL_RUNS, LATEST, Need, Selection, open_store
 from profharness.store.names import name_as_typed
 
 if TYPE_CHECKING:
@@ -92,11 +92,11 @@ def separate(
     `configs` counts as a run only if it selects a run or looks like a path.
     """
     texts = [*runs]
-    as_configs = [os.fspath(each) for each in texts if _is_config(os.fspath(each))]
+    as_configs = [os.fspath(each) for each in texts if is_config(os.fspath(each))]
     known = [
         each
         for each in configs
-        if not _is_config(each) and (RUN_TEXT.fullmatch(each) or _is_run(each, store))
+        if not is_config(each) and (RUN_TEXT.fullmatch(each) or _is_run(each, store))
     ]
     return (
         [*(each for each in texts if os.fspath(each) not in as_configs), *known],
@@ -104,7 +104,8 @@ def separate(
     )
 
 
-def _is_config(text: str) -> bool:
+def is_config(text: str) -> bool:
+    """Return whether a text looks like a config, and no file has this name."""
     return _CONFIG.match(text) is not None and not Path(text).exists()
 
 
@@ -117,6 +118,15 @@ def _is_run(text: str, store: Path) -> bool:
     with open_store(store) as opened, contextlib.suppress(NotFoundError):
         return bool(opened.resolve(text))
     return False
+
+
+def latest_of(need: Need, store: Path) -> str | None:
+    """Return `latest` if the store exists and has a run that satisfies a need, else None."""
+    if store.is_file():
+        with open_store(store) as opened, contextlib.suppress(NotFoundError):
+            opened.find_run(Selection(), need)
+            return LATEST
+    return None
 
 
 def run_text(ref: Reference | None) -> str | None:

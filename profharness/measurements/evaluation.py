@@ -76,7 +76,7 @@ def bench_configs(
     UsageError for an unknown dtype, or if `configs` is empty.
     """
     _check_dtypes(dtypes)
-    require_configs(configs, "a run")
+    require_configs(configs, runs=True)
     ahead = [baseline] if isinstance(baseline, Config) and baseline not in configs else []
     unique: dict[Config, Config] = {}
     for config in [*ahead, *configs]:

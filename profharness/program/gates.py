@@ -13,9 +13,8 @@ from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config, spli
 from profharness.errors import (
     GateResult,
     UsageError,
+    choose_from,
     counted,
-    did_you_mean,
-    near_names,
     require_passed,
 )
 from profharness.measurements.agreement import FAMILY_BACKENDS
@@ -67,10 +66,7 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
     names = tuple(OLD_GATES.get(name, name) for name in split_names(fail_on))
     for name in names:
         if name not in GATES:
-            meant = did_you_mean(near_names(name, GATES))
-            raise UsageError(
-                f"unknown --fail-on {name!r}; {meant}{' ' * bool(meant)}choose from {', '.join(GATES)}"
-            )
+            raise UsageError(f"unknown --fail-on {name!r}; {choose_from(name, tuple(GATES))}")
     expected = {}
     for text in expect:
         before, at, glob = text.partition("@")
@@ -78,7 +74,8 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
         for name in backends:
             if name not in BACKENDS:
                 raise UsageError(
-                    f"--expect {text!r}: unknown backend {name!r}; choose from {', '.join(BACKENDS)}"
+                    f"--expect {text!r}: unknown backend {name!r}; "
+                    f"{choose_from(name, tuple(BACKENDS))}"
                 )
         if not backends or (at and not glob):
             raise UsageError(

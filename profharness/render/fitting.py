@@ -147,7 +147,7 @@ def fit_columns(
     texts = _texts(columns, rows)
     own = [at for at in natural.lines[0] if at not in best.shared]
     modules, configs = (
-        {at: parts for at in own if (parts := split(texts[at]))}
+        {at: found for at in own if (found := split(texts[at]))}
         for split in (_module_parts, _config_parts)
     )
     for parts in filter(None, (modules, configs, modules | configs)):
@@ -799,8 +799,8 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
         for group in groups:
             shared = _common_prefix(group)
             by_word = not attempt and all(map(_KERNEL.fullmatch, group))
-            cut = _from_different_word if by_word else _from_difference
-            cuts |= {text: cut(text, shared, width) for text in group}
+            shorten = _from_different_word if by_word else _from_difference
+            cuts |= {text: shorten(text, shared, width) for text in group}
     return cuts
 
 

@@ -240,11 +240,6 @@ class Store(RunFinder):
             forget_run(self.connection, name)
         return name
 
-    def backends(self) -> list[str]:
-        """Return the names of the backends of all stored cells, in alphabetical order."""
-        rows = self.connection.execute("SELECT DISTINCT backend FROM cells ORDER BY backend")
-        return [str(name) for (name,) in rows]
-
     def rows(
         self, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
     ) -> tuple[list[KernelRow], list[CellRow]]:

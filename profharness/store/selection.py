@@ -42,6 +42,7 @@ Need = Literal[
     "attention calls",
     "traced attention calls",
     "attention calls or configs",
+    "cells",
 ]
 """The data that a command needs. Any captured, timed or ingested run satisfies the need `run`."""
 
@@ -83,6 +84,7 @@ _CONDITIONS: dict[Need, tuple[str, str]] = {
         f"({_CALLED} OR {_OBSERVED} OR {_SOME_CELL.format('1')})",
         "1",
     ),
+    "cells": (_SOME_CELL.format("1"), "1"),
 }
 """Maps each need to two SQL conditions.
 
@@ -204,6 +206,11 @@ class RunFinder:
         elif self.has(run, "times") and not self._is(run, f"r.kind = '{CHECKED}'"):
             command = "bench"
         return shell_command(command, self.run_reference(run), store=self.path)
+
+    def backends(self) -> list[str]:
+        """Return the names of the backends of all stored cells, in alphabetical order."""
+        rows = self.connection.execute("SELECT DISTINCT backend FROM cells ORDER BY backend")
+        return [str(name) for (name,) in rows]
 
     def lack_of_kernels(self, run: str) -> str | None:
         """Return a message if a run has no kernels, else None.
@@ -355,5 +362,8 @@ class RunFinder:
         others = [each.run for each in self.stored_runs()] if not selection.configs else []
         run = next(chain(self._matching(same_configs, "run"), others), None)
         lack = None if run is None else self.lack_of_kernels(run)
+        unknown = [name for name in selection.backends if name not in (stored := self.backends())]
+        if unknown and (near := near_names(unknown[0], stored)):
+            raise NotFoundError(f"no stored run has {what}; {did_you_mean(near)}")
         hint = lack or f"to see what is stored, use: {shell_command('runs', store=self.path)}"
         raise NotFoundError(f"no stored run has {what}; {hint}")

@@ -32,16 +32,35 @@ def invoke(store: Path, *words: str | Path) -> Result:
 
 
 @pytest.mark.parametrize("command", ["explain", "predict", "verify", "bench", "repro"])
-def test_a_missing_config(command: str) -> None:
+def test_a_missing_config(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message is what to type. Commands that accept a run name that, too."""
+    monkeypatch.chdir(tmp_path)  # a folder without a store
     text = str(CliRunner().invoke(cli, [command]).exception)
     found = re.fullmatch(
         r"no config given; name a config \(such as 2,8,512,64,bf16\)"
-        r"(, (a trace file or )?a run \(such as latest\))? or --configs FILE",
+        r"(, a run \(such as latest\))? or --configs FILE",
         text,
     )
     assert found, text
     assert bool(found[1]) is (command in ("explain", "bench", "repro"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_latest_run_is_the_default(tmp_path: Path) -> None:
+    """Bug: `explain` and `repro` required a run, and the other readers used the latest run."""
+    store = tmp_path / "s.db"
+    at = ("--store", str(store))
+    runner = CliRunner()
+    for source in (PROGRAM, TRACES / "h200-torch2.11"):
+        assert runner.invoke(cli, ["ingest", str(source), *at]).exit_code == 0
+    named = runner.invoke(cli, ["explain", "latest", *at])
+    assert named.exit_code == 0 and runner.invoke(cli, ["explain", *at]).stdout == named.stdout
+    choice = ("--backend", "flash")
+    several = str(runner.invoke(cli, ["repro", *at, *choice]).exception)
+    assert "cells of run h200-torch2.11 match" in several  # the program has no cells
+    script = runner.invoke(cli, ["repro", *at, *choice, "2,8,512,64"])
+    assert script.exit_code == 0
+    assert "no config given" in str(runner.invoke(cli, ["bench", *at]).exception)
 
 
 @pytest.mark.parametrize(

@@ -431,18 +431,6 @@ def test_without_a_gpu_the_answer_of_the_cpu_says_so() -> None:
     assert str(error) == "this machine has no GPU; use --device cpu, or leave --device out"
 
 
-def test_unquoted_braces_are_told(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "profharness", "diff", "flash", "math"]
-    torn = ["--config", "1,4,128,64", "1,4,256,64"]  # what a shell makes of 1,4,{128,256},64
-    done = subprocess.run([*argv, *torn], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "unexpected extra argument (1,4,256,64)" in done.stderr
-    assert "put quotes around configs that contain braces" in done.stderr
-    other = [*argv, "--config", "1,4,128,64", "more"]
-    done = subprocess.run(other, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2 and "quote" not in done.stderr
-
-
 @pytest.mark.parametrize("shape", ["b1qk", "hqk", "qk"])
 def test_advice_to_leave_out_a_mask_leaves_out_its_shape(shape: str) -> None:
     """Bug: the changed config kept `mask_shape`, so explain ended in an error about a config that

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from click.testing import CliRunner
 from profharness.cli import cli
 from profharness.errors import ProfharnessError, near_names
 
+ROOT = Path(__file__).parents[2]
 EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 5, "dur": 3, "args": {}}
 
 
@@ -104,3 +107,44 @@ def test_near_names() -> None:
     assert near_names("lamma", ["llama.json", "bert.json"]) == ["llama.json"]
     assert near_names("xyz", ["llama.json"]) == []
     assert near_names("", ["llama.json"]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("explain", "2,8,512,64,kv=4"), "did you mean kv_heads=4?"),
+        (("explain", "2,8,512,64,gqa=4"), "did you mean kv_heads=4?"),
+        (("explain", "2,8,512,64,skv=128"), "did you mean seq_kv=128?"),
+        (("explain", "2,8,512,64,droput=0.1"), "did you mean dropout=0.1?"),
+        (("explain", "2,8,512,64,backward"), "did you mean bwd?"),
+        (("explain", "2,8,512,64,mask=boole"), "did you mean bool? choose from"),
+        (("explain", "2,8,512,64,layout=bsdh"), "did you mean bshd? choose from"),
+        (("explain", "2x8x512x64"), "write 2,8,512,64"),
+        (("explain", "2,8,512,64", "--format", "jsno"), "did you mean json?"),
+        (("kernels", "--configs", "2,8,512,64"), "use: --config 2,8,512,64"),
+        (("diff", "flash", "math", "--fail-on", "slow"), "did you mean slower? choose from"),
+        (("diff", "flash", "math", "--fail-on", "mem"), "did you mean memory? choose from"),
+        (("layers", "--fail-on", "eager"), "did you mean eager-attention? choose from"),
+        (("layers", "--expect", "flahs"), "did you mean flash? choose from"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each),
+)
+def test_a_typo_gets_a_suggestion(
+    words: tuple[str, ...], meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = (sys.executable, "-m", "profharness", *words)
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert meant in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("typo", ["flas", "FLASH", "flash-attn"])
+def test_a_misspelled_backend_of_stored_runs_is_suggested(
+    typo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told("ingest", str(ROOT / "traces" / "h200-torch2.11"))[0] == 0
+    assert told("kernels", "--backend", typo)[1].endswith("did you mean flash?")
+    assert "see what is stored" in told("kernels", "--backend", "zebra")[1]
+    assert "did you mean math" in told("diff", "flash", "maths")[1]

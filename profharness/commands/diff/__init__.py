@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
 from profharness.attention.config import split_names, without_strides
 from profharness.columns import Column, columns_of, pick
-from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
+from profharness.commands._runs import is_config
 from profharness.commands._types import (
     SIDE_OPTION,
-    Configs,
+    ConfigArguments,
+    ConfigLike,
     PathLike,
     RunOfBackends,
     Store,
@@ -545,7 +548,7 @@ def diff(
     baseline: Baseline,
     candidate: Candidate,
     *,
-    configs: Configs = None,
+    configs: ConfigArguments = None,
     threshold: Threshold = stats.THRESHOLD,
     run: RunOfBackends = None,
     store: Store = None,
@@ -554,15 +557,16 @@ def diff(
 
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
-    taken from the latest run that has all named backends. Two kernels are paired if they compute the same thing.
-    The speed-up is the time of the baseline divided by the time of the candidate, so above 1 if the
-    candidate is faster. A gate (--fail-on) also fails if there is nothing to compare. Traces of two
-    programs are also compared layer by layer.
+    taken from the latest run that has all named backends. If CONFIG is given, only these configs are
+    compared. Two kernels are paired if they compute the same thing. The speed-up is the time of the
+    baseline divided by the time of the candidate, so above 1 if the candidate is faster. A gate
+    (--fail-on) also fails if there is nothing to compare. Traces of two programs are also compared
+    layer by layer.
 
     \b
     Examples:
       profharness diff before.json.gz after.json.gz
-      profharness diff flash math --config 2,8,512,64 --fail-on slower
+      profharness diff flash math 2,8,512,64 --fail-on slower
       profharness diff latest~1 latest --fail-on memory,launches,refused
       profharness diff latest~1 latest --fail-on backend-changed
 
@@ -579,6 +583,21 @@ def diff(
         hint(f"warning: both sides have the same content: {sides[0].name or sides[0].label}")
     threshold = stats.THRESHOLD if threshold is None else threshold
     return diff_cells(*sides, threshold=threshold), sides
+
+
+@usage(diff)
+def check_sides(
+    *, baseline: PathLike = "", candidate: PathLike = "", configs: ConfigLike = None
+) -> None:
+    """Raise UsageError for a third side, as in `diff RUN flash cudnn`."""
+    texts = [configs] if isinstance(configs, str) else configs if isinstance(configs, tuple) else ()
+    third = next((each for each in texts if isinstance(each, str) and not is_config(each)), None)
+    if third is not None:
+        run, *backends = (quote(str(each)) for each in (baseline, candidate, third))
+        raise UsageError(
+            f"{third!r} is not a config, such as 2,8,512,64; to compare two backends of a run, use: "
+            f"profharness diff {' '.join(f'{run}:{backend}' for backend in backends)}"
+        )
 
 
 @document(diff)

@@ -59,6 +59,7 @@ from profharness.attention.engines import ENGINES, Selection, engine_releases
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, hint, hint_cpu
+from profharness.commands._runs import latest_of
 from profharness.commands._types import (
     DEFAULT_RELEASE,
     ConfigOrRunArguments,
@@ -667,12 +668,11 @@ def explain(
     If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
     PyTorch was queried and gave no answer.
 
-    CONFIG|RUN is either one or more configs, or a single trace file or stored run (`latest` is the
-    newest one). There is no default. For a program,
-    the command applies the dispatch rules for the run's PyTorch release and GPU to each distinct
-    config of the attention calls, and compares the expected choice with the backend that ran. For a
-    run created by `capture`, the command explains the run's configs for the PyTorch release and the
-    GPU of that run.
+    CONFIG|RUN is either one or more configs, or a single trace file or stored run. The default is
+    the latest run with attention calls or configs. For a program, the command applies the dispatch
+    rules for the run's PyTorch release and GPU to each distinct config of the attention calls, and
+    compares the expected choice with the backend that ran. For a run created by `capture`, the
+    command explains the run's configs for the PyTorch release and the GPU of that run.
 
     With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
     the output is a table that marks where the choice changes. If there is an atlas for the GPU and
@@ -711,8 +711,10 @@ def explain(
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
     path = store_path(store)
+    if run is None and not chosen_configs and engine is None:
+        run = latest_of("attention calls or configs", path)
     if run is None:
-        require_configs(chosen_configs, "a trace file or a run")
+        require_configs(chosen_configs, runs=True)
     if run is not None and chosen_configs:
         raise UsageError("explain accepts either configs or a run, not both")
     if engine is not None:

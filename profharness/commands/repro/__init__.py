@@ -43,6 +43,7 @@ from profharness.attention.dispatch.advice import setting_code, window_condition
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
+from profharness.commands._runs import latest_of
 from profharness.commands._types import (
     BACKEND_TEXT,
     BACKENDS_OPTION,
@@ -132,9 +133,10 @@ def repro(
     refuses the call, the script prints PyTorch's message and exits with code 1. If the backend is a
     function in a file, the script includes the source of the file.
 
-    Without RUN, the call is defined by CONFIG and --backend (default: auto); nothing is measured
-    and no store is read. If RUN is given, CONFIG and --backend select a cell of that run, and the
-    script contains the seed, the device and the results of the cell.
+    If only CONFIG is given, the call is defined by CONFIG and --backend (default: auto); nothing is
+    measured and no store is read. If RUN is given, CONFIG and --backend select a cell of that run,
+    and the script contains the seed, the device and the results of the cell. Without CONFIG and RUN,
+    the latest run with cells is used.
 
     \b
     Examples:
@@ -146,8 +148,10 @@ def repro(
     if output is not None:
         check_output(Path(output), force=force)
     chosen, names = config_list(configs), split_names(backend)
+    if run is None and not chosen:
+        run = latest_of("cells", store_path(store))
     if run is None:
-        require_configs(chosen, "a run")
+        require_configs(chosen, runs=True)
         if len(chosen) > 1:
             raise UsageError(f"a script contains one cell; name one config, not {len(chosen)}")
         if len(names) > 1:
@@ -179,7 +183,7 @@ def show(text: str, *, output: OutputFile = None) -> None:
 def _stored_script(path: Path, selection: Selection, device: str, seed: int | None) -> str:
     """Return the script of the selected cell. Raise UsageError if several cells are selected."""
     with open_store(path) as store:
-        run = store.find_runs(selection, "run")
+        run = store.find_runs(selection, "cells", "run")
         cells = store.cells(
             run, configs=selection.configs or None, backends=selection.backends or None
         )
