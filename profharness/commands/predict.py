@@ -52,6 +52,7 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
+    More,
     Note,
     Table,
     filled_columns,
@@ -285,7 +286,7 @@ def _config_blocks(
         yield Table.of(_of_sources(KERNEL_COLUMNS, ran), kernels)
     if auto.best and auto.certain and (auto.regret or 0) > NOTABLE_LOSS:
         config = parse_config(auto.config)
-        yield Note(f"for {auto.best}", "use")
+        yield Note(f"The following code runs {auto.best}:")
         yield Code(call_code(config, config, auto.best))
     for row in shown:
         if row.status != "ok":
@@ -400,7 +401,7 @@ def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str)
         columns = [each for each in columns if each.key != "choice"]
     yield Heading(_title(rows, where), f"backend {backend}")
     yield Table.of(filled_columns(columns, lines), lines)
-    yield Note("--full explains each config.", level="hint")
+    yield More("an explanation of each config")
 
 
 def _time_cell(row: Predicted | None) -> str | None:

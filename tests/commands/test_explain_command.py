@@ -252,7 +252,7 @@ def test_a_stored_run_is_a_witness_and_tells_the_gain(store: Path) -> None:
     )
     text = plain(told(*args))
     assert "flash and efficient are predicted to be slower." in text
-    assert "--full shows how to run flash and efficient." in text
+    assert "--full also shows how to run flash and efficient." in text
 
 
 def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:

@@ -48,6 +48,7 @@ from profharness.render.document import (
     Chart,
     Document,
     Heading,
+    More,
     Note,
     Table,
     filled_columns,
@@ -186,7 +187,7 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
         counts = ", ".join(f"{count} {status}" for status, count in absent.items())
         yield Note(f"{absent.total()} of {counted(len(analyses), 'cell')} did not run: {counts}")
     if many:
-        yield Note("--full explains each cell, with its phases and counters.", level="hint")
+        yield More("the phases, counters and all findings of each cell")
 
 
 def _legend(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:

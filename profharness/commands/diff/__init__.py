@@ -65,6 +65,7 @@ from profharness.render.document import (
     Block,
     Document,
     Heading,
+    More,
     Note,
     Table,
     field_names,
@@ -155,8 +156,7 @@ def diff_document(
         if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full, names)
     if hidden and diff.rows:
-        text = f"--full also compares all kernels of the traces ({counts})."
-        blocks.append(Note(text, level="hint"))
+        blocks.append(More(f"a comparison of all kernels of the traces ({counts})"))
     # With --full, the notes of the configs contain this text.
     if any(row.composite for row in diff.rows) and not hidden and not full:
         blocks.append(Note(COMPOSITE))
@@ -175,12 +175,7 @@ def diff_document(
         for config, *backends in same:
             alike.setdefault(config, []).append(_backends(*backends))
         blocks += [Note(", ".join(texts), config) for config, texts in alike.items()]
-        blocks.append(
-            Note(
-                "--full also compares the kernels of configs that show no difference.",
-                level="hint",
-            )
-        )
+        blocks.append(More("a comparison of the kernels of configs that show no difference"))
     if busy:
         blocks.append(Note(busy, level="warning"))
     plain = diff.to_json()
