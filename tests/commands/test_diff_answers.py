@@ -435,4 +435,6 @@ def test_a_gate_on_programs_checks_attention_and_other_kernels_only_with_full(st
     assert isinstance(done.exception, GateError) and "silu" in str(done.exception)
     done = diff(store, "llama_prefill", "llama_eager", "--fail-on", "slower")
     assert isinstance(done.exception, GateError)
-    assert "22.6 times as long" in str(done.exception) and "2162" not in str(done.exception)
+    assert "the candidate takes 22.6 times as long" in str(done.exception) and "2162" not in str(
+        done.exception
+    )

@@ -377,7 +377,7 @@ def test_differences_of_memory_and_launches_name_their_config() -> None:
         Cost(CONFIG, "flash", "auto", "refused", "ok", "ok", "same"),
     )
     text = RENDERERS["table"](diff_document(replace(sample(), costs=costs)))
-    assert "more: 1.00 → 3.00 MiB, 3.00x" in text
+    assert "peak memory  1.00 → 3.00 MiB (more)" in text
     assert "a call" not in text
     same = DiffRow(CONFIG, "flash", "auto", "call", verdict="same")
     short = diff_document(Diff("a", "b", (), (same,), costs=costs), changed_first=True)

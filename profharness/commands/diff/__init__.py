@@ -71,10 +71,10 @@ from profharness.render.document import (
     field_names,
     filled_columns,
     record,
+    shown_note,
 )
 from profharness.rows import KernelRow
 from profharness.store import frame, open_store
-from profharness.units import ratio_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,17 +199,12 @@ def _counts(diff: Diff) -> str:
 
 
 def cost_text(cost: Cost) -> str:
-    """Format a cost as its verdict and the values of both sides.
-
-    An example is `more: 5.09 → 76.0 MiB, 14.9x`. The ratio is 1 or more, because the verdict is its
-    direction.
-    """
+    """Format a cost as both values and its verdict, such as `5.09 → 76.0 MiB (more)`."""
     if cost.what == REFUSED:
-        return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
+        return f"{cost.baseline} → {cost.candidate} ({cost.verdict})"
     kind, unit = ("mib", " MiB") if cost.what == MEMORY else ("count", " per call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
-    ratio = f", {ratio_text(max(cost.ratio, 1 / cost.ratio))}" if cost.ratio else ""
-    return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
+    return f"{before} → {after}{unit} ({cost.verdict})"
 
 
 def layer_text(row: LayerDiff) -> str:
@@ -353,6 +348,8 @@ def _config_blocks(
             notes.setdefault("; ".join(_reasons(row, full=full)), []).append(row)
     for text, alike in notes.items():
         level = "warning" if {row.verdict for row in alike} & {"slower", "unknown"} else "note"
+        if alike[0].role != "status":
+            text = shown_note(Note(text)).text
         yield Note(text, join_few([row.role for row in alike], LABELS_SHOWN), level)
     for cost in costs:
         level = "warning" if cost.verdict == "more" else "note"
