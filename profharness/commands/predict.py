@@ -30,7 +30,7 @@ from profharness.columns import Column, pick
 from profharness.commands._answers import split_text
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
-from profharness.commands._output import chosen_format, hint
+from profharness.commands._output import chosen_format, hint, hint_sentence
 from profharness.commands._types import (
     AtlasFolder,
     Backends,
@@ -519,11 +519,11 @@ def predict(
     gpus = gpu_names(gpu) if gpu else (None,)
     found = [predicted(asked, names, each, torch, atlas, driver) for each in gpus]
     if gpu is None:
-        hint(f"the prediction is for {found[0].place.text}; choose another GPU with --gpu")
+        hint(f"The prediction is for {found[0].place.text}. Choose another GPU with --gpu.")
     else:
         require_distinct(gpu_names(gpu), [each.place.gpu for each in found])
     for doubt in dict.fromkeys(_texts(found)[1]):
-        hint(doubt)
+        hint_sentence(doubt)
     return found
 
 

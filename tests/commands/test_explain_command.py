@@ -422,7 +422,7 @@ def test_without_a_gpu_the_answer_of_the_cpu_says_so() -> None:
         pytest.skip("there is a GPU")
     done = explain("--config", "1,1,16,16")
     assert (
-        "this machine has no GPU; without --gpu (for example, --gpu H200), the answer applies"
+        "This machine has no GPU, so the answer applies to the CPU. Name a GPU with --gpu"
         in done.stderr
     )
     assert "no GPU" not in explain("--config", "1,1,16,16", "--device", "cpu").stderr
