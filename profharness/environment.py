@@ -267,8 +267,12 @@ def gpu_name() -> str | None:
 
 def no_gpu_text(remedy: str) -> str:
     """Return an error text for a command that needs a GPU. `remedy` suggests a command."""
-    lead = "PyTorch cannot use the GPU" if gpu_present() else "this machine has no GPU"
-    return f"{lead}; {remedy}"
+    return f"{no_gpu_cause()}; {remedy}"
+
+
+def no_gpu_cause() -> str:
+    """Return a clause on why there is no GPU to use."""
+    return "PyTorch cannot use the GPU" if gpu_present() else "this machine has no GPU"
 
 
 def _text(answer: str | bytes) -> str:

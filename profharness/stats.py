@@ -322,13 +322,13 @@ def compare(
     if min(map(len, sides)) > 1:
         p_value = max(p_value, _process_test(*sides))
         basis = f" over {len(sides[0])} and {len(sides[1])} processes"
-    change = f"medians differ by {(ratio - 1) * 100:+.1f} %"
     verdict: Speed = "slower" if ratio > 1 else "faster"
-    reason = f"{change}, p = {p_value:.2g}{basis}"
+    reason = f"the medians differ significantly (p = {p_value:.2g}){basis}"
     if not beyond(ratio, threshold):
-        verdict, reason = "same", f"{change}, within the {threshold * 100:g} % threshold"
+        verdict = "same"
+        reason = f"the medians differ by no more than the {threshold * 100:g} % threshold"
     elif p_value >= ALPHA:
-        reason = f"{change}, but not significantly (p = {p_value:.2g}){basis}"
+        reason = f"the medians differ, but not significantly (p = {p_value:.2g}){basis}"
         verdict = "unknown"
     doubts = _doubt("baseline", baseline, base) + _doubt("candidate", candidate, cand)
     return Comparison(ratio, p_value, verdict, reason + doubts)

@@ -127,13 +127,6 @@ def compared(speed_up: float, than: str = "") -> str:
     return f"{'is' if _is_fast(speed_up) else 'takes'} {by_how_much(speed_up, than)}"
 
 
-def difference_text(ratio: float) -> str:
-    """Describe a new time divided by an old time: `+11.9 %`, or `22.6 times as long` from 2 on."""
-    if 0.5 < ratio < 2:
-        return f"{(ratio - 1) * 100:+.1f} %"
-    return by_how_much(1 / ratio).removeprefix("takes ")
-
-
 def _is_fast(speed_up: float) -> bool:
     return speed_up >= 0.9995  # also 1.00 if rounded
 

@@ -23,7 +23,7 @@ from click.core import ParameterSource
 
 from profharness.commands._options import Option, Parameter
 from profharness.device_types import CPU, on_gpu
-from profharness.environment import missing_packages, no_gpu_text
+from profharness.environment import missing_packages, no_gpu_cause
 from profharness.errors import (
     ProfharnessError,
     UsageError,
@@ -34,7 +34,7 @@ from profharness.errors import (
     wrapped_for,
 )
 from profharness.files import atomic_file, check_output
-from profharness.render.document import PLAIN_KINDS, Chart, Document, Note
+from profharness.render.document import PLAIN_KINDS, Chart, Document, Note, shown_note
 from profharness.render.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
@@ -131,6 +131,11 @@ def hint(text: str) -> None:
             click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
 
 
+def hint_sentence(text: str) -> None:
+    """Print a clause to stderr as a sentence, like a note below a table."""
+    hint(shown_note(Note(text)).text)
+
+
 def hint_warning(source: str, text: str) -> None:
     """Print a warning about a source to stderr. A table that follows does not repeat the warning."""
     hint(f"warning: {source}{text}")
@@ -157,10 +162,20 @@ def hint_after(text: str) -> None:
         click.get_current_context().meta.setdefault(HINTS, []).append(text)
 
 
-def hint_cpu(environment: Mapping[str, Any], device: str, remedy: str) -> None:
-    """Print after the result that no GPU was found, unless the user chose the CPU."""
+def hint_cpu(environment: Mapping[str, Any], device: str, effect: str) -> None:
+    """Print after the result that no GPU was found, unless the user chose the CPU.
+
+    `effect` says what this means for the result, and what to do about it.
+    """
     if device != CPU and not on_gpu(environment):
-        hint_after(no_gpu_text(remedy))
+        hint_after(shown_note(Note(f"{no_gpu_cause()}, so {effect}")).text)
+
+
+CPU_RAN = (
+    "the CPU ran these configs. To predict the times on a GPU, use: profharness predict CONFIG "
+    "--gpu H200"
+)
+"""The effect of a missing GPU on a command that measures configs."""
 
 
 def live(text: str = "") -> None:

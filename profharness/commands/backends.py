@@ -9,7 +9,7 @@ from profharness.columns import Column
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._types import Full
 from profharness.errors import join_and
-from profharness.render.document import Block, Document, Note, Table, merged_notes, record
+from profharness.render.document import Block, Document, More, Note, Table, merged_notes, record
 from profharness.store import to_frame
 
 if TYPE_CHECKING:
@@ -63,10 +63,9 @@ def show(states: list[BackendState], *, full: Full = False) -> Document:
         for state in states
         if not state.runs
     ]
-    more = Note("--full shows why the others do not run.", level="hint")
     blocks: tuple[Block, ...] = (Table(columns, rows),)
     if notes:
-        blocks += tuple(merged_notes(notes)) if full else (more,)
+        blocks += tuple(merged_notes(notes)) if full else (More("why the others do not run"),)
     fields = ("backend", "runs", "reason", "device", "summary", "status", "code")
     records = tuple(map(record, states))
     told = backends_answer(states)

@@ -13,7 +13,14 @@ import click
 from profharness.attention.config import Config, grammar_lines, split_names
 from profharness.commands._command import command, declaration_of, document, usage
 from profharness.commands._options import Option
-from profharness.commands._output import echo, hint, hint_cpu, is_command_line, run_listener
+from profharness.commands._output import (
+    CPU_RAN,
+    echo,
+    hint,
+    hint_cpu,
+    is_command_line,
+    run_listener,
+)
 from profharness.commands._types import (
     SEVERAL_VALUES,
     BackendsToRun,
@@ -310,7 +317,7 @@ def show(captured: CapturedRuns) -> None:
 def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
     """Print and return the everyday configs, before anything runs."""
     hint(
-        "no config was given, so a default set of configs is run; to choose your own, use "
+        "No config was given, so a default set of configs is run. To choose your own, use "
         "--config 2,8,512,64"
     )
     for use, config in everyday.items():
@@ -341,8 +348,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
         if busy := busy_text(opened.kernels(run.run), opened.cells(run.run)):
             hint(f"warning: {busy}")
         hint(f"To show the run, use: {opened.shown_by(run.run)}")
-    remedy = "the CPU ran these configs; for a GPU, use: profharness predict CONFIG --gpu H200"
-    hint_cpu(run.environment, run.protocol.device, remedy)
+    hint_cpu(run.environment, run.protocol.device, CPU_RAN)
     # Problems of the GPU were already printed as notices.
     failed = [problem for problem in run.problems if problem.profiler != GPU]
     lines = [

@@ -30,7 +30,7 @@ from profharness.columns import Column, pick
 from profharness.commands._answers import split_text
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
-from profharness.commands._output import chosen_format, hint
+from profharness.commands._output import chosen_format, hint, hint_sentence
 from profharness.commands._types import (
     AtlasFolder,
     Backends,
@@ -52,6 +52,7 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
+    More,
     Note,
     Table,
     filled_columns,
@@ -287,7 +288,7 @@ def _config_blocks(
         yield Table.of(_of_sources(KERNEL_COLUMNS, ran), kernels)
     if auto.best and auto.certain and (auto.regret or 0) > NOTABLE_LOSS:
         config = parse_config(auto.config)
-        yield Note(f"for {auto.best}", "use")
+        yield Note(f"The following code runs {auto.best}:")
         yield Code(call_code(config, config, auto.best))
     for row in shown:
         if row.status != "ok":
@@ -407,7 +408,7 @@ def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str)
         columns = [each for each in columns if each.key != "choice"]
     yield Heading(_title(rows, where), f"backend {backend}")
     yield Table.of(filled_columns(columns, lines), lines)
-    yield Note("--full explains each config.", level="hint")
+    yield More("an explanation of each config")
 
 
 def _time_cell(row: Predicted | None) -> str | None:
@@ -525,11 +526,11 @@ def predict(
     gpus = gpu_names(gpu) if gpu else (None,)
     found = [predicted(asked, names, each, torch, atlas, driver) for each in gpus]
     if gpu is None:
-        hint(f"the prediction is for {found[0].place.text}; choose another GPU with --gpu")
+        hint(f"The prediction is for {found[0].place.text}. Choose another GPU with --gpu.")
     else:
         require_distinct(gpu_names(gpu), [each.place.gpu for each in found])
     for doubt in dict.fromkeys(_texts(found)[1]):
-        hint(doubt)
+        hint_sentence(doubt)
     return found
 
 

@@ -43,7 +43,16 @@ from profharness.commands._types import (
 )
 from profharness.errors import GateResult, counted, join_and
 from profharness.files import RUNS_FOLDER
-from profharness.render.document import Block, Document, Heading, Note, Table, field_names, record
+from profharness.render.document import (
+    Block,
+    Document,
+    Heading,
+    More,
+    Note,
+    Table,
+    field_names,
+    record,
+)
 from profharness.run import CaptureOptions, Protocol
 from profharness.store import to_frame
 
@@ -135,7 +144,7 @@ def failed_text(rows: Sequence[VerificationRow]) -> str:
     return f"{len(wrong)} of {counted(done, 'case')} failed; wrong: {names}"
 
 
-def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:
+def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note | More]:
     cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: row.case)]
     shown = cases if full else cases[:SHOWN]
     for case, (first, *others) in shown:
@@ -148,7 +157,7 @@ def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[N
     if len(cases) > len(shown):
         more = ", ".join(case for case, _ in cases[len(shown) :])
         yield Note(f"also wrong in these cases: {more}", backend, "error")
-        yield Note("--full shows how these cases are wrong.", backend, "hint")
+        yield More("how these cases are wrong")
 
 
 def _verdict(row: VerificationRow) -> str:

@@ -39,6 +39,7 @@ from profharness.program.phases import (
     Place,
     attention_kind,
     find_phases,
+    merged_doubts,
     phase_of,
     step_phases,
     step_place,
@@ -711,7 +712,7 @@ def find_layers(
         caveats=(
             *_caveats(rows, platform, observed, outside, assumed),
             *problems,
-            *dict.fromkeys(doubt for phase in phases for doubt in phase.doubts),
+            *merged_doubts(phases),
             *store.warnings([run]).get(run, ()),
         ),
         platform=platform,

@@ -42,7 +42,8 @@ from profharness.program.phases import (
 )
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
-from profharness.units import difference_text, speed_up_of
+from profharness.units import compared as compared_text
+from profharness.units import speed_up_of
 
 # Modules that wrap a model, as torch.compile and DistributedDataParallel do. Such modules are not
 # layers of the model.
@@ -837,26 +838,32 @@ def _speed(
     times = median(base), median(cand)
     ratio = times[1] / times[0]
     basis = f"{len(base)} and {counted(len(cand), 'call')}"
-    change = f"{basis}: {difference_text(ratio)}"
+    differ = f"{basis}: the medians differ"
     least = min(len(base), len(cand))
     if times[0] == times[1]:
-        return ratio, "same", f"{basis}: equal times"
+        return ratio, "same", f"{basis}: the medians are equal"
     if least < MIN_LAUNCHES:
         return (
             ratio,
             "unknown",
-            f"too few calls ({change}; each side needs at least {MIN_LAUNCHES})",
+            f"too few calls ({basis}; each side needs at least {MIN_LAUNCHES})",
         )
     if stats.beyond(ratio, threshold) and abs(times[1] - times[0]) <= RESOLUTION_NS:
-        return ratio, "same", f"{change}, within the clock's resolution"
+        return ratio, "same", f"{differ} by no more than the clock's resolution"
     if least >= stats.MIN_SAMPLES:
         compared = stats.compare(base, cand, threshold=threshold)
-        return ratio, compared.verdict, f"{basis}: {compared.reason}"
+        clear = compared.verdict in ("slower", "faster")
+        how = f"the candidate {compared_text(1 / ratio)}; " if clear else ""
+        return ratio, compared.verdict, f"{basis}: {how}{compared.reason}"
     if not stats.beyond(ratio, threshold):
-        return ratio, "same", f"{change}, within the {threshold * 100:g} % threshold"
+        return ratio, "same", f"{differ} by no more than the {threshold * 100:g} % threshold"
     if min(base) <= times[1] <= max(base) or min(cand) <= times[0] <= max(cand):
-        return ratio, "unknown", f"{change}, but the ranges of single calls overlap"
-    return ratio, "slower" if ratio > 1 else "faster", f"{change}, outside the range of both sides"
+        return ratio, "unknown", f"{differ}, but the ranges of single calls overlap"
+    how = compared_text(1 / ratio)
+    reason = (
+        f"{basis}: the candidate {how}, and both medians lie outside the range of the other side"
+    )
+    return ratio, "slower" if ratio > 1 else "faster", reason
 
 
 def _other_gpu(baseline: Program, candidate: Program) -> str | None:

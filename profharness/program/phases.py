@@ -441,6 +441,18 @@ def _phase(
     )
 
 
+def merged_doubts(phases: Sequence[PhaseRow]) -> tuple[str, ...]:
+    """Return the doubts of all phases. A doubt that phases share is one sentence on all of them."""
+    names: dict[str, list[str]] = {}
+    for row in phases:
+        for doubt in row.doubts:
+            names.setdefault(doubt.replace(f" {row.phase} step", " {} step"), []).append(row.phase)
+    return tuple(
+        doubt.replace("{}", " or ".join(filter(None, [", ".join(most), last])))
+        for doubt, (*most, last) in names.items()
+    )
+
+
 def _mean(values: Sequence[int | None]) -> Number:
     """Return the mean of values, or None if there are none or one of them is unknown."""
     known = [value for value in values if value is not None]

@@ -211,6 +211,16 @@ class Note:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class More:
+    """Something that --full also shows, as a noun phrase.
+
+    A terminal names all of them in one line at the end. Pages and Markdown omit them.
+    """
+
+    text: str
+
+
 # Words of lower case that may start a sentence.
 _NAMES = frozenset({*STYLES, "ncu", "nsys", "torch", "profharness"})
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,])")
@@ -297,7 +307,7 @@ class Timeline:
     caption: str = ""
 
 
-Block = Heading | Table | Note | Code | Chart | Timeline
+Block = Heading | Table | Note | More | Code | Chart | Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
+    More,
     Note,
     Table,
     Timeline,
@@ -72,7 +73,7 @@ def render_html(document: Document) -> str:
                 last = next(reversed(headings.values()), None)
                 name = last.text if last else "table"
                 parts.append(_table(block, f"t{counts[Table]}", name, document.full_names))
-            case Note(level="hint"):
+            case Note(level="hint") | More():
                 pass
             case Note():
                 level = block.level if block.level in ("warning", "error") else "note"

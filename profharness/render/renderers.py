@@ -18,6 +18,7 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
+    More,
     Note,
     Table,
     Timeline,
@@ -152,7 +153,7 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
         case Heading(text, detail, level):
             aside = f" ({escape_markdown(detail)})" if detail else ""
             return f"{'#' * level} {escape_markdown(text)}{aside}"
-        case Note(level="hint"):
+        case Note(level="hint") | More():
             return ""
         case Note(label=label):
             lead = f"**{escape_markdown(label)}**: " if label else ""

@@ -13,13 +13,14 @@ from rich.text import Text
 
 from profharness.attention.config import without_strides
 from profharness.columns import Column
-from profharness.errors import join_few, one_line, printable, wrapped
+from profharness.errors import join_and, join_few, one_line, printable, wrapped
 from profharness.render.document import (
     Block,
     Chart,
     Code,
     Document,
     Heading,
+    More,
     Note,
     Table,
     Timeline,
@@ -71,17 +72,10 @@ def render_table(
     rows = [formatted_rows(table) for table in tables]
     layouts = _layouts(tables, rows, width if cut else None, full=full)
     pairs = list(zip(tables, rows, strict=True))
-    last_of = {table.columns: at for at, table in enumerate(tables)}
     short = [_shortened(own, layouts[table.columns]) for table, own in pairs]
     last_short = max((at for at, each in enumerate(short) if each), default=-1)
     shortened = list(dict.fromkeys(chain.from_iterable(short)))
-    # The line about hidden columns refers to --full too.
-    unexplained = any(
-        not config_in(text)
-        for own, table in zip(short, tables, strict=True)
-        if not layouts[table.columns].hidden
-        for text in own
-    )
+    more = [block.text for block in document.blocks if isinstance(block, More)]
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -119,24 +113,32 @@ def render_table(
             # A table with the same columns continues the table above.
             titled = not table_count or block.columns != tables[table_count - 1].columns
             _print_table(console, block.columns, rows[table_count], layout, width, titled=titled)
-            if table_count == last_of[block.columns]:
-                _print_hidden(console, block.columns, layouts[block.columns], width)
             if table_count == last_short:
                 lines = (
                     _whole_texts(shortened, width)
                     if full
-                    else _whole_configs(
-                        shortened, document.configs_printed_by, width, names=unexplained
-                    )
+                    else _whole_configs(shortened, document.configs_printed_by, width)
                 )
                 if lines:
                     console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
             table_count += 1
+        elif isinstance(block, More):
+            continue
         else:
             if isinstance(previous, Code):
                 console.print()
             _print_note(console, shown_note(block), label_width, width)
         previous = block
+    if not full:
+        if isinstance(previous, Code):
+            console.print()
+        more = [*_whole_by_full(shortened, document.configs_printed_by), *more]
+        hidden = [
+            one_line(columns[at].title)
+            for columns, layout in layouts.items()
+            for at in layout.hidden
+        ]
+        _print_more(console, list(dict.fromkeys(more)), list(dict.fromkeys(hidden)), width)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -365,14 +367,17 @@ def _padded(text: str, width: int, right: bool) -> str:
     return f"{blanks}{text}" if right else f"{text}{blanks}"
 
 
-def _print_hidden(console: Console, columns: Sequence[Column], layout: Layout, width: int) -> None:
-    """Print the titles of the columns that the tables with these columns hide."""
-    titles = dict.fromkeys(one_line(columns[at].title) for at in layout.hidden)
-    if not titles:
+def _print_more(console: Console, more: Sequence[str], hidden: Sequence[str], width: int) -> None:
+    """Print what --full also shows: the things in `more`, and columns that the tables hide."""
+    columns = join_few([title for title in hidden if title], SHOWN_TITLES)
+    if more:
+        things = join_and([*more, "these columns"] if columns else more)
+        text = f"--full also shows {things}{f': {columns}' if columns else '.'}"
+    elif columns:
+        text = f"--full also shows: {columns}"
+    else:
         return
-    names = join_few([title for title in titles if title], SHOWN_TITLES)
-    lines = "\n".join(_wrapped(f"--full also shows: {names}", width))
-    console.print(Text(lines, style="dim"), soft_wrap=True)
+    console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
 
 
 def _shortened(rows: Rows, layout: Layout) -> list[str]:
@@ -401,21 +406,26 @@ def _whole_texts(texts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _whole_configs(texts: Sequence[str], command: str, width: int, *, names: bool) -> list[str]:
-    """Return lines with shortened configs in full, or that say how to print them if they are many.
-
-    If `names` is set, also say how to print names in full.
-    """
+def _whole_configs(texts: Sequence[str], command: str, width: int) -> list[str]:
+    """Return lines with shortened configs in full, or that say which command prints them."""
     configs = [text for text in texts if config_in(text)]
-    lines: list[str] = []
-    hidden = ["names"] if names else []
     if len(configs) <= MAX_CONFIGS:
-        lines = _whole_texts(configs, width)
-    elif command and all(map(is_config, configs)):  # the command prints no dimensions
-        lines = _wrapped(f"configs in full: {command}", width)
-    else:
-        hidden.insert(0, "configs")
-    return [*lines, f"--full shows whole {' and '.join(hidden)}."] if hidden else lines
+        return _whole_texts(configs, width)
+    if _prints_all(command, configs):
+        return _wrapped(f"configs in full: {command}", width)
+    return []
+
+
+def _whole_by_full(texts: Sequence[str], command: str) -> list[str]:
+    """Return what --full shows of shortened texts, besides those of `_whole_configs`."""
+    configs = [text for text in texts if config_in(text)]
+    many = len(configs) > MAX_CONFIGS and not _prints_all(command, configs)
+    names = len(configs) < len(texts)
+    return [f"whole {join_and(['configs'] * many + ['names'] * names)}"] if many or names else []
+
+
+def _prints_all(command: str, configs: Sequence[str]) -> bool:
+    return bool(command) and all(map(is_config, configs))  # the command prints no dimensions
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:

@@ -252,7 +252,7 @@ def test_a_stored_run_is_a_witness_and_tells_the_gain(store: Path) -> None:
     )
     text = plain(told(*args))
     assert "flash and efficient are predicted to be slower." in text
-    assert "--full shows how to run flash and efficient." in text
+    assert "--full also shows how to run flash and efficient." in text
 
 
 def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
@@ -422,7 +422,7 @@ def test_without_a_gpu_the_answer_of_the_cpu_says_so() -> None:
         pytest.skip("there is a GPU")
     done = explain("--config", "1,1,16,16")
     assert (
-        "this machine has no GPU; without --gpu (for example, --gpu H200), the answer applies"
+        "This machine has no GPU, so the answer applies to the CPU. Name a GPU with --gpu"
         in done.stderr
     )
     assert "no GPU" not in explain("--config", "1,1,16,16", "--device", "cpu").stderr

@@ -109,7 +109,7 @@ def test_a_forced_backend_is_predicted_to_run() -> None:
 
 def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasCell]) -> None:
     result = predict("--config", measured[0].config.label)
-    assert "the prediction is for NVIDIA H200, torch 2.11.0+cu130" in result.stderr
+    assert "The prediction is for NVIDIA H200, torch 2.11.0+cu130" in result.stderr
     assert "answering" not in predict("--config", measured[0].config.label, "--gpu", "H200").stderr
 
 

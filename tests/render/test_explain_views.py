@@ -143,7 +143,8 @@ def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> N
     said = " ".join(render_table(explain_document([made], named=["cudnn"])).split())
     assert said.count(text) == 1  # in the answer, which the advice does not repeat
     assert (
-        "for cudnn The following code makes the advised change:" in said and "Checked" not in said
+        "to run cudnn The following code makes the advised change:" in said
+        and "Checked" not in said
     )
     full = " ".join(render_table(explain_document([made], full=True)).split())
     assert text in full.partition("Pad it. Checked: cudnn accepts this. auto then runs cudnn.")[0]
@@ -201,7 +202,7 @@ def test_the_answer_recommends_no_change_that_makes_the_call_slower() -> None:
     said = render_table(explain_document([made]))
     assert "Pad it" not in said and "sdpa_kernel" not in said
     assert (
-        "cudnn could run after a change, but is predicted to be slower.\n--full shows how to run cudnn."
+        "cudnn could run after a change, but is predicted to be slower.\n--full also shows how to run cudnn."
         in said
     )
     assert "Pad it" in render_table(explain_document([made], full=True))
@@ -269,7 +270,7 @@ def test_advice_on_an_eligible_backend_is_shown_if_named() -> None:
     for named, shown in (((), False), (("flash",), True)):
         said = render_table(explain_document([made], named=named))
         assert ("Name it" in said) is shown
-        assert ("--full shows how to run flash." in said) is not shown
+        assert ("--full also shows how to run flash." in said) is not shown
 
 
 def test_conditions_and_caveats_of_advice_are_said_once() -> None:
@@ -287,9 +288,9 @@ def test_conditions_and_caveats_of_advice_are_said_once() -> None:
     )
     said = " ".join(render_table(explain_document([answer("math", backends=sides)])).split())
     assert said.count("8 bits") == said.count("without the time to prepare its inputs") == 1
-    assert "for flash Predicted: flash takes 0.200 µs instead of" in said
+    assert "to run flash Predicted: flash takes 0.200 µs instead of" in said
     assert "(5.00 times as fast). Drop it; compute in bf16." in said
-    assert "cudnn()" in said and "flash()" in said and "efficient()" not in said
+    assert "cudnn()" in said and "flash()" not in said and "efficient()" not in said
     assert "efficient could run after a change, but is predicted to be slower than cudnn" in said
 
 

@@ -33,6 +33,7 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
+    More,
     Note,
     Table,
     for_reading,
@@ -530,7 +531,7 @@ def test_the_module_of_a_real_trace_is_whole_if_all_rows_share_it(
     (shown,) = documents("layers", run, "--store", str(store))
     lines = render_table(shown, width=width, cut=True).splitlines()
     assert any(re.search(r"(^| )\w*DecoderLayer_\{\S+Attention_", line) for line in lines)
-    assert "--full shows whole names." not in lines
+    assert "whole names" not in lines[-1]
 
 
 def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> None:
@@ -702,8 +703,8 @@ def test_shared_dimensions_of_calls_stand_above_the_table() -> None:
     assert sum("dims q 1450x32x128  " in line for line in lines) == 1
 
 
-def test_a_list_of_hidden_columns_belongs_to_one_table() -> None:
-    """Bug: one list below the last table named the columns of all tables."""
+def test_one_line_at_the_end_names_all_that_full_adds() -> None:
+    """Bug: several lines below one output began with `--full shows` or `--full also shows`."""
     other = Table(
         (Column("k", "op"), Column("e", "path", importance="detail")), (("mm", "y" * 60),)
     )
@@ -711,8 +712,14 @@ def test_a_list_of_hidden_columns_belongs_to_one_table() -> None:
         (Column("k", "layer"), Column("d", "note", importance="detail")), (("a", "x" * 60),)
     )
     document = Document("t/1", "t", (table, other), (), ())
-    lines = render_table(document, width=60, cut=True).splitlines()
-    assert lines[2] == "--full also shows: note" and lines[-1] == "--full also shows: path"
+    text = render_table(document, width=60, cut=True)
+    assert text.count("--full") == 1 and text.endswith("\n--full also shows: note, path\n")
+    blocks = (table, More("all kernels"), other, More("all kernels"), More("why"), Note("last"))
+    said = " ".join(render_table(replace(document, blocks=blocks), width=60, cut=True).split())
+    assert said.endswith("last. --full also shows all kernels, why and these columns: note, path")
+    for name in ("md", "html"):
+        assert "all kernels" not in RENDERERS[name](replace(document, blocks=blocks))
+    assert "--full" not in render_table(replace(document, blocks=blocks), width=60, full=True)
 
 
 def test_a_column_that_distinguishes_rows_is_never_hidden() -> None:
@@ -856,7 +863,7 @@ def test_shortened_dimensions_are_printed_in_full() -> None:
     [
         (12, "run it", "configs in full:"),
         (13, "run it", "configs in full: run it"),
-        (13, "", "--full shows whole configs."),
+        (13, "", "--full also shows whole"),
     ],
 )
 def test_up_to_twelve_shortened_configs_are_printed_in_full(
@@ -883,11 +890,11 @@ def test_a_shortened_name_refers_to_full() -> None:
     rows = (("model.decoder.layers.attention", "flash", "x"), ("model.head", "math", "y" * 40))
     short = Table(columns[:2], tuple(row[:2] for row in rows))
     document = Document("t/1", "t", (short,), (), ())
-    lines = render_table(document, width=30, cut=True).splitlines()
-    assert lines[-1] == "--full shows whole names."
+    said = " ".join(render_table(document, width=30, cut=True).split())
+    assert said.endswith("--full also shows whole names.")
     hiding = replace(document, blocks=(Table(columns, rows),))
-    lines = render_table(hiding, width=30, cut=True).splitlines()
-    assert lines[-1] == "--full also shows: note"
+    said = " ".join(render_table(hiding, width=30, cut=True).split())
+    assert said.endswith("--full also shows whole names and these columns: note")
 
 
 def test_one_line_names_the_hidden_columns_of_equal_tables() -> None:
@@ -1140,4 +1147,4 @@ def test_negligible_kernels_of_a_call_share_a_line(traces: Path) -> None:
         assert sum(row[share] < 0.01 for row in table.rows) <= 1
         folded += any(str(row[name]).endswith(" other kernels") for row in table.rows)
     assert folded == 2
-    assert any(isinstance(b, Note) and b.text == "--full shows all kernels." for b in shown.blocks)
+    assert any(isinstance(b, More) and b.text == "all kernels" for b in shown.blocks)

@@ -582,7 +582,7 @@ def test_a_report_folds_the_other_changes_that_explain_shows(bert: Document) -> 
     assert "pack the sequences" in notes[0]
     assert "cudnn takes 14.2 µs instead of 161 µs per call" in notes[1]
     assert "cudnn takes 16.0 µs instead of 161 µs per call" in notes[2]
-    assert notes[3].startswith("Instead of flash: turn the mask into a BlockMask")
+    assert notes[3].startswith("To run flex: turn the mask into a BlockMask")
 
 
 def test_the_table_of_latencies_leaves_shortest_samples_to_the_details(tmp_path: Path) -> None:

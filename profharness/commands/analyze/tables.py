@@ -48,6 +48,7 @@ from profharness.render.document import (
     Chart,
     Document,
     Heading,
+    More,
     Note,
     Table,
     filled_columns,
@@ -186,14 +187,14 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
         counts = ", ".join(f"{count} {status}" for status, count in absent.items())
         yield Note(f"{absent.total()} of {counted(len(analyses), 'cell')} did not run: {counts}")
     if many:
-        yield Note("--full explains each cell, with its phases and counters.", level="hint")
+        yield More("the phases, counters and all findings of each cell")
 
 
 def _legend(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
     """Yield a note on the meaning of each bottleneck that occurs, the most frequent first."""
     counts = Counter(each.bottleneck for each in analyses if each.bottleneck)
     for name, _ in counts.most_common():
-        yield Note(f"{name}: {LIMITS[name].removeprefix(f'{name}, with ')}")
+        yield Note(f"The calls are limited by {LIMITS[name]}.", name)
 
 
 def _by_config(analyses: Sequence[CellAnalysis]) -> list[tuple[Heading, list[CellAnalysis]]]:

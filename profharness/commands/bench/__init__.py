@@ -14,6 +14,7 @@ from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Fraction, Option
 from profharness.commands._output import (
+    CPU_RAN,
     FORCE_OPTION,
     STDOUT,
     SUFFIX_FORMATS,
@@ -310,8 +311,7 @@ def show(
         else:
             emit(page, format, path, force=force, full=full)
     if run is None:
-        remedy = "the CPU ran these configs; for a GPU, use: profharness predict CONFIG --gpu H200"
-        hint_cpu(answer.environment, device, remedy)
+        hint_cpu(answer.environment, device, CPU_RAN)
     for other in answer.others:
         again = shell_command("diff", answer.run, other, store=store_path(store))
         hint(f"To compare the runs, use: {again}")

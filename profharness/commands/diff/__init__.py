@@ -68,15 +68,16 @@ from profharness.render.document import (
     Block,
     Document,
     Heading,
+    More,
     Note,
     Table,
     field_names,
     filled_columns,
     record,
+    shown_note,
 )
 from profharness.rows import KernelRow
 from profharness.store import frame, open_store
-from profharness.units import ratio_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,8 +159,7 @@ def diff_document(
         if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full, names)
     if hidden and diff.rows:
-        text = f"--full also compares all kernels of the traces ({counts})."
-        blocks.append(Note(text, level="hint"))
+        blocks.append(More(f"a comparison of all kernels of the traces ({counts})"))
     # With --full, the notes of the configs contain this text.
     if any(row.composite for row in diff.rows) and not hidden and not full:
         blocks.append(Note(COMPOSITE))
@@ -178,12 +178,7 @@ def diff_document(
         for config, *backends in same:
             alike.setdefault(config, []).append(_backends(*backends))
         blocks += [Note(", ".join(texts), config) for config, texts in alike.items()]
-        blocks.append(
-            Note(
-                "--full also compares the kernels of configs that show no difference.",
-                level="hint",
-            )
-        )
+        blocks.append(More("a comparison of the kernels of configs that show no difference"))
     if busy:
         blocks.append(Note(busy, level="warning"))
     plain = diff.to_json()
@@ -207,17 +202,12 @@ def _counts(diff: Diff) -> str:
 
 
 def cost_text(cost: Cost) -> str:
-    """Format a cost as its verdict and the values of both sides.
-
-    An example is `more: 5.09 → 76.0 MiB, 14.9x`. The ratio is 1 or more, because the verdict is its
-    direction.
-    """
+    """Format a cost as both values and its verdict, such as `5.09 → 76.0 MiB (more)`."""
     if cost.what == REFUSED:
-        return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
+        return f"{cost.baseline} → {cost.candidate} ({cost.verdict})"
     kind, unit = ("mib", " MiB") if cost.what == MEMORY else ("count", " per call")
     before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
-    ratio = f", {ratio_text(max(cost.ratio, 1 / cost.ratio))}" if cost.ratio else ""
-    return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
+    return f"{before} → {after}{unit} ({cost.verdict})"
 
 
 def layer_text(row: LayerDiff) -> str:
@@ -366,6 +356,8 @@ def _config_blocks(
             notes.setdefault("; ".join(_reasons(row, full=full)), []).append(row)
     for text, alike in notes.items():
         level = "warning" if {row.verdict for row in alike} & {"slower", "unknown"} else "note"
+        if alike[0].role != "status":
+            text = shown_note(Note(text)).text
         yield Note(text, join_few([row.role for row in alike], LABELS_SHOWN), level)
     for cost in costs:
         level = "warning" if cost.verdict == "more" else "note"

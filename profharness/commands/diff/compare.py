@@ -58,7 +58,8 @@ from profharness.rows import (
 )
 from profharness.store import Need, Selection, Store
 from profharness.traces.kernel_names import parse_kernel_name
-from profharness.units import difference_text, speed_up_of
+from profharness.units import compared as compared_text
+from profharness.units import ratio_text, speed_up_of
 
 SCHEMA = "profharness.diff/1"
 BACKEND_CHANGED = "backend-changed"
@@ -849,11 +850,14 @@ def _timed_row(
 ) -> DiffRow:
     base, cand = baseline[basis], candidate[basis]
     compared = stats.compare(base, cand, threshold=threshold)
+    how = ""
+    if compared.ratio and compared.verdict in ("slower", "faster"):
+        how = f"the candidate {compared_text(1 / compared.ratio)}; "
     return replace(
         row,
         ratio=None if doubts else compared.ratio,
         verdict="unknown" if doubts else compared.verdict,
-        reasons=doubts or (compared.reason,),
+        reasons=doubts or (f"{how}{compared.reason}",),
         baseline_ns=stats.summarize(base).median,
         candidate_ns=stats.summarize(cand).median,
         basis=basis,
@@ -984,27 +988,28 @@ def _speed(
         return "unknown", "no times are recorded for the kernels of one side"
     ratio = new / old
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
-    basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
-    change = difference_text(ratio)
+    medians = f"the medians of {launches[0]} and {launches[1]} profiled launches"
     if min(launches) < MIN_LAUNCHES:
         # Without figures, so that a note can name all roles with this reason.
         text = f"there are too few launches to compare (at least {MIN_LAUNCHES} are needed)"
         return "unknown", text
     if old == new:
-        return "same", f"{basis}: equal times"
+        return "same", f"{medians} are equal"
     if not stats.beyond(ratio, threshold):
-        return "same", f"{basis}: {change}, within the {threshold * 100:g} % threshold"
+        return "same", f"{medians} differ by no more than the {threshold * 100:g} % threshold"
     if abs(new - old) <= RESOLUTION_NS * max(len(baseline), len(candidate)):
-        return "same", f"{basis}: {change}, within the clock's resolution"
+        return "same", f"{medians} differ by no more than the clock's resolution"
     ranges = [
         [_call_ns(rows, number, end) or 0.0 for end in ("min_ns", "max_ns")]
         for rows, number in zip((baseline, candidate), calls, strict=True)
     ]
     if any(low <= other <= high for (low, high), other in zip(ranges, (new, old), strict=True)):
-        return "unknown", f"{basis}: {change}, but the ranges of single launches overlap"
+        return "unknown", f"{medians} differ, but the ranges of single launches overlap"
     if allowance is not None and max(ratio, 1 / ratio) <= allowance:
-        apart_by = f"the times of processes that run the same code differ by up to {(allowance - 1) * 100:.1f} %"
-        return "unknown", f"{basis}: {change}, but {apart_by}"
-    return (
-        "slower" if ratio > 1 else "faster"
-    ), f"{basis}: {change}, outside the ranges of both sides"
+        alike = f"the times of processes that run the same code (up to {ratio_text(allowance)})"
+        return "unknown", f"{medians} differ, but by no more than {alike}"
+    reason = (
+        f"the candidate {compared_text(1 / ratio)}; {medians} each lie outside the range of the other "
+        "side"
+    )
+    return "slower" if ratio > 1 else "faster", reason

@@ -58,7 +58,7 @@ from profharness.attention.dispatch.predict import hazards, predict
 from profharness.attention.engines import ENGINES, Selection, engine_releases
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
-from profharness.commands._output import capture_progress, hint, hint_cpu
+from profharness.commands._output import capture_progress, hint, hint_cpu, hint_sentence
 from profharness.commands._runs import latest_of
 from profharness.commands._types import (
     DEFAULT_RELEASE,
@@ -794,7 +794,7 @@ def _default_release(names: Sequence[str]) -> str | None:
     atlases = known_atlases()
     release, note = min(release_for(atlases, gpu) for gpu in gpus)
     if note:
-        hint(note)
+        hint_sentence(note)
     return release_text(release)
 
 
@@ -887,7 +887,7 @@ def show(
     unknown = question.unknown_releases
     if not unknown:
         return page
-    hint(skipped_text(unknown))
+    hint_sentence(skipped_text(unknown))
     return replace(page, extra={**page.extra, "unknown_releases": unknown})
 
 
@@ -924,10 +924,10 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
 
         answers, doubt = with_times(answers, platforms[0])
         if doubt:
-            hint(doubt)
+            hint_sentence(doubt)
     question.explanations.extend(answers)
     if not platforms:
-        remedy = "without --gpu (for example, --gpu H200), the answer applies to the CPU"
+        remedy = "the answer applies to the CPU. Name a GPU with --gpu, such as --gpu H200."
         hint_cpu(answers[0].environment, question.device, remedy)
     if question.program is not None:
         return program_document(question.program, answers, full=full, named=backends)

@@ -35,6 +35,7 @@ from profharness.attention.dispatch.by_rule import (
 from profharness.commands._answers import split_text
 from profharness.commands.explain.maps import Bisection
 from profharness.errors import counted, join_and
+from profharness.render.document import More, Note
 from profharness.rows import MEASURED
 from profharness.units import by_how_much, compared, time_text
 
@@ -165,6 +166,12 @@ class Way:
         return self.side.backend
 
     @property
+    def runs(self) -> str:
+        """The name of the backend whose kernels run after the change."""
+        # flex_attention runs its own kernels, not those of the backend.
+        return "flex" if self.advice.steps == FLEX else self.backend
+
+    @property
     def times(self) -> PredictedTimes | None:
         """The predicted times. The time before the change is the measured time if it is known."""
         times, before = self.advice.predicted, self.observed_ns
@@ -206,13 +213,13 @@ def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
 
 
 def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list[Way]:
-    """Return the advice to show, with the best advice first.
+    """Return the advice to show: first the change that the answer describes, if there is one.
 
-    The advice to pack comes second, although its gain is unknown, because a mask with a batch
-    dimension usually hides padding. The rest is sorted by gain. By default, leave out advice that
-    makes the call slower, advice on an eligible backend whose time is unknown, and the same change
-    for a backend that is slower than one that is shown.
+    The rest is sorted by gain, and advice whose gain is unknown comes last. By default, leave out
+    advice that makes the call slower, advice on an eligible backend whose time is unknown, and the
+    same change for a backend that is slower than one that is shown.
     """
+    first = told_way(answer, named)
     shown: list[Way] = []
     configs: set[str | None] = set()
     for way in ranked_ways(answer):
@@ -222,20 +229,50 @@ def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list
         if full or way.backend in named or (better and not again):
             shown.append(way)
             configs |= {way.advice.config} if known else set()
-    return shown[:1] + sorted(
-        shown[1:], key=lambda way: (way.advice.steps != PACK, -(way.speed_up or 0))
-    )
+    return sorted(shown, key=lambda way: (way != first, -(way.speed_up or 0)))
 
 
-def hidden_texts(answer: Explanation, shown: Sequence[Way]) -> Iterator[str]:
-    """Yield a sentence on the backends whose advice is not shown, and how to show it."""
+NOT_PREDICTED: dict[tuple[str, ...], str] = {
+    PACK: "it depends on how much padding the mask hides",
+    FLEX: "the atlas has no times for flex_attention",
+}
+"""Maps the steps of a change to the reason why its time cannot be predicted."""
+
+
+def unpredicted_texts(answer: Explanation, way: Way) -> Iterator[str]:
+    """Yield sentences on a change whose time cannot be predicted, if those of other changes can.
+
+    If changes for the same backend have predicted times, but apply only to some masks, the second
+    sentence gives these times.
+    """
+    ways = ranked_ways(answer)
+    reason = NOT_PREDICTED.get(way.advice.steps)
+    if reason is None or way.speed_up is not None or not any(each.times for each in ways):
+        return
+    yield f"The time of this change cannot be predicted, because {reason}."
+    if way.advice.steps != PACK:
+        return
+    known: dict[str, PredictedTimes] = {}
+    for each in ways:
+        condition, comma, _ = each.advice.change.partition(", ")
+        if each.backend == way.backend and each.times and comma and condition.startswith("if "):
+            known.setdefault(condition, each.times)
+    if known:
+        before = next(iter(known.values())).before_ns
+        texts = [f"{time_text(times.after_ns)} {condition}" for condition, times in known.items()]
+        instead = f", instead of {time_text(before)}" if before is not None else ""
+        yield f"Without packing, a call of {way.backend} is predicted to take {join_and(texts)}{instead}."
+
+
+def hidden_blocks(answer: Explanation, shown: Sequence[Way]) -> Iterator[Note | More]:
+    """Yield blocks on the backends whose advice is not shown."""
     told = {way.backend for way in shown}
     hidden = {way.backend: way for way in ranked_ways(answer) if way.backend not in told}
     if not hidden:
         return
     if all(way.speed_up is not None for way in hidden.values()):
-        yield _hidden_times(hidden, shown)
-    yield f"--full shows how to run {join_and(list(hidden))}."
+        yield Note(_hidden_times(hidden, shown), level="hint")
+    yield More(f"how to run {join_and(list(hidden))}")
 
 
 def _hidden_times(hidden: Mapping[str, Way], shown: Sequence[Way]) -> str:
@@ -287,11 +324,10 @@ def change_texts(way: Way) -> Iterator[str]:
     """Yield a sentence on a change, and one on the time that it saves."""
     change = way.advice.change.rstrip(".")
     code = " (code below)" if way.advice.code else ""
-    to = "Instead of" if way.advice.steps == FLEX else "To run"
     if way.side.eligible:
         yield f"{change[0].upper()}{change[1:]}{code}."
     else:
-        yield f"{to} {way.backend}: {change}{code}."
+        yield f"To run {way.runs}: {change}{code}."
     yield from islice(saving_texts(way), 1)
 
 
@@ -303,7 +339,7 @@ def short_change_text(way: Way) -> str:
     change = "; ".join(steps)
     if way.side.eligible:
         return f"{change[0].upper()}{change[1:]}. {saving}".rstrip()
-    return f"To run {way.backend}: {change}. {saving}".rstrip()
+    return f"To run {way.runs}: {change}. {saving}".rstrip()
 
 
 def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:

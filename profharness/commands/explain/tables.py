@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from profharness.attention.config import AUTO, parse_config
-from profharness.attention.dispatch.advice import FLEX, THEN_SELECT, BackendAnswer
+from profharness.attention.dispatch.advice import THEN_SELECT, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     ALLOW_SET,
     COMPILED,
@@ -31,17 +31,27 @@ from profharness.commands.explain.answer import (
     compares_gpus,
     explain_answer,
     gpu_of,
-    hidden_texts,
+    hidden_blocks,
     map_answer,
     matrix_answer,
     program_answer,
     saving_texts,
     shown_ways,
     told_way,
+    unpredicted_texts,
 )
 from profharness.commands.explain.maps import Bisection, Map, Stretch, are_sparse, value_text
 from profharness.errors import counted, join_and, join_few
-from profharness.render.document import Block, Code, Document, Heading, Note, Table, filled_columns
+from profharness.render.document import (
+    Block,
+    Code,
+    Document,
+    Heading,
+    More,
+    Note,
+    Table,
+    filled_columns,
+)
 from profharness.rows import Refusal
 
 if TYPE_CHECKING:
@@ -69,10 +79,9 @@ PROGRAM_COLUMNS = (
     LIST_COLUMNS[1],
     *LIST_COLUMNS[2:],
 )
-FULL_HINT = Note("--full explains each config.", level="hint")
+FULL_HINT = More("an explanation of each config")
 GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 """Caveats that apply to every config."""
-MAX_CODES = 2  # maximum number of changes whose code is shown if --full is not given
 CODE_FOLLOWS = "The following code makes the advised change:"
 NO_REASON = {"code": "", "source": "", "message": ""}
 
@@ -128,8 +137,6 @@ def answer_blocks(
             rows += [(state, side, reason) for reason in reasons or (NO_REASON,)]
         yield Table.of(filled_columns(COLUMNS, rows, NO_REASON), rows)
     yield from _agreement(answer, full=full)
-    for side in answer.backends if full else ():
-        yield from (Note(f"{each.code}: {each.message}", side.backend) for each in side.reasons)
     yield from _advice(answer, named, full=full, told=told)
     caveats = [text for text in answer.caveats if full or text not in GENERAL]
     yield from (Note(text, level="warning") for text in caveats)
@@ -174,8 +181,8 @@ def _advice(
 ) -> Iterator[Block]:
     """Yield the advice. Its conditions, and what its times do not include, are said once.
 
-    By default, only the best advice has code, and the advice that the answer describes has only
-    its code.
+    By default, only the first advice and that on named backends have code, and the advice that the
+    answer describes has only its code.
     """
     first = told_way(answer, named) if told else None
     said: set[str] = set()
@@ -183,33 +190,24 @@ def _advice(
         _new_sentences(first.advice.change, said)
     caveat = first is None or first.speed_up is None
     shown = shown_ways(answer, named, full=full)
-    labels = _labels(shown)
+    without_code = False
     for at, way in enumerate(shown):
+        texts = list(unpredicted_texts(answer, way))
         if way == first and not full:
-            text = CODE_FOLLOWS
+            texts.append(CODE_FOLLOWS)
         else:
             savings = list(saving_texts(way, caveat=caveat))
             caveat = caveat and not savings
-            text = " ".join([*savings, _way_text(way, answer.asked, said, full=full)])
-        yield Note(text, labels[at])
-        if way.advice.code and (full or at < MAX_CODES or way.backend in named):
+            texts = [*savings, _way_text(way, answer.asked, said, full=full), *texts]
+        yield Note(" ".join(texts), f"to run {way.runs}")
+        if way.advice.code and (full or at == 0 or way.backend in named):
             yield Code(way.advice.code)
-    if not full and len(shown) > MAX_CODES and not named:
-        yield Note("--full shows the code for each change.", level="hint")
+        else:
+            without_code |= bool(way.advice.code)
+    if without_code:
+        yield More("the code of the other changes")
     if not full:
-        yield from (Note(text, level="hint") for text in hidden_texts(answer, shown))
-
-
-def _labels(ways: Sequence[Way]) -> list[str]:
-    """Return a label for each change, such as `for flash`. Number the changes for one backend."""
-    # flex_attention runs its own kernels, not those of the backend.
-    labels = [
-        f"{'instead of' if way.advice.steps == FLEX else 'for'} {way.backend}" for way in ways
-    ]
-    return [
-        f"{label} ({labels[: at + 1].count(label)})" if labels.count(label) > 1 else label
-        for at, label in enumerate(labels)
-    ]
+        yield from hidden_blocks(answer, shown)
 
 
 def _new_sentences(change: str, said: set[str]) -> str:
@@ -356,7 +354,9 @@ def program_document(
     """
     if len(answers) == 1:
         unlike = answers[0].agree is False
-        blocks = list(answer_blocks(answers[0], full=full, named=named, told=not unlike))
+        # The answer already says that the rules predict the backend that ran.
+        only = answers[0] if unlike else replace(answers[0], agree=None)
+        blocks = list(answer_blocks(only, full=full, named=named, told=not unlike))
     else:
         where = environment_text(replace(answers[0], asked=AUTO))
         blocks = list(_list_blocks(answers, where, predicted=True, of_program=True, full=full))

@@ -20,6 +20,7 @@ from profharness.render.document import (
     Block,
     Document,
     Heading,
+    More,
     Note,
     Table,
     filled_columns,
@@ -264,7 +265,7 @@ def kernels_document(
     others = _other_ranges(rows, ranges)
     blocks += others
     if folds or others:
-        blocks.append(Note("--full shows all kernels.", level="hint"))
+        blocks.append(More("all kernels"))
     if cells and rows:
         blocks.append(Note(_about_times(rows)))
     extra = {"cells": [cell_record(cell) for cell in cells]}

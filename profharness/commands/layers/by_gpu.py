@@ -44,6 +44,7 @@ from profharness.render.document import (
     Block,
     Document,
     Heading,
+    More,
     Note,
     Table,
     filled_columns,
@@ -364,10 +365,15 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
         alone = {} if not answer.left_out else layers_by_gpu_record(answer)
         return replace(first, extra={**first.extra, **alone})
     if len(answer.classes) > FEW_RUNS and not full:
-        more = f"--full shows the layers of all programs, as does naming at most {FEW_RUNS} runs."
+        more = (
+            Note(
+                f"To see the layers of some programs, name at most {FEW_RUNS} runs.", level="hint"
+            ),
+            More("the layers of all programs"),
+        )
         return replace(
             first,
-            blocks=(*overview_blocks(answer), Note(more, level="hint")),
+            blocks=(*overview_blocks(answer), *more),
             answer=(overview_answer(answer),),
             records=tuple(chain.from_iterable(each.records for each in documents)),
             extra={**first.extra, **layers_by_gpu_record(answer)},

@@ -24,6 +24,7 @@ from profharness.render.document import (
     Block,
     Document,
     Heading,
+    More,
     Note,
     Table,
     field_names,
@@ -140,8 +141,7 @@ def show(answer: RankComparison, *, full: Full = False) -> Document:
         label = f"{finding.code}: {labels}" if labels else finding.code
         blocks.append(Note(finding.sentence, label, "warning"))
     if left_out := len(lines) - len(shown):
-        text = f"--full also shows {counted(left_out, 'rank')} without findings."
-        blocks.append(Note(text, level="hint"))
+        blocks.append(More(f"{counted(left_out, 'rank')} without findings"))
     blocks += [Note(text, "", "warning") for text in answer.caveats]
     names = ("world_size", "hosts", "spread", "threshold", "caveats")
     findings = [record(finding) for finding in answer.findings]
