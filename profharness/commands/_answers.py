@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from profharness.attention.config import in_usual_order
 from profharness.errors import counted, join_and
 from profharness.rows import CellRow
 
@@ -37,7 +38,8 @@ def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[s
     failed = Counter(each.backend for each in cells if each.status not in NOT_FAILED)
     for lead, found in (("Refused", refused), ("Failed", failed)):
         if found and several:
-            parts = (f"{name} ({counted(count, 'config')})" for name, count in found.items())
+            names = in_usual_order(found)
+            parts = (f"{name} ({counted(found[name], 'config')})" for name in names)
             yield f"{lead}: {', '.join(parts)}."
         elif found:
-            yield f"{lead}: {join_and(found)}."
+            yield f"{lead}: {join_and(in_usual_order(found))}."

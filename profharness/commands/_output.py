@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -129,6 +129,25 @@ def hint(text: str) -> None:
     if is_command_line():
         with contextlib.suppress(OSError):
             click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
+
+
+def shared_release(
+    gpus: Sequence[str], torch: str | None, atlas: str | os.PathLike[str] | None = None
+) -> str | None:
+    """Return the release to use for all GPUs of a call: `torch`, or else their default release.
+
+    Print why the default release is not the installed one. Return None if no GPU is named.
+    """
+    named = [gpu for gpu in gpus if gpu.lower() != CPU]
+    if torch is not None or not named:
+        return torch
+    from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
+    from profharness.attention.dispatch.machine import release_text
+
+    release, note = release_for(known_atlases(atlas), named)
+    if note:
+        hint(note)
+    return release_text(release)
 
 
 def hint_warning(source: str, text: str) -> None:
