@@ -5,12 +5,14 @@ Bandwidth and matrix rates are either measured or taken from data sheets.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from profharness.columns import column
+from profharness.device_types import CPU, device_name
 from profharness.errors import UsageError
 
 MEASURED = "measured"
@@ -205,25 +207,25 @@ ARCHITECTURES = dict(
 )
 
 
-def find_instinct(device_name: str) -> Instinct | None:
+def find_instinct(name: str) -> Instinct | None:
     """Return the row of an AMD GPU such as `AMD Instinct MI300X VF`, or None if unknown."""
-    return next((row for row in INSTINCT if re.search(row.pattern, device_name)), None)
+    return next((row for row in INSTINCT if re.search(row.pattern, name)), None)
 
 
 ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rtxa6000"}
 
 
-def data_sheet(device_name: str, num_sms: int | None = None) -> Peaks | None:
+def data_sheet(name: str, num_sms: int | None = None) -> Peaks | None:
     """Return the data-sheet values of a device such as `NVIDIA H200` or `AMD Instinct MI300X`.
 
     `num_sms` is the number of SMs or compute units in the trace, or None if this number is unknown.
     A partition of an AMD GPU has the name of the GPU, but fewer compute units. Return None if the
     tables have no data sheet for the device.
     """
-    row = find_instinct(device_name)
+    row = find_instinct(name)
     if row is not None and row.rates and num_sms in (None, row.compute_units):
         return Peaks(
-            device=device_name,
+            device=name,
             source=DATA_SHEET,
             bandwidth_bytes_per_s=row.gb_per_s * 1e9,
             flops_per_s={name: rate * 1e12 for name, rate in row.rates.items()},
@@ -231,14 +233,14 @@ def data_sheet(device_name: str, num_sms: int | None = None) -> Peaks | None:
             num_sms=row.compute_units,
             origin=row.origin,
         )
-    matches = (gpu for gpu in TABLE if gpu.pattern and re.search(gpu.pattern, device_name))
+    matches = (gpu for gpu in TABLE if gpu.pattern and re.search(gpu.pattern, name))
     gpu = next(matches, None)
     if gpu is None:
         return None
     bf16 = gpu.tensor if gpu.capability >= (8, 0) else None
     rates = {"fp16": gpu.tensor, "bf16": bf16, "fp32": gpu.fp32, "tf32": gpu.tf32}
     return Peaks(
-        device=device_name,
+        device=name,
         source=DATA_SHEET,
         bandwidth_bytes_per_s=gpu.gb_per_s * 1e9,
         flops_per_s={name: rate * 1e12 for name, rate in rates.items() if rate is not None},
@@ -254,6 +256,12 @@ _NOISE = re.compile(
     r"\b(nvidia|geforce|tesla|quadro|graphics|generation|tensor core|gpu|sxm\d?|nvl\d*|hbm\d\w*|"
     r"ac|workstation|server|edition|max-q|\d+\s?gb)\b"
 )
+
+
+# The marks, the clock rate and the vendor in names of devices that the tables do not contain.
+_DECORATION = re.compile(r"^NVIDIA |\((?:R|TM)\)| CPU(?= @|$)| @ [\d.]+ ?GHz| \d+-Core Processor$")
+# The beginning of a name that is spoken with a vowel, such as A100, H100, RTX, sm90 or Intel.
+_VOWEL = re.compile(r"[AEIOaeio]|[FHLMNRSX](?=[A-Z0-9])|sm")
 
 
 def find_gpu(text: str) -> Gpu:
@@ -283,17 +291,83 @@ def find_gpu(text: str) -> Gpu:
     )
 
 
-def short_gpu_name(device_name: str) -> str:
-    """Return the common name of a device, such as `H100` for `NVIDIA H100 80GB HBM3`.
+def short_device_name(name: str) -> str:
+    """Return the common name of a GPU or CPU, such as `H100` for `NVIDIA H100 80GB HBM3`.
 
-    If the tables do not contain the device, return the whole name.
+    If the tables do not contain the device, or only another variant such as `H200` for `H200 NVL`,
+    return its name without the vendor of the GPU, or without the marks and the clock rate of the
+    CPU.
     """
-    if (row := find_instinct(device_name)) and row.name:
+    if (row := find_instinct(name)) and row.name:
         return row.name
-    try:
-        return find_gpu(device_name).name
-    except UsageError:
-        return device_name
+    with contextlib.suppress(UsageError):
+        if have_same_rates(name, common := find_gpu(name).name):
+            return common
+    return " ".join(_DECORATION.sub(" ", name).split())
+
+
+def have_same_rates(*names: str) -> bool:
+    """Return whether the data sheets of GPUs have the same rates. Ignore GPUs without a data sheet,
+    since the spelling of a user may match none.
+    """
+    sheets = [sheet for name in names if (sheet := data_sheet(name))]
+    return len({(*each.flops_per_s.items(), each.bandwidth_bytes_per_s) for each in sheets}) < 2
+
+
+def short_device_names(names: Iterable[str]) -> dict[str, str]:
+    """Map names of devices to their short names, or to themselves if two short names are equal."""
+    short = {name: short_device_name(name) for name in names}
+    alike = len(set(short.values())) < len(short)  # such as two variants of a board
+    return {name: name for name in short} if alike else short
+
+
+def short_release(version: str) -> str:
+    """Return a PyTorch version without its build, such as `2.11.0` for `2.11.0+cu130`."""
+    return version.split("+")[0]
+
+
+def pytorch_text(version: str | None) -> str:
+    """Return a PyTorch version as part of a sentence, such as `PyTorch 2.11` for `2.11.0+cu130`."""
+    return f"PyTorch {short_release(version or '').removesuffix('.0')}".rstrip()
+
+
+def with_article(device: str) -> str:
+    """Return the short name of a device as part of a sentence, such as `an H100`."""
+    name = short_device_name(device)
+    return f"{'an' if _VOWEL.match(name) else 'a'} {name}"
+
+
+def platform_text(environment: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the PyTorch release and the device as parts of a sentence: `PyTorch 2.11`, `an H100`."""
+    gpu = environment.get("gpu")
+    return pytorch_text(environment.get("torch")), with_article(gpu) if gpu else "the CPU"
+
+
+def device_and_release(environment: Mapping[str, Any], *, full: bool = False) -> list[str]:
+    """Return the device and the PyTorch release of an environment: `H100`, `torch 2.11.0`.
+
+    Omit unknown values. If `full` is set, the names are those that the environment recorded.
+    """
+    device = device_name(environment)
+    if device is None and environment.get("device_type") == CPU:
+        device = "CPU"
+    torch = str(environment.get("torch") or "")
+    return [
+        *([device if full else short_device_name(device)] if device else []),
+        *([f"torch {torch if full else short_release(torch)}"] if torch else []),
+    ]
+
+
+def context_text(environment: Mapping[str, Any], *others: str, full: bool = False) -> str:
+    """Describe an environment in one line: `H200, torch 2.11.0, cuDNN 91900`, and then `others`.
+
+    If `full` is set, use the names that the environment recorded, and add the driver.
+    """
+    versions = {"cudnn": "cuDNN", "aotriton": "AOTriton"} | ({"driver": "driver"} if full else {})
+    named = [
+        f"{title} {environment[key]}" for key, title in versions.items() if environment.get(key)
+    ]
+    return ", ".join([*device_and_release(environment, full=full), *named, *others])
 
 
 def _key(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -94,6 +94,12 @@ PROFILED, MEASURED, MODEL, FLOOR = "profiled", "measured", "model", "floor"
 SOURCE_WORDS = {MEASURED: "measured", MODEL: "predicted", FLOOR: "bound only"}
 
 
+def times_word(sources: Collection[str]) -> str:
+    """Return what to call times from these sources: `predicted`, `measured` or, if mixed, `kernel`."""
+    only = next(iter(sources)) if len(sources) == 1 else None
+    return SOURCE_WORDS[only] if only in (MEASURED, MODEL) else "kernel"
+
+
 def sourced(name: str | None, source: str) -> str:
     """Return a name with the source of its time, unless a trace is the source: `flash (predicted)`."""
     return f"{name} ({SOURCE_WORDS[source]})" if name and source in SOURCE_WORDS else name or ""
@@ -123,7 +129,11 @@ class RunRow:
         ),
     ]
     source: Annotated[
-        str, column(meaning="`capture` (made by profharness) or `trace` (another file)")
+        str,
+        column(
+            meaning="`capture` if profharness made the run, with any command, else `trace`; `kind` "
+            "names the command"
+        ),
     ]
     kind: Annotated[
         str,

@@ -136,6 +136,9 @@ class Problem:
     cells: tuple[str, ...] = ()  # cells without results from the profiler; empty if no cell has any
 
 
+SEED = 0  # the default of --seed in every command
+
+
 @dataclass(frozen=True)
 class Protocol:
     """The settings with which the cells of a run are executed."""
@@ -144,7 +147,7 @@ class Protocol:
     warmup: int = 3
     samples: int = 30
     timeout_s: float = 120.0  # maximum time per cell
-    seed: int = 0
+    seed: int = SEED
     device: str = "auto"
     metrics: tuple[str, ...] = ()  # metrics that ncu collects besides the default ones
     sections: tuple[str, ...] = ()  # sections that ncu collects
@@ -671,7 +674,7 @@ class BenchOptions:
     warmup: int = 10
     convention: str = "exact"
     verify: bool = False
-    seed: int = 42
+    seed: int = SEED
     timeout_s: float = Protocol.timeout_s
     device: str = Protocol.device
     out: Path = RUNS_FOLDER

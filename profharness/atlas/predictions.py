@@ -47,6 +47,7 @@ from profharness.attention.dispatch.machine import (
     from_config,
     gpu_title,
     installed_release,
+    known_releases,
     machine_for,
     machine_of,
     parse_release,
@@ -56,12 +57,20 @@ from profharness.attention.dispatch.machine import (
 from profharness.attention.dispatch.predict import judge
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA
-from profharness.devices import Gpu, data_sheet, find_gpu
+from profharness.devices import (
+    Gpu,
+    context_text,
+    find_gpu,
+    have_same_rates,
+    pytorch_text,
+    short_device_name,
+)
 from profharness.environment import gpu_name
 from profharness.errors import (
     ProfharnessError,
     UnknownNameError,
     UsageError,
+    join_and,
     printable_path,
 )
 from profharness.rows import MEASURED, MODEL, Refusal
@@ -134,13 +143,11 @@ def same_gpu(one: str, other: str) -> bool:
 
     Two variants of a board are different GPUs if the rates in their data sheets differ.
     """
-    names, rates = set(), set()
+    names = set()
     for text in (one, other):
-        known, sheet = _known_gpu(text), data_sheet(text)
+        known = _known_gpu(text)
         names.add(known.name if known else re.sub(r"[^a-z0-9]|nvidia", "", text.lower()))
-        if sheet is not None:  # None if a user's spelling of the name matches no data sheet
-            rates.add((*sheet.flops_per_s.items(), sheet.bandwidth_bytes_per_s))
-    return len(names) == 1 and len(rates) < 2
+    return len(names) == 1 and have_same_rates(one, other)
 
 
 def _known_gpu(name: str) -> Gpu | None:
@@ -190,7 +197,6 @@ class Place:
     name in the table of GPUs, or its compute capability if the table does not contain the GPU.
     `own` contains the user's atlases of the same machine. Their cells take precedence over the
     cells of `atlas`. `others` describes atlases of other versions, which are not used.
-    `release_note` explains why a default release differs from the installed release.
     """
 
     gpu: str
@@ -200,21 +206,20 @@ class Place:
     atlas: Atlas | None = None
     own: tuple[Atlas, ...] = ()
     others: str = ""
-    release_note: str = ""
 
     @property
     def text(self) -> str:
-        """Describe the place, as in `NVIDIA H200, torch 2.11.0, cuDNN 91900, driver 580.159.04`."""
+        """Describe the place completely, with the driver and the build of PyTorch."""
+        return self.described(full=True)
+
+    def described(self, *, full: bool = False) -> str:
+        """Describe the place, as in `H200, torch 2.11.0, cuDNN 91900`. If `full` is set, add the
+        driver and the build of PyTorch.
+        """
         if self.atlas is not None:
-            return machine_text(self.atlas.machine)
-        cudnn = f", cuDNN {self.rules.cudnn}" if self.rules.cudnn else ""
-        return f"{self.gpu}, torch {self.release}{cudnn}, no atlas"
-
-
-def machine_text(machine: Machine) -> str:
-    """Describe a machine in one line."""
-    driver = f", driver {machine.driver}" if machine.driver else ""
-    return f"{machine.gpu}, torch {machine.torch}, cuDNN {machine.cudnn}{driver}"
+            return context_text(self.atlas.machine.environment, full=full)
+        known = {"gpu": self.gpu, "torch": self.release, "cudnn": self.rules.cudnn}
+        return context_text(known, "no atlas", full=full)
 
 
 def find_place(
@@ -230,7 +235,7 @@ def find_place(
     The reason is "" if there is an atlas. If several atlases match, prefer the atlas that has most
     versions in common with the environment `like`. Raise UsageError for an unknown GPU or release.
     """
-    gpu = gpu or _default_gpu(entries)
+    gpu = gpu or default_gpu(entries)
     if gpu.lower() == CPU:
         raise UsageError(
             "there are no atlases for CPUs; `profharness explain --gpu cpu` shows which backend "
@@ -238,58 +243,71 @@ def find_place(
         )
     fitting = [entry for entry in entries if same_gpu(gpu, entry.atlas.machine.gpu)]
     releases = {parse_release(entry.atlas.machine.torch) for entry in fitting}
-    release, note = release_for(entries, gpu)
-    if torch is not None:
-        release, note = parse_release(torch), ""
+    release = release_for(entries, [gpu])[0] if torch is None else parse_release(torch)
     found = [entry for entry in fitting if parse_release(entry.atlas.machine.torch) == release]
     if asked := [entry for entry in found if driver in (None, entry.atlas.machine.driver)]:
-        return replace(_best_place(asked, like or {}), release_note=note), ""
+        return _best_place(asked, like or {}), ""
     rules, name = machine_for(gpu, release_text(release)), gpu_title(gpu)
     if release not in releases:
         require_known(release, rules.architecture)
     full = name if same_gpu(gpu, name) else gpu
-    place = Place(full, release_text(rules.torch), rules, name, release_note=note)
-    what = f"{place.gpu} with torch {place.release}"
+    place = Place(full, release_text(rules.torch), rules, name)
+    what = f"{short_device_name(place.gpu)} with {pytorch_text(place.release)}"
     if found:
         what += f" and driver {driver}"
         drivers = dict.fromkeys(str(entry.atlas.machine.driver) for entry in found)
         there = f"this GPU has atlases for driver {', '.join(drivers)}"
     elif releases:
-        there = f"this GPU has atlases for torch {', '.join(map(release_text, sorted(releases)))}"
+        names = [pytorch_text(release_text(each)) for each in sorted(releases)]
+        there = f"this GPU has atlases for {join_and(names)}"
     else:
-        gpus = dict.fromkeys(entry.atlas.machine.gpu for entry in entries)
+        gpus = dict.fromkeys(short_device_name(entry.atlas.machine.gpu) for entry in entries)
         there = f"there are atlases for {', '.join(gpus) or 'no GPU'}"
     return place, f"no time can be predicted, because there is no atlas for {what}; {there}"
 
 
-def release_for(entries: Sequence[Entry], gpu: str) -> tuple[Release, str]:
-    """Return the default release for a GPU, and the reason if it differs from the installed release.
+def release_for(entries: Sequence[Entry], gpus: Sequence[str]) -> tuple[Release, str]:
+    """Return the default release for GPUs, and the reason if it differs from the installed release.
 
-    The reason is "" if both releases are the same, or if PyTorch is not installed.
+    Several GPUs get the same release, so that only the GPUs differ: a release with an atlas for at
+    least one of them, if possible. The reason is "" if both releases are the same, or if PyTorch is
+    not installed.
     """
-    machines = [entry.atlas.machine for entry in entries]
-    releases = {parse_release(each.torch) for each in machines if same_gpu(gpu, each.gpu)}
-    amd = rocm.find_amd_gpu(gpu)
-    release = default_release(releases, None if amd is None else amd.architecture)
+    known = {*known_releases()}
+    for gpu in gpus:
+        amd = rocm.find_amd_gpu(gpu)
+        known &= {*known_releases(None if amd is None else amd.architecture)}
+    measured = {gpu: known & _releases(entries, gpu) for gpu in gpus}
+    release = default_release(set().union(*measured.values()) or known)
     installed = installed_release()
     if installed in (None, release):
         return release, ""
+    with_atlas = [
+        short_device_name(gpu) for gpu, releases in measured.items() if release in releases
+    ]
     newest = (
-        f"the newest release with an atlas for {gpu}"
-        if releases
+        f"the newest release with an atlas for {join_and(with_atlas)}"
+        if with_atlas
         else "the newest release whose dispatch rules are known"
     )
-    return release, (
-        f"using PyTorch {release_text(release)}, {newest} (installed: {release_text(installed)})"
-    )
+    chosen, other = (pytorch_text(release_text(each)) for each in (release, installed))
+    return release, f"Using {chosen}, {newest} (installed: {other})"
+
+
+def _releases(entries: Sequence[Entry], gpu: str) -> set[Release]:
+    """Return the releases with an atlas of a GPU."""
+    machines = [entry.atlas.machine for entry in entries]
+    return {parse_release(each.torch) for each in machines if same_gpu(gpu, each.gpu)}
 
 
 def assumed_release(gpu: str | None) -> str:
     """Return the release to assume for a program on a GPU, or on a CPU, whose release is unknown."""
-    return release_text(default_release() if gpu is None else release_for(known_atlases(), gpu)[0])
+    return release_text(
+        default_release() if gpu is None else release_for(known_atlases(), [gpu])[0]
+    )
 
 
-def _default_gpu(entries: Sequence[Entry]) -> str:
+def default_gpu(entries: Sequence[Entry]) -> str:
     """Return this machine's GPU if it has an atlas. Otherwise, return the only GPU with an atlas.
 
     Raise UsageError if no GPU or several GPUs have atlases.
@@ -300,7 +318,11 @@ def _default_gpu(entries: Sequence[Entry]) -> str:
         return own
     if len(gpus) == 1:
         return gpus[0]
-    known = f"there are atlases for {', '.join(gpus)}" if gpus else "there is no atlas"
+    known = (
+        f"there are atlases for {', '.join(map(short_device_name, gpus))}"
+        if gpus
+        else "there is no atlas"
+    )
     raise UsageError(f"no GPU was given, and {known}; add --gpu NAME, such as --gpu H200")
 
 
@@ -582,7 +604,7 @@ def predicted(
     shown = BACKENDS if not backends or "all" in backends else tuple(dict.fromkeys(backends))
     require_configs(configs)
     place, doubt = find_place(known_atlases(folder), gpu, torch, driver=driver)
-    doubts = (place.release_note, doubt, place.others, disagreement(place, configs))
+    doubts = (doubt, place.others, disagreement(place, configs))
     return Asked(place, "\n".join(filter(None, doubts)), predict_all(place, configs), shown)
 
 
@@ -613,7 +635,7 @@ def timed_place(gpu: str, rules: RuleMachine) -> tuple[Place | None, str]:
         known = any(same_gpu(gpu, entry.atlas.machine.gpu) for entry in entries)
         return None, doubt if known else ""
     if place.rules.cudnn != rules.cudnn:
-        return None, f"no time: the atlas is for {place.text}, not for cuDNN {rules.cudnn}"
+        return None, f"no time: the atlas is for {place.described()}, not for cuDNN {rules.cudnn}"
     return place, ""
 
 

@@ -36,16 +36,17 @@ def predicted_rows(
     torch: str | None = None,
     folder: Path | None = None,
     driver: str | None = None,
-) -> tuple[list[KernelRow], list[CellRow], str]:
-    """Return predictions as rows of a store, and a text that explains missing or doubtful times.
+) -> tuple[list[KernelRow], list[CellRow], Place, str]:
+    """Return predictions as rows of a store, their place, and a text that explains missing or
+    doubtful times.
 
-    The `run` field of a row describes the GPU and release. Raise the errors of `predicted`.
+    The `run` field of a row is the text of the place. Raise the errors of `predicted`.
     """
     found = predicted(configs, backends, gpu, torch, folder, driver)
     prediction = [row for answer in found.answers for row in found.of(answer)]
     rows = [row for each in prediction for row in _kernel_rows(each, found.place)]
     doubt = "\n".join(filter(None, (found.doubt, timing_note(prediction))))
-    return rows, [_cell_row(each, found.place) for each in prediction], doubt
+    return rows, [_cell_row(each, found.place) for each in prediction], found.place, doubt
 
 
 def _cell_row(prediction: Predicted, place: Place) -> CellRow:

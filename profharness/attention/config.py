@@ -30,6 +30,8 @@ SDPA_BACKENDS = tuple(SDP_BACKENDS)
 AUTO = "auto"  # PyTorch selects the backend, and no flag is changed
 ALL_DISABLED = "all-disabled"  # the legacy sdp_kernel context, which leaves only cuDNN enabled
 OWN_CHOICE = (AUTO, ALL_DISABLED)  # settings under which PyTorch selects the backend
+BACKEND_ORDER = (AUTO, *SDPA_BACKENDS, ALL_DISABLED)
+"""The order of PyTorch's own backends in tables, sentences and notes."""
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
 # All shapes that a mask may have, such as `b1qk`. The letters stand for the batch, the heads, the
 # queries and the keys, and 1 stands for a dimension that is broadcast. A 3-D mask has no batch
@@ -454,6 +456,12 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
     if len(names) == 1 or "+" not in marks:
         return SdpaSetting(tuple(names), ordered=len(names) > 1)
     return SdpaSetting(tuple(name for name in SDPA_BACKENDS if name in names))
+
+
+def in_usual_order(backends: Iterable[str]) -> list[str]:
+    """Return PyTorch's own backends in the order of BACKEND_ORDER, and then all others as given."""
+    place = {name: at for at, name in enumerate(BACKEND_ORDER)}
+    return sorted(backends, key=lambda name: place.get(name, len(place)))
 
 
 def setting_name(backend: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from profharness.attention.config import in_usual_order
 from profharness.errors import counted, join_and
 from profharness.render.document import Note, status_note
 from profharness.rows import CellRow
@@ -77,7 +78,8 @@ def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[s
     failed = Counter(each.backend for each in cells if each.status not in NOT_FAILED)
     for lead, found in (("Refused", refused), ("Failed", failed)):
         if found and several:
-            parts = (f"{name} ({counted(count, 'config')})" for name, count in found.items())
+            names = in_usual_order(found)
+            parts = (f"{name} ({counted(found[name], 'config')})" for name in names)
             yield f"{lead}: {', '.join(parts)}."
         elif found:
-            yield f"{lead}: {join_and(found)}."
+            yield f"{lead}: {join_and(in_usual_order(found))}."

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -134,6 +134,25 @@ def hint(text: str) -> None:
 def hint_sentence(text: str) -> None:
     """Print a clause to stderr as a sentence, like a note below a table."""
     hint(shown_note(Note(text)).text)
+
+
+def shared_release(
+    gpus: Sequence[str], torch: str | None, atlas: str | os.PathLike[str] | None = None
+) -> str | None:
+    """Return the release to use for all GPUs of a call: `torch`, or else their default release.
+
+    Print why the default release is not the installed one. Return None if no GPU is named.
+    """
+    named = [gpu for gpu in gpus if gpu.lower() != CPU]
+    if torch is not None or not named:
+        return torch
+    from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
+    from profharness.attention.dispatch.machine import release_text
+
+    release, note = release_for(known_atlases(atlas), named)
+    if note:
+        hint_sentence(note)
+    return release_text(release)
 
 
 def hint_warning(source: str, text: str) -> None:

@@ -161,7 +161,7 @@ def gpu_option(
         metavar="NAME" if only_of else "NAME,…",
         check=require_one(only_of, "GPU") if only_of else gpu_names,
         help=f"{text} Name {names}." + (f"  [default: {default}]" if default else ""),
-        tool=tool,
+        tool=tool + (f" The default is {default}." if default else ""),
         tool_examples=tool_examples,
     )
 
@@ -429,10 +429,8 @@ ConfigOrRunArguments = Annotated[
 """Like `ConfigArguments`, for a command that has a parameter of the type `RunAmongConfigs`."""
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the `*runs` parameter of a command that shows several runs."""
-DEFAULT_RELEASE = (
-    "[default: the installed release if an atlas of the GPU covers it, else the newest release in "
-    "the GPU's atlases]"
-)
+DEFAULT_RELEASE = "the installed release or, if the atlases of the GPU cover only other releases, the newest of them"
+"""The default of --torch, for the help text and for MCP tools."""
 
 
 def release_option(command: str, text: str) -> Option:
@@ -442,8 +440,8 @@ def release_option(command: str, text: str) -> Option:
         complete=complete_releases,
         metavar="RELEASE",
         check=require_one(command, "release"),
-        help=f"{text}  {DEFAULT_RELEASE}",
-        tool="The PyTorch release.",
+        help=f"{text}  [default: {DEFAULT_RELEASE}]",
+        tool=f"The PyTorch release. The default is {DEFAULT_RELEASE}.",
         tool_examples=("2.11",),
     )
 

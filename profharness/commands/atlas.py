@@ -30,6 +30,7 @@ from profharness.commands._types import (
     PathLike,
     complete_runs,
 )
+from profharness.devices import short_device_name, short_release
 from profharness.errors import UsageError
 from profharness.files import atomic_file
 from profharness.render.document import Document, Note, Table
@@ -104,7 +105,14 @@ def show(entries: list[Entry]) -> Document:
             codes = Counter(atlas.columns[column].tolist())
             record[name] = {atlas.tables[name][code]: count for code, count in codes.items()}
         records.append({name: record[name] for name in FIELDS})
-    table = Table.of(COLUMNS, records)
+    lines = [
+        (
+            {"gpu": short_device_name(each["gpu"]), "torch": short_release(each["torch"])},
+            each,
+        )
+        for each in records
+    ]
+    table = Table.of(COLUMNS, lines)
     note = Note("there are no atlases; add one with `profharness atlas add FILE`")
     return Document(SCHEMA, "Atlases", (table if records else note,), FIELDS, tuple(records))
 

@@ -16,7 +16,9 @@ from profharness.atlas.predictions import (
     Asked,
     Place,
     Predicted,
+    default_gpu,
     flat_record,
+    known_atlases,
     launch_record,
     predicted,
     predicted_record,
@@ -30,7 +32,7 @@ from profharness.columns import Column, pick
 from profharness.commands._answers import split_text
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
-from profharness.commands._output import chosen_format, hint, hint_sentence
+from profharness.commands._output import chosen_format, hint, hint_sentence, shared_release
 from profharness.commands._types import (
     AtlasFolder,
     Backends,
@@ -42,9 +44,9 @@ from profharness.commands._types import (
     gpu_option,
     release_option,
 )
-from profharness.commands.explain.answer import platform_text
 from profharness.commands.explain.maps import Map, are_sparse, draw_maps, value_text
 from profharness.commands.explain.tables import map_blocks, map_record, map_table
+from profharness.devices import with_article
 from profharness.errors import counted
 from profharness.render.document import (
     Block,
@@ -58,7 +60,7 @@ from profharness.render.document import (
     filled_columns,
     status_note,
 )
-from profharness.rows import FLOOR, MEASURED, KernelRow
+from profharness.rows import FLOOR, MEASURED, KernelRow, times_word
 from profharness.run import gpu_names, require_distinct
 from profharness.stats import NOTABLE_LOSS
 from profharness.store import frame
@@ -123,7 +125,7 @@ def places_document(
     several = len(found[0].answers) > 1
     if not several:
         told = [
-            f"On {platform_text({'gpu': each.place.gpu})[1]}, {page.answer[0][:1].lower()}{page.answer[0][1:]}"
+            f"On {with_article(each.place.gpu)}, {page.answer[0][:1].lower()}{page.answer[0][1:]}"
             for each, page in zip(found, pages, strict=True)
         ]
     blocks: list[Block] = []
@@ -161,6 +163,7 @@ def predict_document(
     has its own section. If `charts` is set, the document also has charts.
     """
     blocks: list[Block] = []
+    where = place.described(full=full)
     extra: dict[str, Any] = {"atlas": None}
     if place.atlas is not None:
         machine = {name: getattr(place.atlas.machine, name) for name in VERSIONS}
@@ -170,10 +173,10 @@ def predict_document(
         maps = _maps(answers, AUTO if AUTO in backends else backends[0])
         blocks += _summary(answers)
         if are_sparse([axes for axes, _ in maps]):
-            blocks += _list_blocks(answers, backends, place.text)
+            blocks += _list_blocks(answers, backends, where)
         else:
             for axes, cells_of in maps:
-                blocks += _map_blocks(axes, cells_of, place.text)
+                blocks += _map_blocks(axes, cells_of, where)
         if charts:
             for axes, cells_of in maps[:SHOWN_CHARTS]:
                 blocks += _map_charts(axes, cells_of)
@@ -203,7 +206,7 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
     if len(answers) == 1:
         return (statement(answers[0]),)
     autos = [answer[0] for answer in answers]
-    _, gpu = platform_text({"gpu": place.gpu})
+    gpu = with_article(place.gpu)
     best, chosen = (
         Counter(map(str, filter(None, each)))
         for each in (
@@ -269,7 +272,10 @@ def _config_blocks(
     some = {AUTO, auto.best} if len(backends) == len(answer) and not full else {*backends}
     shown = [row for row in answer if row.backend in backends]
     ran = [row for row in shown if row.status == "ok"]
-    yield Heading(_title(ran, place.text), auto.config)
+    where = place.described(full=full)
+    yield Heading(
+        auto.config, f"{'measured on' if _all_measured(ran) else 'predicted for'} {where}"
+    )
     if several:
         yield Note(statement(answer))
     if ran:
@@ -308,10 +314,9 @@ def _config_blocks(
         yield Note(WINDOW)
 
 
-def _title(rows: Sequence[Predicted], where: str) -> str:
-    """Return the title of a table of predictions for a place, in which all times may be measured."""
-    measured = bool(rows) and all(row.source == MEASURED for row in rows)
-    return f"{'Measured on' if measured else 'Predicted for'} {where}"
+def _all_measured(rows: Sequence[Predicted]) -> bool:
+    """Return whether the times of all these rows, at least one, were measured."""
+    return bool(rows) and all(row.source == MEASURED for row in rows)
 
 
 def _of_sources(columns: Iterable[Column], rows: Iterable[Predicted]) -> list[Column]:
@@ -322,14 +327,13 @@ def _of_sources(columns: Iterable[Column], rows: Iterable[Predicted]) -> list[Co
     """
     sources = {row.source for row in rows}
     hidden = {"source"} if len(sources) < 2 else set[str]()
-    measured = sources == {MEASURED}
-    what = "measured" if measured else "predicted"
+    what = times_word(sources)
     titles = {
         "kernel_ns": f"{what} µs/call",
         "graph_ns": f"{what} graph µs/call",
         "duration_ns": f"{what} µs/launch",
     }
-    if measured:
+    if sources == {MEASURED}:
         hidden.add("interval")
     elif sources == {FLOOR}:
         titles["interval"] = BOUND
@@ -406,7 +410,8 @@ def _list_blocks(answers: Sequence[Answer], backends: Sequence[str], where: str)
     columns = _of_sources(LOSS_COLUMNS, rows)
     if backend != AUTO:
         columns = [each for each in columns if each.key != "choice"]
-    yield Heading(_title(rows, where), f"backend {backend}")
+    title = "Measured times" if _all_measured(rows) else "Predicted times"
+    yield Heading(title, f"{where}, backend {backend}")
     yield Table.of(filled_columns(columns, lines), lines)
     yield More("an explanation of each config")
 
@@ -457,8 +462,7 @@ GpuName = Annotated[
     gpu_option(
         "The GPU to predict for, which may be any GPU known to `explain --gpu`.",
         default="the local GPU if it has an atlas, else the only one with an atlas",
-        tool="The name of a GPU, or the names of several GPUs. The default is the only GPU that "
-        "has an atlas.",
+        tool="The name of a GPU, or the names of several GPUs.",
         tool_examples=("H200", "H200,A100"),
     ),
 ]
@@ -523,10 +527,12 @@ def predict(
     any doubts.
     """
     asked, names = config_list(configs), split_names(backends)
-    gpus = gpu_names(gpu) if gpu else (None,)
-    found = [predicted(asked, names, each, torch, atlas, driver) for each in gpus]
+    gpus = gpu_names(gpu) if gpu else (default_gpu(known_atlases(atlas)),)
+    release = shared_release(gpus, torch, atlas)
+    found = [predicted(asked, names, each, release, atlas, driver) for each in gpus]
     if gpu is None:
-        hint(f"The prediction is for {found[0].place.text}. Choose another GPU with --gpu.")
+        place = found[0].place.described()
+        hint(f"The prediction is for {place}. Choose another GPU with --gpu.")
     else:
         require_distinct(gpu_names(gpu), [each.place.gpu for each in found])
     for doubt in dict.fromkeys(_texts(found)[1]):

@@ -15,6 +15,7 @@ from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint
 from profharness.commands._types import Names, Store, store_path
+from profharness.devices import short_device_name, short_release
 from profharness.errors import counted, join_and
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Block, Document, Heading, Note, Table, record
@@ -50,7 +51,7 @@ KIND_WORDS = {
     "observe": "observed program",
     "verify": "verification",
 }
-"""Maps the kind of a run to a noun."""
+"""Maps the kind of a run to the noun in sentences and tables."""
 UNFINISHED_COLUMNS = ("run", "kind", "created", "status", "done", "cells")
 NS_PER_HOUR = 3600 * 10**9
 Deleted = Annotated[
@@ -156,7 +157,7 @@ def show(
     rows = found.rows
     costs = [_cost(row, price_per_hour) for row in rows]
     lines = [
-        ({"cost": cost, "created": _minute(row.created)}, row)
+        ({"cost": cost, "created": _minute(row.created), **shown_values(row)}, row)
         for row, cost in zip(rows, costs, strict=True)
     ]
     notes = warning_notes({row.name: row.warnings for row in rows if row.warnings})
@@ -191,6 +192,15 @@ def runs_answer(rows: Sequence[RunRow], unfinished: int = 0) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def shown_values(row: RunRow) -> dict[str, str | None]:
+    """Return the kind, the device and the release of a run as tables show them."""
+    return {
+        "kind": KIND_WORDS.get(row.kind, row.kind),
+        "device": row.device and short_device_name(row.device),
+        "torch": row.torch and short_release(row.torch),
+    }
+
+
 def _minute(time: str) -> str:
     """Shorten a time in ISO 8601 format to `2026-01-31 12:00`."""
     return time[:16].replace("T", " ")
@@ -206,8 +216,14 @@ def _unfinished_blocks(runs: Sequence[UnfinishedRun]) -> Iterator[Block]:
     if not runs:
         return
     count = f"{len(runs)} in {RUNS_FOLDER}"
-    yield Heading("Unfinished", count)
-    lines = [({"created": _minute(each.created)}, each) for each in runs]
+    yield Heading("Unfinished runs", count)
+    lines = [
+        (
+            {"created": _minute(each.created), "kind": KIND_WORDS.get(each.kind, each.kind)},
+            each,
+        )
+        for each in runs
+    ]
     yield Table.of(pick(type(runs[0]), *UNFINISHED_COLUMNS), lines)
     for each in runs:
         if each.command is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args
 
 from profharness.columns import column
+from profharness.devices import short_device_names
 
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -144,6 +145,15 @@ def environment_changes(
             explains = EXPLAINS[weight][1] if weight < len(EXPLAINS) else None
             weighed.append((weight, EnvChange(key, base.get(key), cand.get(key), explains)))
     return [change for _, change in sorted(weighed, key=lambda pair: (pair[0], pair[1].key))]
+
+
+def with_short_devices(change: EnvChange) -> EnvChange:
+    """Return a change with the short names of the devices if it is a change of the GPU or CPU."""
+    values = change.baseline, change.candidate
+    if change.key not in ("gpu", "cpu") or None in values:
+        return change
+    baseline, candidate = short_device_names(map(str, values)).values()
+    return replace(change, baseline=baseline, candidate=candidate)
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_conf
 from profharness.attention.dispatch.advice import Advice
 from profharness.attention.dispatch.by_rule import (
     Platform,
+    by_preference,
     explain_by_rule,
     named_platforms,
     why_ran,
@@ -509,6 +510,7 @@ class Forecast:
     gpu: str
     torch: str
     machine: Text  # the machine that the atlas was measured on; None if there is no atlas
+    cudnn: int | None
     of: str  # what the calls and times refer to: `step`, or `program` if no step was recorded
     ns: float
     low_ns: float
@@ -1151,7 +1153,7 @@ def suggestions(config: Config, platform: Platform) -> list[tuple[str, Advice | 
     """
     return [
         (side.backend, next(iter(side.advice), None))
-        for side in explain_by_rule(config, platform).backends
+        for side in by_preference(explain_by_rule(config, platform))
         if side.backend != "math" and side.eligible is False and side.reasons
     ]
 

@@ -14,7 +14,7 @@ from profharness import stats
 from profharness.attention.config import Config, parse_config, without_strides
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.columns import SPEED_UP, column
-from profharness.devices import Peaks, roofline_ns
+from profharness.devices import Peaks, roofline_ns, short_device_names
 from profharness.errors import counted
 from profharness.measurements.agreement import AMD_LIBRARIES, backend_text
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
@@ -870,7 +870,8 @@ def _other_gpu(baseline: Program, candidate: Program) -> str | None:
     devices = baseline.device, candidate.device
     if None in devices or devices[0] == devices[1]:
         return None
-    return f"the GPUs differ ({devices[0]} and {devices[1]})"
+    names = short_device_names(map(str, devices))
+    return f"the GPUs differ ({' and '.join(names.values())})"
 
 
 def _doubt(baseline: Program, candidate: Program) -> str | None:

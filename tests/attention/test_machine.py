@@ -18,7 +18,15 @@ from profharness.attention.dispatch.machine import (
     skipped_releases,
 )
 from profharness.attention.dispatch.predict import predict_cell
-from profharness.devices import GPUS, find_gpu
+from profharness.devices import (
+    GPUS,
+    context_text,
+    find_gpu,
+    platform_text,
+    short_device_name,
+    short_device_names,
+    with_article,
+)
 from profharness.errors import UsageError
 
 
@@ -154,3 +162,46 @@ def test_values_of_a_damaged_environment_are_unknown(key: str, value: object) ->
     machine = machine_of(environment)
     assert isinstance(machine.cuda, str | None) and isinstance(machine.cudnn, int | None)
     predict_cell(parse_config("2,8,512,64,fp16"), "auto", environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoken"),
+    [
+        ("NVIDIA H100 80GB HBM3", "an H100"),
+        ("NVIDIA H200", "an H200"),
+        ("NVIDIA H200 NVL", "an H200 NVL"),  # slower than an H200
+        ("NVIDIA B200", "a B200"),
+        ("NVIDIA GeForce GTX 970", "a GeForce GTX 970"),  # in no table
+        ("NVIDIA H100 MIG 1g.10gb", "an H100 MIG 1g.10gb"),
+        ("AMD Instinct MI300X VF", "an MI300X"),
+        ("Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "an Intel Xeon Platinum 8480C"),
+        ("AMD EPYC 9654 96-Core Processor", "an AMD EPYC 9654"),
+        ("Neoverse-N1", "a Neoverse-N1"),
+    ],
+)
+def test_devices_have_short_names(name: str, spoken: str) -> None:
+    assert with_article(name) == spoken
+    assert short_device_name(name) == spoken.split(" ", 1)[1]
+
+
+def test_variants_with_equal_short_names_keep_their_names() -> None:
+    variants = "NVIDIA H100 80GB HBM3", "NVIDIA H100"
+    assert short_device_names(variants) == {name: name for name in variants}
+    assert short_device_names(variants[:1]) == {variants[0]: "H100"}
+
+
+def test_an_environment_is_described_in_one_order() -> None:
+    environment = {
+        "driver": "580.1",
+        "cudnn": 91900,
+        "torch": "2.11.0+cu130",
+        "gpu": "NVIDIA H200",
+        "device_type": "cuda",
+    }
+    assert context_text(environment, "live") == "H200, torch 2.11.0, cuDNN 91900, live"
+    assert context_text(environment, full=True) == (
+        "NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, driver 580.1"
+    )
+    assert platform_text(environment) == ("PyTorch 2.11", "an H200")
+    assert context_text({"device_type": "cpu", "torch": "2.9.1"}) == "CPU, torch 2.9.1"
+    assert platform_text({"device_type": "cpu", "torch": "2.9.1"}) == ("PyTorch 2.9.1", "the CPU")

@@ -20,6 +20,7 @@ from profharness.commands._command import CommandGroup, Declaration
 from profharness.commands._options import Duration, Fraction, Parameter, Quantity
 from profharness.errors import NotFoundError, UsageError
 from profharness.files import DEFAULT_STORE
+from profharness.run import SEED
 
 NOT_ON_THE_COMMAND_LINE = {"progress"}
 """Parameters of functions. The command line shows progress on a terminal."""
@@ -29,6 +30,17 @@ def declarations() -> Iterator[Declaration]:
     for module, _ in COMMANDS.values():
         declared = import_module(module).DECLARATION
         yield from declared.commands if isinstance(declared, CommandGroup) else (declared,)
+
+
+def test_a_seed_has_one_default() -> None:
+    """Bug: the default of `bench` was 42, and that of `capture` and `verify` was 0."""
+    defaults = {
+        declared.name: parameter.default
+        for declared in declarations()
+        for parameter in declared.parameters
+        if parameter.name == "seed"
+    }
+    assert defaults == {"capture": SEED, "verify": SEED, "bench": SEED, "repro": None}
 
 
 def pairs() -> Iterator[Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from profharness.atlas.predictions import known_atlases, release_for
 from profharness.attention.dispatch import machine
 from profharness.attention.dispatch.machine import Release
 from profharness.cli import cli
@@ -24,7 +25,7 @@ NEWEST = max(machine.RELEASES)
             "H200",
             "2.13.0",
             (2, 11, 0),
-            "the newest release with an atlas for H200 (installed: 2.13.0)",
+            "the newest release with an atlas for H200 (installed: PyTorch 2.13)",
         ),
         ("H200", None, (2, 11, 0), ""),
         ("H100", "2.9.1", (2, 9, 1), ""),
@@ -32,13 +33,13 @@ NEWEST = max(machine.RELEASES)
             "H100",
             "2.99.0",
             NEWEST,
-            "the newest release whose dispatch rules are known (installed: 2.99.0)",
+            "the newest release whose dispatch rules are known (installed: PyTorch 2.99)",
         ),
         (
             "H100",
             "2.4.1",
             NEWEST,
-            "the newest release whose dispatch rules are known (installed: 2.4.1)",
+            "the newest release whose dispatch rules are known (installed: PyTorch 2.4.1)",
         ),
         ("H100", "2.14.0a0+git1", NEWEST, ""),
         ("H100", None, NEWEST, ""),
@@ -70,7 +71,36 @@ def test_commands_agree_on_a_release_and_print_it(
         done = CliRunner().invoke(cli, [*words, "--gpu", gpu])
         assert done.exit_code == 0, done.stderr
         text = ".".join(map(str, release))
-        assert f"torch {text}" in " ".join(done.output.split()), words
+        shown = " ".join(done.output.split())
+        assert f"torch {text}" in shown or f"PyTorch {text.removesuffix('.0')}" in shown, words
         assert (why in " ".join(done.stderr.split())) and bool(why) == (
-            "using PyTorch" in done.stderr
+            "Using PyTorch" in done.stderr
         )
+        if why:
+            # The output contains stderr and stdout, in the order in which they were written.
+            before, _, _ = done.output.partition("Using PyTorch")
+            assert before in ("", f"reading {TRACE}\n"), words
+
+
+@pytest.mark.parametrize("gpus", ["H200,H100", "H100,H200"])
+def test_all_gpus_of_a_call_get_one_release(
+    gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `predict` and `layers` used PyTorch 2.11 for the H200, and the installed 2.13 for the H100."""
+    monkeypatch.setattr(machine.metadata, "version", lambda _: "2.13.0")
+    stored = ["--store", str(tmp_path / "s.db")]
+    for words in (
+        ["explain", "2,8,512,64,bf16", *stored],
+        ["predict", "2,8,512,64,bf16"],
+        ["layers", str(TRACE), *stored],
+    ):
+        done = CliRunner().invoke(cli, [*words, "--gpu", gpus])
+        assert done.exit_code == 0, done.stderr
+        assert "Using PyTorch 2.11, the newest release with an atlas for H200" in done.stderr
+        assert "2.11.0" in done.stdout and "2.13.0" not in done.stdout, words
+
+
+def test_a_release_without_rules_for_one_gpu_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.metadata, "version", lambda _: "2.13.0")
+    release, _ = release_for(known_atlases(), ["H200", "MI300X"])
+    assert release in machine.known_releases("gfx942")

@@ -232,7 +232,7 @@ def test_a_choice_without_times_is_the_answer(store: Path) -> None:
     """Bug: the answer was that no time is known, although the choice was predicted."""
     run = the_map(store, "llama_prefill").run
     first = ask(store, run, "--gpu", "MI300X", "--torch", "2.11").stdout.splitlines()[0]
-    assert first == "On MI300X, PyTorch is predicted to choose flash; the times are unknown."
+    assert first == "On an MI300X, PyTorch is predicted to choose flash; the times are unknown."
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_gate_that_passes_says_so_and_names_eager_attention(store: Path) -> No
 
 def test_predictions_are_marked_in_the_table(store: Path) -> None:
     text = ask(store, the_map(store, "whisper").run, "--gpu", "H200").stdout
-    assert text.startswith("Predicted for H200: attention takes 119 µs of a step (")
+    assert text.startswith("Predicted for an H200: attention takes 119 µs of a step (")
     titles = next(line for line in text.splitlines() if "saves µs" in line)
     for title in ("predicted backend", "predicted µs/call", "source", "predicted µs/step"):
         assert title in titles

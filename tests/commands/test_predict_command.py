@@ -92,9 +92,12 @@ def test_measured_cells_come_back_as_they_are(measured: list[AtlasCell]) -> None
 def test_one_config_has_its_verdict_backends_and_kernels(measured: list[AtlasCell]) -> None:
     cell = measured[0]
     text = told("--config", cell.config.label, "--gpu", "h200")
-    assert "\nMeasured on NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, " in text
+    heading = f"\n{cell.config.label}  measured on H200, torch 2.11.0, cuDNN 91900\n"
+    assert heading in text
+    full = told("--config", cell.config.label, "--gpu", "h200", "--full")
+    assert "  measured on NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, driver " in full
     assert text.startswith(f"auto runs {cell.choice} in {cell.kernel_us:.2f} µs (measured); ")
-    assert "measured µs/call" in text and "(measured) " not in text.split("\nMeasured")[1]
+    assert "measured µs/call" in text and "(measured) " not in text.split(heading)[1]
     assert "Kernels of a call" in text
 
 
@@ -109,18 +112,18 @@ def test_a_forced_backend_is_predicted_to_run() -> None:
 
 def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasCell]) -> None:
     result = predict("--config", measured[0].config.label)
-    assert "The prediction is for NVIDIA H200, torch 2.11.0+cu130" in result.stderr
+    assert "The prediction is for H200, torch 2.11.0, cuDNN 91900." in result.stderr
     assert "answering" not in predict("--config", measured[0].config.label, "--gpu", "H200").stderr
 
 
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        (("--gpu", "A100"), "no atlas for A100 with torch"),
-        (("--gpu", "H200", "--torch", "2.8"), "this GPU has atlases for torch 2.11.0"),
+        (("--gpu", "A100"), "no atlas for A100 with PyTorch"),
+        (("--gpu", "H200", "--torch", "2.8"), "this GPU has atlases for PyTorch 2.11"),
         (
             ("--gpu", "H200 NVL", "--torch", "2.11"),
-            "there is no atlas for H200 NVL with torch 2.11.0; there are atlases for NVIDIA H200",
+            "there is no atlas for H200 NVL with PyTorch 2.11; there are atlases for H200",
         ),
     ],
 )
@@ -164,7 +167,7 @@ def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
         assert document["rows"][0]["source"] == "measured"
         assert document["rows"][0]["gpu"].endswith(gpu)
     error = predict("--config", label, "--atlas", own).exception
-    assert "no GPU was given, and there are atlases for NVIDIA H200, NVIDIA RTX" in str(error)
+    assert "no GPU was given, and there are atlases for H200, RTX" in str(error)
 
 
 def test_a_call_measured_on_auto_counts_for_what_it_took(
@@ -234,7 +237,7 @@ def test_atlas_of_another_driver_is_not_mixed(
     asked = ("--config", known.config.label, "--gpu", "H200", "--atlas", own)
     usual = predict(*asked)
     assert "driver 999.1 (user, 1 cells)" in usual.stderr
-    assert f"driver {packaged.machine.driver}" in usual.stdout
+    assert f"driver {packaged.machine.driver}" in predict(*asked, "--full").stdout
     mine = answer(*asked, "--driver", "999.1")
     assert (mine["atlas"]["driver"], mine["atlas"]["cells"]) == ("999.1", 1)
     assert mine["rows"][0]["kernel_ns"] == round(1e3 * (slow.kernel_us or 0))
@@ -323,8 +326,8 @@ def test_kernels_of_a_gpu_are_rows_as_of_a_store(measured: list[AtlasCell], tmp_
         1e3 * (cell.kernel_us or 0), rel=0.01
     )
     table = CliRunner().invoke(kernels, arguments).stdout
-    assert f"\n{cell.config.label}  NVIDIA H200" in table
-    assert "\nauto (measured) " in table
+    assert f"\n{cell.config.label}  H200, torch 2.11.0, cuDNN 91900, from its atlas" in table
+    assert "measured µs/call" in table and "\nauto  " in table
     assert "mismatch" not in table
     gate = CliRunner().invoke(kernels, [*arguments, "--backend", "auto", "--expect", "math"])
     assert isinstance(gate.exception, GateError) == (cell.choice != "math")
@@ -335,7 +338,7 @@ def test_kernels_of_a_gpu_are_rows_as_of_a_store(measured: list[AtlasCell], tmp_
 
 def test_run_is_compared_with_the_atlas_of_its_machine(measured: list[AtlasCell]) -> None:
     configs = [cell.config for cell in measured if cell.status == "ok"]
-    rows, cells, doubt = predicted_rows(configs, ["auto"], "H200", "2.11")
+    rows, cells, _, doubt = predicted_rows(configs, ["auto"], "H200", "2.11")
     assert doubt == ""
     environment = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
     found = against(cells, rows, environment)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -131,6 +132,29 @@ def test_runs_lists_and_deletes(store: Path) -> None:
     assert (row["run"], row["cells"], row["failed_cells"]) == ("20250102-030405-ab12", 3, 1)
     assert invoke("runs", "--store", store, "--delete", "20250102").exit_code == 0
     assert json.loads(invoke("runs", "--store", store, "--format", "json").stdout)["rows"] == []
+
+
+def test_tables_of_runs_have_short_names_and_json_has_recorded_ones(tmp_path: Path) -> None:
+    """Bug: the answer counted `1 benchmark`, but the table called the run `bench`."""
+    path, (config,) = tmp_path / "store.db", expand_configs("2,8,512,64,fp16")
+    environment = {"device_type": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
+    cells = (Cell("0", config, "flash", "ok", iterations=5, samples={"event": [7000]}),)
+    for kind, name in (("bench", "20250102-030405-ab12"), ("capture", "20250102-030405-ab13")):
+        made = Run(name, "2025-01-02T03:04:05+00:00", ("events",), Protocol(), cells, environment)
+        folder = tmp_path / name
+        folder.mkdir()
+        write_run(folder, replace(made, kind=kind))
+        ingest_path(path, folder)
+    text = invoke("runs", "--store", path).stdout
+    assert "1 benchmark" in text and " benchmark " in text.split("\n\n")[1]
+    assert " bench " not in text and " H100 " in text and " 2.11.0 " in text
+    rows = json.loads(invoke("runs", "--store", path, "--format", "json").stdout)["rows"]
+    assert {row["device"] for row in rows} == {"NVIDIA H100 80GB HBM3"}
+    assert {row["torch"] for row in rows} == {"2.11.0+cu130"}
+    assert {(row["source"], row["kind"]) for row in rows} == {
+        ("capture", "bench"),
+        ("capture", "capture"),
+    }
 
 
 def test_ingest_goes_on_after_a_bad_source(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ from profharness.units import as_fast, time_text
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "traces" / "models"
 OF_BERT = (
-    "efficient ran because PyTorch refuses cudnn (fp32 is not supported) and flash (attn_mask and "
-    "fp32 are not supported)"
+    "efficient ran because PyTorch refuses flash (attn_mask and fp32 are not supported) and cudnn "
+    "(fp32 is not supported)"
 )
 
 

@@ -183,7 +183,7 @@ def test_the_map_is_printed_to_stderr_and_stdout_is_the_programs(
 ) -> None:
     _, done = observed
     assert (done.returncode, done.stdout) == (7, "the program's own\n"), done.stderr
-    assert "Predicted for NVIDIA H200, torch 2.11.0+cu130" in done.stderr
+    assert "  H200, torch 2.11.0, cuDNN 91900" in done.stderr
     assert "layers" in done.stderr.splitlines()[-1] and "--gpu" in done.stderr.splitlines()[-1]
 
 

@@ -206,9 +206,9 @@ def test_a_program_is_shown_by_its_longest_ranges() -> None:
     document = kernels_document(rows)
     headings = [block for block in document.blocks if isinstance(block, Heading)]
     assert [each.text for each in headings] == [
-        "range optimizer",
-        "range model",
-        "range ProfilerStep#3",
+        "Kernels of range optimizer",
+        "Kernels of range model",
+        "Kernels of range ProfilerStep#3",
     ]
     assert headings[2].detail.startswith("the longest of 4 similar ranges, the 5 longest of 6")
     tables = [block for block in document.blocks if isinstance(block, Table)]
@@ -217,7 +217,9 @@ def test_a_program_is_shown_by_its_longest_ranges() -> None:
     assert "4 more ranges take 120 µs." in text and "--full also shows all kernels" in text
     assert text.count("--full") == 1 and "--full" not in render_markdown(document)
     assert len(document.records) == len(rows)
-    assert render_table(kernels_document(rows, full=True)).count("\nrange ") == len(names)
+    assert render_table(kernels_document(rows, full=True)).count("\nKernels of range ") == len(
+        names
+    )
 
 
 def test_verify_counts_the_cases_that_a_backend_refused() -> None:

@@ -60,6 +60,7 @@ from profharness.attention.dispatch.rocm_rules import library, library_text
 from profharness.attention.dispatch.rules import RAISED_LATER
 from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
+from profharness.devices import context_text
 from profharness.environment import gpu_name, no_gpu_text
 from profharness.errors import UsageError, join_and, join_few
 from profharness.rows import DISABLED, Refusal, decisive
@@ -157,15 +158,10 @@ def flat_record(answer: Explanation) -> dict[str, Any]:
 
 
 def environment_text(answer: Explanation) -> str:
-    """Return a text such as `torch 2.8.0, RTX A6000, cuDNN 91002, by rule`."""
-    environment = answer.environment
-    parts = [f"torch {environment['torch']}"] if environment.get("torch") else []
-    device = environment.get("gpu") or {"cpu": "CPU"}.get(str(environment.get("device_type")))
-    parts += [str(device)] if device else []
-    parts += [f"cuDNN {environment['cudnn']}"] if environment.get("cudnn") else []
-    parts += [f"AOTriton {environment['aotriton']}"] if environment.get("aotriton") else []
-    parts += ["by rule" if answer.source == "rules" else "live"]
-    return ", ".join([*parts, *([answer.asked] if answer.asked != AUTO else [])])
+    """Return a text such as `RTX A6000, torch 2.8.0, cuDNN 91002, by rule`."""
+    source = "by rule" if answer.source == "rules" else "live"
+    asked = [answer.asked] if answer.asked != AUTO else []
+    return context_text(answer.environment, source, *asked)
 
 
 def chosen(answer: Explanation) -> str:
@@ -173,6 +169,12 @@ def chosen(answer: Explanation) -> str:
     the backend that PyTorch reports.
     """
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
+
+
+def by_preference(answer: Explanation) -> list[BackendAnswer]:
+    """Return the backends in the order in which PyTorch tries them, and then all others."""
+    place = {name: at for at, name in enumerate(answer.priority_order)}
+    return sorted(answer.backends, key=lambda side: place.get(side.backend, len(place)))
 
 
 def settle(answer: Explanation) -> Explanation:
@@ -214,15 +216,15 @@ class Platform:
 
     @property
     def text(self) -> str:
-        """A text such as `torch 2.8.0, RTX A6000 (sm 8.6), cuDNN 91002, CUDA 12.8`."""
+        """A text such as `RTX A6000 (sm 8.6), torch 2.8.0, cuDNN 91002, CUDA 12.8`."""
         machine = self.machine
         release = f"torch {release_text(machine.torch)}"
         if not is_gpu(self.device):
-            return f"{release}, CPU"
+            return f"CPU, {release}"
         if machine.is_rocm:
-            return f"{release}, {self.gpu} ({machine.architecture}), {library_text(machine)}"
+            return f"{self.gpu} ({machine.architecture}), {release}, {library_text(machine)}"
         return (
-            f"{release}, {self.gpu} (sm {machine.sm}), cuDNN {machine.cudnn or 'unknown'}, "
+            f"{self.gpu} (sm {machine.sm}), {release}, cuDNN {machine.cudnn or 'unknown'}, "
             f"CUDA {machine.cuda or 'unknown'}"
         )
 
@@ -316,7 +318,7 @@ def named_platforms(
     ]
 
 
-FUSED_BACKENDS = ("flash", "efficient", "cudnn")
+FUSED_BACKENDS = tuple(name for name in SDPA_BACKENDS if name != "math")
 FACTS = {
     "cudnn": "cuDNN's version (--cudnn VERSION)",
     "cuda": "the CUDA version that PyTorch was built for (--cuda VERSION)",
@@ -375,7 +377,7 @@ def explain_by_rule(
     prediction = predict(params, machine)
     usual = ROCM_ORDER if machine.is_rocm else SDPA_BACKENDS if is_gpu(device) else CPU_ORDER
     order = prediction.priority_order or usual
-    sides = sides_by_rule(prediction, order)
+    sides = sides_by_rule(prediction, [name for name in SDPA_BACKENDS if name in order])
     if advice:
         oracle, choose = rule_oracle(machine, device), rule_choice(machine, device, setting)
         advised = SDPA_BACKENDS if prediction.choice == "none" else FUSED_BACKENDS

@@ -38,7 +38,7 @@ from profharness.commands.analyze.several import (
     where,
 )
 from profharness.commands.bench.tables import roofline_chart
-from profharness.devices import DeviceFact, Peaks
+from profharness.devices import DeviceFact, Peaks, short_device_name
 from profharness.errors import counted
 from profharness.measurements.measurements import basis_text
 from profharness.program.counters import Counters
@@ -130,7 +130,10 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}
     for name, facts in devices.items() if full else ():
         if facts:
-            blocks += [Heading("Device", name), Table.of(pick(DeviceFact), facts)]
+            blocks += [
+                Heading("Device", short_device_name(name)),
+                Table.of(pick(DeviceFact), facts),
+            ]
     busy = dict.fromkeys(each.machine.busy for each in analyses if each.machine.busy)
     blocks += [Note(text, level="warning") for text in busy]
     extra = {
@@ -260,7 +263,7 @@ def _peak_notes(
         origin = f" ({peaks.origin})" if full else ""
         text = "; ".join(filter(None, parts))
         kind = peaks.source[0].upper() + peaks.source[1:]  # data sheet or measured
-        yield Note(f"{kind} peaks of {peaks.device}: {text}{origin}")
+        yield Note(f"{kind} peaks of {short_device_name(peaks.device)}: {text}{origin}")
     if not known:
         yield Note("The peaks of this device are unknown, so no shares of the peaks are shown.")
         yield Note(

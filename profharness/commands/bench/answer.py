@@ -9,6 +9,7 @@ from profharness.attention.config import AUTO, pytorch_chooses, sdpa_setting
 from profharness.attention.dispatch.advice import setting_code
 from profharness.commands._answers import refused_and_failed, split_text
 from profharness.device_types import device_name
+from profharness.devices import pytorch_text, with_article
 from profharness.errors import counted, join_and
 from profharness.measurements.evaluation import BenchResult, Loss, Winner
 from profharness.measurements.measurements import BenchRow, basis_text
@@ -191,9 +192,11 @@ def _measurement(answer: BenchResult) -> str:
     number = f"{least}" if least == most else f"{least} to {most}"
     what = basis_text(answer.ranking, conditions=True)
     environment = answer.environment
-    torch = str(environment.get("torch") or "unknown").split("+")[0]
-    device = device_name(environment) or "an unknown device"
-    return f"Medians of {number} {what} on {device} with PyTorch {torch}."
+    torch = environment.get("torch")
+    release = pytorch_text(torch) if torch else "an unknown release of PyTorch"
+    device = device_name(environment)
+    where = with_article(device) if device else "an unknown device"
+    return f"Medians of {number} {what} on {where} with {release}."
 
 
 def _problems(figures: Sequence[BenchRow]) -> Iterator[str]:

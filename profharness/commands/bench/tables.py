@@ -19,7 +19,7 @@ from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
 from profharness.commands.explain.faster import faster_config_text, faster_configs
 from profharness.device_types import device_name
-from profharness.devices import Peaks, flop_peak
+from profharness.devices import Peaks, device_and_release, flop_peak, short_device_name
 from profharness.errors import counted, join_few, percent
 from profharness.measurements.agreement import replaced_by, replacement_notes
 from profharness.measurements.evaluation import BenchResult, Loss
@@ -210,10 +210,9 @@ def bench_document(
     deviations and the differences between processes are shown only if `full` is set.
     """
     environment = answer.environment
-    device = device_name(environment) or "unknown device"
-    facts = [device, f"torch {environment.get('torch')}"]
+    facts = [*device_and_release(environment, full=full), answer.created[:10]]
     blocks: list[Block] = [
-        Heading(f"run {answer.name}", ", ".join(filter(None, [*facts, answer.created[:10]]))),
+        Heading(f"Benchmark of run {answer.name}", ", ".join(filter(None, facts))),
         _main_table(answer, full),
         *(_charts(answer) if charts else ()),
         *_regret(answer),
@@ -631,7 +630,7 @@ def rate_blocks(
         roofs = [(f"{name}, {peaks.source}", peaks, rate) for name, rate in rates]
         caption = (
             "The bytes are compulsory, and the FLOPs are exact. The roofs are the "
-            f"{peaks.source} peaks of {peaks.device}. Points can lie above the slope if the data "
+            f"{peaks.source} peaks of {short_device_name(peaks.device)}. Points can lie above the slope if the data "
             "is in the L2 cache."
         )
         blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
@@ -664,7 +663,7 @@ def benches_by_gpu_document(
     blocks = [*chain.from_iterable(document.blocks for document in documents)]
     return Document(
         first.schema,
-        f"Bench of runs {', '.join(answer.name for answer in answers)}",
+        f"Benchmarks of runs {', '.join(answer.name for answer in answers)}",
         (*blocks, *gpu_blocks(answers)),
         first.fields,
         tuple(chain.from_iterable(document.records for document in documents)),
@@ -680,22 +679,23 @@ def on_several_gpus(answers: Sequence[BenchResult]) -> bool:
     """Return whether the results come from several devices and some cell ran more than once."""
     cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
     alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
-    return alike and len({_device(answer) for answer in answers}) > 1
+    return alike and len({device_name(answer.environment) for answer in answers}) > 1
 
 
 def gpu_record(answer: BenchResult) -> dict[str, object]:
     """Return the JSON record of the results on one GPU."""
     return {
         "run": answer.run,
-        "device": _device(answer),
+        "device": device_name(answer.environment) or answer.name,
         "environment": answer.environment,
         "winners": [record(winner) for winner in answer.winners],
     }
 
 
 def _device(answer: BenchResult) -> str:
-    environment = answer.environment
-    return device_name(environment) or answer.name
+    """Return the short name of the device, or that of the run if the device is unknown."""
+    device = device_name(answer.environment)
+    return short_device_name(device) if device else answer.name
 
 
 def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:

@@ -51,7 +51,7 @@ from profharness.commands.diff.compare import (
 from profharness.commands.kernels.tables import full_name_notes, longer_names
 from profharness.errors import GateResult, NotFoundError, UsageError, counted, join_few
 from profharness.measurements.measurements import busy_text
-from profharness.program.changes import VERDICTS, EnvChange
+from profharness.program.changes import VERDICTS, EnvChange, with_short_devices
 from profharness.program.layer_map import LayerRow
 from profharness.program.matching import (
     LayerDiff,
@@ -140,7 +140,7 @@ def diff_document(
     gpus = any(change.key == "gpu" for change in diff.environment)
     blocks += _layer_blocks(_ordered_layers(diff), full, shares=gpus)
     if diff.environment:
-        blocks.append(Table.of(pick(EnvChange), diff.environment))
+        blocks.append(Table.of(pick(EnvChange), map(with_short_devices, diff.environment)))
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
     kernels = [kernel for row in diff.rows for kernel in (*row.baseline, *row.candidate)]

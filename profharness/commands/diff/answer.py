@@ -18,6 +18,7 @@ from profharness.commands.diff.compare import (
     DiffRow,
 )
 from profharness.errors import counted, join_and
+from profharness.program.changes import with_short_devices
 from profharness.program.matching import (
     LayerDiff,
     layer_labels,
@@ -353,7 +354,7 @@ def _environment(diff: Diff) -> Iterator[str]:
     if diff.environment:
         keys = [
             f"{change.key} ({change.baseline} → {change.candidate})"
-            for change in diff.environment
+            for change in map(with_short_devices, diff.environment)
             if change.explains
         ]
         more = len(diff.environment) - len(keys[:KEYS_SHOWN])

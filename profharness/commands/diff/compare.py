@@ -21,6 +21,7 @@ from profharness.attention.config import Config, setting_name
 from profharness.columns import SPEED_UP, column
 from profharness.commands._answers import cell_reason
 from profharness.device_types import CPU
+from profharness.devices import short_device_names
 from profharness.errors import (
     AmbiguousNameError,
     NotFoundError,
@@ -776,8 +777,10 @@ def _other_hardware(sides: tuple[Side, Side]) -> tuple[str, ...]:
     base, cand = (side.environment for side in sides)
     # On a CPU, the `gpu` key does not show which CPU it was.
     key, what = ("cpu", "CPUs") if base.get("device_type") == CPU else ("gpu", "GPUs")
-    difference = _difference(base, cand, key)
-    return (f"the {what} differ {difference}",) if difference else ()
+    if not _difference(base, cand, key):
+        return ()
+    names = short_device_names(str(each[key]) for each in (base, cand))
+    return (f"the {what} differ ({' and '.join(names.values())})",)
 
 
 def _difference(base: Mapping[str, Any], cand: Mapping[str, Any], key: str) -> str | None:

@@ -58,7 +58,13 @@ from profharness.attention.dispatch.predict import hazards, predict
 from profharness.attention.engines import ENGINES, Selection, engine_releases
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
-from profharness.commands._output import capture_progress, hint, hint_cpu, hint_sentence
+from profharness.commands._output import (
+    capture_progress,
+    hint,
+    hint_cpu,
+    hint_sentence,
+    shared_release,
+)
 from profharness.commands._runs import latest_of
 from profharness.commands._types import (
     DEFAULT_RELEASE,
@@ -412,9 +418,10 @@ Releases = Annotated[
         complete=complete_releases,
         metavar="RELEASES",
         help="Use the dispatch rules of one PyTorch release (such as "
-        f"2.9.1), of several releases (2.8,2.10) or of a range (2.5..2.15).  {DEFAULT_RELEASE}",
-        tool="One or more PyTorch releases, or a range of releases. The default is the installed "
-        "release or, if no atlas covers this release, the newest release that has an atlas.",
+        f"2.9.1), of several releases (2.8,2.10) or of a range (2.5..2.15).  "
+        f"[default: {DEFAULT_RELEASE}]",
+        tool="One or more PyTorch releases, or a range of releases. The default is "
+        f"{DEFAULT_RELEASE}.",
         tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
     ),
 ]
@@ -758,7 +765,7 @@ def explain(
 
 def _platforms(torch: str | None, names: Sequence[str], build: Mapping[str, Any]) -> list[Platform]:
     """Return the platforms for the releases and GPUs, or no platforms if neither is given."""
-    release = torch or _default_release(names)
+    release = shared_release(names, torch)
     of_gpu = [named_platforms(release, name, **build) for name in names or (None,)]
     require_distinct(names, [each[0].gpu or CPU for each in of_gpu if names])
     return list(itertools.chain.from_iterable(of_gpu))
@@ -779,23 +786,6 @@ def _platforms_of(
         )
     release = torch or (None if own is None else release_text(own.machine.torch))
     return _platforms(release, (run.gpu or CPU,), build)
-
-
-def _default_release(names: Sequence[str]) -> str | None:
-    """Return the release to use for GPUs if none is given, and print why it is used.
-
-    Several GPUs get the same release, so that only the GPUs differ.
-    """
-    gpus = [name for name in names if name.lower() != CPU]
-    if not gpus:
-        return None
-    from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
-
-    atlases = known_atlases()
-    release, note = min(release_for(atlases, gpu) for gpu in gpus)
-    if note:
-        hint_sentence(note)
-    return release_text(release)
 
 
 @usage(explain)

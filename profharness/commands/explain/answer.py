@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from profharness.attention.backends import BACKENDS
 from profharness.attention.config import (
@@ -28,12 +27,14 @@ from profharness.attention.dispatch.by_rule import (
     FUSED_BACKENDS,
     Explanation,
     MatrixRow,
+    by_preference,
     chosen,
     refusals_text,
     unread,
 )
 from profharness.commands._answers import split_text
 from profharness.commands.explain.maps import Bisection
+from profharness.devices import platform_text, short_device_name
 from profharness.errors import counted, join_and
 from profharness.render.document import More, Note
 from profharness.rows import MEASURED
@@ -43,18 +44,6 @@ if TYPE_CHECKING:
     from profharness.commands.explain.calls import ProgramCalls
 
 SHOWN_FLIPS = 3
-
-
-def platform_text(environment: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the PyTorch release and the device as parts of a sentence: `PyTorch 2.11`, `an H100`."""
-    release = re.sub(r"\.0$", "", str(environment.get("torch") or "").split("+")[0])
-    gpu = str(environment.get("gpu") or "").removeprefix("NVIDIA ")
-    return f"PyTorch {release}".rstrip(), with_article(gpu) if gpu else "the CPU"
-
-
-def with_article(gpu: str) -> str:
-    """Return the name of a GPU with its article, such as `an H100`."""
-    return f"{'an' if gpu[:1] in 'AEFHILMNORSXs' else 'a'} {gpu}"
 
 
 def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str, ...]:
@@ -140,7 +129,6 @@ def _others(answer: Explanation) -> Iterator[str]:
     if able and choice != "none":
         parts.append(f"{join_and(able)} could also run")
     refused = [side for side in considered if side.eligible is False]
-    refused.sort(key=lambda side: side.backend not in FUSED_BACKENDS)
     if refusals := refusals_text(answer, refused):
         parts.append(refusals)
     if unknown := [side.backend for side in considered if side.eligible is None]:
@@ -191,9 +179,14 @@ class Way:
 
 
 def ranked_ways(answer: Explanation) -> list[Way]:
-    """Return the advice on all backends, with the best advice first."""
+    """Return the advice on all backends, with the best advice first.
+
+    Of equally good advice, that on the backend that PyTorch prefers comes first.
+    """
     ways = [
-        Way(side, advice, answer.observed_ns) for side in answer.backends for advice in side.advice
+        Way(side, advice, answer.observed_ns)
+        for side in by_preference(answer)
+        for advice in side.advice
     ]
     return sorted(ways, key=lambda way: way.advice.rank)
 
@@ -360,7 +353,7 @@ def _without_advice(answer: Explanation, named: Sequence[str]) -> Iterator[str]:
 
 def gpu_of(answer: Explanation) -> str:
     """Return the GPU of an explanation, or `CPU`."""
-    return str(answer.environment.get("gpu") or "CPU")
+    return short_device_name(answer.environment.get("gpu") or "CPU")
 
 
 def compares_gpus(matrices: Sequence[Sequence[MatrixRow]]) -> bool:

@@ -12,8 +12,7 @@ from profharness.attention.config import Config
 from profharness.attention.dispatch.rocm import AmdGpu
 from profharness.attention.engines import ENGINES, Candidate, Selection, select
 from profharness.columns import column, pick
-from profharness.commands.explain.answer import with_article
-from profharness.devices import Gpu
+from profharness.devices import Gpu, with_article
 from profharness.errors import join_and
 from profharness.render.document import Block, Document, Heading, Note, Table
 

@@ -9,7 +9,7 @@ from profharness.atlas.predictions import Place, find_place, known_atlases, plac
 from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import predict
-from profharness.devices import short_gpu_name
+from profharness.devices import short_device_name
 from profharness.errors import ProfharnessError, join_and
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import LayerMap, LayerRow, suggestions
@@ -57,7 +57,7 @@ def main_change(layers: LayerMap) -> Change | None:
 
 def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], place: Place | None) -> str:
     if layers.gpu and (place is None or place.atlas is None):
-        return f"there is no atlas for {short_gpu_name(layers.gpu)}"
+        return f"there is no atlas for {short_device_name(layers.gpu)}"
     if any(row.backward_ns for row in rows):
         return "predictions do not include the backward pass"
     if any(row.config is None for row in rows):

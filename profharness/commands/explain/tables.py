@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from profharness.attention.config import AUTO, parse_config
+from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config
 from profharness.attention.dispatch.advice import THEN_SELECT, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     ALLOW_SET,
     COMPILED,
     FIELDS,
-    FUSED_BACKENDS,
     LEGACY,
     SCHEMA,
     Explanation,
@@ -266,12 +265,12 @@ def matrix_document(
 
     `►` marks each row whose choice differs from the row before. If `full` is set, the document also
     has the explanation for each row. `backends` contains the backends to show as
-    columns. By default, these are the fused backends.
+    columns. By default, these are PyTorch's own backends.
     """
     names = {
         side.backend for matrix in matrices for row in matrix for side in row.explanation.backends
     }
-    shown = backends or tuple(name for name in FUSED_BACKENDS if name in names)
+    shown = backends or tuple(name for name in SDPA_BACKENDS if name in names)
     by_gpu = compares_gpus(matrices)
     columns = (
         Column("flip", "", importance="answer"),

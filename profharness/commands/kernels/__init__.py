@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from profharness.commands._output import (
     hint,
     hint_after,
     is_command_line,
+    shared_release,
 )
 from profharness.commands._runs import run_text
 from profharness.commands._types import (
@@ -145,6 +146,8 @@ class KernelsFound:
     store: Path | None = None
     profilers: tuple[str, ...] = ()
     """The names passed with --profiler, such as `nsys` or `all`."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The short text of each place whose kernels an atlas predicted, by its complete text."""
 
     def warnings(self) -> dict[str, tuple[str, ...]]:
         """Return the warnings about the traces of each run."""
@@ -155,9 +158,9 @@ class KernelsFound:
             return opened.warnings(runs)
 
     def names(self) -> dict[str, str]:
-        """Return the name of each stored run by its id."""
+        """Return the name of each stored run by its id, or the short texts of places."""
         if self.store is None:
-            return {}
+            return dict(self.places)
         with open_store(self.store) as opened:
             return opened.run_names()
 
@@ -205,8 +208,8 @@ def kernels(
     call" shows the kernel's share of the cell's time on the device, and "% occupancy" shows the
     theoretical occupancy.
     For a program's trace, the table has the columns "median µs/launch", "total µs" and "% of GPU
-    time" instead of "mean µs/call" and "% of call". `-` means that the profiler does not record the
-    value.
+    time" instead of "mean µs/call" and "% of call". With --gpu, "predicted µs/call" replaces "mean
+    µs/call". `-` means that the profiler does not record the value.
 
     --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,
     its ncu counters, and every disagreement between the profilers. For each profiler, the newest
@@ -227,10 +230,11 @@ def kernels(
         from profharness.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
 
         folder = None if atlas is None else Path(atlas)
-        rows, cells, doubt = rows_of_atlas(chosen, names, gpu, torch, folder, driver)
+        release = shared_release([gpu], torch, folder)
+        rows, cells, place, doubt = rows_of_atlas(chosen, names, gpu, release, folder, driver)
         if doubt:
             hint_after(doubt)
-        return KernelsFound(rows, cells)
+        return KernelsFound(rows, cells, places={place.text: place.described()})
     watched = LAUNCH_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:
         raise UsageError("--breakdown uses one profiler; choose it with --profiler")

@@ -41,6 +41,7 @@ from profharness.rows import (
     CellRow,
     KernelRow,
     sourced,
+    times_word,
 )
 from profharness.units import share_text, time_text
 
@@ -207,10 +208,11 @@ def kernels_document(
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
     longer = longer_names(rows)
+    mixed = len({row.source for row in rows}) > 1
 
     def line(row: KernelRow) -> tuple[dict[str, Any], KernelRow]:
         name = longer.get(row.kernel, row.kernel_short)
-        backend = row.backend and sourced(row.backend, row.source)
+        backend = sourced(row.backend, row.source) if mixed else row.backend
         return {"backend": backend, "kernel_short": name}, row
 
     blocks: list[Block] = []
@@ -219,12 +221,14 @@ def kernels_document(
     ranges = dict.fromkeys(map(_scope, rows), 1) if full else _shown_ranges(rows)
     for scope in dict.fromkeys([*((c.run, c.config, None) for c in cells), *ranges]):
         run, config, range_name = scope
-        title = config or (f"range {range_name}" if range_name else "outside of any range")
+        kernels_of = f"of range {range_name}" if range_name else "outside of any range"
+        title = config or f"Kernels {kernels_of}"
         own = [row for row in rows if _scope(row) == scope]
         beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
         detail = f"run {(names or {}).get(run, run)}" if several_runs else ""
         if any(row.source in SOURCE_WORDS for row in own):
-            detail = f"{run}, from its atlas"
+            where = run if full else (names or {}).get(run, run)
+            detail = f"{where}, from its atlas"
         if foreign := bool(own) and all(row.cell is None for row in own):
             alike = f"the longest of {ranges[scope]} similar ranges" if ranges[scope] > 1 else ""
             few = "" if full else _few(own, most)
@@ -380,7 +384,13 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
     if all(row.shared_share is None for row in rows):  # the device is unknown
         hidden.add("shared_share")
     columns = (column for column in ROW_COLUMNS if column.key not in hidden)
-    return tuple(OF_RANGE.get(each.key, each) if foreign else each for each in columns)
+    if foreign:
+        return tuple(OF_RANGE.get(each.key, each) for each in columns)
+    sources = {row.source for row in rows}
+    if not sources & SOURCE_WORDS.keys():
+        return tuple(columns)
+    title = f"{times_word(sources)} µs/call"
+    return tuple(replace(each, title=title) if each.key == "call_ns" else each for each in columns)
 
 
 def _scope(row: KernelRow) -> _Scope:
@@ -514,7 +524,7 @@ def witness_document(
     for config in configs:
         own = [kernel for kernel in joined if kernel.first.config == config]
         beside = [cell for cell in cells if cell.config == config]
-        blocks.append(Heading(config or "outside of any config"))
+        blocks.append(Heading(config or "Kernels outside of any config"))
         if own:
             blocks.append(_table(own, longer))
         for cell in beside:

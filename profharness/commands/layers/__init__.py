@@ -13,7 +13,7 @@ from profharness.atlas.predictions import Place, assumed_release, find_place, kn
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
-from profharness.commands._output import capture_progress, echo, hint, hint_sentence, keep_measured
+from profharness.commands._output import capture_progress, echo, hint, keep_measured, shared_release
 from profharness.commands._runs import find_listed, run_text
 from profharness.commands._types import (
     BACKENDS_OPTION,
@@ -421,10 +421,8 @@ def find_places(
     an unknown GPU, and for a GPU that is named twice.
     """
     entries, names = known_atlases(atlas), gpu_names(gpus)
-    places = [find_place(entries, name, torch, driver=driver) for name in names]
-    for note in dict.fromkeys(place.release_note for place, _ in places):
-        if note:
-            hint_sentence(note)
+    release = shared_release(names, torch, atlas)
+    places = [find_place(entries, name, release, driver=driver) for name in names]
     require_distinct(names, [place.gpu for place, _ in places])
     return places
 

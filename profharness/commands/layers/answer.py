@@ -9,7 +9,7 @@ from statistics import median
 from profharness.attention.config import SDPA_BACKENDS
 from profharness.commands._answers import LAUNCH_REMEDY
 from profharness.commands.explain.savings import Change, main_change, matters, saving_text
-from profharness.devices import short_gpu_name
+from profharness.devices import with_article
 from profharness.errors import counted, join_and, join_few
 from profharness.measurements.agreement import ANOTHER_PACKAGE, backend_text
 from profharness.program.gates import falls_back, is_unfused
@@ -361,7 +361,7 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
     )
     if not forecast.calls:
         chosen = f"PyTorch is predicted to choose {join_and(ran)}" if ran else "no backend is known"
-        return f"On {forecast.gpu}, {chosen}; the times are unknown."
+        return f"On {with_article(forecast.gpu)}, {chosen}; the times are unknown."
     saves = ""
     if forecast.saves_ns:
         a_step = " per step on average" if several_phases(layers) else ""
@@ -369,7 +369,7 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
     subject, eager = "attention", ""
     if all(row.kind == "eager" for row in layers.rows):
         subject = "scaled_dot_product_attention"
-        where = f" on {short_gpu_name(layers.gpu)}" if layers.gpu else ""
+        where = f" on {with_article(layers.gpu)}" if layers.gpu else ""
         if layers.attention_ns and forecast.of == "step":
             eager = (
                 f" The eager attention in the trace takes {time_text(layers.attention_ns)}{where}."
@@ -379,7 +379,7 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
         for each in forecast.groups
     ]
     return (
-        f"Predicted for {forecast.gpu}: {subject} takes {join_and(times)}, on {join_and(ran)}{saves}."
+        f"Predicted for {with_article(forecast.gpu)}: {subject} takes {join_and(times)}, on {join_and(ran)}{saves}."
         f"{eager}"
     )
 

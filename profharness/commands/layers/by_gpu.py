@@ -19,7 +19,7 @@ from profharness.commands.layers.tables import (
     layers_document,
 )
 from profharness.device_types import device_name
-from profharness.devices import short_gpu_name
+from profharness.devices import short_device_name, short_device_names
 from profharness.errors import NotFoundError, UsageError, counted, join_and, join_few
 from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
 from profharness.program.changes import environment_changes
@@ -184,10 +184,7 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
         layers.gpu or device_name(environment) or ("an unnamed GPU" if layers.busy_ns else "CPU")
         for layers, environment in zip(maps, environments, strict=True)
     ]
-
-    short = {device: short_gpu_name(device) for device in devices}
-    if len(set(short.values())) < len(short):  # such as two variants of a board
-        short = {device: device for device in devices}
+    short = short_device_names(devices)
 
     def name(device: str, run: str) -> str:
         if len(set(devices)) == 1 < len(devices):
@@ -302,7 +299,7 @@ def _bench_class(
         except NotFoundError as error:
             doubts.append(f"the savings of the best backends are unknown: {error}")
     return GpuBench(
-        name=program.name if program else short_gpu_name(_device(bench)),
+        name=program.name if program else short_device_name(_device(bench)),
         device=_device(bench),
         bench=bench,
         layers=layers,
@@ -690,7 +687,7 @@ def _bench_blocks(
         else f"{each.name}: no benchmark"
         for each in benches
     ]
-    yield Heading("Benches compared", f"times of one call; {', '.join(timed)}")
+    yield Heading("Benchmarks compared", f"times of one call; {', '.join(timed)}")
     labels = layer_labels(rows, full=full, with_config=True)
     layers = list(
         zip(rows, labels, zip(*(each.calls for each in benches), strict=True), strict=True)

@@ -10,7 +10,6 @@ from profharness.atlas.predictions import (
     Place,
     contiguous_note,
     disagreement,
-    machine_text,
     place_estimates,
 )
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config, sdpa_setting
@@ -99,7 +98,8 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     result = Forecast(
         gpu=place.gpu,
         torch=place.release,
-        machine=machine_text(place.atlas.machine) if place.atlas else None,
+        machine=place.text if place.atlas else None,
+        cudnn=place.rules.cudnn,
         of="step" if by_step else "program",
         ns=mean.ns,
         low_ns=mean.low_ns,

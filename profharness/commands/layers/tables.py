@@ -18,7 +18,7 @@ from profharness.commands.layers.answer import (
     told_change,
     what_to_change,
 )
-from profharness.devices import short_gpu_name
+from profharness.devices import context_text, short_device_name
 from profharness.errors import counted, join_few
 from profharness.files import default_store, shell_command
 from profharness.program.layer_map import (
@@ -205,7 +205,7 @@ def _forecast_of_same_gpu(layers: LayerMap) -> bool:
     if len(layers.forecasts) > 1 or layers.platform is None or layers.gpu is None:
         return False
     (forecast,) = layers.forecasts
-    same_gpu = short_gpu_name(forecast.gpu) == short_gpu_name(layers.gpu)
+    same_gpu = short_device_name(forecast.gpu) == short_device_name(layers.gpu)
     return same_gpu and forecast.torch == release_text(layers.platform.machine.torch)
 
 
@@ -239,10 +239,13 @@ def _engine_notes(log: EngineLog) -> Iterator[Note]:
 def _forecast_blocks(
     forecast: Forecast, lines: Sequence[dict[str, Any]], full: bool
 ) -> Iterator[Block]:
-    where = forecast.machine or f"{forecast.gpu}, torch {forecast.torch}, no atlas"
+    known = {"gpu": forecast.gpu, "torch": forecast.torch, "cudnn": forecast.cudnn}
+    where = context_text(known, *([] if forecast.machine else ["no atlas"]))
+    if full and forecast.machine:
+        where = forecast.machine
     whole = "a step" if forecast.of == "step" else "the whole program"
     whole = "a step of the phase" if len(forecast.groups) > 1 else whole
-    yield Heading(f"Predicted for {where}", f"kernel times of {whole}")
+    yield Heading(f"Predicted kernel times of {whole}", where)
     rows = [
         {column.key: line[column.key] for column in GPU_LAYER}
         | record(row)
@@ -274,7 +277,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     gpus = [forecast.gpu for forecast in layers.forecasts]
     names = [f"{gpu} predicted" for gpu in gpus]
     if measured:
-        gpus.insert(0, short_gpu_name(layers.gpu) if layers.gpu else "here")
+        gpus.insert(0, short_device_name(layers.gpu) if layers.gpu else "here")
         names.insert(0, f"{gpus[0]} measured")
     whole = "a step" if first.of == "step" else "the whole program"
     whole = "a step of the phase" if len(first.groups) > 1 else whole
@@ -293,10 +296,6 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
     # A GPU without any time has no speed-up either.
     optional = [each.key for each in columns if each.format == "ratio"]
     yield Table.of(filled_columns((*GPU_LAYER, *columns), rows, optional), rows)
-    if len({forecast.torch for forecast in layers.forecasts}) > 1:
-        there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
-        yield Note(f"The predictions are for different PyTorch releases: {there}.")
-        yield Note("Choose a release with --torch.", level="hint")
     for forecast in others:
         pairs = [
             (here.predicted_backend, there.predicted_backend)

@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal
 
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
-from profharness.attention.config import ALL_DISABLED, AUTO, SDPA_BACKENDS, parse_config
+from profharness.attention.config import (
+    ALL_DISABLED,
+    AUTO,
+    SDPA_BACKENDS,
+    in_usual_order,
+    parse_config,
+)
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, column, pick
 from profharness.commands._answers import cell_reason, not_run_notes
@@ -75,7 +81,7 @@ from profharness.commands.report.program import (
 )
 from profharness.commands.verify import verify_document
 from profharness.device_types import device_name
-from profharness.devices import DeviceFact
+from profharness.devices import DeviceFact, device_and_release, short_device_name
 from profharness.errors import NotFoundError, UsageError, join_few
 from profharness.files import atomic_file, check_output
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
@@ -85,7 +91,7 @@ from profharness.measurements.measurements import (
     basis_detail,
     basis_text,
 )
-from profharness.program.changes import OF_A_FILE, EnvChange
+from profharness.program.changes import OF_A_FILE, EnvChange, with_short_devices
 from profharness.program.layer_map import LayerMap, short_module
 from profharness.render.document import (
     MISSING,
@@ -276,7 +282,10 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     if diff and not on_several:
         blocks += diff_blocks(diff)
     elif diff and diff.environment:
-        blocks += [Heading("What changed"), Table.of(pick(EnvChange), diff.environment)]
+        blocks += [
+            Heading("What changed"),
+            Table.of(pick(EnvChange), map(with_short_devices, diff.environment)),
+        ]
     if len(maps) > 1:
         # On one class of GPU, the diff of two runs has these figures.
         if (diff is None or on_several) and not many:
@@ -341,8 +350,7 @@ def _run_detail(store: Store, run: str) -> str:
     environment = store.environment(run)
     (row,) = (row for row in store.runs() if row.run == run)
     parts = [
-        store.device_name(run),
-        f"torch {environment['torch']}" if environment.get("torch") else None,
+        *device_and_release({"gpu": store.device_name(run), "torch": environment.get("torch")}),
         row.created.replace("T", " ")[:16] + " UTC" if row.created else None,
     ]
     return " · ".join(filter(None, parts))
@@ -484,7 +492,10 @@ def _run_blocks(
         extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in compared)
     machine = run_machine(store, run, cells=cells)
     if facts := machine.facts():
-        details += [Heading("Device", machine.name or ""), Table.of(DEVICE, facts)]
+        details += [
+            Heading("Device", short_device_name(machine.name or "")),
+            Table.of(DEVICE, facts),
+        ]
     details += environment_blocks(environment)
     return [*blocks, *_folded(details)], sentences
 
@@ -760,11 +771,11 @@ def _summarize_run(
         f"{_count(len(backends), 'backend')} ({', '.join(backends)}), in "
         f"{_count(len(cells), 'cell')}: "
         f"{', '.join(f'{count} {status}' for status, count in statuses.most_common())}; "
-        f"{device_name(environment) or 'an unknown device'}, "
-        f"torch {environment.get('torch') or 'of an unknown release'}."
+        f"{', '.join(device_and_release(environment)) or 'an unknown device'}."
     ]
     refusals = []
-    for backend, own in backends.items():
+    for backend in in_usual_order(backends):
+        own = backends[backend]
         refused = [cell for cell in own if cell.status == "refused"]
         codes = dict.fromkeys(reason.code for cell in refused for reason in decisive(cell.refusals))
         if refused:

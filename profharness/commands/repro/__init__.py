@@ -81,7 +81,7 @@ from profharness.errors import (
 )
 from profharness.files import atomic_file, check_output
 from profharness.rows import NAIVE_COMPILED, CellRow
-from profharness.run import Protocol
+from profharness.run import SEED
 from profharness.store import ALL_RUNS, Selection, open_store
 from profharness.units import time_text
 
@@ -108,7 +108,7 @@ Seed = Annotated[
     Option(
         ("--seed",),
         type=SeedRange(),
-        help="Random seed for the inputs.  [default: the run's seed, else 0]",
+        help=f"Random seed for the inputs.  [default: the run's seed, else {SEED}]",
     ),
 ]
 
@@ -159,7 +159,9 @@ def repro(
             raise UsageError(
                 f"a script runs only one backend; choose one of {named} with --backend"
             )
-        text = repro_script(chosen[0], names[0] if names else "auto", device, seed or 0)
+        text = repro_script(
+            chosen[0], names[0] if names else "auto", device, SEED if seed is None else seed
+        )
     else:
         text = _stored_script(
             store_path(store), Selection(str(run), chosen, stored_names(names)), device, seed
@@ -202,7 +204,7 @@ def _stored_script(path: Path, selection: Selection, device: str, seed: int | No
         if device == "auto":
             device = environment.get("device_type", "auto")
         if seed is None:
-            seed = store.protocol(cell.run).get("seed", Protocol().seed)
+            seed = store.protocol(cell.run).get("seed", SEED)
     record = _record(cell, environment)
     return repro_script(parse_config(cell.config), cell.backend, device, seed, record)
 
@@ -234,7 +236,7 @@ def repro_script(
     config: Config,
     backend_name: str,
     device: str = "auto",
-    seed: int = 0,
+    seed: int = SEED,
     record: Iterable[str] = (),
 ) -> str:
     """Return the script of a cell. `record` contains lines about the stored results of the cell.

@@ -15,6 +15,7 @@ from profharness.commands.bench.answer import bench_answer
 from profharness.commands.diff import diff_document
 from profharness.commands.diff.compare import diff_cells, find_sides
 from profharness.commands.layers.tables import layers_document
+from profharness.commands.runs import shown_values
 from profharness.errors import ProfharnessError
 from profharness.measurements.evaluation import evaluate_bench
 from profharness.program.layer_map import find_layers
@@ -82,7 +83,7 @@ class _Page:
 
     def stored(self, runs: Sequence[RunRow]) -> str:
         shown = runs[:MAX_RUNS]
-        cells = formatted_rows(Table.of(RUN_COLUMNS, shown))
+        cells = formatted_rows(Table.of(RUN_COLUMNS, [(shown_values(row), row) for row in shown]))
         rows = [
             (_report(row.name, row.run), *map(escape, texts))
             for row, texts in zip(shown, cells, strict=True)
