@@ -87,7 +87,7 @@ def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
     for number in ("65535,16,1", "18.5", "2.5"):
         assert number in text
     assert "…" in text
-    assert "--full also shows: block, smem KiB" in text
+    assert "these columns: block, smem KiB" in text
 
 
 @pytest.mark.parametrize("width", range(30, 200, 10))
