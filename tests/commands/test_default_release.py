@@ -72,5 +72,5 @@ def test_commands_agree_on_a_release_and_print_it(
         text = ".".join(map(str, release))
         assert f"torch {text}" in " ".join(done.output.split()), words
         assert (why in " ".join(done.stderr.split())) and bool(why) == (
-            "using PyTorch" in done.stderr
+            "Using PyTorch" in done.stderr
         )
