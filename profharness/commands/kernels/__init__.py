@@ -51,7 +51,7 @@ from profharness.measurements.agreement import (
     predicted_rows,
     unmet_expectations,
 )
-from profharness.render.document import Document
+from profharness.render.document import Document, Note, shown_note
 from profharness.rows import LAUNCH_PROFILERS, CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import (
     ALL_RUNS,
@@ -229,7 +229,7 @@ def kernels(
         folder = None if atlas is None else Path(atlas)
         rows, cells, doubt = rows_of_atlas(chosen, names, gpu, torch, folder, driver)
         if doubt:
-            hint_after(doubt)
+            hint_after(shown_note(Note(doubt)).text)
         return KernelsFound(rows, cells)
     watched = LAUNCH_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:
