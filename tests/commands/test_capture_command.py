@@ -60,7 +60,7 @@ def test_without_a_config_it_runs_the_everyday_set(tmp_path: Path) -> None:
 def told(done: Result) -> list[str]:
     """The lines of the everyday set."""
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("no config was given") and "--config" in lines[0]
+    assert lines[0].startswith("No config was given") and "--config" in lines[0]
     return [line for line in lines if line.startswith("  ")]
 
 
