@@ -28,14 +28,14 @@ class Audit:
 
 
 Source = Annotated[
-    PathLike, Option(metavar="RUN_OR_FILE", complete=complete_runs, type=click.STRING)
+    PathLike, Option(metavar="RUN", complete=complete_runs, type=click.STRING)
 ]
 CopyPath = Annotated[
     PathLike | None,
     Option(
         ("-o", "--output"),
         type=click.Path(path_type=Path),
-        metavar="OUT",
+        metavar="PATH",
         help="The path to which the copy is written.  [default: <name>-scrubbed beside the source]",
     ),
 ]
@@ -75,7 +75,7 @@ def scrub_run(
     changed. The command audits the copy, and deletes the copy if the audit fails.
 
     \b
-    Example:
+    Examples:
       profharness scrub latest
       profharness scrub traces/runs/20261121-152530-4142
       profharness scrub --check traces/runs
