@@ -27,9 +27,7 @@ class Audit:
     findings: tuple[Finding, ...]
 
 
-Source = Annotated[
-    PathLike, Option(metavar="RUN", complete=complete_runs, type=click.STRING)
-]
+Source = Annotated[PathLike, Option(metavar="RUN", complete=complete_runs, type=click.STRING)]
 CopyPath = Annotated[
     PathLike | None,
     Option(
