@@ -110,7 +110,7 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
             ("kernels", "--step", "3"),
             "error: no such option '--step'; it belongs to layers; see: profharness kernels --help",
         ),
-        (("explain", "2,8,512,64,widow=3"), "did you mean window=?"),
+        (("explain", "2,8,512,64,widow=3"), "did you mean window=3?"),
         (("explain", "2,8,512,64,qqq"), "cannot read 'qqq'. `profharness"),
         (("bench", "1,4,-3,64"), "error: config '1,4,-3,64': '-3' must be a positive integer"),
         (
