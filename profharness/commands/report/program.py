@@ -62,7 +62,7 @@ from profharness.traces.ops import EVALUATION
 from profharness.units import share_figure, share_text, time_text
 
 MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
-ALIKE = 0.05  # layers whose times differ by less than this share have one bar
+ALIKE = 0.1  # layers whose times differ by less than this share have one bar
 MOST_KERNELS = 15
 REASONS_TOLD = 2  # maximum number of reasons for backends in the answer
 MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
@@ -241,18 +241,23 @@ def _layer_bars(
     """
     steps = {(step.trace, step.step) for step in times.steps}
     spent: dict[str, dict[str, float]] = {}
+    configs: dict[str, str | None] = {}  # the config of the first call of each layer
     for call in calls:
         name = module_name(call)
         if name is None or not call.kernels or (call.trace, call.step) not in steps:
             continue
-        own = spent.setdefault(short_module(name) or name, {})
+        name = short_module(name) or name
+        configs.setdefault(name, call.config)
+        own = spent.setdefault(name, {})
         backend = actual_backend(call) or UNKNOWN
         own[backend] = own.get(backend, 0) + sum(kernel.total_ns for kernel in call.kernels)
     count = len(times.steps)
     if not spent or len(spent) > MOST_BARS:
         spent, count = {}, 1
         for row in layers.rows if layers else ():
-            own = spent.setdefault(short_module(row.module) or row.config or row.kind, {})
+            name = short_module(row.module) or row.config or row.kind
+            configs.setdefault(name, row.config)
+            own = spent.setdefault(name, {})
             own[row.ran or UNKNOWN] = own.get(row.ran or UNKNOWN, 0) + row.kernel_ns
     busy = (layers.gpu_ns if layers else 0) or times.step_ns - times.parts.get((IDLE, None), 0)
     means = {
@@ -262,7 +267,7 @@ def _layer_bars(
     means = {name: own for name, own in means.items() if own}
     if len(means) < 2:  # the table of layers has the same figures
         return
-    groups = alike_layers(means)
+    groups = alike_layers(means, configs)
     rows = [row for group in groups for row in _bar(group, busy)]
     title = f"Attention by layer in {phase} steps" if phase else "Attention by layer"
     if len(groups) > 1:
@@ -291,27 +296,31 @@ def _layer_bars(
         )
 
 
-def alike_layers(times: Mapping[str, Mapping[str, float]]) -> list[dict[str, Mapping[str, float]]]:
+def alike_layers(
+    times: Mapping[str, Mapping[str, float]], configs: Mapping[str, str | None]
+) -> list[dict[str, Mapping[str, float]]]:
     """Group layers whose names differ only in numbers, and that take about the same time.
 
-    `times` contains the time of each layer on each backend. The layers of a group have one backend,
-    the same for all of them, and their times differ by less than ALIKE.
+    `times` contains the time of each layer on each backend. The layers of a group have the same
+    config and run on the same backend only, and their times differ by less than ALIKE.
     """
     groups: list[dict[str, Mapping[str, float]]] = []
-    latest: dict[tuple[str, str], dict[str, Mapping[str, float]]] = {}
+    alike: dict[tuple[str, str | None, str], list[dict[str, Mapping[str, float]]]] = {}
     for name, own in times.items():
+        group = {name: own}
         if len(own) == 1:
             ((backend, ns),) = own.items()
-            key = NUMBER.sub("{}", name), backend
-            group = latest.get(key, {})
-            known = [ns, *(each[backend] for each in group.values())]
-            if group and max(known) < (1 + ALIKE) * min(known):
-                group[name] = own
-                continue
-            latest[key] = {name: own}
-            groups.append(latest[key])
+            found = alike.setdefault((NUMBER.sub("{}", name), configs.get(name), backend), [])
+            for other in found:
+                known = [ns, *(each[backend] for each in other.values())]
+                if max(known) < (1 + ALIKE) * min(known):
+                    other |= group
+                    break
+            else:
+                found.append(group)
+                groups.append(group)
         else:
-            groups.append({name: own})
+            groups.append(group)
     return groups
 
 
