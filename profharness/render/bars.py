@@ -18,8 +18,8 @@ LETTERED = 0.03  # minimum share of a bar for which a text is drawn inside; CSS 
 def draw_bars(chart: Chart) -> str:
     """Return the bars of a chart with a legend.
 
-    Draw a single bar taller, and list its parts with their labels. Do the same for a few bars of
-    which each part has a label.
+    Draw a single bar of several parts taller, and list its parts with their labels. Do the same for a
+    few bars of which each part has a label.
     """
     rows = chart.plain_rows()
     names = list(dict.fromkeys(row["series"] for row in rows))
@@ -27,7 +27,7 @@ def draw_bars(chart: Chart) -> str:
     bars: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         bars.setdefault(str(row["y"]), []).append(row)
-    if len(bars) == 1:
+    if len(bars) == 1 and len(rows) > 1:
         return _listed(rows, colors)
     longest = max((sum(row["x"] for row in parts) for parts in bars.values()), default=0) or 1
     divided = any(len(parts) > 1 for parts in bars.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import os
 import shlex
 import signal
@@ -88,7 +89,7 @@ def test_what_verification_finds_wrong_is_shown_and_not_ranked(folder: Path) -> 
 
 def test_refusals_are_explained_under_the_table(folder: Path) -> None:
     text = (folder / "stdout.txt").read_text()
-    assert "cudnn refused, 2 configs cudnn attention does not exist on cpu [no_device]" in text
+    assert re.search(r"cudnn refused.*: cudnn attention does not exist on cpu", text)
 
 
 def test_a_stored_bench_answers_again_without_measuring(folder: Path) -> None:

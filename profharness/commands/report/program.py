@@ -235,9 +235,8 @@ def _layer_bars(
 ) -> Iterator[Block]:
     """Yield a chart of the layers, in the order of the program or of the layer map.
 
-    Layers that are alike share a bar, and a table then has all layers. If all layers are alike, yield
-    a sentence instead of the chart. Yield nothing if there is
-    only one layer. `times` and `layers` describe the steps of a phase.
+    Layers that are alike share a bar, and a table then has all layers. Yield nothing if there is only
+    one layer. `times` and `layers` describe the steps of a phase.
     """
     steps = {(step.trace, step.step) for step in times.steps}
     spent: dict[str, dict[str, float]] = {}
@@ -270,20 +269,13 @@ def _layer_bars(
     groups = alike_layers(means, configs)
     rows = [row for group in groups for row in _bar(group, busy)]
     title = f"Attention by layer in {phase} steps" if phase else "Attention by layer"
-    if len(groups) > 1:
-        what = "Mean attention" if len(times.steps) > 1 else "Attention"
-        caption = f"{what} kernel time per step, and its share of the GPU's busy time."
-        if len(groups) < len(means):
-            caption += " The bar of several layers has the length of their mean."
-        keys = ("µs", "layer", "backend")
-        yield Chart("stack", title, tuple(rows), *keys, label="label", caption=caption)
-    else:
-        ((backend, _),) = next(iter(means.values())).items()
-        spent_each = _range_text([own[backend] for own in means.values()])
-        text = (
-            f"attention of each of the {len(means)} layers takes {spent_each} per step on {backend}"
-        )
-        yield Note(f"in {phase} steps, {text}" if phase else text)
+    what = "Mean attention" if len(times.steps) > 1 else "Attention"
+    caption = f"{what} kernel time per step, and its share of the GPU's busy time."
+    if len(groups) < len(means):
+        caption += " The bar of several layers has the length of their mean."
+    yield Chart(
+        "stack", title, tuple(rows), "µs", "layer", "backend", label="label", caption=caption
+    )
     if len(groups) < len(means):
         yield Heading(f"{title}, as a table", level=3, folded=True)
         yield Table.of(
