@@ -69,6 +69,18 @@ def test_times_with_host_time_are_doubtful_if_lanes_share_cores(tmp_path: Path) 
     assert doubted == {("auto", "eager"): (SHARED_CORES,)}
 
 
+def test_the_median_is_named_if_there_are_other_measurements(tmp_path: Path) -> None:
+    """Bug: `median µs/call` stood beside `median graph µs/call`."""
+    times = {"cold": steady(80_000), "graph": steady(70_000)}
+    for name in ("both", "one"):
+        (tmp_path / name).mkdir()
+    both = RENDERERS["md"](bench_document(answer(tmp_path / "both", [cell(STUDY, "auto", times)])))
+    assert "| median cold µs/call |" in both and "| median graph µs/call |" in both
+    alone = timed(STUDY, "cold", auto=80_000)
+    one = RENDERERS["md"](bench_document(answer(tmp_path / "one", alone)))
+    assert "| median µs/call |" in one
+
+
 @pytest.mark.parametrize(("share", "busy"), [(0.02, False), (0.43, True)])
 def test_times_with_host_time_are_doubtful_if_the_cpu_is_busy(
     tmp_path: Path, share: float, busy: bool

@@ -410,13 +410,23 @@ def _main_table(answer: BenchResult, full: bool) -> Table:
 
 
 def _columns(answer: BenchResult) -> tuple[Column, ...]:
-    """Return the columns of the main table. Only a named baseline has a column of speed-ups."""
-    if answer.baseline is None:
-        return tuple(each for each in COLUMNS if each.key != "speedup")
-    if not isinstance(answer.baseline, str):
-        return COLUMNS
-    title = f"speed-up vs {answer.baseline}"
-    return tuple(replace(each, title=title) if each.key == "speedup" else each for each in COLUMNS)
+    """Return the columns of the main table.
+
+    The title of the median by which backends are ranked names its measurement if the table also has
+    other measurements. Only a named baseline has a column of speed-ups.
+    """
+    titles = {}
+    measured = {row.measurement for row in answer.rows if row.median_ns}
+    if len(measured) > 1 or any(row.host_ns for row in answer.rows):
+        name = ALIASES.get(answer.ranking, answer.ranking)
+        titles["median_ns"] = f"median {name} µs/call"
+    if isinstance(answer.baseline, str):
+        titles["speedup"] = f"speed-up vs {answer.baseline}"
+    return tuple(
+        replace(each, title=titles.get(each.key, each.title))
+        for each in COLUMNS
+        if answer.baseline is not None or each.key != "speedup"
+    )
 
 
 def _mostly_wide(answer: BenchResult) -> bool:
