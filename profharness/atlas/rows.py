@@ -159,13 +159,13 @@ class AtlasComparison:
     low_ns: Annotated[
         int | None,
         column(
-            meaning="lower end of the 90 % interval of `kernel_ns`",
+            meaning="lower end of the 90 % prediction interval for `kernel_ns`",
         ),
     ]
     high_ns: Annotated[
         int | None,
         column(
-            meaning="upper end of the 90 % interval of `kernel_ns`",
+            meaning="upper end of the 90 % prediction interval for `kernel_ns`",
         ),
     ]
     ratio: Annotated[
@@ -214,7 +214,7 @@ class AtlasComparison:
             "interval",
             importance="detail",
             scale="call",
-            meaning="90 % interval of `kernel_ns`",
+            meaning="90 % prediction interval for `kernel_ns`",
         ),
     ]:
         """The interval of the time, or None if the time was measured."""

@@ -408,13 +408,13 @@ class LayerForecast:
     predicted_low_ns: Annotated[
         Number,
         column(
-            meaning="lower end of the 90 % interval of the mean time of one call",
+            meaning="lower end of the 90 % prediction interval for the mean time of one call",
         ),
     ] = None
     predicted_high_ns: Annotated[
         Number,
         column(
-            meaning="upper end of the 90 % interval of the mean time of one call",
+            meaning="upper end of the 90 % prediction interval for the mean time of one call",
         ),
     ] = None
     predicted_total_ns: Annotated[
@@ -478,7 +478,7 @@ class LayerForecast:
             "interval",
             importance="detail",
             scale="prediction",
-            meaning="90 % interval of the mean time of one call; if the source is `floor`, a lower bound",
+            meaning="90 % prediction interval for the mean time of one call; a lower bound if the source is `floor`",
         ),
     ]:
         """The interval of the time, or None if the time was measured."""

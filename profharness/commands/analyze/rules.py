@@ -226,7 +226,7 @@ def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     )
     part = dram_share(cell, figures)
     if part is not None:
-        text += f", at {percent(part, 1)} of the peak bandwidth ({figures.against})"
+        text += f", at {percent(part, 1)} of the {figures.against} peak bandwidth"
     if ratio < 1:
         text += "; the rest was read from the L2, or has not yet been written back"
     yield measured(
