@@ -95,9 +95,12 @@ SOURCE_WORDS = {MEASURED: "measured", MODEL: "predicted", FLOOR: "bound only"}
 
 
 def times_word(sources: Collection[str]) -> str:
-    """Return what to call times from these sources: `predicted`, `measured` or, if mixed, `kernel`."""
-    only = next(iter(sources)) if len(sources) == 1 else None
-    return SOURCE_WORDS[only] if only in (MEASURED, MODEL) else "kernel"
+    """Return what to call times from these sources: `predicted`, `measured` or, if mixed, `kernel`.
+
+    A lower bound is not a time, so its source does not matter.
+    """
+    timed = {*sources} - {FLOOR}
+    return SOURCE_WORDS.get(timed.pop(), "kernel") if len(timed) == 1 else "kernel"
 
 
 def sourced(name: str | None, source: str) -> str:
