@@ -855,7 +855,7 @@ def test_shortened_dimensions_are_printed_in_full() -> None:
     rows = tuple(("attention", text, "flashinfer") for text in texts)
     document = Document("t/1", "t", (Table(columns, rows),), (), ())
     lines = render_table(document, width=44, cut=True).splitlines()
-    assert lines[-3:] == ["configs in full:", *texts]
+    assert lines[-3:] == ["configs in full:", *(f"  {text}" for text in texts)]
 
 
 @pytest.mark.parametrize(
@@ -877,7 +877,19 @@ def test_up_to_twelve_shortened_configs_are_printed_in_full(
     lines = render_table(document, width=24, cut=True).splitlines()
     assert lines[0] == "config  b2-h8-…-d64-fp16"
     assert below in lines
-    assert ({*labels} <= {*lines}) == (count <= 12)
+    assert ({f"  {label}" for label in labels} <= {*lines}) == (count <= 12)
+
+
+def test_a_list_of_configs_differs_from_the_note_that_follows() -> None:
+    """Bug: the label of the note looked like the last config of the list."""
+    columns = (Column("c", "config", shrink=True), Column("a", "ran", importance="answer"))
+    labels = [f"b2-h8-s{size}-d64-fp16" for size in (1000, 1001)]
+    table = Table(columns, tuple((label, "flash") for label in labels))
+    document = Document("t/1", "t", (table, Note("is slow", labels[0])), (), ())
+    lines = render_table(document, width=24, cut=True).splitlines()
+    listed = lines.index("configs in full:")
+    assert lines[listed + 1 : listed + 3] == [f"  {label}" for label in labels]
+    assert lines[listed + 3] == labels[0]
 
 
 def test_a_shortened_name_refers_to_full() -> None:
