@@ -44,6 +44,7 @@ from profharness.render.fitting import (
     ELLIPSIS,
     OPTIONAL,
     Layout,
+    chunks,
     distinct_cuts,
     fit_columns,
     is_key,
@@ -651,6 +652,28 @@ def test_long_sentences_continue_in_their_column() -> None:
         "check  found",
         "CUDA   no NVIDIA GPU: captures run on",
         "       the CPU, as ATen ops",
+    ]
+
+
+@pytest.mark.parametrize("width", range(18, 40))
+def test_short_words_are_not_split(width: int) -> None:
+    """Bug: `head_dim_multiple` was split after `head_dim_`, because no blank was near the end."""
+    text = "efficient: head_dim_multiple, cudnn: head_dim_multiple"
+    lines = list(chunks(text, width))
+    assert " ".join(lines) == text
+    assert max(map(len, lines)) <= width
+
+
+def test_a_word_that_is_as_wide_as_the_line_stays_on_it() -> None:
+    """Bug: the last word was moved to the next line, or split, although it fitted."""
+    name = "a_very_long_name_of_a_backend"
+    assert next(chunks(f"cudnn: head_dim {name}", 15)) == "cudnn: head_dim"
+
+
+def test_long_words_are_split_at_a_separator() -> None:
+    assert list(chunks("a kernel_name_of_many_words_and_more", 24)) == [
+        "a kernel_name_of_many_",
+        "words_and_more",
     ]
 
 
