@@ -206,7 +206,8 @@ def grammar_lines() -> list[str]:
     strides = " ".join(f"{option.name}=" for option in keyed if option.kind == "strides")
     return [
         "  ".join([" ".join(CONFIG_DTYPES), *FLAGS]),
-        "  ".join([numbers, *reals]),
+        numbers.rstrip(),
+        "  ".join(reals),
         *(
             f"{option.name}={'|'.join(option.allowed)}"
             for option in keyed

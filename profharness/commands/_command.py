@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
+from profharness.commands._help import HelpCommand, HelpGroup
 from profharness.commands._options import Parameter, evaluated, option_parameters
 from profharness.commands._output import (
     HINTS,
@@ -42,7 +43,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 T = TypeVar("T")
 G = TypeVar("G", bound=Iterable[GateResult] | None)
-IN_PYTHON = "\n\nIn Python "
+IN_PYTHON = "\n\nIn Python"
 
 
 @dataclass
@@ -161,7 +162,7 @@ class Declaration:
             parameters += [each for each in OUTPUT_PARAMETERS if each.name not in names]
         options = [each for one in (*parameters, *last) for each in one.click_parameters()]
         text = inspect.cleandoc(self.run.__doc__ or "").partition(IN_PYTHON)[0]
-        return click.Command(
+        return HelpCommand(
             self.name,
             params=options,
             help=text,
@@ -216,7 +217,8 @@ def command(
 
     def decorate(function: Callable[P, A]) -> Callable[P, R]:
         for key, text in (fill or {}).items():
-            function.__doc__ = (function.__doc__ or "").replace(f"{{{key}}}", text)
+            whole = inspect.cleandoc(function.__doc__ or "")
+            function.__doc__ = whole.replace(f"{{{key}}}", text)
         declaration = Declaration(
             name, function, frame, tool, tool_required, epilog, context_settings
         )
@@ -298,7 +300,7 @@ class CommandGroup:
 
     def click_command(self) -> click.Command:
         commands = [each.click_command() for each in self.commands]
-        return click.Group(self.name, help=inspect.cleandoc(self.help), commands=commands)
+        return HelpGroup(self.name, help=inspect.cleandoc(self.help), commands=commands)
 
 
 def as_is(answer: A) -> A:

@@ -163,7 +163,7 @@ def _to_frame(captured: CapturedRuns) -> pd.DataFrame:
     return pd.concat(each, ignore_index=True) if len(each) > 1 else each[0]
 
 
-@command("capture", frame=_to_frame, fill={"grammar": "\n      ".join(grammar_lines())})
+@command("capture", frame=_to_frame, fill={"grammar": "\n  ".join(grammar_lines())})
 def capture(
     configs: ConfigArguments = None,
     backends: BackendsToRun = None,

@@ -144,9 +144,10 @@ class LayerRow:
         Text,
         column(
             "phase",
-            meaning="`train`, `recompute` (checkpointing), `decode` (one query), `prefill` (causal), "
-            "`self` (not causal) or `cross` (different lengths). Tables show `train` as `training`, "
-            "and leave out `self` and `cross`, which `attention` contains",
+            meaning="`train`, `decode` (one query), `prefill` (causal), `self` (not causal) or "
+            "`cross` (different lengths). Tables show `train` as `training`, or as `recompute` if "
+            "this is the direction, and leave out `self` and `cross`, which `attention` contains. "
+            "If the program has phases, tables show `step_phase` instead",
         ),
     ]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]

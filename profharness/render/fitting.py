@@ -28,6 +28,7 @@ MOST_LINES = (
     3  # most lines of READABLE width for a name in a block of columns; longer names are cut
 )
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
+WHOLE_WORD = 20  # maximum width of a word that is moved to the next line instead of being split
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
 REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
 ELLIPSIS = "…"
@@ -964,8 +965,9 @@ def fitting(text: str, width: int) -> str:
 def chunks(text: str, width: int) -> Iterator[str]:
     """Cut a text into lines.
 
-    End each line after a blank or a comma in the second half of the line. If there is none, use
-    another separator in the second half, or else cut anywhere. Cut a config between its tokens.
+    Do not cut a word of up to WHOLE_WORD that fits into a line. Otherwise, end each line after a
+    blank or a comma in the second half of the line. If there is none, use another separator in the
+    second half, or else cut anywhere. Cut a config between its tokens.
     """
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
@@ -973,8 +975,15 @@ def chunks(text: str, width: int) -> Iterator[str]:
             yield text[: tokens[-1].end()]
             text = text[tokens[-1].end() :]
             continue
+        start = line.rfind(" ") + 1
+        word = text[start:].partition(" ")[0]
         ends = (max(map(line.rfind, marks)) + 1 for marks in SEPARATORS)
-        end = next((end for end in ends if end > len(line) // 2), len(line))
+        if text.startswith(" ", len(line)):
+            end = len(line)
+        elif start and cell_len(word) <= min(width, WHOLE_WORD):
+            end = start
+        else:
+            end = next((end for end in ends if end > len(line) // 2), len(line))
         yield text[:end].rstrip()
         text = text[end:].lstrip()
     yield text

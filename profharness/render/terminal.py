@@ -402,7 +402,9 @@ def _whole_texts(texts: Sequence[str], width: int) -> list[str]:
         ("names in full:", [text for text in texts if not config_in(text)]),
     ):
         if own:
-            lines += [title, *(line for text in own for line in chunks(text, width))]
+            # The indentation separates the last item from a note that follows.
+            items = (line for text in own for line in chunks(text, max(width - INDENT, 1)))
+            lines += [title, *(f"{' ' * INDENT}{line}" for line in items)]
     return lines
 
 

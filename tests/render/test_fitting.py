@@ -44,6 +44,7 @@ from profharness.render.fitting import (
     ELLIPSIS,
     OPTIONAL,
     Layout,
+    chunks,
     distinct_cuts,
     fit_columns,
     is_key,
@@ -654,6 +655,28 @@ def test_long_sentences_continue_in_their_column() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", range(18, 40))
+def test_short_words_are_not_split(width: int) -> None:
+    """Bug: `head_dim_multiple` was split after `head_dim_`, because no blank was near the end."""
+    text = "efficient: head_dim_multiple, cudnn: head_dim_multiple"
+    lines = list(chunks(text, width))
+    assert " ".join(lines) == text
+    assert max(map(len, lines)) <= width
+
+
+def test_a_word_that_is_as_wide_as_the_line_stays_on_it() -> None:
+    """Bug: the last word was moved to the next line, or split, although it fitted."""
+    name = "a_very_long_name_of_a_backend"
+    assert next(chunks(f"cudnn: head_dim {name}", 15)) == "cudnn: head_dim"
+
+
+def test_long_words_are_split_at_a_separator() -> None:
+    assert list(chunks("a kernel_name_of_many_words_and_more", 24)) == [
+        "a kernel_name_of_many_",
+        "words_and_more",
+    ]
+
+
 def test_a_dotted_name_keeps_its_end() -> None:
     columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
     names = [f"DecoderLayer_{{{own}}}.Attention_{{{own}}}" for own in ("0-2", "3-5")]
@@ -855,7 +878,7 @@ def test_shortened_dimensions_are_printed_in_full() -> None:
     rows = tuple(("attention", text, "flashinfer") for text in texts)
     document = Document("t/1", "t", (Table(columns, rows),), (), ())
     lines = render_table(document, width=44, cut=True).splitlines()
-    assert lines[-3:] == ["configs in full:", *texts]
+    assert lines[-3:] == ["configs in full:", *(f"  {text}" for text in texts)]
 
 
 @pytest.mark.parametrize(
@@ -877,7 +900,19 @@ def test_up_to_twelve_shortened_configs_are_printed_in_full(
     lines = render_table(document, width=24, cut=True).splitlines()
     assert lines[0] == "config  b2-h8-…-d64-fp16"
     assert below in lines
-    assert ({*labels} <= {*lines}) == (count <= 12)
+    assert ({f"  {label}" for label in labels} <= {*lines}) == (count <= 12)
+
+
+def test_a_list_of_configs_differs_from_the_note_that_follows() -> None:
+    """Bug: the label of the note looked like the last config of the list."""
+    columns = (Column("c", "config", shrink=True), Column("a", "ran", importance="answer"))
+    labels = [f"b2-h8-s{size}-d64-fp16" for size in (1000, 1001)]
+    table = Table(columns, tuple((label, "flash") for label in labels))
+    document = Document("t/1", "t", (table, Note("is slow", labels[0])), (), ())
+    lines = render_table(document, width=24, cut=True).splitlines()
+    listed = lines.index("configs in full:")
+    assert lines[listed + 1 : listed + 3] == [f"  {label}" for label in labels]
+    assert lines[listed + 3] == labels[0]
 
 
 def test_a_shortened_name_refers_to_full() -> None:

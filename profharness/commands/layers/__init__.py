@@ -12,6 +12,7 @@ import click
 from profharness.atlas.predictions import Place, assumed_release, find_place, known_atlases
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document, gate, usage
+from profharness.commands._help import legend
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, echo, hint, keep_measured, shared_release
 from profharness.commands._runs import find_listed, run_text
@@ -62,14 +63,20 @@ from profharness.store import Selection, frame, open_store
 if TYPE_CHECKING:
     import pandas as pd
 
-WORDS = """
-\b
-mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
-       fast path (nn.TransformerEncoder's own op)
-phase  train (with a backward pass), recompute (a forward pass repeated by checkpointing),
-       decode (one query), prefill (causal), self (not causal),
-       cross (query and key lengths differ)
-ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
+WORDS = {
+    "attention": "self, cross (to another sequence); shown if the program has cross attention",
+    "phase": "training (with a backward pass; CSV and JSON write train), recompute (a forward pass "
+    "repeated by checkpointing; CSV and JSON write train, and recompute as the direction), decode "
+    "(one query), prefill (causal). In a program with phases, it is the phase of the steps: prefill, "
+    "decode, mixed (both), verify (drafted tokens), draft, diffusion, idle or other",
+    "mode": "compile (inside torch.compile), graph (replayed by a CUDA graph), fast path "
+    "(nn.TransformerEncoder's own op); blank otherwise, where CSV and JSON write eager",
+    "ran": "flash, efficient, cudnn, math; eager (matrix products and a softmax); flex; or the "
+    "library of the kernel, such as fa3",
+}
+"""Maps columns of the tables to their values, for the help text."""
+EPILOG = f"""
+{legend(WORDS)}
 
 --savings adds the time per step that the calls of each row would save on the fastest correct
 backend. The saving is the number of calls, multiplied by the difference between the measured times
@@ -224,7 +231,7 @@ def _to_frame(found: LayersFound) -> pd.DataFrame:
 @command(
     "layers",
     frame=_to_frame,
-    epilog=WORDS,
+    epilog=EPILOG,
     tool="Use this tool for a model or a training step. For single configs, use `kernels`. If "
     "`gpu` is given, the `predicted_*` keys contain predictions for the same calls on that GPU.",
 )
@@ -255,7 +262,8 @@ def layers(
       profharness layers --gpu H200
       profharness layers RUN-ON-H100 RUN-ON-H200
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
-      profharness layers --list-configs > calls.txt; profharness capture --configs calls.txt
+      profharness layers --list-configs > calls.txt
+      profharness capture --configs calls.txt
 
     In Python the result contains the rows of the table, with the keys of the JSON output.
     `attrs["layers"]` contains the layer maps.

@@ -9,6 +9,7 @@ from profharness import stats
 from profharness.attention.config import split_names
 from profharness.columns import pick
 from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._help import legend
 from profharness.commands._options import Option, one_of
 from profharness.commands._types import (
     Runs,
@@ -57,7 +58,6 @@ COLUMNS = pick(
 # Maximum number of rows without --full. Ranks with findings are chosen first.
 ROWS_SHOWN = 32
 ANY = "any"
-_WIDTH = max(map(len, CODES))
 
 Threshold = Annotated[
     float,
@@ -92,7 +92,7 @@ def _to_frame(answer: RankComparison) -> pd.DataFrame:
 @command(
     "ranks",
     frame=_to_frame,
-    fill={"codes": "\n    ".join(f"{code:{_WIDTH}}  {text}" for code, text in CODES.items())},
+    fill={"codes": legend(CODES)},
 )
 def ranks(
     *runs: Runs, threshold: Threshold = stats.THRESHOLD, store: Store = None
@@ -105,7 +105,6 @@ def ranks(
     all ranks of its job are compared. A job consists of all traces in one folder that record the
     same number of ranks. Without RUN, the newest job is compared.
 
-    \b
     {codes}
 
     \b
