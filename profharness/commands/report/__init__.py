@@ -508,7 +508,7 @@ def _layer_notes(layers: LayerMap, told: Collection[str]) -> list[Note]:
     reasons = [
         Note(reason, short_module(row.module) or row.config or row.kind)
         for row in layers.rows
-        for reason in row.reasons
+        for reason in layers.shown_reasons(row)
         if f"{reason}." not in told
     ]
     return [*merged_notes(reasons), *(Note(text, "", "warning") for text in layers.caveats)]
