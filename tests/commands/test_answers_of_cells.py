@@ -65,7 +65,7 @@ def answer(*words: object) -> list[str]:
             ("--run", "latest"),
             [
                 "auto runs cudnn on 3 of 4 configs and flash on 1.",
-                "By kernel time, no other backend is faster (4 configs compared).",
+                "By kernel time, no other backend that accepts the call is faster (4 configs compared).",
                 "Refused: efficient (2 configs), cudnn (1 config), all-disabled (1 config).",
             ],
         ),
@@ -198,7 +198,7 @@ def test_explain_answers_by_rule_and_marks_what_is_predicted(tmp_path: Path) -> 
     for kind in ("table", "md", "html"):
         shown = " ".join(invoke(*words, *none, "--format", kind).stdout.split())
         assert "predicted" in shown
-        assert "hides nothing, leave it out. Without sdpa" in shown.replace("\\", "")
+        assert "hides nothing: leave it out. Without sdpa" in shown.replace("\\", "")
         assert "auto then runs" not in shown
 
 

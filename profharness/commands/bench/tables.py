@@ -17,7 +17,7 @@ from profharness.commands._answers import NUMBER, cell_reason, merged_text, not_
 from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
-from profharness.commands.explain.faster import faster_config_text, faster_configs
+from profharness.commands.explain.faster import change_notes, faster_configs
 from profharness.device_types import device_name
 from profharness.devices import Peaks, device_and_release, flop_peak, short_device_name
 from profharness.errors import counted, join_few, percent
@@ -187,12 +187,6 @@ def changes_of(answer: BenchResult) -> Iterator[tuple[Explanation, Way]]:
     """Yield the changes that are predicted to make configs faster on `auto`."""
     labels = [cell.config for cell in answer.cells if cell.backend == AUTO]
     yield from faster_configs(run_configs(answer.name, labels, answer.environment))
-
-
-def change_notes(changes: Iterable[tuple[Explanation, Way]]) -> Iterator[Note]:
-    """Yield a note on each change of `changes_of`, with its config as the label."""
-    for explanation, way in changes:
-        yield Note(faster_config_text(way), explanation.config)
 
 
 def bench_document(
