@@ -31,6 +31,11 @@ NONE = -1
 # Why the config of an attention call in a CUDA graph, or of bare kernels, is unknown
 NO_SHAPES = "the call belongs to a CUDA graph, so the trace does not contain its shapes"
 NO_OP = "the kernels of the call were launched without an op, so the trace does not show its shapes"
+LAUNCHED_WITHOUT_OP = (
+    "were launched without an op, so the trace does not show their shapes, and FLOPs and bytes are "
+    "unknown"
+)
+"""The end of a sentence on all calls of a step whose reason is NO_OP."""
 
 
 def cell_range(cell: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -83,3 +84,18 @@ def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[s
             yield f"{lead}: {', '.join(parts)}."
         elif found:
             yield f"{lead}: {join_and(in_usual_order(found))}."
+
+
+# Matches a number such as `1,234.5`, but no digits inside a kernel name or a dtype such as `fp16`.
+NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
+
+
+def merged_text(texts: Sequence[str]) -> str:
+    """Merge texts that differ only in their numbers. A number that varies becomes `low to high`."""
+    ranges = []
+    for numbers in zip(*(NUMBER.findall(text) for text in texts), strict=True):
+        ranked = sorted(numbers, key=lambda number: float(number.replace(",", "")))
+        low, high = ranked[0], ranked[-1]
+        ranges.append(low if low == high else f"{low} to {high}")
+    merged = iter(ranges)
+    return NUMBER.sub(lambda _: next(merged), texts[0])

@@ -139,7 +139,7 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     texts = []
     low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
     if low and high and (high - low) / high > CLOCK_MOVED:
-        texts.append(f"the SM clock varied between {low:g} and {high:g} MHz")
+        texts.append(f"the SM clock varied (lowest {low:g} MHz, highest {high:g} MHz)")
     bits = int(clocks.get("throttle_reasons") or 0)
     reasons = [text for bit, text in THROTTLES.items() if bits & bit]
     if reasons:

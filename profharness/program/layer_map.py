@@ -55,7 +55,7 @@ from profharness.rows import (
     StepRow,
 )
 from profharness.store import Store
-from profharness.trace import NO_SHAPES
+from profharness.trace import LAUNCHED_WITHOUT_OP, NO_OP, NO_SHAPES
 from profharness.traces.engine_log import EngineLog
 from profharness.traces.kernel_names import parse_kernel_name
 
@@ -627,6 +627,16 @@ class LayerMap(StepTimes):
             )
             for phase, steps in groups.items()
         )
+
+    def shown_reasons(self, row: LayerRow) -> tuple[str, ...]:
+        """Return the reasons of a row, without a reason that a caveat gives for all calls of a step."""
+        told = any(
+            doubt.endswith(LAUNCHED_WITHOUT_OP)
+            for phase in self.phases
+            if phase.phase == row.step_phase
+            for doubt in phase.doubts
+        )
+        return tuple(reason for reason in row.reasons if not (told and reason == NO_OP))
 
     def of_phase(self, phase: str | None) -> StepTimes:
         """Return the times of a phase, or those of all steps if `phase` is None."""

@@ -14,6 +14,7 @@ from profharness.devices import Peaks, roofline_ns
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
 from profharness.errors import counted
 from profharness.rows import WHOLE_TRACE, CallRow, StepRow
+from profharness.trace import LAUNCHED_WITHOUT_OP, NO_OP
 from profharness.traces.engine_steps import (
     DECODE,
     MIXED,
@@ -478,14 +479,13 @@ def step_work(batch: EngineStep, calls: Sequence[CallRow]) -> tuple[Work | None,
     for call in calls:
         shape = head_shape(call)
         if shape is None:
-            unknown = sum(head_shape(each) is None for each in calls)
-            which = (
-                f"All {len(calls)}" if unknown == len(calls) > 1 else f"{unknown} of {len(calls)}"
-            )
-            return None, (
-                f"{which} attention calls of a {batch.phase} step lack shapes, so FLOPs and bytes "
-                "are unknown"
-            )
+            unknown = [each for each in calls if head_shape(each) is None]
+            count = f"{len(unknown)} of {len(calls)}"
+            which = f"all {len(calls)}" if len(unknown) == len(calls) > 1 else count
+            which += f" attention calls of a {batch.phase} step"
+            if all(each.reason == NO_OP for each in unknown):
+                return None, f"the kernels of {which} {LAUNCHED_WITHOUT_OP}"
+            return None, f"{which} lack shapes, so FLOPs and bytes are unknown"
         for part in _call_parts(batch, call):
             work = part_work(part, shape)
             flops += work.flops

@@ -40,12 +40,38 @@ def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
     assert "SDPBackend.MATH" in found.losses[0].code
     assert bench_answer(found)[0] == (
         "On 2 of 4 configs, auto takes more than 1.10 times as long as the fastest backend. The worst case is "
-        "b1-h1-s128-d64-fp16, where auto takes 2.91 times as long (369 µs on efficient against 127 µs on "
-        "math). Use sdpa_kernel([SDPBackend.MATH]); see the code below."
+        "b1-h1-s128-d64-fp16, where auto takes 2.91 times as long: 369 µs on efficient against 127 µs on "
+        "math. Use sdpa_kernel([SDPBackend.MATH]); see the code below."
     )
     winners = {each.config: (each.backend, each.ties) for each in found.winners}
     assert winners["b1-h1-s512-d64-fp16"] == ("cudnn", ())
     assert winners["b1-h1-s64-d64-fp16"] == ("auto", ("flash",))
+
+
+def test_the_answer_has_the_wide_intervals_of_the_times_that_it_names(tmp_path: Path) -> None:
+    """Bug: a ratio of two medians was given without the interval of ±49 % of one of them."""
+    wide = [100_000, 50_000, 150_000, 100_000, 148_000, 52_000]
+    cells = [
+        cell("1,1,64,64,fp16", "auto", {"event": steady(50_000)}, choice="cudnn"),
+        *timed("1,1,64,64,fp16", cudnn=49_000),
+        cell("1,1,64,64,fp16", "math", {"event": wide}),
+    ]
+    told = bench_answer(answer(tmp_path, cells))[0]
+    assert re.fullmatch(
+        r"auto already runs the fastest backend: cudnn takes 49\.0 µs; math takes 2\.04 times as "
+        r"long \(±\d\d %\)\.",
+        told,
+    )
+
+
+def test_the_worst_case_has_the_wide_interval_of_auto(tmp_path: Path) -> None:
+    wide = [100_000, 70_000, 130_000, 100_000, 128_000, 72_000]
+    cells = [
+        cell("1,1,64,64,fp16", "auto", {"event": wide}, choice="flash"),
+        *timed("1,1,64,64,fp16", cudnn=49_000),
+    ]
+    told = bench_answer(answer(tmp_path, cells))[0]
+    assert re.search(r": 100 µs on flash \(±\d\d %\) against 49\.0 µs on cudnn\.", told)
 
 
 def test_a_bench_without_times_describes_no_measurement(tmp_path: Path) -> None:
@@ -194,7 +220,7 @@ def test_what_auto_ran_is_tied_with_auto(tmp_path: Path) -> None:
     assert (winner.backend, winner.same, winner.ties) == ("cudnn", ("auto",), ("auto",))
     assert winner.rivals == () and winner.of_auto
     assert bench_answer(found)[0] == (
-        "auto already runs cudnn, the fastest: 50.0 µs; flash takes 1.40 times as long."
+        "auto already runs the fastest backend: cudnn takes 50.0 µs; flash takes 1.40 times as long."
     )
     ratios = {row.backend: row.regret for row in found.figures()}
     assert ratios["all-disabled"] is None and ratios["auto"] == pytest.approx(0.04)
@@ -369,7 +395,7 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
 def test_a_backend_measured_twice_is_not_compared_with_itself(tmp_path: Path) -> None:
     found = answer(tmp_path, regretful()[-2:])  # auto chose flash, and is 20 % slower than it
     assert found.losses[0].regret > 0.19
-    assert bench_answer(found)[0] == "auto already runs flash, the fastest: 50.0 µs."
+    assert bench_answer(found)[0] == "auto already runs the fastest backend: flash takes 50.0 µs."
     assert tuple(noise_of_auto(found.losses)) == (
         "auto ran the same kernels as the fastest backend, so the difference between their times "
         "(1.20x) is noise between measurements.",

@@ -31,7 +31,7 @@ from profharness.measurements.measurements import (
     with_regret,
     with_speedup,
 )
-from profharness.render.document import Chart
+from profharness.render.document import Chart, Note
 from profharness.render.renderers import RENDERERS, render_json
 from profharness.render.terminal import render_table
 from profharness.rows import COLD, CPU_WAIT, NAIVE_COMPILED, REPLACEMENTS, SHARED_CORES, Refusal
@@ -162,7 +162,7 @@ def test_no_peaks_no_efficiency(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("clocks", "text"),
     [
-        ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "varied between 1700 and 1980 MHz"),
+        ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "varied (lowest 1700 MHz, highest 1980 MHz)"),
         ({"throttle_reasons": 0x4}, "power limit"),
         ({"throttle_reasons": 0x20}, "its temperature (software"),
         ({"throttle_reasons": 0x48}, "a hardware slowdown and its temperature (hardware"),
@@ -173,6 +173,25 @@ def test_clocks_make_a_cell_doubtful(tmp_path: Path, clocks: dict[str, Any], tex
     (doubt,) = row_of(found, "auto").doubts
     assert text in doubt
     assert text in RENDERERS["md"](bench_document(found)).replace("\\", "")
+
+
+def test_warnings_that_differ_only_in_numbers_are_one_note(tmp_path: Path) -> None:
+    """Bug: each pair of clocks had a note of its own."""
+    cells = [
+        cell(
+            f"1,1,{length},64,fp16",
+            "auto",
+            {"event": steady(80_000)},
+            clocks={"sm_mhz_min": low, "sm_mhz_max": 1980},
+        )
+        for length, low in ((128, 1700), (256, 1800))
+    ]
+    notes = [
+        block for block in bench_document(answer(tmp_path, cells)).blocks if isinstance(block, Note)
+    ]
+    assert [(note.label, note.text) for note in notes if "clock" in note.text] == [
+        ("[1] 2 figures", "the SM clock varied (lowest 1700 to 1800 MHz, highest 1980 MHz)")
+    ]
 
 
 def test_steady_clocks_and_an_idle_gpu_are_no_doubt() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import profharness
 from profharness.attention.config import parse_config
+from profharness.commands._answers import merged_text
 from profharness.commands.analyze.answer import analyze_answer
 from profharness.commands.analyze.cells import analyze_all, analyze_cell
 from profharness.commands.analyze.figures import (
@@ -37,7 +38,6 @@ from profharness.commands.analyze.several import (
     common_findings,
     common_remedies,
     drops,
-    merged_text,
     missing_scenarios,
     sweep,
     where,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from profharness.attention.config import ALL_DISABLED, OWN_CHOICE, pytorch_chooses
+from profharness.attention.config import ALL_DISABLED, AUTO, OWN_CHOICE, pytorch_chooses
 from profharness.commands.analyze.figures import PREDICTED, CellAnalysis, Remedy
 from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
@@ -149,10 +150,25 @@ def _of_all(ran: Sequence[CellAnalysis], without: str) -> Iterator[str]:
             f"The most frequent {subject} {_limits(first)} ({most}{per_limit} of the {len(ran)} "
             f"cells that ran{without}){next_ones}."
         )
+    changes = [each for one in ran for each in one.remedies if each.grade == PREDICTED]
+    if changes:
+        yield _remedy([max(changes, key=lambda each: each.factor or 0)])
     remedies: dict[str, list[tuple[CellAnalysis, Remedy]]] = {}
+    as_fast_on_auto = {
+        (each.run, each.config)
+        for each in ran
+        if each.backend == AUTO and not each.finding("faster_backend")
+    }
     limited = [each for each in ran if limits and each.bottleneck in _by_count(limits)[0][1]]
     for each in limited:
-        for remedy in each.remedies[:1]:
+        # A faster backend than the requested one is no news if `auto` is as fast.
+        others = (
+            remedy
+            for remedy in each.remedies
+            if remedy.grade != PREDICTED
+            and not (remedy.measured and (each.run, each.config) in as_fast_on_auto)
+        )
+        for remedy in islice(others, 1):
             remedies.setdefault(remedy.text, []).append((each, remedy))
     if remedies:
         alike = max(remedies.values(), key=len)

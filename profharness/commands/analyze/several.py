@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -10,14 +9,13 @@ from typing import Annotated, TypeVar
 
 from profharness.attention.config import Config, pytorch_chooses
 from profharness.columns import column
+from profharness.commands._answers import NUMBER, merged_text
 from profharness.commands.analyze.figures import CellAnalysis, Figures, Finding, Remedy
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import contenders
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 from profharness.units import time_text
 
-# Matches a number such as `1,234.5`, but no digits inside a kernel name or a dtype such as `fp16`.
-NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
 SEVERAL = 2  # A finding is printed once for all its configs if there are at least this many.
 
 
@@ -82,17 +80,6 @@ def _common(
     for group in groups.values():
         if len({analysis.config for analysis, _ in group}) >= SEVERAL:
             yield group
-
-
-def merged_text(texts: Sequence[str]) -> str:
-    """Merge texts that differ only in their numbers. A number that varies becomes `low to high`."""
-    ranges = []
-    for numbers in zip(*(NUMBER.findall(text) for text in texts), strict=True):
-        ranked = sorted(numbers, key=lambda number: float(number.replace(",", "")))
-        low, high = ranked[0], ranked[-1]
-        ranges.append(low if low == high else f"{low} to {high}")
-    merged = iter(ranges)
-    return NUMBER.sub(lambda _: next(merged), texts[0])
 
 
 TIE = 1.03  # Two backends tie if the ratio of their medians is below this value.

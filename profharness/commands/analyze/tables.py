@@ -9,6 +9,7 @@ from typing import Any
 
 from profharness.attention.config import Config
 from profharness.columns import Column, pick
+from profharness.commands._answers import NUMBER, merged_text
 from profharness.commands.analyze.answer import LIMITS, analyze_answer, gain_text
 from profharness.commands.analyze.figures import (
     FIELDS,
@@ -24,14 +25,12 @@ from profharness.commands.analyze.figures import (
     kernels_past_l1,
 )
 from profharness.commands.analyze.several import (
-    NUMBER,
     ScenarioChoice,
     changed_problems,
     choices,
     common_findings,
     common_remedies,
     drops,
-    merged_text,
     missing_scenarios,
     separate,
     sweep,

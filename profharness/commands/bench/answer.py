@@ -10,7 +10,7 @@ from profharness.attention.dispatch.advice import setting_code
 from profharness.commands._answers import refused_and_failed, split_text
 from profharness.device_types import device_name
 from profharness.devices import pytorch_text, with_article
-from profharness.errors import counted, join_and
+from profharness.errors import counted, join_and, percent
 from profharness.measurements.evaluation import BenchResult, Loss, Winner
 from profharness.measurements.measurements import BenchRow, basis_text
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL
@@ -27,6 +27,8 @@ TRUST = {
     "excludes the launch cost.",
 }
 """Maps each measurement to a sentence on what to use it for."""
+WIDE_INTERVAL = 0.25
+"""Sentences contain the half-width of an interval if it is at least this share of the median."""
 
 
 def bench_answer(answer: BenchResult) -> tuple[str, ...]:
@@ -59,14 +61,20 @@ def _of_auto(answer: BenchResult, losses: Sequence[Loss]) -> str:
             return text
         return f"On {_all(total)}, auto takes at most {as_long(1 + NOTABLE_LOSS, 'the fastest backend')}. {text}"
     worst, may = found[0], "" if real else "may "
-    times = f"{_time(worst.chosen_ns, worst.choice)} against {_time(worst.best_ns, worst.best)}"
+    rows = {(row.config, row.backend): row for row in answer.figures()}
+    own, best = (_interval(rows[worst.config, name]) for name in (AUTO, worst.best))
+    times = (
+        f"{_time(worst.chosen_ns, worst.choice)}{own} against "
+        f"{_time(worst.best_ns, worst.best)}{best}"
+    )
     where = _all(total) if len(found) == total else f"{len(found)} of {total} configs"
     lead = f"auto {may}{'take' if may else 'takes'} {as_long(1 + worst.regret)}: {times}"
     if total > 1:
         lead = (
             f"On {where}, auto {may}{'take' if may else 'takes'} more than "
             f"{as_long(1 + NOTABLE_LOSS, 'the fastest backend')}. The worst case is "
-            f"{worst.config}, where auto {may}{'take' if may else 'takes'} {as_long(1 + worst.regret)} ({times})"
+            f"{worst.config}, where auto {may}{'take' if may else 'takes'} "
+            f"{as_long(1 + worst.regret)}: {times}"
         )
     if not real:
         return f"{lead}. The difference is not significant: {worst.why_open}."
@@ -80,8 +88,9 @@ def _good_choice(answer: BenchResult, loss: Loss) -> str:
         AUTO in (each.backend, *each.same) for each in answer.winners if each.config == loss.config
     ):
         return lead
-    chosen = _time(loss.chosen_ns, loss.choice)
-    return f"{lead} auto takes {as_long(1 + loss.regret)} ({chosen})."
+    (own,) = (row for row in answer.figures() if (row.config, row.backend) == (loss.config, AUTO))
+    chosen = f"{_time(loss.chosen_ns, loss.choice)}{_interval(own)}"
+    return f"{lead} auto takes {as_long(1 + loss.regret)}: {chosen}."
 
 
 def noise_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
@@ -101,6 +110,12 @@ def noise_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
 
 def _all(count: int) -> str:
     return "both configs" if count == 2 else f"all {count} configs"
+
+
+def _interval(row: BenchRow) -> str:
+    """Return the half-width of a wide interval, such as ` (±95 %)`, or "" if it is not wide."""
+    half = row.half or 0
+    return f" (±{percent(half)})" if half >= WIDE_INTERVAL else ""
 
 
 def _time(ns: float, backend: str | None) -> str:
@@ -127,12 +142,16 @@ def _of_winners(answer: BenchResult) -> str:
     if len(winners) > 1:
         return _of_several(winners, any(row.backend == AUTO for row in ranked))
     (winner,) = winners
-    time = time_text(winner.median_ns)
+    fastest = next(
+        row for row in ranked if (row.config, row.backend) == (winner.config, winner.backend)
+    )
+    time = f"{time_text(winner.median_ns)}{_interval(fastest)}"
     if winner.rivals:
         why = f" ({winner.why_open})" if winner.why_open else ""
         lead = f"{winner.subject} has the lowest median, {time}, but there is {winner.between}{why}"
     elif winner.of_auto:
-        lead = f"auto already runs {winner.name}, the fastest: {time}"
+        # The median is that of the backend's own row, which may differ from that of `auto`.
+        lead = f"auto already runs the fastest backend: {winner.name} takes {time}"
     else:
         lead = f"{winner.subject} is the fastest: {time}"
     if winner.busy:
@@ -141,9 +160,8 @@ def _of_winners(answer: BenchResult) -> str:
     known = (winner.backend, *winner.ties, *winner.open)
     if slowest.backend in known or pytorch_chooses(slowest.backend):
         return f"{lead}."
-    return (
-        f"{lead}; {slowest.backend} takes {as_long((slowest.median_ns or 0) / winner.median_ns)}."
-    )
+    ratio = as_long((slowest.median_ns or 0) / winner.median_ns)
+    return f"{lead}; {slowest.backend} takes {ratio}{_interval(slowest)}."
 
 
 def _of_several(winners: Sequence[Winner], with_auto: bool) -> str:

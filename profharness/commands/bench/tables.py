@@ -13,11 +13,11 @@ from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
-from profharness.commands._answers import cell_reason, not_run_notes
+from profharness.commands._answers import NUMBER, cell_reason, merged_text, not_run_notes
 from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
-from profharness.commands.explain.faster import faster_config_text, faster_configs
+from profharness.commands.explain.faster import change_notes, faster_configs
 from profharness.device_types import device_name
 from profharness.devices import Peaks, device_and_release, flop_peak, short_device_name
 from profharness.errors import counted, join_few, percent
@@ -187,12 +187,6 @@ def changes_of(answer: BenchResult) -> Iterator[tuple[Explanation, Way]]:
     """Yield the changes that are predicted to make configs faster on `auto`."""
     labels = [cell.config for cell in answer.cells if cell.backend == AUTO]
     yield from faster_configs(run_configs(answer.name, labels, answer.environment))
-
-
-def change_notes(changes: Iterable[tuple[Explanation, Way]]) -> Iterator[Note]:
-    """Yield a note on each change of `changes_of`, with its config as the label."""
-    for explanation, way in changes:
-        yield Note(faster_config_text(way), explanation.config)
 
 
 def bench_document(
@@ -439,7 +433,8 @@ def _doubtful(answer: BenchResult) -> dict[str, list[tuple[str, str]]]:
     """Return the cells, as (config, backend), to which each warning about a measurement applies.
 
     A warning about a measurement that does not rank the backends starts with its name. If several
-    measurements of a cell share a warning, the cell is listed once.
+    measurements of a cell share a warning, the cell is listed once. Warnings that differ only in
+    their numbers are one warning.
     """
     order = {(row.config, row.backend): place for place, row in enumerate(answer.rows)}
     doubts: dict[tuple[str, str], dict[str, str]] = {}
@@ -449,10 +444,14 @@ def _doubtful(answer: BenchResult) -> dict[str, list[tuple[str, str]]]:
         # run, so it is shown once for all rows.
         for text in row.doubts[:-1] if row.is_wide(answer.precision) else row.doubts:
             doubts.setdefault((row.config, row.backend), {}).setdefault(text, lead + text)
-    cells: dict[str, list[tuple[str, str]]] = {}
+    alike: dict[str, list[tuple[str, tuple[str, str]]]] = {}
     for key in sorted(doubts, key=lambda key: order[key]):
         for text in doubts[key].values():
-            cells.setdefault(text, []).append(key)
+            alike.setdefault(NUMBER.sub("#", text), []).append((text, key))
+    cells = {
+        merged_text([text for text, _ in group]): list(dict.fromkeys(key for _, key in group))
+        for group in alike.values()
+    }
     wide = [(row.config, row.backend) for row in answer.figures() if row.is_wide(answer.precision)]
     if wide and not _mostly_wide(answer):
         cells[

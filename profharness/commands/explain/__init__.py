@@ -576,6 +576,8 @@ class Question:
     """The serving engine whose choice is explained. None if PyTorch's choice is explained."""
     program: ProgramCalls | None = None
     """The calls of a run, which are compared with the explanations. None if no run was given."""
+    captured: RunConfigs | None = None
+    """The configs of a captured run that are explained for the platform of the run."""
     explanations: list[Explanation] = field(default_factory=list)
     """The explanations that `show` displayed, which `check` examines."""
 
@@ -751,7 +753,8 @@ def explain(
         return Question([], asked, backends, [], path, program=found)
     platforms = _platforms_of(found, torch, gpu, build)
     if isinstance(found, RunConfigs):
-        return Question(list(found.configs), asked, backends, platforms, path, torch)
+        own = found if platforms == [found.platform] and asked == AUTO else None
+        return Question(list(found.configs), asked, backends, platforms, path, torch, captured=own)
     program = found
     configs_of_run = list(dict.fromkeys(call.config for call in program.calls))
     # The backends that ran say nothing about another platform or setting.
@@ -760,7 +763,11 @@ def explain(
         return Question(configs_of_run, asked, backends, platforms, path, torch)
     if torch is not None:
         program = replace(program, assumed="")
-    return Question(configs_of_run, asked, backends, platforms, path, torch, program=program)
+    return Question(
+        *(configs_of_run, asked, backends, platforms, path, torch),
+        program=program,
+        captured=program.captured,
+    )
 
 
 def _platforms(torch: str | None, names: Sequence[str], build: Mapping[str, Any]) -> list[Platform]:
@@ -920,7 +927,8 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
         remedy = "the answer applies to the CPU. Name a GPU with --gpu, such as --gpu H200."
         hint_cpu(answers[0].environment, question.device, remedy)
     if question.program is not None:
-        return program_document(question.program, answers, full=full, named=backends)
+        page = program_document(question.program, answers, full=full, named=backends)
+        return page if single else _with_changes(page, question, full=full)
     if single:
         # What was measured is shown, even if it is slower.
         named = backends or (SDPA_BACKENDS if measure else ())
@@ -928,7 +936,34 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     maps = draw_maps(
         [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
     )
-    return map_document(maps, answers, where=environment_text(answers[0]), full=full)
+    page = map_document(maps, answers, where=environment_text(answers[0]), full=full)
+    return _with_changes(page, question, full=full)
+
+
+def _with_changes(page: Document, question: Question, *, full: bool) -> Document:
+    """Return the document of a captured run with the changes that `bench` and `analyze` advise.
+
+    The answer has the change with the largest speed-up, and the other changes are notes. If `full`
+    is set, the explanations of the configs already contain them.
+    """
+    if question.captured is None or question.backends:
+        return page
+    # Imported here because it loads numpy, which a map does not need.
+    from profharness.commands.explain.faster import (
+        change_notes,
+        faster_config_text,
+        faster_configs,
+        largest_change,
+    )
+
+    changes = list(faster_configs(question.captured))
+    largest = largest_change(changes)
+    if largest is None:
+        return page
+    first, *others = page.answer
+    change = faster_config_text(largest[1], largest[0].config)
+    notes = () if full else change_notes(each for each in changes if each is not largest)
+    return replace(page, blocks=(*page.blocks, *notes), answer=(first, change, *others))
 
 
 def _groups(platforms: Sequence[Platform]) -> list[list[Platform]]:

@@ -87,6 +87,8 @@ class ProgramCalls:
     """The code of the change."""
     shown_by: str = ""
     """The command that shows the attention of the run."""
+    captured: RunConfigs | None = None
+    """The configs of a run of `capture` or of a similar command, or None for a program."""
 
     def explain(
         self, platform: Platform, backends: Sequence[str] = (), *, advice: bool = True
@@ -121,7 +123,9 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
             calls = _captured_calls(cells, opened.kernels(name))
             if len(calls) < len(configs.configs):
                 return configs
-            return ProgramCalls(name, configs.name, calls, configs.gpu, configs.platform)
+            return ProgramCalls(
+                name, configs.name, calls, configs.gpu, configs.platform, captured=configs
+            )
         layers = find_layers(opened, name, assume=assumed_release)
     program = program_calls(layers)
     if not program.calls and (change := main_change(layers)):

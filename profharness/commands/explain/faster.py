@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from profharness.attention.dispatch.by_rule import Explanation, explain_by_rule
@@ -12,6 +12,7 @@ from profharness.commands.explain.savings import matters, saving_text
 from profharness.commands.explain.times import with_times
 from profharness.device_types import is_gpu
 from profharness.program.layer_map import LayerMap
+from profharness.render.document import Note
 from profharness.rows import MEASURED
 from profharness.units import by_how_much, time_text
 
@@ -101,6 +102,17 @@ def faster_config_text(way: Way, where: str = "") -> str:
     each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
     ratio = by_how_much(times.speed_up or 0)
     return f"{_change_lead(way, where)}: the {of} is {each} ({ratio}){WITHOUT_PREPARING}."
+
+
+def largest_change(changes: Iterable[tuple[Explanation, Way]]) -> tuple[Explanation, Way] | None:
+    """Return the change with the largest predicted speed-up, or None if there is no change."""
+    return max(changes, key=lambda each: each[1].speed_up or 0, default=None)
+
+
+def change_notes(changes: Iterable[tuple[Explanation, Way]]) -> Iterator[Note]:
+    """Yield a note on each change of `faster_configs`, with its config as the label."""
+    for explanation, way in changes:
+        yield Note(faster_config_text(way), explanation.config)
 
 
 def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:

@@ -197,7 +197,7 @@ def _advice(
         else:
             savings = list(saving_texts(way, caveat=caveat))
             caveat = caveat and not savings
-            texts = [*savings, _way_text(way, answer.asked, said, full=full), *texts]
+            texts = [_way_text(way, answer.asked, said, full=full), *savings, *texts]
         yield Note(" ".join(texts), f"to run {way.runs}")
         if way.advice.code and (full or at == 0 or way.backend in named):
             yield Code(way.advice.code)
@@ -217,9 +217,20 @@ def _new_sentences(change: str, said: set[str]) -> str:
     texts = []
     for step in change.split("; "):
         what, colon, why = step.partition(": ")
-        texts.append(what if why in said else f"{what}{colon}{why}")
+        # A step whose explanation was given is known, so a few words name it.
+        texts.append(what.partition(" instead of ")[0] if why in said else f"{what}{colon}{why}")
         said |= {why} if why else set()
     return "; ".join(texts)
+
+
+def _condition_first(change: str) -> str:
+    """Return a change that starts with its condition: `If attn_mask hides nothing: leave it out`."""
+    condition, comma, steps = change.partition(", ")
+    if comma and condition.startswith("if "):
+        first, *others = steps.split("; ")
+        joint = " and " if len(others) == 1 and ": " not in steps else "; "
+        change = f"{condition}: {joint.join([first, *others])}"
+    return f"{change[0].upper()}{change[1:]}"
 
 
 def _way_text(way: Way, asked: str, said: set[str], *, full: bool) -> str:
@@ -227,8 +238,7 @@ def _way_text(way: Way, asked: str, said: set[str], *, full: bool) -> str:
     advice, backend = way.advice, way.backend
     # The sentence below says that sdpa_kernel is needed.
     change = advice.change.partition(f"; {THEN_SELECT}")[0].rstrip(".")
-    change = _new_sentences(change, said)
-    parts = [f"{change[0].upper()}{change[1:]}"]
+    parts = [_condition_first(_new_sentences(change, said))]
     if advice.verified is False:
         parts.append(f"Checked: PyTorch still refuses {backend}")
     elif advice.verified and full:

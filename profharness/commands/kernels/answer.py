@@ -205,7 +205,7 @@ def _lost(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
     elif compared:
         where = f"({counted(len(compared), 'config')} compared)"
         if max(compared) <= THRESHOLD:
-            yield f"By kernel time, no other backend is faster {where}."
+            yield f"By kernel time, no other backend that accepts the call is faster {where}."
         else:
             limit = as_long(1 + NOTABLE_LOSS)
             yield f"The kernels of auto take at most {limit} as those of the fastest backend {where}."

@@ -145,7 +145,7 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
         blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
-    blocks += _notes(layers.rows, full, change.text if change else None, advise=matters(layers))
+    blocks += _notes(layers, full, change.text if change else None, advise=matters(layers))
     blocks += _hand_written(layers)
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
@@ -424,19 +424,22 @@ def _summary(layers: LayerMap) -> str:
     return f"{name}, {took}" + (f", GPU busy {share_text(busy)}{of}" if busy else "")
 
 
-def _notes(
-    rows: Sequence[LayerRow], full: bool, told: str | None, *, advise: bool
-) -> Iterator[Note]:
+def _notes(layers: LayerMap, full: bool, told: str | None, *, advise: bool) -> Iterator[Note]:
     """Yield notes with advice, then notes with reasons. Merge equal notes of several rows.
 
     `told` is the advice that the answer contains. If `advise` is False, no note has advice.
     """
     advised = [
-        replace(row, advice=tuple(text for text in row.advice if text != told)) for row in rows
+        replace(row, advice=tuple(text for text in row.advice if text != told))
+        for row in layers.rows
     ]
     for label, text, level in (
         *(_merged(advised, full, what_to_change) if advise else ()),
-        *_merged(rows, full, lambda row: () if row.kind == "replay" else row.reasons),
+        *_merged(
+            layers.rows,
+            full,
+            lambda row: () if row.kind == "replay" else layers.shown_reasons(row),
+        ),
     ):
         yield Note(text, label, level)
 
@@ -456,7 +459,7 @@ def _hand_written(layers: LayerMap) -> Iterator[Note]:
     else:
         lead += " with configs that you write by hand, use: "
     command = shell_command(
-        "bench", *(configs or ["2,8,512,64"]), *options, store=layers.store or default_store()
+        "bench", *(configs or ["CONFIG"]), *options, store=layers.store or default_store()
     )
     yield Note(f"{lead}{command}", level="hint")
 

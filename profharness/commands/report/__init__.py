@@ -52,7 +52,7 @@ from profharness.commands.diff import diff_document
 from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.explain.answer import Way
-from profharness.commands.explain.faster import faster_config_text
+from profharness.commands.explain.faster import faster_config_text, largest_change
 from profharness.commands.explain.tables import VERDICTS
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
@@ -508,7 +508,7 @@ def _layer_notes(layers: LayerMap, told: Collection[str]) -> list[Note]:
     reasons = [
         Note(reason, short_module(row.module) or row.config or row.kind)
         for row in layers.rows
-        for reason in row.reasons
+        for reason in layers.shown_reasons(row)
         if f"{reason}." not in told
     ]
     return [*merged_notes(reasons), *(Note(text, "", "warning") for text in layers.caveats)]
@@ -746,8 +746,8 @@ def _limits(
 
 def _largest(changes: Sequence[tuple[Explanation, Way]]) -> Iterator[str]:
     """Yield a sentence on the change with the largest predicted speed-up, if there is a change."""
-    if changes:
-        answer, way = max(changes, key=lambda each: each[1].speed_up or 0)
+    if found := largest_change(changes):
+        answer, way = found
         yield faster_config_text(way, answer.config)
 
 
