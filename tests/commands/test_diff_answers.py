@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import profharness
 from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.diff import diff_document, show
@@ -25,6 +26,7 @@ from profharness.store import ingest_path, open_store
 from profharness.units import by_how_much
 
 TRACES = Path(__file__).parents[2] / "traces"
+RUN = "h200-torch2.11"
 UNTOLD = (
     "The environments cannot be compared, because the traces do not record their PyTorch versions."
 )
@@ -309,14 +311,34 @@ def test_run_names_the_run_of_two_backends(store: Path) -> None:
     assert named.exit_code == 0 and named.stdout
     assert diff(store, "flash", "cudnn", "--run", run).stdout == named.stdout
     refused = diff(store, run, "flash", "--run", run).exception
-    assert f"--run requires two backends, but '{run}' is not a stored backend" in str(refused)
+    assert f"'{run}' is not a stored backend (stored: " in str(refused)
 
 
-def test_three_sides_give_the_command_that_was_meant(store: Path) -> None:
-    refused = diff(store, "h200-torch2.11", "flash", "cudnn").exception
-    named = "profharness diff h200-torch2.11:flash h200-torch2.11:cudnn"
-    assert str(refused).endswith(f"use: {named}")
-    assert diff(store, *named.split()[2:]).exit_code == 0
+def test_a_run_and_two_of_its_backends_are_three_arguments(store: Path) -> None:
+    """Bug: `diff RUN flash cudnn` was an error, although its message knew the command that was meant."""
+    for configs in ((), ("2,8,512,64",), ("--config", "2,8,512,64")):
+        named = diff(store, f"{RUN}:flash", f"{RUN}:cudnn", *configs)
+        assert named.exit_code == 0
+        assert diff(store, RUN, "flash", "cudnn", *configs).stdout == named.stdout
+    in_python = profharness.diff(RUN, "flash", configs=("cudnn", "2,8,512,64"), store=store)
+    assert set(in_python["backend_candidate"]) == {"cudnn"}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("flash", "cudn"), "'cudn'"),
+        ((RUN, "flash"), repr(RUN)),
+        (("math", "2x8x512"), "'2x8x512'"),
+    ],
+)
+def test_a_third_argument_needs_two_stored_backends(
+    store: Path, words: tuple[str, str], named: str
+) -> None:
+    refused = diff(store, RUN, *words).exception
+    assert isinstance(refused, UsageError)
+    assert str(refused).startswith(f"{named} is not a stored backend (")
+    assert "profharness diff RUN BACKEND BACKEND [CONFIG]..." in str(refused)
 
 
 def test_configs_may_follow_the_sides(store: Path) -> None:
