@@ -408,8 +408,22 @@ def test_the_heading_counts_configs(store: Path) -> None:
     text = diff(store, "h200-torch2.11:flash", "h200-torch2.11:math").stdout
     assert "h200-torch2.11:flash → h200-torch2.11:math  configs: 4 slower\n" in text
     refusal = diff(store, "h200-torch2.11:flash", "h200-torch2.11:cudnn").stdout
-    assert "  configs: 3 faster, 1 changed\n" in refusal
+    assert "  configs: 3 faster, 1 refused\n" in refusal
     assert "  roles: " in diff(store, "llama_eager", "llama_prefill", "--full").stdout
+
+
+def test_a_refused_config_counts_once(store: Path) -> None:
+    """Bug: the config also counted as changed, and the table said `changed`."""
+    text = diff(store, RUN, "flash", "cudnn").stdout
+    sentences = " ".join(text.partition("\n\n")[0].split())
+    assert sentences == (
+        "Compared with flash in CUDA-graph replays, cudnn is faster in 3 of 4 configs (1.37 to 1.77 "
+        "times as fast) and refused in 1 config. The environments are the same."
+    )
+    assert re.search(r"^status .* refused$", text, re.MULTILINE)
+    other = " ".join(diff(store, RUN, "cudnn", "flash").stdout.split())
+    assert "times as long) and the only side that runs 1 config." in other
+    assert "configs: 3 slower, 1 accepted " in other
 
 
 def test_a_program_and_a_capture_are_of_different_kinds(store: Path) -> None:

@@ -28,7 +28,13 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
-from profharness.commands.diff.answer import compared_calls, diff_answer, hides_config, noun_of
+from profharness.commands.diff.answer import (
+    compared_calls,
+    diff_answer,
+    hides_config,
+    noun_of,
+    outcome,
+)
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
     COSTS,
@@ -196,7 +202,7 @@ def _counts(diff: Diff) -> str:
     """Return the number of configs with each verdict, or of roles if no whole calls are compared."""
     calls = compared_calls(diff)
     noun = f"{noun_of(calls)}s" if calls else "roles"
-    counts = Counter(row.verdict for row in calls or diff.rows).most_common()
+    counts = Counter(map(outcome, calls or diff.rows)).most_common()
     return f"{noun}: {', '.join(f'{count:,} {name}' for name, count in counts)}" if counts else ""
 
 
@@ -434,7 +440,7 @@ def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[t
                 yield NO_KERNEL | {"side": side} | times | first, row
                 first = rest
     if not first:
-        yield NO_KERNEL, row
+        yield NO_KERNEL | {"verdict": outcome(row)}, row
 
 
 def _all_kernels(row: DiffRow, of_calls: bool) -> dict[str, Any]:
