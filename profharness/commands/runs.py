@@ -53,6 +53,7 @@ KIND_WORDS = {
 }
 """Maps the kind of a run to the noun in sentences and tables."""
 UNFINISHED_COLUMNS = ("run", "kind", "created", "status", "done", "cells")
+OF_TRACE = "that of a trace includes the time outside its steps"
 NS_PER_HOUR = 3600 * 10**9
 Deleted = Annotated[
     Names,
@@ -165,7 +166,10 @@ def show(
     left_out = {"rank"} if not ranked else set()
     left_out |= {"cost"} if price_per_hour is None else set()
     columns = [column for column in RUN_COLUMNS if column.key not in left_out]
-    blocks: list[Block] = [Table.of(columns, lines), *notes] if rows else []
+    blocks: list[Block] = [Table.of(columns, lines)] if rows else []
+    if any(row.kind == "trace" and row.duration_ns is not None for row in rows):
+        blocks.append(Note(OF_TRACE, "duration"))
+    blocks += notes
     blocks += _unfinished_blocks(found.unfinished)
     fields = (*RUN_FIELDS, COST.key)
     records = tuple(

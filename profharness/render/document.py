@@ -224,7 +224,7 @@ class More:
 # Words of lower case that may start a sentence.
 _NAMES = frozenset({*STYLES, "ncu", "nsys", "torch", "profharness"})
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,])")
-_TERM = re.compile(r"[a-z]+: ")
+_NO_SENTENCE = re.compile(r"[a-z]+: |\S+ → ")
 _WHOLE = re.compile(r"[.!?:…]$|[.!?] [(\[].*[)\]]$")
 _COMMAND = re.compile(r"(?:^|: )(?:profharness|pip|python) [^`]*$")
 
@@ -234,10 +234,11 @@ def shown_note(note: Note) -> Note:
 
     Notes without a label and warnings are sentences: they start with a capital and end with a full
     stop. A command at the end has no full stop, so that it can be copied. Other notes complete
-    their labels, and are shown as they are, like warnings such as `mismatch: …`.
+    their labels, and are shown as they are, like warnings such as `mismatch: …` and
+    `5.09 → 76.0 MiB (more)`.
     """
     text = one_line(note.text)
-    if not text or (note.label and (note.level != "warning" or _TERM.match(text))):
+    if not text or (note.label and (note.level != "warning" or _NO_SENTENCE.match(text))):
         return note
     word = _FIRST_WORD.match(text)
     if word and word[0] not in _NAMES:

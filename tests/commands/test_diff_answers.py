@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import profharness
 from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.diff import diff_document, show
@@ -25,6 +26,7 @@ from profharness.store import ingest_path, open_store
 from profharness.units import by_how_much
 
 TRACES = Path(__file__).parents[2] / "traces"
+RUN = "h200-torch2.11"
 UNTOLD = (
     "The environments cannot be compared, because the traces do not record their PyTorch versions."
 )
@@ -309,14 +311,34 @@ def test_run_names_the_run_of_two_backends(store: Path) -> None:
     assert named.exit_code == 0 and named.stdout
     assert diff(store, "flash", "cudnn", "--run", run).stdout == named.stdout
     refused = diff(store, run, "flash", "--run", run).exception
-    assert f"--run requires two backends, but '{run}' is not a stored backend" in str(refused)
+    assert f"'{run}' is not a stored backend (stored: " in str(refused)
 
 
-def test_three_sides_give_the_command_that_was_meant(store: Path) -> None:
-    refused = diff(store, "h200-torch2.11", "flash", "cudnn").exception
-    named = "profharness diff h200-torch2.11:flash h200-torch2.11:cudnn"
-    assert str(refused).endswith(f"use: {named}")
-    assert diff(store, *named.split()[2:]).exit_code == 0
+def test_a_run_and_two_of_its_backends_are_three_arguments(store: Path) -> None:
+    """Bug: `diff RUN flash cudnn` was an error, although its message knew the command that was meant."""
+    for configs in ((), ("2,8,512,64",), ("--config", "2,8,512,64")):
+        named = diff(store, f"{RUN}:flash", f"{RUN}:cudnn", *configs)
+        assert named.exit_code == 0
+        assert diff(store, RUN, "flash", "cudnn", *configs).stdout == named.stdout
+    in_python = profharness.diff(RUN, "flash", configs=("cudnn", "2,8,512,64"), store=store)
+    assert set(in_python["backend_candidate"]) == {"cudnn"}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("flash", "cudn"), "'cudn'"),
+        ((RUN, "flash"), repr(RUN)),
+        (("math", "2x8x512"), "'2x8x512'"),
+    ],
+)
+def test_a_third_argument_needs_two_stored_backends(
+    store: Path, words: tuple[str, str], named: str
+) -> None:
+    refused = diff(store, RUN, *words).exception
+    assert isinstance(refused, UsageError)
+    assert str(refused).startswith(f"{named} is not a stored backend (")
+    assert "profharness diff RUN BACKEND BACKEND [CONFIG]..." in str(refused)
 
 
 def test_configs_may_follow_the_sides(store: Path) -> None:
@@ -386,8 +408,22 @@ def test_the_heading_counts_configs(store: Path) -> None:
     text = diff(store, "h200-torch2.11:flash", "h200-torch2.11:math").stdout
     assert "h200-torch2.11:flash → h200-torch2.11:math  configs: 4 slower\n" in text
     refusal = diff(store, "h200-torch2.11:flash", "h200-torch2.11:cudnn").stdout
-    assert "  configs: 3 faster, 1 changed\n" in refusal
+    assert "  configs: 3 faster, 1 refused\n" in refusal
     assert "  roles: " in diff(store, "llama_eager", "llama_prefill", "--full").stdout
+
+
+def test_a_refused_config_counts_once(store: Path) -> None:
+    """Bug: the config also counted as changed, and the table said `changed`."""
+    text = diff(store, RUN, "flash", "cudnn").stdout
+    sentences = " ".join(text.partition("\n\n")[0].split())
+    assert sentences == (
+        "Compared with flash in CUDA-graph replays, cudnn is faster in 3 of 4 configs (1.37 to 1.77 "
+        "times as fast) and refused in 1 config. The environments are the same."
+    )
+    assert re.search(r"^status .* refused$", text, re.MULTILINE)
+    other = " ".join(diff(store, RUN, "cudnn", "flash").stdout.split())
+    assert "times as long) and the only side that runs 1 config." in other
+    assert "configs: 3 slower, 1 accepted " in other
 
 
 def test_a_program_and_a_capture_are_of_different_kinds(store: Path) -> None:

@@ -248,6 +248,16 @@ def test_the_gate_tells_the_backends_of_a_real_trace_apart(tmp_path: Path) -> No
     assert every.exit_code == 0, every.output
 
 
+def test_runs_says_that_the_duration_of_a_trace_is_not_that_of_its_step(tmp_path: Path) -> None:
+    """Bug: `runs` showed 11.1 ms for a trace whose step takes 10.8 ms, and only --help said why."""
+    path = tmp_path / "s.db"
+    text = "duration  that of a trace includes the time outside its steps"
+    ingest_path(path, run_folder(tmp_path / "runs"))
+    assert text not in invoke("runs", "--store", path).stdout
+    ingest_path(path, Path(__file__).parents[2] / "traces" / "models" / "bert_fp32.json.gz")
+    assert text in invoke("runs", "--store", path).stdout
+
+
 @pytest.mark.parametrize("name", ["kernels", "runs"])
 def test_a_file_whose_name_says_no_format_is_refused(
     name: str, store: Path, tmp_path: Path

@@ -83,6 +83,19 @@ def test_layers_says_why_efficient_ran(store: Path) -> None:
     assert f"To see the code, use: profharness explain bert_fp32.json.gz --store {store}" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "release"),
+    [(("--gpu", "H200"), "2.11.0"), (("--gpu", "H100", "--torch", "2.9"), "2.9.1")],
+)
+def test_a_run_is_assumed_to_use_the_release_of_its_prediction(
+    store: Path, words: tuple[str, ...], release: str
+) -> None:
+    """Bug: the heading named the release of the prediction, and the note another one for the run."""
+    text = run_cli(store, "layers", str(MODELS / "bert_fp32.json.gz"), *words)
+    assert f", torch {release}, cuDNN" in text
+    assert f"does not record its PyTorch release, so {release} is assumed" in text
+
+
 OF_CUDNN = (
     "To run cudnn, compute in bf16 instead of fp32: predicted to save about 381 µs of GPU time "
     "per step (33.6 µs instead of 161 µs per call)."

@@ -379,7 +379,8 @@ def test_differences_of_memory_and_launches_name_their_config() -> None:
         Cost(CONFIG, "flash", "auto", "refused", "ok", "ok", "same"),
     )
     text = RENDERERS["table"](diff_document(replace(sample(), costs=costs)))
-    assert "peak memory  1.00 → 3.00 MiB (more)" in text
+    # Bug: this note ended with a full stop, and the note about less memory did not.
+    assert "peak memory  1.00 → 3.00 MiB (more)\n" in f"{text}\n"
     assert "a call" not in text
     same = DiffRow(CONFIG, "flash", "auto", "call", verdict="same")
     short = diff_document(Diff("a", "b", (), (same,), costs=costs), changed_first=True)

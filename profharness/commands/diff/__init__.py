@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
 from profharness.attention.config import split_names, without_strides
 from profharness.columns import Column, columns_of, pick
-from profharness.commands._command import command, declaration_of, document, gate, usage
+from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
 from profharness.commands._runs import is_config
@@ -29,7 +28,13 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
-from profharness.commands.diff.answer import compared_calls, diff_answer, hides_config, noun_of
+from profharness.commands.diff.answer import (
+    compared_calls,
+    diff_answer,
+    hides_config,
+    noun_of,
+    outcome,
+)
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
     COSTS,
@@ -197,7 +202,7 @@ def _counts(diff: Diff) -> str:
     """Return the number of configs with each verdict, or of roles if no whole calls are compared."""
     calls = compared_calls(diff)
     noun = f"{noun_of(calls)}s" if calls else "roles"
-    counts = Counter(row.verdict for row in calls or diff.rows).most_common()
+    counts = Counter(map(outcome, calls or diff.rows)).most_common()
     return f"{noun}: {', '.join(f'{count:,} {name}' for name, count in counts)}" if counts else ""
 
 
@@ -435,7 +440,7 @@ def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[t
                 yield NO_KERNEL | {"side": side} | times | first, row
                 first = rest
     if not first:
-        yield NO_KERNEL, row
+        yield NO_KERNEL | {"verdict": outcome(row)}, row
 
 
 def _all_kernels(row: DiffRow, of_calls: bool) -> dict[str, Any]:
@@ -549,8 +554,9 @@ def diff(
 
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
-    taken from the latest run that has all named backends. If CONFIG is given, only these configs are
-    compared. Two kernels are paired if they compute the same thing. The speed-up is the time of the
+    taken from the latest run that has all named backends. To compare two backends of a run, write
+    RUN BACKEND BACKEND, which means RUN:BACKEND RUN:BACKEND. If CONFIG is given, only these configs
+    are compared. Two kernels are paired if they compute the same thing. The speed-up is the time of the
     baseline divided by the time of the candidate, so above 1 if the candidate is faster. A gate
     (--fail-on) also fails if there is nothing to compare. Traces of two programs are also compared
     layer by layer.
@@ -559,6 +565,7 @@ def diff(
     Examples:
       profharness diff before.json.gz after.json.gz
       profharness diff flash math 2,8,512,64 --fail-on slower
+      profharness diff latest~1 flash math
       profharness diff latest~1 latest --fail-on memory,launches,refused
       profharness diff latest~1 latest --fail-on backend-changed
 
@@ -568,6 +575,8 @@ def diff(
     """
     with open_store(store_path(store)) as opened:
         names = (str(baseline), str(candidate))
+        if run is None:
+            run, names, configs = _with_run(names, configs)
         if run is not None:
             names = backends_of(opened, str(run), names)
         sides = find_sides(opened, *names, config_list(configs))
@@ -577,19 +586,20 @@ def diff(
     return diff_cells(*sides, threshold=threshold), sides
 
 
-@usage(diff)
-def check_sides(
-    *, baseline: PathLike = "", candidate: PathLike = "", configs: ConfigLike = None
-) -> None:
-    """Raise UsageError for a third side, as in `diff RUN flash cudnn`."""
-    texts = [configs] if isinstance(configs, str) else configs if isinstance(configs, tuple) else ()
-    third = next((each for each in texts if isinstance(each, str) and not is_config(each)), None)
-    if third is not None:
-        run, *backends = (quote(str(each)) for each in (baseline, candidate, third))
-        raise UsageError(
-            f"{third!r} is not a config, such as 2,8,512,64; to compare two backends of a run, use: "
-            f"profharness diff {' '.join(f'{run}:{backend}' for backend in backends)}"
-        )
+def _with_run(
+    names: tuple[str, str], configs: ConfigLike
+) -> tuple[str | None, tuple[str, str], ConfigLike]:
+    """Return the run, both sides and the configs of `RUN BACKEND BACKEND [CONFIG]...`.
+
+    The run is None if the text after the first two is a config or if there is none.
+    """
+    texts = (configs,) if isinstance(configs, str) else configs
+    if not isinstance(texts, tuple) or not texts or not isinstance(texts[0], str):
+        return None, names, configs
+    third, *others = texts
+    if is_config(third):
+        return None, names, configs
+    return names[0], (names[1], third), tuple(others) or None
 
 
 @document(diff)

@@ -12,6 +12,7 @@ from profharness.commands.diff.compare import (
     LAUNCHES,
     MEMORY,
     PROFILED,
+    REFUSALS,
     REFUSED,
     Cost,
     Diff,
@@ -272,9 +273,6 @@ def _cells(diff: Diff) -> Iterator[str]:
         found = [cost for cost in diff.costs if cost.what == what and cost.verdict == "more"]
         if found:
             worse.append(f"{verb} {counted(len(found), noun)}{_most(found)}")
-    refused = sum(cost.verdict == REFUSED for cost in diff.costs)
-    if refused:
-        yield f"Refused in {after}: {counted(refused, noun)} that {before} runs."
     if worse:
         yield _joined("", f"{after} {join_and(worse)}.")
 
@@ -291,6 +289,12 @@ def compared_calls(diff: Diff) -> list[DiffRow]:
     """Return one row per config and pair of backends, except for those that both sides refuse."""
     rows = _of_whole_calls(diff)
     return [row for row in rows if row.role != "status" or row.verdict != "same"]
+
+
+def outcome(row: DiffRow) -> str:
+    """Return the verdict on a row, or `refused` or `accepted` if only one side refuses the config."""
+    statuses = ((each.baseline, each.candidate) for each in row.changes if each.field == "status")
+    return REFUSALS.get(next(statuses, ("", "")), row.verdict)
 
 
 def noun_of(rows: Sequence[DiffRow]) -> str:
@@ -333,10 +337,12 @@ def _speeds(
         )
         which = " that ran" if that_ran and not parts else ""
         parts.append(f"{verdict} in {count} {noun}s{which} ({amount})")
-    others = Counter(row.verdict for row in rows if row.verdict not in ("slower", "faster"))
+    others = Counter(outcome(row) for row in rows if row.verdict not in ("slower", "faster"))
     words = {
         "same": "the same in {}",
         "unknown": "not comparable in {}",
+        REFUSED: "refused in {}",
+        "accepted": "the only side that runs {}",
         "changed": "changed in {}",
         "added": "without a baseline in {}",
         "removed": "without a candidate in {}",

@@ -339,8 +339,9 @@ def backends_of(store: Store, run: str, sides: tuple[str, str]) -> tuple[str, st
     for side in sides:
         if setting_name(side) not in stored:
             raise UsageError(
-                f"--run requires two backends, but {side!r} is not a stored backend (stored: "
-                f"{', '.join(stored) or 'none'})"
+                f"{side!r} is not a stored backend ({_known(side, stored)}); to compare two backends "
+                "of a run, use: profharness diff RUN BACKEND BACKEND [CONFIG]..., with configs such "
+                "as 2,8,512,64"
             )
     return f"{run}:{sides[0]}", f"{run}:{sides[1]}"
 
@@ -384,14 +385,17 @@ def _find_sides(
             except AmbiguousNameError:
                 raise
             except UnknownNameError as error:
-                near = did_you_mean(near_names(text, stored))
-                known = near or f"stored: {', '.join(stored) or 'none'}"
                 # The error of the run comes last, because it may end with a command.
                 raise UnknownNameError(
-                    f"{text!r} is not a stored backend ({known}); {error}"
+                    f"{text!r} is not a stored backend ({_known(text, stored)}); {error}"
                 ) from None
             sides.append(_side(store, found, None, configs))
     return sides[0], sides[1]
+
+
+def _known(text: str, stored: Sequence[str]) -> str:
+    """Return the stored backends with a name like `text`, or all stored backends."""
+    return did_you_mean(near_names(text, stored)) or f"stored: {', '.join(stored) or 'none'}"
 
 
 def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need: Need) -> str:

@@ -112,7 +112,7 @@ Release = Annotated[
     release_option(
         "layers",
         "The program's PyTorch release, such as 2.11, if the trace does not record it. With "
-        "--gpu, predict for this PyTorch release.",
+        "--gpu, also predict for this release.",
     ),
 ]
 GpuNames = Annotated[
@@ -410,11 +410,14 @@ def forecast(
 ) -> LayerMap:
     """Return the layer map of a run with predictions for the GPUs in `places`.
 
-    Raise NotFoundError if the run has no attention calls, or if none of them can be predicted.
+    If the run does not record its release, assume the release of the predictions, so that only the
+    GPUs differ. Raise NotFoundError if the run has no attention calls, or if none of them can be
+    predicted.
     """
+    predicted = places[0][0].release
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
-        own = find_layers(opened, name, step=step, assume=assumed_release)
+        own = find_layers(opened, name, step=step, assume=lambda _: predicted)
     for place, doubt in places:
         own = forecast_map(own, place, doubt)
     return own
