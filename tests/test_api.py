@@ -217,6 +217,7 @@ def test_the_stub_lists_the_functions_and_help_shows_their_signatures() -> None:
     assert sorted(named) == sorted(set(profharness.__all__) - {"__version__"})
     text = pydoc.render_doc(profharness.diff, renderer=pydoc.plaintext)
     # Python 3.13 breaks a long signature into lines
-    assert "baseline: 'Baseline', candidate: 'Candidate', *, configs: 'Configs' = None" in " ".join(
-        text.split()
+    assert (
+        "baseline: 'Baseline', candidate: 'Candidate', *, configs: 'ConfigArguments'"
+        in " ".join(text.split())
     )
