@@ -162,13 +162,13 @@ def _of_all(ran: Sequence[CellAnalysis], without: str) -> Iterator[str]:
     limited = [each for each in ran if limits and each.bottleneck in _by_count(limits)[0][1]]
     for each in limited:
         # A faster backend than the requested one is no news if `auto` is as fast.
-        others = (
+        advised = (
             remedy
             for remedy in each.remedies
             if remedy.grade != PREDICTED
             and not (remedy.measured and (each.run, each.config) in as_fast_on_auto)
         )
-        for remedy in islice(others, 1):
+        for remedy in islice(advised, 1):
             remedies.setdefault(remedy.text, []).append((each, remedy))
     if remedies:
         alike = max(remedies.values(), key=len)
