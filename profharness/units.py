@@ -17,17 +17,12 @@ def time_unit(ns: float) -> str:
 
 
 def common_unit(times: Iterable[float]) -> str:
-    """Return the unit for all times of a column, in ns.
+    """Return the unit for all times of a column, in ns: the smallest unit that suits half of them.
 
-    This is the unit of the longest time, or a smaller unit if the shortest time would then be below
-    0.01 and the longest time is below 100,000 in the smaller unit.
+    Most times then read as in sentences. Times of 0 suit any unit and do not count.
     """
     sizes = sorted(abs(time) for time in times if time) or [0.0]
-    unit = time_unit(sizes[-1])
-    smaller = {"s": "ms", "ms": "µs"}.get(unit)
-    if smaller and sizes[0] < 0.01 * UNITS[unit] and sizes[-1] < 1e5 * UNITS[smaller]:
-        return smaller
-    return unit
+    return time_unit(sizes[(len(sizes) - 1) // 2])
 
 
 def time_figure(ns: float, unit: str = "") -> str:

@@ -53,7 +53,7 @@ from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
 from profharness.store import Selection, ingest_path, open_store
-from profharness.units import UNITS, time_text
+from profharness.units import UNITS, common_unit, time_text
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (80, 100, 120, 200)
@@ -956,7 +956,7 @@ def times(*rows: tuple[object, ...]) -> Document:
 
 
 def test_a_title_has_the_unit_if_all_times_of_the_column_have_the_same() -> None:
-    small, large = ("attn", 7_440, 7_000, 999_999), ("mlp", 440, 0, 2_345_678)
+    small, large = ("attn", 7_440, 7_000, 1_000_000), ("mlp", 440, 0, 2_345_678)
     lines = render_table(times(small, large)).splitlines()
     assert lines[0].split() == ["layer", "forward", "µs", "low", "µs", "total", "ms"]
     assert lines[1].split() == ["attn", "7.44", "7.00", "1.00"]
@@ -968,9 +968,9 @@ def test_a_title_has_the_unit_if_all_times_of_the_column_have_the_same() -> None
 @pytest.mark.parametrize(
     ("attn", "mlp", "unit", "shown"),
     [
-        (74_400, 2_345_678, "ms", ("0.0744", "2.35")),
-        (7_440, 2_345_678, "µs", ("7.44", "2,350")),
-        (7_440, 234_567_800, "ms", ("0.00744", "235")),
+        (74_400, 2_345_678, "µs", ("74.4", "2,350")),
+        (7_440, 234_567_800, "µs", ("7.44", "235,000")),
+        (1_230_000, 2_345_678, "ms", ("1.23", "2.35")),
     ],
 )
 def test_all_times_of_a_column_have_one_unit(
@@ -980,6 +980,24 @@ def test_all_times_of_a_column_have_one_unit(
     lines = render_table(times(("attn", attn, 7_000, 1), ("mlp", mlp, 0, 1))).splitlines()
     assert lines[0].split() == ["layer", "forward", unit, "low", "µs", "total", "µs"]
     assert tuple(line.split()[1] for line in lines[1:3]) == shown
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"),
+    [
+        ((268_000, 90_000, 1_360_000), "µs"),
+        ((268_000, 1_360_000), "µs"),
+        ((268_000, 1_360_000, 1_400_000), "ms"),
+        ((999_960, 2_000_000), "ms"),  # rounded to 1.00 ms
+        ((0, 0, 1_360_000), "ms"),
+        ((-5_000_000_000, 2_000_000), "ms"),
+        ((-5_000_000_000, 2_000_000, 3e9), "s"),
+        ((), "µs"),
+    ],
+)
+def test_the_unit_of_a_column_suits_half_of_its_times(values: tuple[float, ...], unit: str) -> None:
+    """Bug: one slow backend moved all times to ms, and the answer had 268 µs instead of 0.268 ms."""
+    assert common_unit(values) == unit
 
 
 @pytest.mark.parametrize("values", [(7_440,), (7_440, 2_345_678), (1_000_000,), (0.4, 999_600)])
@@ -1005,7 +1023,7 @@ def test_two_times_of_a_cell_have_one_unit() -> None:
 
     assert lines((7_440, 8_000)) == ["    call µs", "7.44 → 8.00"]
     assert lines((7_440, 2_000_000)) == ["     call µs", "7.44 → 2,000"]
-    assert lines((74_400, 2_000_000)) == ["      call ms", "0.0744 → 2.00"]
+    assert lines((1_200_000, 2_000_000)) == ["    call ms", "1.20 → 2.00"]
     assert lines((7_440, None), (5_000, 5_000)) == [" call µs", "7.44 → -", "    5.00"]
 
 
@@ -1037,9 +1055,8 @@ def test_tables_with_the_same_columns_have_the_same_units() -> None:
     first, second = times(("attn", 7_440, 1, 1)), times(("mlp", 744_000_000, 1, 1))
     document = replace(first, blocks=first.blocks + second.blocks)
     text = render_table(document)
-    assert "forward ms" in text and re.findall(r"^(?:attn|mlp) +(\S+)", text, re.M) == [
-        "0.00744", "744",
-    ]  # fmt: skip
+    assert "forward µs" in text and "forward ms" not in text
+    assert re.findall(r"^(?:attn|mlp) +(\S+)", text, re.M) == ["7.44", "744,000"]
 
 
 def test_consecutive_tables_with_the_same_columns_share_one_header() -> None:
