@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -29,7 +30,6 @@ from profharness.render.document import (
     shown_note,
 )
 from profharness.render.fitting import (
-    ELLIPSIS,
     GAP,
     INDENT,
     Layout,
@@ -47,7 +47,8 @@ MAX_LABEL = 16  # maximum width of the label column of notes; a longer label get
 LONG_VALUE = 24  # width above which a value has a line of its own in a block of names and values
 DEEPEST = 6  # the deepest level of a heading
 SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
-MAX_CONFIGS = 12  # maximum number of shortened configs that are repeated in full below the tables
+MOST_WHOLE = 12  # maximum number of shortened configs or modules that are repeated in full
+CONFIGS, MODULES, NAMES = "configs", "modules", "names"  # the kinds of shortened texts
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 Rows = list[list[str]]
@@ -117,7 +118,7 @@ def render_table(
                 lines = (
                     _whole_texts(shortened, width)
                     if full
-                    else _whole_configs(shortened, document.configs_printed_by, width)
+                    else _whole_without_full(shortened, document.configs_printed_by, width)
                 )
                 if lines:
                     console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
@@ -380,50 +381,62 @@ def _print_more(console: Console, more: Sequence[str], hidden: Sequence[str], wi
     console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
 
 
-def _shortened(rows: Rows, layout: Layout) -> list[str]:
-    """Return the configs, the dimensions and the names that a table shortens.
+def _shortened(rows: Rows, layout: Layout) -> list[tuple[str, str]]:
+    """Return the configs, the dimensions, the modules and the names that a table shortens.
 
-    Leave out names whose other parts stand above the table. Configs are whole, to be copied.
+    Each text follows its kind. Configs are whole, to be copied. Names are modules if the parts that
+    they share stand above the table.
     """
     return [
-        config or text
+        (CONFIGS if config else MODULES if at in layout.common else NAMES, config or text)
         for at, cuts in layout.cuts.items()
         for text in dict.fromkeys(row[at] for row in rows)
-        if not (cut := cuts.get(text, text)).startswith((config := config_in(text)) or text)
-        and (config or at not in layout.common or ELLIPSIS in cut)
+        if not cuts.get(text, text).startswith((config := config_in(text)) or text)
     ]
 
 
-def _whole_texts(texts: Sequence[str], width: int) -> list[str]:
-    """Return lines with shortened configs and names in full."""
+def _whole_texts(shortened: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Return lines with shortened texts in full."""
     lines: list[str] = []
-    for title, own in (
-        ("configs in full:", [text for text in texts if config_in(text)]),
-        ("names in full:", [text for text in texts if not config_in(text)]),
-    ):
+    for kind in (CONFIGS, MODULES, NAMES):
+        own = [text for each, text in shortened if each == kind]
         if own:
             # The indentation separates the last item from a note that follows.
             items = (line for text in own for line in chunks(text, max(width - INDENT, 1)))
-            lines += [title, *(f"{' ' * INDENT}{line}" for line in items)]
+            lines += [f"{kind} in full:", *(f"{' ' * INDENT}{line}" for line in items)]
     return lines
 
 
-def _whole_configs(texts: Sequence[str], command: str, width: int) -> list[str]:
-    """Return lines with shortened configs in full, or that say which command prints them."""
-    configs = [text for text in texts if config_in(text)]
-    if len(configs) <= MAX_CONFIGS:
-        return _whole_texts(configs, width)
-    if _prints_all(command, configs):
-        return _wrapped(f"configs in full: {command}", width)
-    return []
+def _whole_without_full(
+    shortened: Sequence[tuple[str, str]], command: str, width: int
+) -> list[str]:
+    """Return lines with shortened configs and modules in full.
+
+    If there are too many configs, name the command that prints them.
+    """
+    few = [each for each in shortened if each[0] not in _only_in_full(shortened)]
+    configs = [text for kind, text in shortened if kind == CONFIGS]
+    lines = _whole_texts(few, width)
+    if len(configs) > MOST_WHOLE and _prints_all(command, configs):
+        lines += _wrapped(f"configs in full: {command}", width)
+    return lines
 
 
-def _whole_by_full(texts: Sequence[str], command: str) -> list[str]:
-    """Return what --full shows of shortened texts, besides those of `_whole_configs`."""
-    configs = [text for text in texts if config_in(text)]
-    many = len(configs) > MAX_CONFIGS and not _prints_all(command, configs)
-    names = len(configs) < len(texts)
-    return [f"whole {join_and(['configs'] * many + ['names'] * names)}"] if many or names else []
+def _only_in_full(shortened: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the kinds of which only --full shows the whole texts, as there are too many."""
+    counts = Counter(kind for kind, _ in shortened)
+    return [kind for kind, count in counts.items() if kind == NAMES or count > MOST_WHOLE]
+
+
+def _whole_by_full(shortened: Sequence[tuple[str, str]], command: str) -> list[str]:
+    """Return what --full shows of shortened texts, besides those of `_whole_without_full`."""
+    configs = [text for kind, text in shortened if kind == CONFIGS]
+    kinds = [
+        kind
+        for kind in _only_in_full(shortened)
+        if kind != CONFIGS or not _prints_all(command, configs)
+    ]
+    return [f"whole {join_and(kinds)}"] if kinds else []
 
 
 def _prints_all(command: str, configs: Sequence[str]) -> bool:
