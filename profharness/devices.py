@@ -261,7 +261,7 @@ _NOISE = re.compile(
 # The marks, the clock rate and the vendor in names of devices that the tables do not contain.
 _DECORATION = re.compile(r"^NVIDIA |\((?:R|TM)\)| CPU(?= @|$)| @ [\d.]+ ?GHz| \d+-Core Processor$")
 # The beginning of a name that is spoken with a vowel, such as A100, H100, RTX, sm90 or Intel.
-_VOWEL = re.compile(r"[AEIOaeio]|[FHLMNRSX](?=[A-Z0-9])|sm")
+_VOWEL = re.compile(r"[AEIOaeio]|[FHLMNRSX](?=[A-Z0-9])|sm|mi\d|x86|8|1[18]th")
 
 
 def find_gpu(text: str) -> Gpu:

@@ -273,12 +273,14 @@ def release_for(entries: Sequence[Entry], gpus: Sequence[str]) -> tuple[Release,
     least one of them, if possible. The reason is "" if both releases are the same, or if PyTorch is
     not installed.
     """
-    known = {*known_releases()}
+    measured = {gpu: _releases(entries, gpu) for gpu in gpus}
+    usable = []  # of each GPU: releases whose rules are known, or that have an atlas
     for gpu in gpus:
         amd = rocm.find_amd_gpu(gpu)
-        known &= {*known_releases(None if amd is None else amd.architecture)}
-    measured = {gpu: known & _releases(entries, gpu) for gpu in gpus}
-    release = default_release(set().union(*measured.values()) or known)
+        known = known_releases(None if amd is None else amd.architecture)
+        usable.append({*known} | measured[gpu])
+    common = set.intersection(*usable)
+    release = default_release(common & set().union(*measured.values()) or common)
     installed = installed_release()
     if installed in (None, release):
         return release, ""

@@ -87,7 +87,7 @@ def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[s
 
 
 # Matches a number such as `1,234.5`, but no digits inside a kernel name or a dtype such as `fp16`.
-NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
+NUMBER = re.compile(r"(?<![\w<>,.x-])(\d+(?:,\d{3})*(?:\.\d+)?)(?![\w<>x]|,\d)")
 
 
 def merged_text(texts: Sequence[str]) -> str:

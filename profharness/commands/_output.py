@@ -131,9 +131,14 @@ def hint(text: str) -> None:
             click.echo(wrapped_for(sys.stderr, printable(text)), err=True)
 
 
+def sentences(text: str) -> str:
+    """Return each line of a text as a sentence, like a note below a table."""
+    return "\n".join(shown_note(Note(line)).text for line in text.splitlines())
+
+
 def hint_sentence(text: str) -> None:
-    """Print a clause to stderr as a sentence, like a note below a table."""
-    hint(shown_note(Note(text)).text)
+    """Print clauses to stderr as sentences, one on each line."""
+    hint(sentences(text))
 
 
 def shared_release(

@@ -121,10 +121,14 @@ def _is_run(text: str, store: Path) -> bool:
 
 
 def latest_of(need: Need, store: Path) -> str | None:
-    """Return `latest` if the store exists and has a run that satisfies a need, else None."""
+    """Return `latest` if the store exists and has a run that satisfies a need, else None.
+
+    Print the name of the run, because the user named none.
+    """
     if store.is_file():
         with open_store(store) as opened, contextlib.suppress(NotFoundError):
-            opened.find_run(Selection(), need)
+            run = opened.find_run(Selection(), need)
+            hint(f"Using {opened.run_name(run)}, the latest run with {need}.")
             return LATEST
     return None
 

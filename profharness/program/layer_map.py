@@ -873,7 +873,7 @@ def _assumed_platform(
         return None
     try:
         (platform,) = named_platforms(assume(gpu), gpu or CPU)
-    except UsageError:  # a GPU whose capability is unknown
+    except UsageError:  # a GPU whose capability or rules are unknown
         return None
     return platform
 

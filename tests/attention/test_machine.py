@@ -177,6 +177,8 @@ def test_values_of_a_damaged_environment_are_unknown(key: str, value: object) ->
         ("Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "an Intel Xeon Platinum 8480C"),
         ("AMD EPYC 9654 96-Core Processor", "an AMD EPYC 9654"),
         ("Neoverse-N1", "a Neoverse-N1"),
+        ("x86_64", "an x86_64"),
+        ("11th Gen Intel(R) Core(TM) i7-1165G7 @ 2.80GHz", "an 11th Gen Intel Core i7-1165G7"),
     ],
 )
 def test_devices_have_short_names(name: str, spoken: str) -> None:

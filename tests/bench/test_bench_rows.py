@@ -31,7 +31,7 @@ from profharness.measurements.measurements import (
     with_regret,
     with_speedup,
 )
-from profharness.render.document import Chart, Note
+from profharness.render.document import Chart, Table, Note
 from profharness.render.renderers import RENDERERS, render_json
 from profharness.render.terminal import render_table
 from profharness.rows import COLD, CPU_WAIT, NAIVE_COMPILED, REPLACEMENTS, SHARED_CORES, Refusal
@@ -471,6 +471,18 @@ def test_each_gpu_is_a_column_and_other_fastest_backends_are_reported(tmp_path: 
     )
     assert len(document.records) == 5
     assert [each["device"] for each in document.extra["classes"]] == ["H100", "H200"]
+    # Bug: two boards with one short name had columns with equal titles.
+    boards = [
+        replace(each, environment={**each.environment, "gpu": f"NVIDIA A100-{board}"})
+        for each, board in ((old, "SXM4-40GB"), (new, "PCIE-40GB"))
+    ]
+    titles = [
+        column.title
+        for block in benches_by_gpu_document(boards).blocks
+        if isinstance(block, Table)
+        for column in block.columns
+    ]
+    assert {f"NVIDIA A100-{name}-40GB median µs/call" for name in ("SXM4", "PCIE")} <= {*titles}
     assert '"classes"' in render_json(document)
 
 

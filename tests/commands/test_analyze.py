@@ -726,6 +726,10 @@ def test_numbers_in_names_are_no_figures() -> None:
     )
 
 
+def test_a_comma_after_a_number_is_no_part_of_it() -> None:
+    assert merged_text(["a 5, b 1,234.5", "a 6, b 2"]) == "a 5 to 6, b 2 to 1,234.5"
+
+
 @given(st.lists(st.floats(0, 1e9).map(lambda value: f"{value:,.1f}"), min_size=1))
 def test_a_merged_figure_spans_all_of_them(numbers: list[str]) -> None:
     text = merged_text([f"It takes {number} µs." for number in numbers])

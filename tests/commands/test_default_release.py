@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def test_all_gpus_of_a_call_get_one_release(
         assert done.exit_code == 0, done.stderr
         assert "Using PyTorch 2.11, the newest release with an atlas for H200" in done.stderr
         assert "2.11.0" in done.stdout and "2.13.0" not in done.stdout, words
+
+
+def test_the_release_of_an_atlas_needs_no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a user's atlas of a newer release was not the default for its GPU."""
+    monkeypatch.setattr(machine.metadata, "version", lambda _: "2.13.0")
+    (entry,) = known_atlases()
+    newer = replace(entry.atlas.machine, torch="2.99.0")
+    own = replace(entry, atlas=replace(entry.atlas, machine=newer))
+    assert release_for([own], ["H200"])[0] == (2, 99, 0)
 
 
 def test_a_release_without_rules_for_one_gpu_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,13 @@ def test_a_third_argument_needs_two_stored_backends(
     assert "profharness diff RUN BACKEND BACKEND [CONFIG]..." in str(refused)
 
 
+@pytest.mark.parametrize("sides", [("flash", "math"), ("llama_eager.json.gz", "unet.json.gz")])
+def test_a_third_argument_without_a_run_is_a_config(store: Path, sides: tuple[str, str]) -> None:
+    """Bug: a mistyped config was called a backend, and files were named by the ids of their runs."""
+    with pytest.raises(UsageError, match="config '2x8': found only 1 of the 4 numbers"):
+        profharness.diff(*sides, configs=("2x8",), store=store)
+
+
 def test_configs_may_follow_the_sides(store: Path) -> None:
     """Bug: other commands accept configs as arguments, and `diff` only accepted --config."""
     shown = diff(store, "flash", "cudnn", "2,8,512,64")

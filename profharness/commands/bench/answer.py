@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from profharness.attention.config import AUTO, pytorch_chooses, sdpa_setting
 from profharness.attention.dispatch.advice import setting_code
 from profharness.commands._answers import refused_and_failed, split_text
-from profharness.device_types import device_name
+from profharness.device_types import CPU, device_name
 from profharness.devices import pytorch_text, with_article
 from profharness.errors import counted, join_and, percent
 from profharness.measurements.evaluation import BenchResult, Loss, Winner
@@ -213,7 +213,8 @@ def _measurement(answer: BenchResult) -> str:
     torch = environment.get("torch")
     release = pytorch_text(torch) if torch else "an unknown release of PyTorch"
     device = device_name(environment)
-    where = with_article(device) if device else "an unknown device"
+    on_cpu = environment.get("device_type") == CPU
+    where = with_article(device) if device else "a CPU" if on_cpu else "an unknown device"
     return f"Medians of {number} {what} on {where} with {release}."
 
 

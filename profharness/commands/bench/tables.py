@@ -19,7 +19,13 @@ from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
 from profharness.commands.explain.faster import change_notes, faster_configs
 from profharness.device_types import device_name
-from profharness.devices import Peaks, device_and_release, flop_peak, short_device_name
+from profharness.devices import (
+    Peaks,
+    device_and_release,
+    flop_peak,
+    short_device_name,
+    short_device_names,
+)
 from profharness.errors import counted, join_few, percent
 from profharness.measurements.agreement import replaced_by, replacement_notes
 from profharness.measurements.evaluation import BenchResult, Loss
@@ -678,7 +684,10 @@ def benches_by_gpu_document(
         tuple(chain.from_iterable(document.records for document in documents)),
         {**first.extra, "classes": [gpu_record(answer) for answer in answers]},
         answer=(
-            *(f"{_device(each)}: {bench_answer(each)[0]}" for each in answers),
+            *(
+                f"{device}: {bench_answer(each)[0]}"
+                for device, each in zip(_devices(answers), answers, strict=True)
+            ),
             *(f"{text[0].upper()}{text[1:]}." for text in other_winners(answers)),
         ),
     )
@@ -701,15 +710,16 @@ def gpu_record(answer: BenchResult) -> dict[str, object]:
     }
 
 
-def _device(answer: BenchResult) -> str:
-    """Return the short name of the device, or that of the run if the device is unknown."""
-    device = device_name(answer.environment)
-    return short_device_name(device) if device else answer.name
+def _devices(answers: Sequence[BenchResult]) -> list[str]:
+    """Return the short name of each device, or the name of the run if the device is unknown."""
+    devices = [device_name(answer.environment) or "" for answer in answers]
+    short = short_device_names(filter(None, devices))
+    return [short.get(device, answer.name) for device, answer in zip(devices, answers, strict=True)]
 
 
 def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
     """Return a table of the medians on each GPU, and of the speed-ups relative to the first GPU."""
-    names = [_device(answer) for answer in answers]
+    names = _devices(answers)
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
     columns += [
         Column(f"us{at}", f"{name} median µs/call", "time", scale="call")
@@ -737,8 +747,9 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
 def other_winners(answers: Sequence[BenchResult]) -> list[str]:
     """Return one sentence per further GPU on the configs whose fastest backend is another one there."""
     best = [{winner.config: winner for winner in answer.winners} for answer in answers]
+    first, *others = _devices(answers)
     texts = []
-    for answer, each in zip(answers[1:], best[1:], strict=True):
+    for device, each in zip(others, best[1:], strict=True):
         both = [config for config in best[0] if config in each]
         # Skip configs for which these two backends do not differ significantly.
         apart = [
@@ -753,8 +764,8 @@ def other_winners(answers: Sequence[BenchResult]) -> list[str]:
             for config in apart[:SHOWN]
         )
         texts.append(
-            f"the fastest backend on {_device(answer)} differs from the fastest on "
-            f"{_device(answers[0])} for {len(apart)} of {len(both)} "
+            f"the fastest backend on {device} differs from the fastest on {first} for "
+            f"{len(apart)} of {len(both)} "
             f"configs{(f': {examples}' if examples else '')}"
         )
     return texts

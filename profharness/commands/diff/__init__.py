@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
-from profharness.attention.config import split_names, without_strides
+from profharness.attention.config import setting_name, split_names, without_strides
 from profharness.columns import Column, columns_of, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
@@ -576,7 +576,7 @@ def diff(
     with open_store(store_path(store)) as opened:
         names = (str(baseline), str(candidate))
         if run is None:
-            run, names, configs = _with_run(names, configs)
+            run, names, configs = _with_run(names, configs, opened.backends())
         if run is not None:
             names = backends_of(opened, str(run), names)
         sides = find_sides(opened, *names, config_list(configs))
@@ -587,17 +587,19 @@ def diff(
 
 
 def _with_run(
-    names: tuple[str, str], configs: ConfigLike
+    names: tuple[str, str], configs: ConfigLike, stored: Collection[str]
 ) -> tuple[str | None, tuple[str, str], ConfigLike]:
     """Return the run, both sides and the configs of `RUN BACKEND BACKEND [CONFIG]...`.
 
-    The run is None if the text after the first two is a config or if there is none.
+    The run is None if the third text is missing or a config, if the first text is one of the stored
+    backends, or if the others are not.
     """
     texts = (configs,) if isinstance(configs, str) else configs
     if not isinstance(texts, tuple) or not texts or not isinstance(texts[0], str):
         return None, names, configs
     third, *others = texts
-    if is_config(third):
+    first, *sides = (setting_name(text) in stored for text in (*names, third))
+    if is_config(third) or first or not any(sides):
         return None, names, configs
     return names[0], (names[1], third), tuple(others) or None
 

@@ -20,6 +20,7 @@ from profharness.commands._output import (
     hint,
     hint_after,
     is_command_line,
+    sentences,
     shared_release,
 )
 from profharness.commands._runs import run_text
@@ -52,7 +53,7 @@ from profharness.measurements.agreement import (
     predicted_rows,
     unmet_expectations,
 )
-from profharness.render.document import Document, Note, shown_note
+from profharness.render.document import Document
 from profharness.rows import LAUNCH_PROFILERS, CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import (
     ALL_RUNS,
@@ -233,7 +234,7 @@ def kernels(
         release = shared_release([gpu], torch, folder)
         rows, cells, place, doubt = rows_of_atlas(chosen, names, gpu, release, folder, driver)
         if doubt:
-            hint_after(shown_note(Note(doubt)).text)
+            hint_after(sentences(doubt))
         return KernelsFound(rows, cells, places={place.text: place.described()})
     watched = LAUNCH_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:

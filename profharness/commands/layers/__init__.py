@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 
 from profharness.atlas.predictions import Place, assumed_release, find_place, known_atlases
 from profharness.attention.config import split_names
+from profharness.attention.dispatch.by_rule import named_platforms
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._help import legend
 from profharness.commands._options import Option
@@ -43,6 +45,7 @@ from profharness.commands.layers.by_gpu import (
 )
 from profharness.commands.layers.forecast_map import forecast_map
 from profharness.commands.layers.tables import layers_document
+from profharness.device_types import CPU
 from profharness.errors import GateError, GateResult, NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.jobs.into_store import Listener, time_layers
@@ -414,10 +417,17 @@ def forecast(
     GPUs differ. Raise NotFoundError if the run has no attention calls, or if none of them can be
     predicted.
     """
-    predicted = places[0][0].release
+
+    def assume(gpu: str | None) -> str:
+        predicted = places[0][0].release
+        with contextlib.suppress(UsageError):  # the rules of the GPU may end at an older release
+            named_platforms(predicted, gpu or CPU)
+            return predicted
+        return assumed_release(gpu)
+
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
-        own = find_layers(opened, name, step=step, assume=lambda _: predicted)
+        own = find_layers(opened, name, step=step, assume=assume)
     for place, doubt in places:
         own = forecast_map(own, place, doubt)
     return own

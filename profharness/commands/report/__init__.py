@@ -18,6 +18,7 @@ from profharness.attention.config import (
     SDPA_BACKENDS,
     in_usual_order,
     parse_config,
+    sdpa_setting,
 )
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, column, pick
@@ -445,7 +446,8 @@ def _run_blocks(
             if row.median_ns is not None
         ]
         drawn += latency_charts(medians, measured)
-        drawn += _refused(cells) if drawn else []
+        # The document of `bench` has these notes too.
+        drawn += _refused(cells) if drawn and not bench else []
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
         # The document of `bench` has this table too.
         if not bench:
@@ -792,7 +794,7 @@ def _summarize_run(
     loss, verdict = None, list[str]()
     if any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS):
         losses = evaluate_bench(store, run).losses
-        loss = next((each for each in losses if each.real and each.code), None)
+        loss = next((each for each in losses if each.real), None)
         sentences += _choice_of_auto(backends.get("auto", ()))
         verdict += _cost_of_auto(losses)
     return sentences, verdict, loss
@@ -812,7 +814,8 @@ def _advice_blocks(
     basis = basis_text(evaluated.ranking)
     blocks: list[Block] = []
     if loss:
-        blocks += [Heading(f"Select {loss.best}", loss.config, level=3), Code(loss.code)]
+        use = f"Select {loss.best}" if sdpa_setting(loss.best) else f"Call {loss.best} directly"
+        blocks += [Heading(use, loss.config, level=3), Code(loss.code)]
     for answer, way in changes:
         blocks.append(Heading(faster_config_text(way).rstrip("."), answer.config, level=3))
         blocks += [Code(way.advice.code)] if way.advice.code else []
@@ -866,9 +869,13 @@ def _cost_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
         f"largest difference is on {worst.config}, where auto takes {as_long(1 + worst.regret)} as "
         f"{worst.best} ({time_text(worst.chosen_ns)} against {time_text(worst.best_ns)})."
     )
+    code = (
+        " The code under Advice selects the fastest backend for the config with the largest "
+        "difference."
+    )
     yield (
-        f"Select {_named(Counter(loss.best for loss in real))}. The code under Advice selects the "
-        "fastest backend for the config with the largest difference."
+        f"Use {_named(Counter(loss.best for loss in real))}."
+        f"{code if sdpa_setting(worst.best) else ''}"
     )
 
 
