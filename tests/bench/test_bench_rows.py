@@ -31,7 +31,7 @@ from profharness.measurements.measurements import (
     with_regret,
     with_speedup,
 )
-from profharness.render.document import Chart, Table, Note
+from profharness.render.document import Chart, Note, Table
 from profharness.render.renderers import RENDERERS, render_json
 from profharness.render.terminal import render_table
 from profharness.rows import COLD, CPU_WAIT, NAIVE_COMPILED, REPLACEMENTS, SHARED_CORES, Refusal
