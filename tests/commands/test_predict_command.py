@@ -110,6 +110,22 @@ def test_a_forced_backend_is_predicted_to_run() -> None:
     assert "kernel µs/call" not in " ".join(several.split())
 
 
+def test_refusals_follow_the_table_of_backends_and_alike_kernels_share_a_row() -> None:
+    """Bugs: refusals looked like rows of the kernel table, which listed each launch by itself."""
+    text = told("2,8,512,100,fp16", "--gpu", "H200")
+    backends, kernels = text.split("Kernels of a call\n")
+    assert "efficient, cudnn  refused: head_dim=100 is not a multiple of 8\n" in backends
+    assert "refused" not in kernels
+    assert kernels.count("direct_copy") == 1
+    # the rows are those of `kernels`, with the same columns
+    command = [sys.executable, "-m", "profharness", "kernels", "2,8,512,100,fp16"]
+    whole = subprocess.run(
+        [*command, "--gpu", "H200", "--backend", "auto"], capture_output=True, text=True, check=True
+    ).stdout
+    for line in kernels.strip().splitlines():
+        assert " ".join(line.split()) in " ".join(whole.split())
+
+
 def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasCell]) -> None:
     result = predict("--config", measured[0].config.label)
     assert "The prediction is for H200, torch 2.11.0, cuDNN 91900." in result.stderr
