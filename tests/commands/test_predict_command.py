@@ -269,8 +269,11 @@ def test_atlas_of_another_driver_is_not_mixed(
         (("--config", "2,8,512,64", "--gpu", "H300"), "close matches are H200"),
         (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
         (("--config", "2,8,512,64", "--torch", "new"), "invalid PyTorch release"),
-        (("--config", "2,8,512,64", "--backend", "xformers"), "atlases contain only auto, flash"),
-        (("--config", "2,8,512,64", "--torch", "9.9"), "PyTorch 9.9.0 are unknown; known releases"),
+        (("--config", "2,8,512,64", "--backend", "xformers"), "choose from auto, flash"),
+        (
+            ("--config", "2,8,512,64", "--torch", "9.9"),
+            "PyTorch 9.9.0 are unknown; the newest known release is 2.15.0",
+        ),
         (("--config", "2,8,512,64", "--gpu", "H200,H200"), "are the same GPU; give only one name"),
         (("--config", "2,8,512"), "config '2,8,512'"),
     ],
