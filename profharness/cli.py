@@ -24,6 +24,7 @@ from profharness.errors import (
     join_few,
     near_names,
     printable,
+    with_clause,
     wrapped_for,
 )
 
@@ -243,7 +244,7 @@ def _wrong_usage(error: click.ClickException) -> str:
     if text[1:2].islower():
         text = f"{text[0].lower()}{text[1:]}"
     ctx = error.ctx if isinstance(error, click.UsageError) else None
-    return f"{text}; see: {ctx.command_path} --help" if ctx else text
+    return with_clause(text, f"see: {ctx.command_path} --help") if ctx else text
 
 
 def _commands_with(flag: str) -> list[str]:

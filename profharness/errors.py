@@ -122,10 +122,16 @@ def did_you_mean(names: Sequence[str]) -> str:
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 
+def with_clause(text: str, clause: str) -> str:
+    """Append a clause to a message. A semicolon separates them, unless the message ends with a question."""
+    return f"{text}{'' if text.endswith('?') else ';'} {clause}"
+
+
 def choose_from(name: str, known: Sequence[str]) -> str:
     """Return the end of an error message about an unknown name: similar names, and all names."""
-    meant = did_you_mean(near_names(name, known))
-    return f"{meant}{' ' * bool(meant)}choose from {', '.join(known)}"
+    choices = f"choose from {', '.join(known)}"
+    near = near_names(name, known)
+    return with_clause(did_you_mean(near), choices) if near else choices
 
 
 _FORMS = re.compile(r"\[([^|\]]*)\|([^|\]]*)\]")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 UNITS = {"µs": 1e3, "ms": 1e6, "s": 1e9}
 """Maps each unit of time to its length in ns. A time has the largest unit in which it is 1 or more."""
+KIB, MIB = 1 << 10, 1 << 20
 
 
 def time_unit(ns: float) -> str:
@@ -92,7 +93,14 @@ def rate_figure(rate: float) -> str:
 
 def memory_figure(size: float) -> str:
     """Format a size in bytes in MiB with three significant figures: `76.0`."""
-    return rate_figure(size / (1 << 20))
+    return rate_figure(size / MIB)
+
+
+def memory_text(size: float) -> str:
+    """Format a size in bytes for a sentence: `76.0 MiB`, `64.0 KiB`, `512 B`."""
+    if size < KIB:
+        return f"{size:.0f} B"
+    return f"{memory_figure(size)} MiB" if size >= MIB else f"{rate_figure(size / KIB)} KiB"
 
 
 def as_fast(speed_up: float, than: str = "", most: float | None = None) -> str:

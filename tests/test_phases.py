@@ -354,3 +354,5 @@ def test_calls_without_shapes_leave_no_empty_column(tmp_path: Path) -> None:
     assert words.count("launched without an op") == words.count(told) == 1
     # Bug: the command contained a config that has nothing to do with the trace.
     assert "with configs that you write by hand, use: profharness bench CONFIG" in words
+    for example in ("4,HEADS,1,HEAD_DIM,seq_kv=CONTEXT (decode)", "4,HEADS,362,HEAD_DIM,causal"):
+        assert example in words

@@ -70,6 +70,7 @@ from profharness.errors import (
     ProfharnessError,
     UnknownNameError,
     UsageError,
+    choose_from,
     join_and,
     printable_path,
 )
@@ -601,7 +602,8 @@ def predicted(
     for name in backends:
         if name not in (*BACKENDS, "all"):
             raise UsageError(
-                f"--backend {name!r}: atlases contain only {', '.join(BACKENDS)}; choose one of them"
+                f"--backend {name!r}: atlases contain only PyTorch's own backends; "
+                f"{choose_from(name, BACKENDS)}"
             )
     shown = BACKENDS if not backends or "all" in backends else tuple(dict.fromkeys(backends))
     require_configs(configs)

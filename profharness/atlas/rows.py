@@ -44,7 +44,7 @@ def predicted_rows(
     """
     found = predicted(configs, backends, gpu, torch, folder, driver)
     prediction = [row for answer in found.answers for row in found.of(answer)]
-    rows = [row for each in prediction for row in _kernel_rows(each, found.place)]
+    rows = [row for each in prediction for row in kernel_rows(each, found.place)]
     doubt = "\n".join(filter(None, (found.doubt, timing_note(prediction))))
     return rows, [_cell_row(each, found.place) for each in prediction], found.place, doubt
 
@@ -72,7 +72,7 @@ def _cell_row(prediction: Predicted, place: Place) -> CellRow:
     )
 
 
-def _kernel_rows(prediction: Predicted, place: Place) -> Iterator[KernelRow]:
+def kernel_rows(prediction: Predicted, place: Place) -> Iterator[KernelRow]:
     """Yield one row per kernel and launch configuration, as a store does for a captured run."""
     groups: dict[tuple[Any, ...], list[tuple[int, int | None]]] = {}
     for order, launch in enumerate(prediction.kernels or ()):

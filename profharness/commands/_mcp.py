@@ -23,6 +23,7 @@ from profharness.commands._options import Parameter
 from profharness.commands._output import on_terminal
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
 from profharness.render.renderers import render_json
+from profharness.units import memory_text
 
 try:
     from mcp import types
@@ -120,8 +121,8 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     text = render_json(declaration.shown(declaration.answer(values), values))
     if len(text) > MAX_ANSWER_BYTES:
         raise UsageError(
-            f"the size of the result is {len(text) / 1000000.0:.1f} MB, which exceeds the limit of "
-            f"{MAX_ANSWER_BYTES >> 20} MiB; request fewer configs or backends, or only one run"
+            f"the size of the result is {memory_text(len(text))}, which exceeds the limit of "
+            f"{memory_text(MAX_ANSWER_BYTES)}; request fewer configs or backends, or only one run"
         )
     return text
 

@@ -19,12 +19,12 @@ from profharness.atlas.predictions import (
     default_gpu,
     flat_record,
     known_atlases,
-    launch_record,
     predicted,
     predicted_record,
     statement,
     timing_note,
 )
+from profharness.atlas.rows import kernel_rows
 from profharness.attention.config import AUTO, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
 from profharness.attention.dispatch.by_rule import condition
@@ -46,6 +46,7 @@ from profharness.commands._types import (
 )
 from profharness.commands.explain.maps import Map, are_sparse, draw_maps, value_text
 from profharness.commands.explain.tables import map_blocks, map_record, map_table
+from profharness.commands.kernels.tables import call_table
 from profharness.devices import with_article
 from profharness.errors import counted
 from profharness.render.document import (
@@ -58,9 +59,10 @@ from profharness.render.document import (
     Note,
     Table,
     filled_columns,
+    merged_notes,
     status_note,
 )
-from profharness.rows import FLOOR, MEASURED, KernelRow, times_word
+from profharness.rows import FLOOR, MEASURED, times_word
 from profharness.run import gpu_names, require_distinct
 from profharness.stats import NOTABLE_LOSS
 from profharness.store import frame
@@ -75,11 +77,6 @@ Answer = tuple[Predicted, ...]  # the predictions for one config, one per backen
 BACKEND_COLUMNS = pick(
     Predicted,
     *("backend", "choice", "source", "kernel_ns", "interval", "graph_ns", "regret"),
-)
-KERNEL_COLUMNS = (
-    *pick(Predicted, "backend", "source"),
-    *pick(KernelRow, "kernel_short", "grid", "block", "shared_bytes", "registers_per_thread"),
-    *pick(KernelRow, "duration_ns"),
 )
 LOSS_COLUMNS = (
     *pick(Predicted, "config"),
@@ -263,7 +260,7 @@ def _lossy(autos: Sequence[Predicted]) -> list[Predicted]:
 def _config_blocks(
     answer: Answer, place: Place, backends: Sequence[str], *, full: bool, several: bool
 ) -> Iterator[Block]:
-    """Yield a summary, tables of backends and kernels, and the refusals for one config.
+    """Yield a summary, a table of backends with the refusals, and a table of kernels for one config.
 
     If all backends are shown and `full` is not set, the table of kernels contains only those of
     `auto` and of the best backend.
@@ -283,28 +280,20 @@ def _config_blocks(
         lines = [({"choice": row.choice or row.backend}, row) for row in ran]
         columns = _of_sources(BACKEND_COLUMNS, ran)
         yield Table.of(filled_columns(columns, lines), lines)
+    yield from merged_notes(_status_note(row) for row in shown if row.status != "ok")
     kernels = [
-        launch_record(launch) | {"backend": row.backend, "source": row.source}
+        kernel
         for row in shown
         if row.backend in some and not (row.backend == auto.choice and AUTO in some)
-        for launch in row.kernels or ()
+        for kernel in kernel_rows(row, place)
     ]
     if kernels:
         yield Heading("Kernels of a call", level=3)
-        yield Table.of(_of_sources(KERNEL_COLUMNS, ran), kernels)
+        yield call_table(kernels, full=full)
     if auto.best and auto.certain and (auto.regret or 0) > NOTABLE_LOSS:
         config = parse_config(auto.config)
         yield Note(f"The following code runs {auto.best}:")
         yield Code(call_code(config, config, auto.best))
-    for row in shown:
-        if row.status != "ok":
-            own = parse_config(row.config)
-            reasons = "; ".join(condition(own, reason) for reason in row.reasons) or "by rule"
-            if not row.reasons and row.status == "unknown":
-                reasons = "the rules do not cover this release"
-            elif not row.reasons and row.source == MEASURED:
-                reasons = "PyTorch refused the config when the atlas was measured"
-            yield status_note(row.status, reasons, row.backend)
     if note := timing_note(shown):
         yield Note(note)
     for text in dict.fromkeys(row.outside for row in shown):
@@ -312,6 +301,17 @@ def _config_blocks(
             yield Note(f"No time is predicted: {text}", level="warning")
     if parse_config(auto.config).window is not None:
         yield Note(WINDOW)
+
+
+def _status_note(row: Predicted) -> Note:
+    """Return a note that says why a backend does not run a config, or that the rules do not say."""
+    config = parse_config(row.config)
+    reasons = "; ".join(condition(config, reason) for reason in row.reasons) or "by rule"
+    if not row.reasons and row.status == "unknown":
+        reasons = "the rules do not cover this release"
+    elif not row.reasons and row.source == MEASURED:
+        reasons = "PyTorch refused the config when the atlas was measured"
+    return status_note(row.status, reasons, row.backend)
 
 
 def _all_measured(rows: Sequence[Predicted]) -> bool:
@@ -331,7 +331,6 @@ def _of_sources(columns: Iterable[Column], rows: Iterable[Predicted]) -> list[Co
     titles = {
         "kernel_ns": f"{what} µs/call",
         "graph_ns": f"{what} graph µs/call",
-        "duration_ns": f"{what} µs/launch",
     }
     if sources == {MEASURED}:
         hidden.add("interval")

@@ -58,13 +58,14 @@ def predicted_rows(
     path: Path, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
 ) -> tuple[list[KernelRow], list[CellRow]]:
     """Return the selected kernels, and the selected cells with their predictions. Raise
-    NotFoundError if nothing is selected.
+    NotFoundError if nothing is selected, and UsageError for an unknown backend.
     """
     with open_store(path) as store:
         run = store.find_runs(selection, *needs)
         rows, cells = store.rows(replace(selection, run=run), by_op=by_op)
         if rows or cells:
             return rows, with_predictions(store, cells)
+        store.check_backends(selection.backends)
         lack = None if run == ALL_RUNS else store.lack_of_kernels(run)
         if run != ALL_RUNS and lack is None:
             store.require_cells(run, selection.configs, selection.backends)

@@ -24,7 +24,7 @@ from profharness.attention.config import (
     pytorch_chooses,
 )
 from profharness.columns import SPEED_UP, column
-from profharness.devices import MB, Peaks, flop_peak
+from profharness.devices import Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import counted, percent
 from profharness.measurements.agreement import with_predictions
@@ -45,7 +45,7 @@ from profharness.rows import (
     KernelRow,
 )
 from profharness.store import Store
-from profharness.units import as_long, by_how_much, rate_figure, ratio_text
+from profharness.units import as_long, by_how_much, memory_text, rate_figure, ratio_text
 
 CLOCK_MOVED = 0.05
 # The machine is reported as busy if the worker waited for a CPU for more than this share of time.
@@ -117,10 +117,10 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
 def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
     """Explain why a rate exceeds the memory bandwidth. The data may be in the L2 cache."""
     moved = costs.compulsory_bytes(parse_config(row.config))
-    size = f"the working set of {moved / MB:,.1f} MiB"
+    size = f"the working set of {memory_text(moved)}"
     if l2_bytes is None:
         return f"{size} may fit in the L2, whose size is unknown"
-    l2 = f"the L2 of {l2_bytes / MB:,.0f} MiB"
+    l2 = f"the L2 of {memory_text(l2_bytes)}"
     flushed = ""
     if row.measurement in (COLD, EVENT):
         flushed = "; the L2 was flushed, but the output may stay in it"

@@ -277,10 +277,14 @@ def _shown(chart: Chart, name: str) -> list[float]:
     ]
 
 
-def _label_axis(chart: Chart) -> tuple[Any, int]:
-    """Return the y axis of a chart with labels, and the height of the chart."""
+def _label_axis(chart: Chart, *, separated: bool = False) -> tuple[Any, int]:
+    """Return the y axis of a chart with labels, and the height of the chart.
+
+    If `separated` is set, lines of the grid separate the labels.
+    """
     labels = list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
-    axis = alt.Y("y:N", title=chart.y_title or None, sort=labels)
+    rules = alt.Axis(grid=True, tickBand="extent") if separated else alt.Undefined
+    axis = alt.Y("y:N", title=chart.y_title or None, sort=labels, axis=rules)
     lines = max((str(label).count("\n") + 1 for label in labels), default=1)
     return axis, (STEP + LABEL_LINE * (lines - 1)) * max(len(labels), 2)
 
@@ -366,7 +370,7 @@ def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[A
 
 
 def _dots(chart: Chart) -> Any:
-    labels, height = _label_axis(chart)
+    labels, height = _label_axis(chart, separated=True)
     names = _names(chart)
     # A lane for each series keeps marks with equal times apart.
     lane = alt.YOffset("series:N", sort=names, scale=alt.Scale(domain=names))

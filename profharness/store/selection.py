@@ -27,6 +27,7 @@ from profharness.errors import (
     did_you_mean,
     join_few,
     near_names,
+    with_clause,
 )
 from profharness.files import shell_command
 from profharness.rows import LAUNCH_PROFILERS
@@ -158,7 +159,8 @@ class RunFinder:
         near = near_names(ref, [*names.values(), *ids, *[LATEST] * ref.isalpha()])
         there = did_you_mean(near) or f"choose from {join_few([*names.values()], SHOWN_RUNS)}"
         if len(names) > SHOWN_RUNS:
-            there += f"; to list all runs, use: {shell_command('runs', store=self.path)}"
+            listing = shell_command("runs", store=self.path)
+            there = with_clause(there, f"to list all runs, use: {listing}")
         raise UnknownNameError(f"no run {ref!r} in {self.path}; {there}")
 
     def run_name(self, run: str) -> str:
@@ -228,12 +230,18 @@ class RunFinder:
     def require_cells(
         self, run: str, configs: Sequence[Config] = (), backends: Sequence[str] = ()
     ) -> None:
-        """Raise NotFoundError unless a run has cells of each of the given configs and backends."""
+        """Raise NotFoundError unless a run has cells of each of the given configs and backends.
+
+        Raise UsageError for an unknown backend.
+        """
         query = (
             "SELECT cf.label, c.backend FROM cells c JOIN runs r ON r.id = c.run_id "
             "JOIN configs cf ON cf.id = c.config_id WHERE r.run = ? ORDER BY c.id"
         )
         cells = self.connection.execute(query, (run,)).fetchall()
+        labels = list(dict.fromkeys(label for label, _ in cells))
+        held = list(dict.fromkeys(backend for _, backend in cells))
+        self.check_backends([backend for backend in backends if backend not in held])
         name = self.run_name(run)
         if not cells:
             query = "SELECT kind FROM runs WHERE run = ?"
@@ -241,7 +249,6 @@ class RunFinder:
             raise NotFoundError(
                 f"run {name} ({kind}) has no cells; to show it, use: {self.shown_by(run)}"
             )
-        labels, held = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
         stored = [parse_config(label) for label in labels]
         for config in configs:
             if not any(map(config.matches, stored)):
@@ -253,6 +260,16 @@ class RunFinder:
                 raise NotFoundError(
                     f"run {name} has no cell for backend {backend}; it has {join_few(held, NAMED)}"
                 )
+
+    def check_backends(self, names: Sequence[str]) -> None:
+        """Raise UsageError if a backend is neither stored nor known on this machine."""
+        stored = self.backends() if names else []
+        for name in names:
+            if name not in stored:
+                # imported here because it searches for implementations
+                from profharness.attention.backends import find_backend
+
+                find_backend(name, stored=stored)
 
     def no_such_cell(self, run: str) -> NotFoundError:
         """Return the error for a config and a backend that no cell of a run, or of `all`, has."""
@@ -362,8 +379,6 @@ class RunFinder:
         others = [each.run for each in self.stored_runs()] if not selection.configs else []
         run = next(chain(self._matching(same_configs, "run"), others), None)
         lack = None if run is None else self.lack_of_kernels(run)
-        unknown = [name for name in selection.backends if name not in (stored := self.backends())]
-        if unknown and (near := near_names(unknown[0], stored)):
-            raise NotFoundError(f"no stored run has {what}; {did_you_mean(near)}")
+        self.check_backends(selection.backends)
         hint = lack or f"to see what is stored, use: {shell_command('runs', store=self.path)}"
         raise NotFoundError(f"no stored run has {what}; {hint}")

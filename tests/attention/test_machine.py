@@ -85,7 +85,7 @@ def test_releases() -> None:
     assert parse_releases("2.13,2.8") == [(2, 8, 0), (2, 13, 0)]
     for text, error in (
         ("2.9..2.8", "is empty"),
-        ("2.16..2.18", r"2\.16\.0, 2\.18\.0 are unknown; known releases: 2\.5\.0, 2\.5\.1"),
+        ("2.16..2.18", r"2\.16\.0, 2\.18\.0 are unknown; the newest known release is 2\.15\.0"),
     ):
         with pytest.raises(UsageError, match=error):
             parse_releases(text)
@@ -113,7 +113,9 @@ def test_a_range_has_known_and_unknown_releases(
 
 @pytest.mark.parametrize("text", ["2.1", "2.4.1", "1.13", "2.0..2.15", "2.8,2.4", "2.8,2.16"])
 def test_unknown_releases_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"are unknown; known releases: 2\.5\.0"):
+    with pytest.raises(
+        UsageError, match=r"unknown; (known releases: 2\.5\.0|the newest known release is 2)"
+    ):
         parse_releases(text)
 
 

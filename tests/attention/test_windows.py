@@ -203,7 +203,7 @@ def test_explain_tells_what_a_window_costs_and_advises_flex() -> None:
     assert answer.caveats[0].startswith(
         "SDPA has no window argument: the window becomes a bool attn_mask of shape [4096, 4096]"
     )
-    assert "(16 MiB), which flash refuses" in answer.caveats[0]
+    assert "(16.0 MiB), which flash refuses" in answer.caveats[0]
     assert "keeps only 3.1 %" in answer.caveats[0]
     (flash,) = (side for side in answer.backends if side.backend == "flash")
     assert flash.eligible is False

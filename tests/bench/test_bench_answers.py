@@ -284,8 +284,8 @@ def test_configs_and_backends_of_a_stored_run_are_selected(tmp_path: Path) -> No
             NotFoundError, match="no cell for config b5-h5-s5-d5; it has b1-h1-s512"
         ):
             evaluate_bench(store, configs=[asked, parse_config("5,5,5,5")])
-        with pytest.raises(NotFoundError, match="no cell for backend nosuch; it has auto, flash"):
-            evaluate_bench(store, backends=["auto", "nosuch"])
+        with pytest.raises(NotFoundError, match="no cell for backend fa3; it has auto, flash"):
+            evaluate_bench(store, backends=["auto", "fa3"])
         with pytest.raises(NotFoundError, match="no cell with these configs and backends"):
             evaluate_bench(store, configs=[asked], backends=["math"])
 

@@ -130,7 +130,7 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     row = row_of(found, "auto")
     (doubt,) = row.doubts
     assert doubt.startswith("the rate is 140 % of the memory bandwidth of 300 GB/s (data sheet)")
-    assert "working set of 16.0 MiB fits in the L2 of 48 MiB" in doubt
+    assert "working set of 16.0 MiB fits in the L2 of 48.0 MiB" in doubt
     assert reason in doubt
     text = RENDERERS["table"](bench_document(found), width=160)
     assert "139.8!" in text and "[1]" in text
@@ -141,8 +141,8 @@ def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     ("nanoseconds", "text"),
     [
         # 64 MiB, of which 48 MiB can stay in L2: at best 4 times the memory's 223.7 us
-        (60_000, "part of the working set of 64.0 MiB can stay in the L2 of 48 MiB"),
-        (50_000, "is much larger than the L2 of 48 MiB, so the L2 does not explain the rate"),
+        (60_000, "part of the working set of 64.0 MiB can stay in the L2 of 48.0 MiB"),
+        (50_000, "is much larger than the L2 of 48.0 MiB, so the L2 does not explain the rate"),
     ],
 )
 def test_a_working_set_beyond_l2_explains_only_its_part(

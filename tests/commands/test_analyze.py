@@ -554,7 +554,7 @@ def test_one_query_a_block_has_an_intensity_below_1_and_ncu_counts_its_repeats()
     assert counted["intensity of it"] == pytest.approx(0.5 / 1.02, abs=1e-3)
     finding = found.finding("cache_traffic")
     assert (finding.severity, finding.grade) == ("major", MEASURED)
-    assert "32.6 times the compulsory 33.6 MB" in finding.sentence
+    assert "32.6 times the compulsory 32.0 MiB" in finding.sentence
     (remedy,) = [each for each in found.remedies if "more query rows" in each.text]
     assert remedy.findings == ("kv_reread", "cache_traffic", "unused_shared")
     assert found.bottleneck == "K and V traffic"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import tarfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -144,6 +145,12 @@ def test_a_remedy_follows_its_finding(store: Path) -> None:
     )
     places = [text.find(part) for part in parts]
     assert -1 not in places and places == sorted(places)
+
+
+def test_sizes_have_binary_units(store: Path) -> None:
+    """Bug: `analyze` showed MB and kB, but `kernels` and `diff` showed MiB and KiB."""
+    text = run(analyze, "--store", store, "--config", "2,8,512,64", "--full").stdout
+    assert re.search(r"\d [MK]iB\b", text) and not re.search(r"\b[kMG]B(?!/s)\b", text)
 
 
 def test_analyze_json_has_its_schema_and_csv_its_columns(store: Path) -> None:

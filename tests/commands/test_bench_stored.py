@@ -62,7 +62,7 @@ def test_a_config_is_not_measured_twice_for_its_baseline(folder: Path) -> None:
     ("arguments", "text"),
     [
         (("--config", "5,5,5,5"), "no cell for config b5-h5-s5-d5; it has b1-h2-s64-d16-fp32"),
-        (("--backend", "nosuch"), "no cell for backend nosuch; it has auto, math"),
+        (("--backend", "fa3"), "no cell for backend fa3; it has auto, math"),
         (("--dtype", "bf16"), "no config in bf16; it has fp32"),
     ],
 )

@@ -80,9 +80,9 @@ def test_a_missing_file(command: str, store: Path) -> None:
 
 @pytest.mark.parametrize("command", READERS)
 def test_a_backend_that_a_run_lacks(command: str, store: Path) -> None:
-    error = invoke(store, command, CAPTURE, "--backend", "foo").exception
+    error = invoke(store, command, CAPTURE, "--backend", "fa3").exception
     assert str(error) == (
-        "run h200-torch2.11 has no cell for backend foo; it has auto, flash, efficient, cudnn, "
+        "run h200-torch2.11 has no cell for backend fa3; it has auto, flash, efficient, cudnn, "
         "math, all-disabled"
     )
 

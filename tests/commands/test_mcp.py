@@ -256,5 +256,7 @@ def test_an_answer_that_is_too_large_names_a_remedy(
     from profharness.commands import _mcp
 
     monkeypatch.setattr(_mcp, "MAX_ANSWER_BYTES", 1000)
-    with pytest.raises(UsageError, match=r"the size of the result is 0\.\d MB, .*; request fewer"):
+    with pytest.raises(
+        UsageError, match=r"the size of the result is [\d.]+ [KM]iB, .*; request fewer"
+    ):
         _mcp.answer("kernels", {}, served.store)

@@ -110,6 +110,22 @@ def test_a_forced_backend_is_predicted_to_run() -> None:
     assert "kernel µs/call" not in " ".join(several.split())
 
 
+def test_refusals_follow_the_table_of_backends_and_alike_kernels_share_a_row() -> None:
+    """Bugs: refusals looked like rows of the kernel table, which listed each launch by itself."""
+    text = told("2,8,512,100,fp16", "--gpu", "H200")
+    backends, kernels = text.split("Kernels of a call\n")
+    assert "efficient, cudnn  refused: head_dim=100 is not a multiple of 8\n" in backends
+    assert "refused" not in kernels
+    assert kernels.count("direct_copy") == 1
+    # the rows are those of `kernels`, with the same columns
+    command = [sys.executable, "-m", "profharness", "kernels", "2,8,512,100,fp16"]
+    whole = subprocess.run(
+        [*command, "--gpu", "H200", "--backend", "auto"], capture_output=True, text=True, check=True
+    ).stdout
+    for line in kernels.strip().splitlines():
+        assert " ".join(line.split()) in " ".join(whole.split())
+
+
 def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasCell]) -> None:
     result = predict("--config", measured[0].config.label)
     assert "The prediction is for H200, torch 2.11.0, cuDNN 91900." in result.stderr
@@ -253,8 +269,11 @@ def test_atlas_of_another_driver_is_not_mixed(
         (("--config", "2,8,512,64", "--gpu", "H300"), "close matches are H200"),
         (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
         (("--config", "2,8,512,64", "--torch", "new"), "invalid PyTorch release"),
-        (("--config", "2,8,512,64", "--backend", "xformers"), "atlases contain only auto, flash"),
-        (("--config", "2,8,512,64", "--torch", "9.9"), "PyTorch 9.9.0 are unknown; known releases"),
+        (("--config", "2,8,512,64", "--backend", "xformers"), "choose from auto, flash"),
+        (
+            ("--config", "2,8,512,64", "--torch", "9.9"),
+            "PyTorch 9.9.0 are unknown; the newest known release is 2.15.0",
+        ),
         (("--config", "2,8,512,64", "--gpu", "H200,H200"), "are the same GPU; give only one name"),
         (("--config", "2,8,512"), "config '2,8,512'"),
     ],

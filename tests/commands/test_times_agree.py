@@ -36,6 +36,7 @@ from profharness.units import (
     as_fast,
     as_long,
     by_how_much,
+    memory_text,
     rate_figure,
     ratio_text,
     time_text,
@@ -233,6 +234,14 @@ def test_every_speed_up_is_a_plain_ratio(columns: Sequence[Column], key: str) ->
     (column,) = (each for each in columns if each.key == key)
     shown = FORMATS[column.format]
     assert [shown(22.63), shown(0.9709), shown(1.0)] == ["22.6x", "0.971x", "1.00x"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(512, "512 B"), (65536, "64.0 KiB"), (79_700_480, "76.0 MiB"), (3 << 30, "3,070 MiB")],
+)
+def test_sizes_have_three_figures_and_a_binary_unit(size: int, text: str) -> None:
+    assert memory_text(size) == text
 
 
 @pytest.mark.parametrize("unit", ["mega", "giga", "tera"])

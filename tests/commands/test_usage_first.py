@@ -95,7 +95,7 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         (("why",), "error: no such command 'why'; did you mean explain?"),
         (
             ("layers", "--gup", "H200"),
-            "error: no such option '--gup'; did you mean '--gpu'?; see: profharness layers --help",
+            "error: no such option '--gup'; did you mean '--gpu'? see: profharness layers --help",
         ),
         (
             ("layers", "--rn", "x"),

@@ -122,6 +122,27 @@ def test_equal_times_of_a_config_have_lanes_of_their_own() -> None:
     assert all(after - before > 8 for before, after in pairwise(heights))
 
 
+def test_lines_of_the_grid_separate_the_configs() -> None:
+    """Bug: the mark of the last backend of a config was next to the first mark of the next config."""
+    names = ("auto", "flash", "math")
+    rows = tuple(
+        {"µs": 12.0, "config": config, "backend": name} for config in ("b1", "b2") for name in names
+    )
+    tree = ElementTree.fromstring(
+        draw_svg(Chart("dots", "", rows, "µs", "config", "backend", "µs"))
+    )
+    marks = [each for each in tree.iter(f"{SVG}path") if each.find(f"{SVG}title") is not None]
+    heights = sorted(float(re.findall(r"[\d.]+", mark.attrib["transform"])[1]) for mark in marks)
+    rules = [
+        float(re.findall(r"[\d.]+", line.attrib["transform"])[1])
+        for group in tree.iter(f"{SVG}g")
+        if "role-axis-grid" in group.get("class", "")
+        for line in group.iter(f"{SVG}line")
+        if line.get("y2", "0") == "0"
+    ]
+    assert any(heights[2] < rule < heights[3] for rule in rules), (heights, rules)
+
+
 def test_map_is_sorted_by_number() -> None:
     lengths = ("1024", "128", "64", "1×4096", "256")
     rows = tuple({"s": s, "d": d, "took": "math"} for s in lengths for d in ("b2-d128", "b2-d64"))

@@ -38,7 +38,7 @@ from profharness.attention.backends.sources import (
 from profharness.attention.config import ALL_DISABLED, AUTO, SdpaSetting, sdpa_setting
 from profharness.device_types import CUDA, DEVICE_TYPES
 from profharness.dtypes import HALF
-from profharness.errors import UsageError
+from profharness.errors import UsageError, did_you_mean, near_names
 from profharness.rows import NAIVE_COMPILED
 
 ALL = "all"
@@ -189,12 +189,15 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend:
+def find_backend(
+    text: str, sources: Mapping[str, str] | None = None, *, stored: Iterable[str] = ()
+) -> Backend:
     """Find a backend by its name. Raise UsageError, which lists the known names, if there is no
     such backend.
 
     The name can be a key of `sources`, a name in the registry, a set or an order of SDPA's
     backends, `kernels/NAME.py`, an entry point, `file.py:function` or `package.module:function`.
+    The error also suggests the names of `stored` backends.
     """
     # check the sources first, so that a worker uses the file for which the run was planned
     if sources and text in sources:
@@ -205,13 +208,11 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
         return _of_setting(setting)
     backend = find_implementation(text)
     if backend is None:
-        import difflib  # needed only for this error
-
-        known = list(dict.fromkeys([*BACKENDS, *implementation_names()]))
-        if near := difflib.get_close_matches(text, known, cutoff=0.7):
+        known = list(dict.fromkeys([*BACKENDS, *implementation_names(), *stored]))
+        if near := near_names(text, known):
             raise UsageError(
-                f"unknown backend {text!r}; did you mean {' or '.join(near)}? `profharness backends` "
-                "lists all backends"
+                f"unknown backend {text!r}; {did_you_mean(near)} `profharness backends` lists all "
+                "backends"
             )
         raise UsageError(
             f"unknown backend {text!r}; choose from {', '.join(known)}, or join SDPA's backends, as in "

@@ -62,8 +62,9 @@ from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.devices import context_text
 from profharness.environment import gpu_name, no_gpu_text
-from profharness.errors import UsageError, join_and, join_few
+from profharness.errors import UsageError, choose_from, join_and, join_few
 from profharness.rows import DISABLED, Refusal, decisive
+from profharness.units import memory_text
 
 SCHEMA = "profharness.explain/1"
 
@@ -354,8 +355,8 @@ def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     for name in single:
         if name not in SDPA_BACKENDS:
             raise UsageError(
-                f"--backend {name!r}: explain covers only PyTorch's own backends; choose from "
-                f"{', '.join(SDPA_BACKENDS)}, or a set such as flash+math"
+                f"--backend {name!r}: explain covers only PyTorch's own backends; "
+                f"{choose_from(name, SDPA_BACKENDS)}, or a set such as flash+math"
             )
     return (settings[0] if settings else AUTO), single
 
@@ -688,7 +689,7 @@ def window_texts(config: Config) -> Iterator[str]:
     share = score_count(config) / (config.output_batch * rows * columns)
     yield (
         f"SDPA has no window argument: the window becomes a bool attn_mask of shape [{rows}, "
-        f"{columns}] ({rows * columns / 2**20:,.3g} MiB), which flash refuses on a GPU. The "
+        f"{columns}] ({memory_text(rows * columns)}), which flash refuses on a GPU. The "
         f"other backends compute all scores, but the window keeps only {100 * share:.2g} % "
         "of them. flex_attention skips the hidden scores."
     )

@@ -134,12 +134,18 @@ def require_known(release: Release, architecture: str | None = None) -> Release:
 
 
 def unknown_text(missing: Collection[Release], architecture: str | None = None) -> str:
-    """Return a clause that names the missing releases and the releases whose rules are known."""
+    """Return a clause that names the missing releases and the releases whose rules are known.
+
+    For missing releases that are newer than all known releases, name only the newest known release.
+    """
     known = known_releases(architecture)
     same = [number for number in known if {number[:2]} == {release[:2] for release in missing}]
     releases, names = (", ".join(map(release_text, each)) for each in (missing, same or known))
+    offered = f"known releases: {names}"
+    if not same and min(missing) > max(known):
+        offered = f"the newest known release is {release_text(max(known))}"
     where = "" if architecture is None else " on AMD GPUs"
-    return f"the dispatch rules of PyTorch {releases}{where} are unknown; known releases: {names}"
+    return f"the dispatch rules of PyTorch {releases}{where} are unknown; {offered}"
 
 
 def installed_release() -> Release | None:

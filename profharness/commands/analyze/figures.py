@@ -223,7 +223,7 @@ class PhaseFigures:
 
     name: Annotated[str, column("phase", importance="key", meaning="step of the call")]
     flops: Annotated[int, column("MFLOP", "mega", meaning="FLOPs of the step")]
-    bytes: Annotated[int, column("MB", "mega", meaning="bytes that the step moves")]
+    bytes: Annotated[int, column("MiB", "mib", meaning="bytes that the step moves")]
     intensity: Annotated[float | None, column("FLOP/B", "count", meaning="FLOPs per byte")]
     bound: Annotated[
         str | None, column("bound by", importance="answer", meaning="`memory` or `compute`")
@@ -289,8 +289,8 @@ class Figures:
     dram_bytes: Annotated[
         float | None,
         column(
-            "DRAM MB",
-            "mega",
+            "DRAM MiB",
+            "mib",
             importance="detail",
             meaning="DRAM traffic per call, as counted by ncu",
         ),

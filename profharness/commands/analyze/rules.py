@@ -28,7 +28,7 @@ from profharness.errors import counted, percent
 from profharness.program.roles import FUSED_ROLES, GEMMS
 from profharness.recording.profilers import ncu
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
-from profharness.units import rate_figure, time_text
+from profharness.units import memory_text, rate_figure, time_text
 
 Rule = Callable[[CellAnalysis, Figures], Iterator[Finding]]
 KernelRule = Callable[[CellAnalysis, KernelFigures], Iterator[Finding]]
@@ -73,20 +73,6 @@ def share(name: str, value: float | None, source: str) -> Evidence | None:
 def in_bytes(name: str, value: float, source: str = SHAPES) -> Evidence:
     """Return an Evidence whose value is in bytes."""
     return Evidence(name, value, "B", source)
-
-
-def size(value: float) -> str:
-    """Format a number of bytes, for example as `16.8 MB` or `64.0 kB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.1f} {unit}"
-    return f"{value:.0f} B"
-
-
-def on_chip(value: float) -> str:
-    """Format the size of an on-chip memory, or of data that may fit in it: `60 MiB`, `227 KiB`."""
-    unit, scale = ("MiB", KIB * KIB) if value >= KIB * KIB else ("KiB", KIB)
-    return f"{value / scale:,.1f}".removesuffix(".0") + f" {unit}"
 
 
 def _finding(
@@ -190,7 +176,7 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         working, l2 = figures.working_set_bytes, cell.l2_size
         if l2 and working < l2 and figures.basis not in (COLD, EVENT):
             why = (
-                f"the inputs and the output ({on_chip(working)}) fit in the L2 ({on_chip(l2)}) and were "
+                f"the inputs and the output ({memory_text(working)}) fit in the L2 ({memory_text(l2)}) and were "
                 "read from there, so this is not DRAM bandwidth"
             )
         else:
@@ -221,8 +207,8 @@ def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         return
     ratio = figures.dram_bytes / figures.compulsory_bytes
     text = (
-        f"ncu counted {size(figures.dram_bytes)} of DRAM traffic, {ratio:.2f} times the "
-        f"compulsory {size(figures.compulsory_bytes)}"
+        f"ncu counted {memory_text(figures.dram_bytes)} of DRAM traffic, {ratio:.2f} times the "
+        f"compulsory {memory_text(figures.compulsory_bytes)}"
     )
     part = dram_share(cell, figures)
     if part is not None:
@@ -254,19 +240,19 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         share("time outside of products", outside, "roles of the kernels"),
     ]
     text = (
-        f"The score matrix is written to memory and read back. It takes {size(matrix)}; the "
-        f"unfused kernels move at least {size(by_phases)}"
+        f"The score matrix is written to memory and read back. It takes {memory_text(matrix)}; the "
+        f"unfused kernels move at least {memory_text(by_phases)}"
     )
     finding = derived
     if figures.dram_bytes is not None:
         finding = measured
         evidence.append(in_bytes("DRAM bytes", figures.dram_bytes, "ncu dram__bytes"))
         rest = "; the rest hit the L2" if figures.dram_bytes < by_phases else ""
-        text += f" (ncu counted {size(figures.dram_bytes)} of DRAM traffic{rest})"
+        text += f" (ncu counted {memory_text(figures.dram_bytes)} of DRAM traffic{rest})"
     if figures.peak_memory_bytes:
         evidence.append(in_bytes("peak memory", figures.peak_memory_bytes, "allocator"))
     text += (
-        f", and fused attention would move {size(figures.compulsory_bytes)}. {percent(outside, 1)} of "
+        f", and fused attention would move {memory_text(figures.compulsory_bytes)}. {percent(outside, 1)} of "
         "the kernel time is not spent on matrix products."
     )
     severity = _severity(by_phases / figures.compulsory_bytes, 2)
@@ -278,9 +264,9 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
             "input_copies",
             (
                 f"Before the matrix products, math copies the inputs ({what}). These copies account for "
-                f"{size(copied)} of the {size(by_phases)} that its kernels move. One score matrix "
-                f"takes {size(matrix)}; fused attention would move "
-                f"{size(figures.compulsory_bytes)} in total."
+                f"{memory_text(copied)} of the {memory_text(by_phases)} that its kernels move. One score matrix "
+                f"takes {memory_text(matrix)}; fused attention would move "
+                f"{memory_text(figures.compulsory_bytes)} in total."
             ),
             severity,
             in_bytes("bytes of copies", copied, "phases, unfused"),
@@ -301,8 +287,8 @@ def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     yield derived(
         "score_traffic",
         (
-            f"Eager attention writes and reads its score matrix (at least {size(matrix)}) twice. "
-            f"This moves {size(moved)} per call, in addition to the {size(compulsory)} that fused "
+            f"Eager attention writes and reads its score matrix (at least {memory_text(matrix)}) twice. "
+            f"This moves {memory_text(moved)} per call, in addition to the {memory_text(compulsory)} that fused "
             "attention would move."
         ),
         _severity((moved + compulsory) / compulsory, 2),
@@ -543,8 +529,8 @@ def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         per_byte = figures.flops / moved
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
         text = (
-            f"{times:.0f} blocks of {kernel.kernel} read the same rows of K and V: {size(moved)} "
-            f"in total, although K and V occupy only {size(both)}. Each block uses these rows for "
+            f"{times:.0f} blocks of {kernel.kernel} read the same rows of K and V: {memory_text(moved)} "
+            f"in total, although K and V occupy only {memory_text(both)}. Each block uses these rows for "
             f"{counted(round(rows), 'query row')}"
         )
         if kernel.family not in READS_ALL and kernel.l1_bytes is None and kernel.l2_bytes is None:
@@ -585,11 +571,11 @@ def cache_traffic(_: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if not most:
         return
     ratio, per_byte = most / figures.compulsory_bytes, figures.flops / most
-    clauses = " and ".join(f"{size(moved)} in the {name}" for name, _, moved in counted)
+    clauses = " and ".join(f"{memory_text(moved)} in the {name}" for name, _, moved in counted)
     yield measured(
         "cache_traffic",
         f"ncu counted {clauses}: up to {ratio:.1f} times the compulsory "
-        f"{size(figures.compulsory_bytes)}. This is {per_byte:.2f} FLOPs per byte.",
+        f"{memory_text(figures.compulsory_bytes)}. This is {per_byte:.2f} FLOPs per byte.",
         "major" if per_byte < LOW_INTENSITY else "note",
         *(in_bytes(f"{name} bytes", round(moved), f"ncu {key}") for name, key, moved in counted),
         in_bytes("compulsory bytes", figures.compulsory_bytes),
@@ -644,10 +630,10 @@ def working_set(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     clauses = []
     for short, name, room in memories:
         have = figures.working_set_bytes if short == "L2" else figures.kv_head_bytes
-        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name} ({on_chip(room)})")
-    text = f"K and V of one head ({on_chip(figures.kv_head_bytes)}) "
+        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name} ({memory_text(room)})")
+    text = f"K and V of one head ({memory_text(figures.kv_head_bytes)}) "
     if cell.l2_size and len(memories) > 1:
-        whole = f"inputs and output together ({on_chip(figures.working_set_bytes)})"
+        whole = f"inputs and output together ({memory_text(figures.working_set_bytes)})"
         text += f"{' and '.join(clauses[:-1])}; {whole} {clauses[-1]}."
     else:
         text += f"{' and '.join(clauses)}."
@@ -678,7 +664,7 @@ def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         yield derived(
             "unused_shared",
             (
-                f"{main.kernel} uses {on_chip(main.shared_bytes)} of shared memory per block "
+                f"{main.kernel} uses {memory_text(main.shared_bytes)} of shared memory per block "
                 f"({percent(used, 1)} of an SM's, with {counted(resident, 'block')} per SM), while {times:.0f} "
                 "blocks read the same K and V."
             ),

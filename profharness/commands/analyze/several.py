@@ -14,7 +14,7 @@ from profharness.commands.analyze.figures import CellAnalysis, Figures, Finding,
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import contenders
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
-from profharness.units import time_text
+from profharness.units import memory_text, time_text
 
 SEVERAL = 2  # A finding is printed once for all its configs if there are at least this many.
 
@@ -101,7 +101,6 @@ The function returns whether a config is an example of the use. The config can b
 stored config is an example.
 """
 LITTLE_MEMORY = "little memory"
-MIB = 1 << 20
 
 
 def _decodes(config: Config) -> bool:
@@ -146,7 +145,7 @@ class ScenarioChoice:
     ]:
         """The time or memory of the best backend, formatted with its unit."""
         if self.scenario == LITTLE_MEMORY:
-            return f"{self.value / MIB:,.1f} MiB"
+            return memory_text(self.value)
         return time_text(self.value)
 
 

@@ -55,7 +55,6 @@ from profharness.render.document import (
 )
 from profharness.rows import KERNEL
 
-MB = 1e6
 _RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
 CONFIG = Column("label", "config", importance="key", shrink=True, repeat=False)
 COLUMNS = (
@@ -94,7 +93,7 @@ COUNTER_COLUMNS = (
 TRAFFIC_COLUMNS = (
     Column("backend", "backend", repeat=False),
     Column("level", "traffic", importance="key"),
-    Column("mb", "MB", "figures", importance="answer"),
+    Column("moved_bytes", "MiB", "mib", importance="answer"),
     Column("ratio", "x compulsory", "ratio"),
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),
@@ -418,7 +417,7 @@ def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
         {
             "backend": analysis.backend,
             "level": level,
-            "mb": moved / MB,
+            "moved_bytes": moved,
             "ratio": moved / figures.compulsory_bytes,
             "intensity": figures.flops / moved,
             "gb_per_s": moved / figures.ncu_ns,

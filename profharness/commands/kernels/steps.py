@@ -34,7 +34,7 @@ from profharness.render.document import (
 )
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, WALL, CellRow, KernelRow, Triple
 from profharness.traces.kernel_names import parse_kernel_name
-from profharness.units import memory_figure, share_text, time_text
+from profharness.units import memory_text, share_text, time_text
 
 CALL_TIMES = (EAGER, HOST, COLD, EVENT, WALL)
 LAUNCH = ("grid", "block", "shared_bytes", "occupancy")
@@ -371,7 +371,6 @@ def _memory_growth(config: Config, score_dtype: str | None) -> str:
     return "S_kv" if config.seq_len_q == 1 else "S_q x S_kv"
 
 
-MIB = 1 << 20
 SCHEMA = "profharness.steps/1"
 BY_CALL = tuple(f"{name}_ns" for name in CALL_TIMES)
 FIELDS = (
@@ -463,15 +462,11 @@ def _call_blocks(
 def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
     output, parts = tensor_bytes(config).output, []
     for dtype in dict.fromkeys(dtypes):
-        text = f"one score matrix in {dtype} {_size(matrix_bytes(config, dtype))}"
+        text = f"one score matrix in {dtype} {memory_text(matrix_bytes(config, dtype))}"
         if copies := copy_bytes(config, dtype):
-            text += f" (repeated and cast inputs {_size(copies)})"
+            text += f" (repeated and cast inputs {memory_text(copies)})"
         parts.append(text)
-    return ", ".join([f"output {_size(output)}", *parts])
-
-
-def _size(count: int) -> str:
-    return f"{memory_figure(count)} MiB" if count >= MIB else f"{count / 1024:,.4g} KiB"
+    return ", ".join([f"output {memory_text(output)}", *parts])
 
 
 def _explanations(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
@@ -208,13 +208,7 @@ def kernels_document(
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
     longer = longer_names(rows)
-    mixed = len({row.source for row in rows}) > 1
-
-    def line(row: KernelRow) -> tuple[dict[str, Any], KernelRow]:
-        name = longer.get(row.kernel, row.kernel_short)
-        backend = sourced(row.backend, row.source) if mixed else row.backend
-        return {"backend": backend, "kernel_short": name}, row
-
+    line = _line_maker(rows, longer)
     blocks: list[Block] = []
     folds = False
     most = MOST_KERNELS
@@ -276,6 +270,29 @@ def kernels_document(
     answer = kernels_answer(rows, cells)
     records = tuple(map(kernel_record, rows))
     return Document(SCHEMA, "Kernels", tuple(blocks), FIELDS, records, extra, answer=answer)
+
+
+def call_table(rows: Sequence[KernelRow], *, full: bool = False) -> Table:
+    """Return a table of the kernels of calls, with the columns of `kernels` and without folding."""
+    lines = map(_line_maker(rows, longer_names(rows)), rows)
+    return Table.of(kernel_columns(rows, full=full), list(lines))
+
+
+def _line_maker(
+    rows: Sequence[KernelRow], longer: Mapping[str, str]
+) -> Callable[[KernelRow], tuple[dict[str, Any], KernelRow]]:
+    """Return a function that makes a line of a table from one of these rows.
+
+    If the times of the rows have several sources, the name of a backend is followed by its source.
+    """
+    mixed = len({row.source for row in rows}) > 1
+
+    def line(row: KernelRow) -> tuple[dict[str, Any], KernelRow]:
+        name = longer.get(row.kernel, row.kernel_short)
+        backend = sourced(row.backend, row.source) if mixed else row.backend
+        return {"backend": backend, "kernel_short": name}, row
+
+    return line
 
 
 def _about_times(rows: Sequence[KernelRow]) -> str:

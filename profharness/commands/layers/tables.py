@@ -19,7 +19,7 @@ from profharness.commands.layers.answer import (
     what_to_change,
 )
 from profharness.devices import context_text, short_device_name
-from profharness.errors import counted, join_few
+from profharness.errors import counted, join_and, join_few
 from profharness.files import default_store, shell_command
 from profharness.program.layer_map import (
     NO_MASK,
@@ -447,7 +447,8 @@ def _notes(layers: LayerMap, full: bool, told: str | None, *, advise: bool) -> I
 def _hand_written(layers: LayerMap) -> Iterator[Note]:
     """Yield the command that compares backends for the calls of another package, if there are any.
 
-    The annotations of an engine's steps give configs with the mean lengths of the requests.
+    The annotations of an engine's steps give configs with the mean lengths of the requests. If the
+    trace does not show the shapes, give an example with the known numbers.
     """
     if not any(row.kind == "custom" and row.reasons for row in layers.rows):
         return
@@ -462,6 +463,25 @@ def _hand_written(layers: LayerMap) -> Iterator[Note]:
         "bench", *(configs or ["CONFIG"]), *options, store=layers.store or default_store()
     )
     yield Note(f"{lead}{command}", level="hint")
+    if not configs and (examples := list(filter(None, map(_example, layers.phases)))):
+        yield Note(
+            f"for example, the mean requests and tokens of the steps give {join_and(examples)}; "
+            "replace the words in capitals with the sizes of the model and the context",
+            level="hint",
+        )
+
+
+def _example(phase: PhaseRow) -> str:
+    """Return the start of a config with the mean requests and tokens of a phase, or ""."""
+    requests, tokens = phase.mean_requests, phase.mean_new_tokens
+    if not requests or not tokens:
+        return ""
+    batch = round(requests)
+    if phase.phase == DECODE:
+        return f"{batch},HEADS,1,HEAD_DIM,seq_kv=CONTEXT ({phase.phase})"
+    if phase.phase == PREFILL:
+        return f"{batch},HEADS,{round(tokens / requests)},HEAD_DIM,causal ({phase.phase})"
+    return ""
 
 
 def _merged(
