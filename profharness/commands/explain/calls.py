@@ -12,7 +12,7 @@ from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.commands.explain.savings import main_change, matters, saving_text
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, join_few
 from profharness.measurements.agreement import backend_seen
 from profharness.program.layer_map import (
     CHANGE_CODE,
@@ -26,6 +26,7 @@ from profharness.program.layer_map import (
 )
 from profharness.rows import CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import Selection, open_store
+from profharness.store.selection import NAMED
 from profharness.units import share_text
 
 LENGTH_SPREAD = 0.1
@@ -108,24 +109,25 @@ class RunConfigs:
     """The GPU and the release of the run, or None if the rules do not cover them."""
 
 
-def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
+def find_calls(store: Path, run: str, configs: Sequence[Config] = ()) -> ProgramCalls | RunConfigs:
     """Return the attention calls of a program or of `auto`, or the configs of a run without them.
 
-    If PyTorch chose none of the backends, the result has no calls, but the reasons. Raise
-    NotFoundError if the run has no attention, or if it is unknown what PyTorch chose from.
+    If `configs` are given, return only calls of these configs. If PyTorch chose none of the
+    backends, the result has no calls, but the reasons. Raise NotFoundError if the run has no
+    attention or lacks one of `configs`, or if it is unknown what PyTorch chose from.
     """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls or configs")
         if not opened.has(name, "attention calls") and (cells := opened.cells(name)):
-            configs = run_configs(
+            opened.require_cells(name, configs)
+            cells = [cell for cell in cells if _is_named(parse_config(cell.config), configs)]
+            own = run_configs(
                 opened.run_name(name), [cell.config for cell in cells], opened.environment(name)
             )
             calls = _captured_calls(cells, opened.kernels(name))
-            if len(calls) < len(configs.configs):
-                return configs
-            return ProgramCalls(
-                name, configs.name, calls, configs.gpu, configs.platform, captured=configs
-            )
+            if len(calls) < len(own.configs):
+                return own
+            return ProgramCalls(name, own.name, calls, own.gpu, own.platform, captured=own)
         layers = find_layers(opened, name, assume=assumed_release)
     program = program_calls(layers)
     if not program.calls and (change := main_change(layers)):
@@ -140,7 +142,28 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "
             f"to show its attention, use: {layers.command('layers')}"
         )
-    return program
+    return _of_configs(program, configs)
+
+
+def _of_configs(program: ProgramCalls, configs: Sequence[Config]) -> ProgramCalls:
+    """Return only the calls of `configs`, or all calls if it is empty.
+
+    Raise NotFoundError if one of `configs` has no call.
+    """
+    held = list(dict.fromkeys(call.config for call in program.calls))
+    for config in configs:
+        if held and not any(map(config.matches, held)):
+            labels = join_few([each.label for each in held], NAMED)
+            raise NotFoundError(
+                f"run {program.name} has no attention call of {config}; it has {labels}"
+            )
+    calls = tuple(call for call in program.calls if _is_named(call.config, configs))
+    return replace(program, calls=calls)
+
+
+def _is_named(config: Config, configs: Sequence[Config]) -> bool:
+    """Return whether a config is one of `configs`, or whether `configs` is empty."""
+    return not configs or any(wanted.matches(config) for wanted in configs)
 
 
 def _captured_calls(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> tuple[Call, ...]:
