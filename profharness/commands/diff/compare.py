@@ -911,8 +911,8 @@ def _aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, dict[
             composite[name] = UNFUSED
     in_both = "attention" in baseline and "attention" in candidate
     if in_both and ("combine" in baseline) != ("combine" in candidate):
-        parts = ("attention", "combine")
-        baseline, candidate = (_merged(side, "attention", parts) for side in (baseline, candidate))
+        both = ("attention", "combine")
+        baseline, candidate = (_merged(side, "attention", both) for side in (baseline, candidate))
         composite["attention"] = COMBINED
     for name, parts in MERGES:
         if name in baseline or name in candidate:

@@ -114,7 +114,6 @@ from profharness.rows import (
     EVENT,
     KERNEL,
     LAUNCH_PROFILERS,
-    MEASURED,
     CellRow,
     KernelRow,
     decisive,
@@ -816,16 +815,11 @@ def _advice_blocks(
     for answer, way in changes:
         blocks.append(Heading(faster_config_text(way).rstrip("."), answer.config, level=3))
         blocks += [Code(way.advice.code)] if way.advice.code else []
-        times, measured = way.advice.predicted, medians.get(answer.config)
-        if times and measured and evaluated.ranking != KERNEL:
-            kernel_times = (
-                "kernel times in the atlas"
-                if times.source == MEASURED
-                else "predicted kernel times"
-            )
+        measured = medians.get(answer.config)
+        if measured and evaluated.ranking != KERNEL:
             blocks.append(
                 Note(
-                    f"Both times are {kernel_times}. In this run, the median of {basis} is "
+                    f"Both times are kernel times. In this run, the median of {basis} is "
                     f"{time_text(measured)} for auto, which includes more than the kernels."
                 )
             )
