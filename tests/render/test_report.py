@@ -759,7 +759,12 @@ def test_cells_have_the_words_of_explain(captured: Path) -> None:
     titles = [column.title for column in table.columns]
     assert "peak MiB" in titles
     told = {row[titles.index("predicted backend")] for row in table.rows}
-    assert told == {"cudnn", "flash", "could run", "refused"}
+    # Bug: the column also had the verdict `could run`, which is no backend.
+    assert told == {"cudnn", "flash", "efficient", "math", "refused"}
+    backends = {
+        (row[titles.index("backend")], row[titles.index("predicted backend")]) for row in table.rows
+    }
+    assert ("math", "math") in backends and ("flash", "cudnn") not in backends
     reasons = {row[titles.index("reason")] for row in table.rows} - {""}
     assert reasons == {
         "num_heads=32 with kv_heads=8 is not supported",

@@ -167,15 +167,9 @@ RAN = Column(
 )
 PREDICTED = replace(
     *pick(CellRow, "predicted"),
-    meaning="the prediction of the dispatch rules: for `auto` the backend, and for other backends "
-    "whether they could run; empty if the rules do not cover the machine",
+    meaning="the backend that the dispatch rules choose, or `refused` if they refuse the config; "
+    "empty if the rules do not cover the machine",
 )
-PREDICTED_TEXTS = {
-    "eligible": VERDICTS[True],
-    "refused": VERDICTS[False],
-    "none": VERDICTS[False],
-}
-"""Maps values of CellRow.predicted to the words of `explain`. Other values are backends."""
 CELL_COLUMNS = (
     *pick(CellRow, "config", "backend", "status"),
     RAN,
@@ -599,10 +593,17 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
         shown = {
             "ran": backend_that_ran(cell) if cell.status == "ok" else "",
             "reason": "" if cell.status == "ok" else cell_reason(cell),
-            "predicted": PREDICTED_TEXTS.get(cell.predicted or "", cell.predicted),
+            "predicted": _predicted_text(cell),
         }
         rows.append((shown, cell))
     yield Table.of(CELL_COLUMNS, rows)
+
+
+def _predicted_text(cell: CellRow) -> str | None:
+    """Return the backend that the rules choose for a cell, or `refused`, as `predict` shows it."""
+    if cell.predicted == "eligible":
+        return cell.backend
+    return VERDICTS[False] if cell.predicted in ("refused", "none") else cell.predicted
 
 
 def _full_reasons(cells: Sequence[CellRow]) -> dict[str, tuple[str, ...]]:
