@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from profharness.attention.config import SDPA_BACKENDS, parse_config, pytorch_chooses
+from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config, pytorch_chooses
 from profharness.errors import NotFoundError, UsageError, join_few
 from profharness.files import shell_command
 from profharness.rows import (
@@ -22,6 +22,7 @@ from profharness.rows import (
     REPLACEMENTS,
     CellRow,
     KernelRow,
+    preferred_profiler_rows,
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
@@ -143,6 +144,25 @@ def backend_seen(cell: CellRow, rows: Iterable[KernelRow]) -> str | None:
         return backend
     ran = ran_backends(rows)
     return ran.pop() if len(ran) == 1 else None
+
+
+def times_of_auto(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> dict[str, float]:
+    """Return the measured kernel time of a call of `auto` for each config, in ns.
+
+    It is the mean over the profiled calls. Configs whose kernels were not all timed are left out.
+    """
+    rows_of: dict[str | None, list[KernelRow]] = {}
+    for row in preferred_profiler_rows(rows):
+        rows_of.setdefault(row.cell, []).append(row)
+    times: dict[str, float] = {}
+    for cell in cells:
+        own = rows_of.get(cell.cell, []) if cell.backend == AUTO else []
+        # On a CPU, profiling makes an op take longer.
+        known = [row.call_ns for row in own if row.kernel_kind != "op"]
+        timed = [time for time in known if time is not None]
+        if timed and len(timed) == len(own):
+            times.setdefault(cell.config, sum(timed))
+    return times
 
 
 def backend_of_family(family: str, sdpa_op: str | None = None) -> str | None:

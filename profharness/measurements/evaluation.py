@@ -32,7 +32,7 @@ from profharness.device_types import CUDA, on_gpu
 from profharness.devices import Peaks
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import NotFoundError, UsageError, counted, join_and, percent
-from profharness.measurements.agreement import backend_that_ran
+from profharness.measurements.agreement import backend_that_ran, times_of_auto
 from profharness.measurements.measurements import (
     CHOSEN,
     REFERENCES,
@@ -290,6 +290,8 @@ class BenchResult:
     losses: tuple[Loss, ...]  # in descending order of regret
     conclusions: tuple[str, ...]
     samples: Samples = field(default_factory=dict)
+    # the mean kernel times of profiled calls of `auto`, by config
+    times_of_auto: dict[str, float] = field(default_factory=dict)
     created: str = ""
     protocol: dict[str, Any] = field(default_factory=dict)  # keys are fields of `run.Protocol`
     baseline: Baseline | None = None  # the baseline that the user named
@@ -417,6 +419,7 @@ def evaluate_bench(
         losses=tuple(losses),
         conclusions=tuple(_conclude(sound, won, samples_of, ran, baseline)),
         samples=samples,
+        times_of_auto=times_of_auto(cells, store.kernels(name)),
         created=next(row.created for row in store.runs() if row.run == name),
         protocol=store.protocol(name),
         baseline=baseline,

@@ -51,7 +51,8 @@ def slower(row: KernelRow, factor: float) -> KernelRow:
 
 
 def test_fused_against_fused_is_one_row() -> None:
-    diff = diff_cells(side("flash"), side("cudnn"))
+    split = tuple(row for row in kernel_rows() if row.family != "flash_combine")
+    diff = diff_cells(side("flash", kernels=split), side("cudnn"))
     row = one(diff, SQUARE, "attention")
     assert [len(row.baseline), len(row.candidate)] == [1, 1]
     changes = {change.field: (change.baseline, change.candidate) for change in row.changes}
@@ -62,13 +63,29 @@ def test_fused_against_fused_is_one_row() -> None:
     assert changes["tile"] == ("64x256", "64x128x64")
     assert row.ratio == pytest.approx(7_392 / 7_616, rel=0.01)
     assert row.changed
-    assert one(diff, SQUARE, "combine").verdict == "removed"
     assert one(diff, SQUARE, "memory").verdict == "added"
     assert one(diff, TRAIN, "bwd_preprocess").baseline[0].kernel.startswith("void pytorch_flash")
     backward = one(diff, TRAIN, "attention_bwd")
     assert (backward.verdict, backward.changed) == ("faster", True)
     assert "medians of 3 and 3 profiled launches" in backward.reasons[0]
     assert "%" not in backward.reasons[0]  # bug: a change was given in percent
+
+
+def test_a_split_kernel_and_its_combine_are_compared_as_a_whole() -> None:
+    """bug: cudnn's kernel was compared with the split-KV kernel alone."""
+    diff = diff_cells(side("flash"), side("cudnn"))
+    row = one(diff, SQUARE, "attention")
+    assert row.composite
+    assert [kernel.family for kernel in row.baseline] == ["flash_splitkv", "flash_combine"]
+    assert (row.verdict, len(row.candidate)) == ("faster", 1)
+    assert row.ratio == pytest.approx(7_392 / (7_616 + 5_024), rel=0.01)
+    assert {r.role for r in diff.rows if r.config == SQUARE} == {"call", "attention", "memory"}
+    notes = [block.text for block in diff_document(diff).blocks if isinstance(block, Note)]
+    assert any("the kernel that combines its outputs" in text for text in notes)
+    assert not any("unfused" in text for text in notes)
+    alike = diff_cells(side("flash"), side("flash"))
+    assert not one(alike, SQUARE, "attention").composite
+    assert one(alike, SQUARE, "combine").verdict == "same"
 
 
 def test_fused_against_math_is_one_composite_row() -> None:

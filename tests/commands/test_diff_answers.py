@@ -300,7 +300,8 @@ def test_kernels_that_pair_share_a_row_and_others_name_their_side(store: Path) -
     same = diff(store, "20261121-151544-59c7:cudnn", "20261121-165619-f5ef:cudnn", *config).stdout
     assert "baseline" not in same and re.search(r"^call +graph .* → ", same, re.MULTILINE)
     other = diff(store, "20261121-151544-59c7:flash", "20261121-151544-59c7:cudnn", *config).stdout
-    assert re.search(r"^attention +baseline +flash_fwd", other, re.MULTILINE)
+    assert re.search(r"^attention +2 → 1 kernel ", other, re.MULTILINE)
+    assert re.search(r"^ +baseline +flash_fwd", other, re.MULTILINE)
     assert re.search(r"^ +candidate +cudnn_sdpa", other, re.MULTILINE)
 
 

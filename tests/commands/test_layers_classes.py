@@ -861,6 +861,16 @@ def test_many_programs_have_one_row_each(tmp_path: Path) -> None:
     """Bug: `layers traces/models` printed a thousand lines."""
     store = {"store": str(tmp_path / "s.db")}
     models = [str(path) for path in sorted((TRACES / "models").glob("llama_*.json.gz"))]
+    # Bug: flex_attention without torch.compile was called eager attention, and its row had `flex`.
+    flex = [str(TRACES / "models" / name) for name in ("flex", "flex_compile")]
+    with_flex = ask(store, *models, *flex).stdout
+    assert (
+        "eager or math attention runs in llama_eager.json.gz; flex_attention without torch.compile "
+        "runs in flex."
+    ) in " ".join(with_flex.split())
+    ran = {line.split()[0]: line for line in with_flex.splitlines() if line.startswith("flex")}
+    assert ran["flex"].endswith(" flex (eager)")
+    assert ran["flex_compile"].endswith(" flex")
     done = ask(store, *models)
     assert done.stdout.startswith(
         f"{len(models)} programs: attention takes 6 % to 58 % of the GPU time"

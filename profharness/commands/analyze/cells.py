@@ -36,7 +36,7 @@ from profharness.devices import MEASURED, Device, launch_occupancy
 from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
-from profharness.measurements.agreement import backend_that_ran, is_another
+from profharness.measurements.agreement import backend_that_ran, is_another, times_of_auto
 from profharness.measurements.measurements import busy_text, statistic_text, usable_times
 from profharness.program.layer_map import (
     actual_backend,
@@ -245,11 +245,16 @@ def analyze_rows(
             rivals = store.cells(run)
             if len(rivals) > len(own):  # a backend that is not selected may be the faster one
                 kernels = store.kernels(run)
+            changes = config_changes(
+                run_configs(
+                    run,
+                    [cell.config for cell in own],
+                    store.environment(run),
+                    times_of_auto(rivals, kernels),
+                )
+            )
             # The roles and the shares of a kernel that runs in both passes differ between them.
             kernels = split_passes(kernels, store.kernels(run, by_op=True))
-            changes = config_changes(
-                run_configs(run, [cell.config for cell in own], store.environment(run))
-            )
             analyses += [
                 with_change(analysis, changes.get((cell.config, backend_that_ran(cell))))
                 for cell, analysis in zip(

@@ -192,7 +192,9 @@ LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "r
 def changes_of(answer: BenchResult) -> Iterator[tuple[Explanation, Way]]:
     """Yield the changes that are predicted to make configs faster on `auto`."""
     labels = [cell.config for cell in answer.cells if cell.backend == AUTO]
-    yield from faster_configs(run_configs(answer.name, labels, answer.environment))
+    yield from faster_configs(
+        run_configs(answer.name, labels, answer.environment, answer.times_of_auto)
+    )
 
 
 def bench_document(

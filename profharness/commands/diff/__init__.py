@@ -37,11 +37,13 @@ from profharness.commands.diff.answer import (
 )
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
+    COMBINED,
     COSTS,
     LAUNCHES,
     MEMORY,
     OF_TIMES,
     REFUSED,
+    UNFUSED,
     Cost,
     Diff,
     DiffRow,
@@ -125,7 +127,11 @@ LAYER_COLUMNS = (
 )
 # These names must differ from the names of roles, because both are labels of notes.
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
-COMPOSITE = "The time of a fused kernel is compared with the total time of the unfused kernels."
+COMPOSITE = {
+    UNFUSED: "The time of a fused kernel is compared with the total time of the unfused kernels.",
+    COMBINED: f"{COMBINED[0].upper()}{COMBINED[1:]}.",
+}
+"""Maps the reason why the kernels of a role are compared as a whole to its note."""
 
 
 def diff_document(
@@ -166,8 +172,9 @@ def diff_document(
     if hidden and diff.rows:
         blocks.append(More(f"a comparison of all kernels of the traces ({counts})"))
     # With --full, the notes of the configs contain this text.
-    if any(row.composite for row in diff.rows) and not hidden and not full:
-        blocks.append(Note(COMPOSITE))
+    if not hidden and not full:
+        used = {row.reasons[0] for row in diff.rows if row.composite}
+        blocks += (Note(text) for reason, text in COMPOSITE.items() if reason in used)
     if full:
         blocks += full_name_notes(kernels, names)
     if changed_first and same and not hidden:

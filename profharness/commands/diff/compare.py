@@ -92,6 +92,14 @@ MERGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dK+dQ", ("dK", "dQ")),
     ("gemm_bwd", ("dV", "dP", "dV+dP", "dK", "dQ", "dK+dQ")),
 )
+UNFUSED = (
+    "the time of a fused kernel is compared with the total time of the unfused kernels in the same "
+    "direction"
+)
+COMBINED = (
+    "the time of the attention kernel is compared with the total time of the split-KV kernel and "
+    "of the kernel that combines its outputs"
+)
 FIELDS = (
     *("kernel", "tile", "grid", "block", "registers_per_thread"),
     *("shared_bytes", "static_shared_bytes", "dynamic_shared_bytes", "launches_per_call"),
@@ -183,7 +191,7 @@ class DiffRow:
     basis: Annotated[str | None, column(meaning="the measurement that the times come from")] = None
     composite: Annotated[
         bool,
-        column(meaning="whether a fused kernel is compared with several unfused kernels"),
+        column(meaning="whether the times of several kernels of a side are compared as a whole"),
     ] = False
     reasons: Annotated[tuple[str, ...], column(meaning="reasons for the verdict")] = ()
     endings: Annotated[
@@ -714,11 +722,7 @@ def _role_rows(
         if unseen is not None:
             verdict, reasons = "unknown", (unseen,)
         if role in composite:
-            text = (
-                "the time of a fused kernel is compared with the total time of the unfused kernels "
-                "in the same direction"
-            )
-            reasons = (text, *reasons)
+            reasons = (composite[role], *reasons)
         yield replace(
             call,
             role=role,
@@ -888,20 +892,28 @@ def _grouped(rows: Kernels) -> Groups:
     return {name: tuple(groups[name]) for name in sorted(groups, key=role_order)}
 
 
-def _aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
-    """Merge roles so that both sides can be compared. Return both sides and the composite roles.
+def _aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, dict[str, str]]:
+    """Merge roles so that both sides can be compared.
 
     If one side has a fused kernel and the other has math's kernels, merge all kernels of a
-    direction (forward or backward) into one composite role. If the kernel names of one side do not
-    distinguish two matrix products, merge these products on both sides.
+    direction (forward or backward) into one composite role. If only one side combines the partial
+    outputs of split keys, merge the attention kernel and the combine kernel, because only together
+    do they compute attention. If the kernel names of one side do not distinguish two matrix
+    products, merge these products on both sides. Return both sides, and for each composite role
+    the reason why its kernels are compared as a whole.
     """
-    composite: set[str] = set()
+    composite: dict[str, str] = {}
     for name, math, whole in COMPOSITES:
         fused = [name in side for side in (baseline, candidate)]
         maths = [any(part in side for part in math) for side in (baseline, candidate)]
         if (fused[0] and maths[1]) or (fused[1] and maths[0]):
             baseline, candidate = _merged(baseline, name, whole), _merged(candidate, name, whole)
-            composite.add(name)
+            composite[name] = UNFUSED
+    in_both = "attention" in baseline and "attention" in candidate
+    if in_both and ("combine" in baseline) != ("combine" in candidate):
+        both = ("attention", "combine")
+        baseline, candidate = (_merged(side, "attention", both) for side in (baseline, candidate))
+        composite["attention"] = COMBINED
     for name, parts in MERGES:
         if name in baseline or name in candidate:
             baseline = _merged(baseline, name, (name, *parts))

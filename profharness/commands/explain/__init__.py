@@ -677,11 +677,12 @@ def explain(
     If the dispatch rules do not cover a case, the answer is `unknown`. The exit code is 1 if
     PyTorch was queried and gave no answer.
 
-    CONFIG|RUN is either one or more configs, or a single trace file or stored run. The default is
-    the latest run with attention calls or configs. For a program, the command applies the dispatch
-    rules for the run's PyTorch release and GPU to each distinct config of the attention calls, and
-    compares the expected choice with the backend that ran. For a run created by `capture`, the
-    command explains the run's configs for the PyTorch release and the GPU of that run.
+    CONFIG|RUN is one or more configs, or a single trace file or stored run, or a run and some of
+    its configs. The default is the latest run with attention calls or configs. For a program, the
+    command applies the dispatch rules for the run's PyTorch release and GPU to each distinct config
+    of the attention calls, and compares the expected choice with the backend that ran. For a run
+    created by `capture`, the command explains the run's configs for the PyTorch release and the GPU
+    of that run.
 
     With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
     the output is a table that marks where the choice changes. If there is an atlas for the GPU and
@@ -702,6 +703,7 @@ def explain(
     Examples:
       profharness explain 2,8,512,100,fp32,mask=bool
       profharness explain trace.json.gz
+      profharness explain latest 2,8,512,100,fp16
       profharness explain 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
       profharness explain 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
       profharness explain 2,8,512,256,bf16 --torch 2.5..2.13 --gpu MI300X
@@ -724,8 +726,6 @@ def explain(
         run = latest_of("attention calls or configs", path)
     if run is None:
         require_configs(chosen_configs, runs=True)
-    if run is not None and chosen_configs:
-        raise UsageError("explain accepts either configs or a run, not both")
     if engine is not None:
         name = gpu or gpu_name()
         if name is None:
@@ -748,7 +748,7 @@ def explain(
     # Imported here because only a run needs the atlases, which load numpy.
     from profharness.commands.explain.calls import RunConfigs, find_calls
 
-    found = find_calls(path, os.fspath(run))
+    found = find_calls(path, os.fspath(run), chosen_configs)
     if not isinstance(found, RunConfigs) and not found.calls:
         return Question([], asked, backends, [], path, program=found)
     platforms = _platforms_of(found, torch, gpu, build)

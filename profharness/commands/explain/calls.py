@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.commands.explain.savings import main_change, matters, saving_text
-from profharness.errors import NotFoundError
-from profharness.measurements.agreement import backend_seen
+from profharness.errors import NotFoundError, join_few
+from profharness.measurements.agreement import backend_seen, times_of_auto
 from profharness.program.layer_map import (
     CHANGE_CODE,
     LayerMap,
@@ -26,6 +26,7 @@ from profharness.program.layer_map import (
 )
 from profharness.rows import CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import Selection, open_store
+from profharness.store.selection import NAMED
 from profharness.units import share_text
 
 LENGTH_SPREAD = 0.1
@@ -106,26 +107,33 @@ class RunConfigs:
     gpu: str | None
     platform: Platform | None
     """The GPU and the release of the run, or None if the rules do not cover them."""
+    times_of_auto: Mapping[str, float] = field(default_factory=dict)
+    """The measured kernel times of `auto` by config, in ns, for configs where they are known."""
 
 
-def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
+def find_calls(store: Path, run: str, configs: Sequence[Config] = ()) -> ProgramCalls | RunConfigs:
     """Return the attention calls of a program or of `auto`, or the configs of a run without them.
 
-    If PyTorch chose none of the backends, the result has no calls, but the reasons. Raise
-    NotFoundError if the run has no attention, or if it is unknown what PyTorch chose from.
+    If `configs` are given, return only calls of these configs. If PyTorch chose none of the
+    backends, the result has no calls, but the reasons. Raise NotFoundError if the run has no
+    attention or lacks one of `configs`, or if it is unknown what PyTorch chose from.
     """
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls or configs")
         if not opened.has(name, "attention calls") and (cells := opened.cells(name)):
-            configs = run_configs(
-                opened.run_name(name), [cell.config for cell in cells], opened.environment(name)
+            opened.require_cells(name, configs)
+            cells = [cell for cell in cells if _is_named(parse_config(cell.config), configs)]
+            kernels = opened.kernels(name)
+            own = run_configs(
+                opened.run_name(name),
+                [cell.config for cell in cells],
+                opened.environment(name),
+                times_of_auto(cells, kernels),
             )
-            calls = _captured_calls(cells, opened.kernels(name))
-            if len(calls) < len(configs.configs):
-                return configs
-            return ProgramCalls(
-                name, configs.name, calls, configs.gpu, configs.platform, captured=configs
-            )
+            calls = _captured_calls(cells, kernels, own.times_of_auto)
+            if len(calls) < len(own.configs):
+                return own
+            return ProgramCalls(name, own.name, calls, own.gpu, own.platform, captured=own)
         layers = find_layers(opened, name, assume=assumed_release)
     program = program_calls(layers)
     if not program.calls and (change := main_change(layers)):
@@ -140,25 +148,43 @@ def find_calls(store: Path, run: str) -> ProgramCalls | RunConfigs:
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "
             f"to show its attention, use: {layers.command('layers')}"
         )
-    return program
+    return _of_configs(program, configs)
 
 
-def _captured_calls(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> tuple[Call, ...]:
-    """Return the calls that `auto` computed in a run of `capture`, with the times of their kernels."""
+def _of_configs(program: ProgramCalls, configs: Sequence[Config]) -> ProgramCalls:
+    """Return only the calls of `configs`, or all calls if it is empty.
+
+    Raise NotFoundError if one of `configs` has no call.
+    """
+    held = list(dict.fromkeys(call.config for call in program.calls))
+    for config in configs:
+        if held and not any(map(config.matches, held)):
+            labels = join_few([each.label for each in held], NAMED)
+            raise NotFoundError(
+                f"run {program.name} has no attention call of {config}; it has {labels}"
+            )
+    calls = tuple(call for call in program.calls if _is_named(call.config, configs))
+    return replace(program, calls=calls)
+
+
+def _is_named(config: Config, configs: Sequence[Config]) -> bool:
+    """Return whether a config is one of `configs`, or whether `configs` is empty."""
+    return not configs or any(wanted.matches(config) for wanted in configs)
+
+
+def _captured_calls(
+    cells: Sequence[CellRow], rows: Sequence[KernelRow], times: Mapping[str, float]
+) -> tuple[Call, ...]:
+    """Return the calls that `auto` computed in a run of `capture`. `times` are those of their kernels."""
     calls: dict[str, Call] = {}
     rows_of: dict[str | None, list[KernelRow]] = {}
     for row in preferred_profiler_rows(rows):
         rows_of.setdefault(row.cell, []).append(row)
     for cell in cells:
-        own = rows_of.get(cell.cell, [])
-        ran = backend_seen(cell, own) if cell.backend == AUTO else None
-        if ran is None:
-            continue
-        times = [row.call_ns for row in own if row.kernel_kind != "op"]
-        known = [time for time in times if time is not None]
-        # On a CPU, profiling makes an op take longer.
-        mean = sum(known) if known and len(known) == len(own) else None
-        calls.setdefault(cell.config, Call(parse_config(cell.config), ran, AUTO, (), mean))
+        ran = backend_seen(cell, rows_of.get(cell.cell, [])) if cell.backend == AUTO else None
+        if ran is not None:
+            config = parse_config(cell.config)
+            calls.setdefault(cell.config, Call(config, ran, AUTO, (), times.get(cell.config)))
     return tuple(calls.values())
 
 
@@ -220,16 +246,24 @@ def _doubt(row: LayerRow) -> str | None:
     return reasons[0] if reasons else "some calls differ from the config"
 
 
-def run_configs(name: str, labels: Sequence[str], environment: Mapping[str, Any]) -> RunConfigs:
-    """Return the distinct configs of a run, and the platform that its environment describes."""
+def run_configs(
+    name: str,
+    labels: Sequence[str],
+    environment: Mapping[str, Any],
+    times: Mapping[str, float],
+) -> RunConfigs:
+    """Return the distinct configs of a run, and the platform that its environment describes.
+
+    `times` are the measured kernel times of `auto` by config, in ns.
+    """
     configs = tuple(parse_config(label) for label in dict.fromkeys(labels))
     gpu = environment.get("gpu")
     if not rules_know(environment):
-        return RunConfigs(name, configs, gpu, None)
+        return RunConfigs(name, configs, gpu, None, times)
     device = str(environment["device_type"])
     # pinned is false, because the environment records the actual version of cuDNN
     platform = Platform(machine_of(environment), device, gpu, pinned=False)
-    return RunConfigs(name, configs, gpu, platform)
+    return RunConfigs(name, configs, gpu, platform, times)
 
 
 def _left_out(layers: LayerMap) -> Iterator[str]:

@@ -54,17 +54,23 @@ def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, W
     for answer in answers:
         if answer.observed in (None, "math"):
             continue
-        way = _faster_way(answer)
-        # A call that took less time than predicted may already be as fast.
-        if way and (way.speed_up or 0) > 1:
+        if way := _faster_way(answer):
             yield answer, way
 
 
 def faster_configs(run: RunConfigs) -> Iterator[tuple[Explanation, Way]]:
-    """Yield the changes that are predicted to make configs of a run faster on `auto`."""
+    """Yield the changes that are predicted to make configs of a run faster on `auto`.
+
+    The time before the change is the measured time of `auto` if the run has it.
+    """
     if run.platform is None or not is_gpu(run.platform.device):
         return
-    answers = [explain_by_rule(config, run.platform) for config in run.configs[:MOST_EXPLAINED]]
+    answers = [
+        replace(
+            explain_by_rule(config, run.platform), observed_ns=run.times_of_auto.get(config.label)
+        )
+        for config in run.configs[:MOST_EXPLAINED]
+    ]
     for answer in with_times(answers, run.platform)[0]:
         if way := _faster_way(answer):
             yield answer, way
@@ -74,7 +80,10 @@ def _faster_way(answer: Explanation) -> Way | None:
     """Return the change that is predicted to make a call faster, beyond the error of predictions."""
     way = told_way(answer, ())
     times = way.advice.predicted if way else None
-    return way if times and times.certain and (times.speed_up or 0) > 1 else None
+    if way is None or times is None or not times.certain or (times.speed_up or 0) <= 1:
+        return None
+    # A call that took less time than predicted may already be as fast.
+    return way if (way.speed_up or 0) > 1 else None
 
 
 def _change_lead(way: Way, where: str) -> str:
@@ -96,12 +105,12 @@ def faster_config_text(way: Way, where: str = "") -> str:
 
     `where` names the config. It is "" if the config is already named.
     """
-    times = way.advice.predicted
+    times = way.times
     assert times is not None and times.before_ns is not None
-    of = "kernel time in the atlas" if times.source == MEASURED else "predicted kernel time"
+    how = "according to the atlas, it takes" if times.source == MEASURED else "predicted to take"
     each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
     ratio = by_how_much(times.speed_up or 0)
-    return f"{_change_lead(way, where)}: the {of} is {each} ({ratio}){WITHOUT_PREPARING}."
+    return f"{_change_lead(way, where)}: {how} {each} ({ratio}){WITHOUT_PREPARING}."
 
 
 def largest_change(changes: Iterable[tuple[Explanation, Way]]) -> tuple[Explanation, Way] | None:

@@ -20,6 +20,7 @@ from profharness.render.document import FORMATS
 from profharness.rows import STEP_END, WHOLE_TRACE, GapRow, StepRow
 from profharness.units import share_text, time_text
 
+EAGER_FLEX = "flex_attention without torch.compile"
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 LIMITING = 0.1  # minimum share of attention in a step that attention limits
 ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
@@ -78,7 +79,7 @@ def lead_length(layers: LayerMap) -> int:
 def _unfused(rows: Sequence[LayerRow]) -> str:
     """Return the name of attention that separate kernels compute."""
     kinds = {row.kind for row in rows}
-    return "flex_attention without torch.compile" if kinds == {"flex"} else "Eager attention"
+    return EAGER_FLEX if kinds == {"flex"} else "Eager attention"
 
 
 def told_change(layers: LayerMap) -> Change | None:

@@ -12,6 +12,7 @@ from profharness import stats
 from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import AUTO, SDPA_BACKENDS
 from profharness.columns import SPEED_UP, Column, pick
+from profharness.commands.layers.answer import EAGER_FLEX
 from profharness.commands.layers.tables import (
     GPU_LAYER,
     figure_columns,
@@ -54,6 +55,7 @@ from profharness.render.document import (
 from profharness.store import Selection, Store
 from profharness.units import compared, ratio_text, share_figure, share_text, time_text
 
+EAGER_OR_MATH = "eager or math attention"
 GPU = Column("gpu", "GPU", importance="key")
 FEW_RUNS = 4  # if more runs are named, one row for each replaces their layers
 NAMES_SHOWN = 3
@@ -392,7 +394,7 @@ def overview_blocks(answer: LayersByGpu) -> Iterator[Block]:
     rows = []
     for each in answer.classes:
         layers = each.layers
-        names = dict.fromkeys(name for row in layers.rows if (name := ran_text(row)))
+        names = dict.fromkeys(filter(None, map(_overview_ran, layers.rows)))
         rows.append(
             {
                 "run": layers.name,
@@ -418,6 +420,12 @@ def overview_blocks(answer: LayersByGpu) -> Iterator[Block]:
     )
 
 
+def _overview_ran(row: LayerRow) -> str | None:
+    """Return the backend that ran. The overview has no column for the mode of flex_attention."""
+    text = ran_text(row)
+    return f"{text} (eager)" if row.kind == "flex" and is_unfused(row) else text
+
+
 def overview_answer(answer: LayersByGpu) -> str:
     shares = sorted(
         each.layers.attention_ns / each.layers.gpu_ns
@@ -427,12 +435,14 @@ def overview_answer(answer: LayersByGpu) -> str:
     lead = f"{len(answer.classes)} programs"
     if not shares:
         return f"{lead}; no trace has the times of attention."
-    slow = [
-        each.layers.name
-        for each in answer.classes
-        if any(is_unfused(row) or falls_back(row) for row in each.layers.rows)
-    ]
-    unfused = f"; eager or math attention runs in {join_few(slow, NAMES_SHOWN)}" if slow else ""
+    kinds: dict[str, list[str]] = {EAGER_OR_MATH: [], EAGER_FLEX: []}
+    for each in answer.classes:
+        slow = [row for row in each.layers.rows if is_unfused(row) or falls_back(row)]
+        for kind in {EAGER_FLEX if row.kind == "flex" else EAGER_OR_MATH for row in slow}:
+            kinds[kind].append(each.layers.name)
+    unfused = "".join(
+        f"; {kind} runs in {join_few(names, NAMES_SHOWN)}" for kind, names in kinds.items() if names
+    )
     return (
         f"{lead}: attention takes {share_text(shares[0])} to {share_text(shares[-1])} of the GPU "
         f"time{unfused}."

@@ -115,7 +115,6 @@ from profharness.rows import (
     EVENT,
     KERNEL,
     LAUNCH_PROFILERS,
-    MEASURED,
     CellRow,
     KernelRow,
     decisive,
@@ -169,15 +168,9 @@ RAN = Column(
 )
 PREDICTED = replace(
     *pick(CellRow, "predicted"),
-    meaning="the prediction of the dispatch rules: for `auto` the backend, and for other backends "
-    "whether they could run; empty if the rules do not cover the machine",
+    meaning="the backend that the dispatch rules choose, or `refused` if they refuse the config; "
+    "empty if the rules do not cover the machine",
 )
-PREDICTED_TEXTS = {
-    "eligible": VERDICTS[True],
-    "refused": VERDICTS[False],
-    "none": VERDICTS[False],
-}
-"""Maps values of CellRow.predicted to the words of `explain`. Other values are backends."""
 CELL_COLUMNS = (
     *pick(CellRow, "config", "backend", "status"),
     RAN,
@@ -602,10 +595,17 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
         shown = {
             "ran": backend_that_ran(cell) if cell.status == "ok" else "",
             "reason": "" if cell.status == "ok" else cell_reason(cell),
-            "predicted": PREDICTED_TEXTS.get(cell.predicted or "", cell.predicted),
+            "predicted": _predicted_text(cell),
         }
         rows.append((shown, cell))
     yield Table.of(CELL_COLUMNS, rows)
+
+
+def _predicted_text(cell: CellRow) -> str | None:
+    """Return the backend that the rules choose for a cell, or `refused`, as `predict` shows it."""
+    if cell.predicted == "eligible":
+        return cell.backend
+    return VERDICTS[False] if cell.predicted in ("refused", "none") else cell.predicted
 
 
 def _full_reasons(cells: Sequence[CellRow]) -> dict[str, tuple[str, ...]]:
@@ -819,16 +819,11 @@ def _advice_blocks(
     for answer, way in changes:
         blocks.append(Heading(faster_config_text(way).rstrip("."), answer.config, level=3))
         blocks += [Code(way.advice.code)] if way.advice.code else []
-        times, measured = way.advice.predicted, medians.get(answer.config)
-        if times and measured and evaluated.ranking != KERNEL:
-            kernel_times = (
-                "kernel times in the atlas"
-                if times.source == MEASURED
-                else "predicted kernel times"
-            )
+        measured = medians.get(answer.config)
+        if measured and evaluated.ranking != KERNEL:
             blocks.append(
                 Note(
-                    f"Both times are {kernel_times}. In this run, the median of {basis} is "
+                    f"Both times are kernel times. In this run, the median of {basis} is "
                     f"{time_text(measured)} for auto, which includes more than the kernels."
                 )
             )
