@@ -1018,7 +1018,8 @@ def chunks(text: str, width: int) -> Iterator[str]:
 
     Do not cut a word of up to WHOLE_WORD that fits into a line. Otherwise, end each line after a
     blank or a comma in the second half of the line. If there is none, use another separator in the
-    second half, or else cut anywhere. Cut a config between its tokens.
+    second half, or else cut anywhere. Cut a config between its tokens, and the name of a module
+    after a dot.
     """
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
@@ -1029,8 +1030,11 @@ def chunks(text: str, width: int) -> Iterator[str]:
         start = line.rfind(" ") + 1
         word = text[start:].partition(" ")[0]
         ends = (max(map(line.rfind, marks)) + 1 for marks in SEPARATORS)
+        dot = line.rfind(".", start) + 1
         if text.startswith(" ", len(line)):
             end = len(line)
+        elif dot and _MODULE.fullmatch(word):
+            end = dot
         elif start and cell_len(word) <= min(width, WHOLE_WORD):
             end = start
         else:

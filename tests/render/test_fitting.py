@@ -717,6 +717,27 @@ def test_long_words_are_split_at_a_separator() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [40, 57, 78])
+def test_the_name_of_a_module_is_split_after_a_dot(width: int) -> None:
+    """Bug: lists and cells broke `WhisperAttention_{0-1}` into `WhisperAttention_{0-` and `1}`."""
+    name = "WhisperModel_0.WhisperEncoder_0.WhisperEncoderLayer_{0-1}.WhisperAttention_{0-1}"
+    lines = [*chunks(name, width)]
+    assert "".join(lines) == name and len(lines) > 1
+    assert all(line.endswith(".") for line in lines[:-1])
+    assert all(cell_len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_layers_do_not_break_lines_within_a_module(
+    models: tuple[Path, dict[str, str]], width: int
+) -> None:
+    store, runs = models
+    (document,) = documents("layers", runs["whisper"], "--full", "--store", str(store))
+    text = render_table(document, width=width, cut=True, full=True)
+    assert "WhisperAttention_{0-1}" in text
+    assert not re.search(r"\{[\d,-]*$|^\s*[\d,-]*\}", text, re.MULTILINE)
+
+
 def test_a_dotted_name_keeps_its_end() -> None:
     columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
     names = [f"DecoderLayer_{{{own}}}.Attention_{{{own}}}" for own in ("0-2", "3-5")]
