@@ -27,6 +27,7 @@ READABLE = 24  # width to which texts are shortened before other columns are hid
 MOST_LINES = (
     3  # most lines of READABLE width for a name in a block of columns; longer names are cut
 )
+LEAST_NAME = 8  # minimum width of a kernel's name before its functor
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 WHOLE_WORD = 20  # maximum width of a word that is moved to the next line instead of being split
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
@@ -48,6 +49,8 @@ _MODULE = re.compile(r"[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")
 _MODULE_WORD = re.compile(r"(?<=[a-z])(?=[A-Z_])|(?<=_)")  # between the words of a module's name
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
+_ARGUMENT = re.compile(r"[^\s,<>…][^,<>…]*")  # a template argument of a kernel's name
+_PLAIN_ARGUMENT = re.compile(r"[a-z]*\d\w*|bool|true|false")  # a number, a tile, a flag or a dtype
 _KERNEL = re.compile(r"[a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>")
 _WORD_END = re.compile(r"[^\W_]*$")
 _WORD = re.compile(r"(?<=\.)|(?<=[a-z])(?=[A-Z])")  # the starts of the words in a dotted name
@@ -330,7 +333,7 @@ def _distinguishing(columns: Sequence[Column], rows: Sequence[Texts], layout: La
     texts = [
         place
         for place, column in enumerate(columns)
-        if not column.right or column.format == "triple"
+        if not column.right or (column.format == "triple" and not column.spare)
     ]
     seen: dict[Texts, Texts] = {}
     for row in _repeated(columns, rows):
@@ -598,6 +601,12 @@ def _choices(
         )
 
     readable, roomy = ([each.width for each in shrink(size)] for size in (READABLE, COMFORTABLE))
+    # The names of kernels are whole beside details, as a wider table would otherwise show less of them.
+    kernels = [any(map(_KERNEL.fullmatch, own)) for own in texts]
+    roomy = [
+        whole if named and is_key(columns[at], at) else least
+        for at, (named, whole, least) in enumerate(zip(kernels, most, roomy, strict=True))
+    ]
     normal, details = (
         sorted(
             (place for place, kind in enumerate(kinds) if kind == optional),
@@ -862,18 +871,60 @@ def _shortened(text: str, width: int) -> str:
     if CONFIG_LABEL.fullmatch(text):
         head = fitting(text, width - 1)
         return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"
-    name, template, arguments = text.partition("<")
-    if template and text.endswith(">"):
-        tail = arguments[arguments.rfind(",") + 1 :].lstrip()
-        if len(name) + 1 + cell_len(tail) < width:
-            return f"{_head(text, width - 1 - cell_len(tail))}…{tail}"
-        if len(name) + len("<…>") <= width:
-            return f"{_head(text, width - len('…>'))}…>"
-        if _IDENTIFIER.fullmatch(name):
-            return f"{_without_middle(name, width - len('<…>'))}<…>"
-    elif _IDENTIFIER.fullmatch(text):
+    if "<" in text and text.endswith(">"):
+        return _shortened_template(text, width)
+    if _IDENTIFIER.fullmatch(text):
         return _without_middle(text, width)
-    return f"{_head(text, width - 1) if text.endswith('>') else fitting(text, width - 1)}…"
+    return f"{fitting(text, width - 1)}…"
+
+
+def _shortened_template(text: str, width: int) -> str:
+    """Cut the template arguments of a kernel's name, and then the middle of the name.
+
+    Keep the functor among the arguments, because it says what the kernel computes.
+    """
+    name, _, arguments = text.partition("<")
+    for tail in _tails(arguments, width // 2):
+        lead = "" if tail == arguments else "…"
+        if len(name) + 1 + len(lead) + cell_len(tail) <= width:
+            room = width - 1 - cell_len(tail)
+            head = _head(text, room)
+            # An argument that would leave much room if it were left out is cut instead.
+            return f"{head if len(head) + LEAST_NAME > room else fitting(text, room)}…{tail}"
+        if not _IDENTIFIER.fullmatch(name):
+            continue
+        room = width - len("<") - len(lead) - cell_len(tail)
+        if _names_functor(tail) and room >= LEAST_NAME:
+            return f"{_without_middle(name, room)}<{lead}{tail}"
+    if len(name) + len("<…>") <= width:
+        return f"{_head(text, width - len('…>'))}…>"
+    if _IDENTIFIER.fullmatch(name):
+        return f"{_without_middle(name, width - len('<…>'))}<…>"
+    return f"{_head(text, width - 1)}…"
+
+
+def _tails(arguments: str, width: int) -> Iterator[str]:
+    """Yield ends of template arguments, the best first.
+
+    They begin with the functor, which the last end shortens to `width`, or with the last argument if
+    there is no functor.
+    """
+    found = [*_ARGUMENT.finditer(arguments)]
+    functors = [each for each in found if not _PLAIN_ARGUMENT.fullmatch(each[0])]
+    if not functors:
+        yield arguments[arguments.rfind(",") + 1 :].lstrip()
+        return
+    functor = functors[-1]
+    yield arguments[functor.start() :]
+    if functor is not found[-1]:
+        yield f"{functor[0]}…>"
+    if cell_len(functor[0]) + len("…>") > width:
+        yield f"{fitting(functor[0], width - len('…>'))}…>"
+
+
+def _names_functor(arguments: str) -> bool:
+    """Return whether template arguments contain more than numbers, flags and dtypes."""
+    return any(not _PLAIN_ARGUMENT.fullmatch(each[0]) for each in _ARGUMENT.finditer(arguments))
 
 
 def _without_middle(name: str, width: int) -> str:
@@ -967,7 +1018,8 @@ def chunks(text: str, width: int) -> Iterator[str]:
 
     Do not cut a word of up to WHOLE_WORD that fits into a line. Otherwise, end each line after a
     blank or a comma in the second half of the line. If there is none, use another separator in the
-    second half, or else cut anywhere. Cut a config between its tokens.
+    second half, or else cut anywhere. Cut a config between its tokens, and the name of a module
+    after a dot.
     """
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
@@ -978,8 +1030,11 @@ def chunks(text: str, width: int) -> Iterator[str]:
         start = line.rfind(" ") + 1
         word = text[start:].partition(" ")[0]
         ends = (max(map(line.rfind, marks)) + 1 for marks in SEPARATORS)
+        dot = line.rfind(".", start) + 1
         if text.startswith(" ", len(line)):
             end = len(line)
+        elif dot and _MODULE.fullmatch(word):
+            end = dot
         elif start and cell_len(word) <= min(width, WHOLE_WORD):
             end = start
         else:

@@ -24,6 +24,7 @@ from profharness.commands.kernels.tables import kernel_record, kernels_document,
 from profharness.commands.verify import verify_document
 from profharness.errors import wrapped, wrapped_for
 from profharness.program.changes import EnvChange
+from profharness.program.step_times import times_by_phase
 from profharness.render.document import Heading, Table
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
@@ -220,6 +221,52 @@ def test_a_program_is_shown_by_its_longest_ranges() -> None:
     assert render_table(kernels_document(rows, full=True)).count("\nKernels of range ") == len(
         names
     )
+
+
+def test_shares_of_a_program_are_of_its_whole_trace() -> None:
+    """Bug: a kernel took 4.7 % of the GPU time in `kernels`, and 3.4 % in the report."""
+    foreign = {"cell": None, "config": None, "backend": None, "launches_per_call": None}
+    names = {"step": 3_000, "Optimizer.step": 1_000}
+    rows = [
+        kernel(**foreign, range=name, kernel_short=f"k_{name}", total_ns=ns, share=1.0)
+        for name, ns in names.items()
+    ]
+
+    def shares(rows: list[KernelRow]) -> list[tuple[str, object]]:
+        return [
+            (block.columns[at].title, row[at])
+            for block in kernels_document(rows).blocks
+            if isinstance(block, Table)
+            for at, column in enumerate(block.columns)
+            if column.key == "share"
+            for row in block.rows
+        ]
+
+    assert shares(rows) == [("% of GPU time", 0.75), ("% of GPU time", 0.25)]
+    assert [record["share"] for record in kernels_document(rows).records] == [1.0, 1.0]
+    # a table of one of several steps shows the share of this step
+    steps = [replace(row, range=f"step#{number}") for number, row in enumerate(rows)]
+    assert shares(steps) == [("% of range", 1.0)]
+    # the total is unknown if a time is unknown
+    assert {share for _, share in shares([rows[0], replace(rows[1], total_ns=None)])} == {None}
+
+
+def test_kernels_and_report_agree_on_the_share_of_a_kernel(tmp_path: Path) -> None:
+    store = tmp_path / "s.db"
+    ingest_path(store, TRACES / "models" / "llama_train.json.gz")
+    with open_store(store) as opened:
+        steps = opened.steps()
+        times = times_by_phase(opened, steps, opened.calls(), {})[None]
+        document = kernels_document(opened.rows(Selection("latest"))[0])
+    (reported,) = [each.share for each in times.kernels if "bprop_wgmma" in each.kernel_short]
+    (shown,) = [
+        dict(zip([column.key for column in block.columns], row, strict=True))["share"]
+        for block in document.blocks
+        if isinstance(block, Table)
+        for row in block.rows
+        if any("bprop_wgmma" in str(value) for value in row)
+    ]
+    assert shown == pytest.approx(reported) == pytest.approx(0.034, abs=0.0005)
 
 
 def test_verify_counts_the_cases_that_a_backend_refused() -> None:

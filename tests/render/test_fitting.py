@@ -25,7 +25,7 @@ from profharness.attention.cases import VerificationRow
 from profharness.cli import find_command
 from profharness.columns import Column, Importance, pick
 from profharness.commands import bench, report
-from profharness.commands.kernels.tables import longer_names
+from profharness.commands.kernels.tables import kernels_document, longer_names
 from profharness.commands.verify import verify_document
 from profharness.errors import NotFoundError
 from profharness.program.layer_map import LayerForecast, LayerRow
@@ -408,12 +408,52 @@ def test_names_of_kernels_are_cut_between_words() -> None:
 def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     names = ("vectorized_elementwise<8, float16_copy>", "elementwise<128, 2, where, bf16>")
     assert distinct_cuts(names, 38) == {names[0]: "vectorized_elementwise<…float16_copy>"}
-    assert distinct_cuts(names, 30)[names[1]] == "elementwise<128, 2,…bf16>"
+    assert distinct_cuts(names, 30)[names[1]] == "elementwise<128,…where, bf16>"
     others = ("vectorized_elementwise<8, f16_copy>", "vectorized_elementwise<8, f32_copy>")
     assert [*distinct_cuts(others, 28).values()] == [
         "vectorized_…<…f16_copy>",
         "vectorized_…<…f32_copy>",
     ]
+
+
+@pytest.mark.parametrize(
+    ("width", "cut"),
+    [
+        (42, "vectorized_…<…GeluCUDAKernelImpl, bf16>"),
+        (34, "vectorized_…<…GeluCUDAKernelImpl…>"),
+        (24, "vectorize…<…GeluCUDAKe…>"),
+    ],
+)
+def test_a_cut_name_of_a_kernel_keeps_its_functor(width: int, cut: str) -> None:
+    """Bug: GELU was `vectorized_elementwise<4,…>`, which does not say what the kernel computes."""
+    name = "vectorized_elementwise<4, GeluCUDAKernelImpl, bf16>"
+    assert distinct_cuts([name], width) == {name: cut}
+
+
+@pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
+def test_a_wider_terminal_shows_no_less_of_a_kernels_name(
+    models: tuple[Path, dict[str, str]], name: str
+) -> None:
+    """Bug: with 120 columns, details took the width that names had with 80 columns.
+
+    `block` is the least important of the columns that tell rows apart: no table shows it while it
+    hides the number of launches.
+    """
+    store, runs = models
+    with open_store(store) as opened:
+        document = for_reading(kernels_document(opened.rows(Selection(runs[name]))[0]))
+    shown: dict[str, str] = {}
+    for width in (80, 90, 100, 120, 140, 160, 200):
+        (each,) = layouts(document, width, full=False)
+        table, layout = each
+        keys = [column.key for column in table.columns]
+        at = keys.index("kernel_short")
+        cuts = layout.cuts.get(at, {})
+        wider = {row[at]: cuts.get(row[at], row[at]) for row in formatted_rows(table)}
+        assert not [cut for text, cut in shown.items() if len(wider[text]) < len(cut)]
+        shown = wider
+        hidden = {keys[place] for place in layout.hidden}
+        assert "launches" not in hidden or "block" in hidden
 
 
 def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
@@ -675,6 +715,27 @@ def test_long_words_are_split_at_a_separator() -> None:
         "a kernel_name_of_many_",
         "words_and_more",
     ]
+
+
+@pytest.mark.parametrize("width", [40, 57, 78])
+def test_the_name_of_a_module_is_split_after_a_dot(width: int) -> None:
+    """Bug: lists and cells broke `WhisperAttention_{0-1}` into `WhisperAttention_{0-` and `1}`."""
+    name = "WhisperModel_0.WhisperEncoder_0.WhisperEncoderLayer_{0-1}.WhisperAttention_{0-1}"
+    lines = [*chunks(name, width)]
+    assert "".join(lines) == name and len(lines) > 1
+    assert all(line.endswith(".") for line in lines[:-1])
+    assert all(cell_len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_layers_do_not_break_lines_within_a_module(
+    models: tuple[Path, dict[str, str]], width: int
+) -> None:
+    store, runs = models
+    (document,) = documents("layers", runs["whisper"], "--full", "--store", str(store))
+    text = render_table(document, width=width, cut=True, full=True)
+    assert "WhisperAttention_{0-1}" in text
+    assert not re.search(r"\{[\d,-]*$|^\s*[\d,-]*\}", text, re.MULTILINE)
 
 
 def test_a_dotted_name_keeps_its_end() -> None:

@@ -209,8 +209,10 @@ def kernels(
     call" shows the kernel's share of the cell's time on the device, and "% occupancy" shows the
     theoretical occupancy.
     For a program's trace, the table has the columns "median µs/launch", "total µs" and "% of GPU
-    time" instead of "mean µs/call" and "% of call". With --gpu, "predicted µs/call" replaces "mean
-    µs/call". `-` means that the profiler does not record the value.
+    time" instead of "mean µs/call" and "% of call". If the trace has similar ranges, such as
+    numbered steps, the share is that of the longest range, and its column is "% of range". With
+    --gpu, "predicted µs/call" replaces "mean µs/call". `-` means that the profiler does not record
+    the value.
 
     --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,
     its ncu counters, and every disagreement between the profilers. For each profiler, the newest

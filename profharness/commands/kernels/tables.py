@@ -81,7 +81,7 @@ ROW_COLUMNS = pick(
     *("call_ns", "total_ns", "share", "occupancy"),
 )
 # Columns of a table on a range of a program's trace, such as a step.
-OF_RANGE = {
+OF_PROGRAM = {
     "launches": replace(
         KERNEL["launches"], meaning="number of launches in the range, such as a step"
     ),
@@ -89,9 +89,15 @@ OF_RANGE = {
     "share": replace(
         KERNEL["share"],
         title="% of GPU time",
-        meaning="the kernel's share of the total kernel time in the range",
+        meaning="share of the total time of all kernels in the trace; overlapping kernels count twice",
     ),
 }
+# The share in a trace with similar ranges, such as steps, of which the tables show only the longest.
+OF_RANGE = replace(
+    KERNEL["share"],
+    title="% of range",
+    meaning="the kernel's share of the total kernel time in the range",
+)
 # Columns of the table that compares profilers. `_line` returns the values.
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
@@ -207,6 +213,7 @@ def kernels_document(
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
+    shown = _with_shares_of_trace(rows)
     longer = longer_names(rows)
     line = _line_maker(rows, longer)
     blocks: list[Block] = []
@@ -217,7 +224,7 @@ def kernels_document(
         run, config, range_name = scope
         kernels_of = f"of range {range_name}" if range_name else "outside of any range"
         title = config or f"Kernels {kernels_of}"
-        own = [row for row in rows if _scope(row) == scope]
+        own = [row for row in shown if _scope(row) == scope]
         beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
         detail = f"run {(names or {}).get(run, run)}" if several_runs else ""
         if any(row.source in SOURCE_WORDS for row in own):
@@ -345,19 +352,49 @@ def _folded(rows: Sequence[KernelRow]) -> dict[str, Any]:
 def _shown_ranges(rows: Sequence[KernelRow]) -> dict[_Scope, int]:
     """Map each config to 1, and each range to be shown to the number of similar ranges.
 
-    If ranges of a program differ only in numbers, as steps do, only the longest range is shown.
+    Of similar ranges, only the longest is shown.
     """
-    shown: dict[_Scope, int] = {}
+    shown = {_scope(row): 1 for row in rows if row.config is not None}
+    return shown | {scopes[0]: len(scopes) for scopes in _similar_ranges(rows)[:MOST_RANGES]}
+
+
+def _similar_ranges(rows: Iterable[KernelRow]) -> list[list[_Scope]]:
+    """Group the ranges of a program that differ only in numbers, as steps do, the longest first."""
     times: Counter[_Scope] = Counter()
     for row in rows:
         if row.config is None:
             times[_scope(row)] += row.total_ns or 0
-        else:
-            shown[_scope(row)] = 1
     alike: dict[tuple[str, str], list[_Scope]] = {}
     for scope, _ in times.most_common():
         alike.setdefault((scope[0], re.sub(r"\d+", "#", scope[2] or "")), []).append(scope)
-    return shown | {scopes[0]: len(scopes) for scopes in list(alike.values())[:MOST_RANGES]}
+    return [*alike.values()]
+
+
+def _are_repeated(rows: Iterable[KernelRow]) -> bool:
+    """Return whether a program's trace has similar ranges."""
+    return any(len(scopes) > 1 for scopes in _similar_ranges(rows))
+
+
+def _with_shares_of_trace(rows: Sequence[KernelRow]) -> Sequence[KernelRow]:
+    """Return the kernels of a program's trace with their shares of the trace's kernel time.
+
+    If the trace has similar ranges, keep the shares of the range, because a table of one range would
+    otherwise show only a fraction of the share that a kernel has in the program. Also keep the shares
+    of captured calls.
+    """
+    if any(row.cell is not None for row in rows) or _are_repeated(rows):
+        return rows
+    times: dict[tuple[str, str], list[int | None]] = {}
+    for row in rows:
+        times.setdefault((row.run, row.profiler), []).append(row.total_ns)
+    whole = {key: sum(filter(None, own)) for key, own in times.items() if None not in own}
+    shares = [
+        row.total_ns / total
+        if row.total_ns is not None and (total := whole.get((row.run, row.profiler)))
+        else None
+        for row in rows
+    ]
+    return [replace(row, share=share) for row, share in zip(rows, shares, strict=True)]
 
 
 def _few(rows: Sequence[KernelRow], most: int) -> str:
@@ -402,7 +439,8 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
         hidden.add("shared_share")
     columns = (column for column in ROW_COLUMNS if column.key not in hidden)
     if foreign:
-        return tuple(OF_RANGE.get(each.key, each) for each in columns)
+        own = OF_PROGRAM | ({"share": OF_RANGE} if _are_repeated(rows) else {})
+        return tuple(own.get(each.key, each) for each in columns)
     sources = {row.source for row in rows}
     if not sources & SOURCE_WORDS.keys():
         return tuple(columns)
