@@ -358,6 +358,11 @@ def device_and_release(environment: Mapping[str, Any], *, full: bool = False) ->
     ]
 
 
+def run_context(environment: Mapping[str, Any], run: str, *, full: bool = False) -> str:
+    """Describe where a run was made, and name it: `H200, torch 2.11.0, run NAME`."""
+    return ", ".join([*device_and_release(environment, full=full), f"run {run}"])
+
+
 def context_text(environment: Mapping[str, Any], *others: str, full: bool = False) -> str:
     """Describe an environment in one line: `H200, torch 2.11.0, cuDNN 91900`, and then `others`.
 

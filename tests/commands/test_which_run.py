@@ -58,6 +58,26 @@ def invoke(name: str, store: Path, *arguments: str) -> Result:
     return CliRunner().invoke(command, [*arguments, "--store", str(store)])
 
 
+@pytest.mark.parametrize("name", ["kernels", "analyze"])
+def test_the_heading_of_a_config_names_the_device_and_the_run(
+    made: Path, captured: str, name: str
+) -> None:
+    """Bug: several runs may have the config, and no text said which of them was shown."""
+    arguments = ("--config", "2,8,512,64,fp16", "--run", captured)
+    with open_store(made) as store:
+        run = store.run_name(captured)
+    brief = invoke(name, made, *arguments).stdout
+    assert f"  H200, torch 2.11.0, run {run}" in " ".join(brief.split("\n"))
+    full = " ".join(invoke(name, made, *arguments, "--full").stdout.split("\n"))
+    assert f"  NVIDIA H200, torch 2.11.0+cu130, run {run}" in full
+
+
+def test_analyze_names_the_device_of_a_trace(tmp_path: Path) -> None:
+    trace = TRACES / "models" / "whisper.json.gz"
+    text = invoke("analyze", tmp_path / "s.db", str(trace)).stdout
+    assert "Bottlenecks  H200, run whisper.json.gz, rates of kernel times" in text
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

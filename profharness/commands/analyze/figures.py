@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from profharness.attention.config import Config
 from profharness.attention.costs import REPEAT, compulsory_bytes, flops, phases, working_set_bytes
 from profharness.columns import column
+from profharness.device_types import device_name
 from profharness.devices import (
     Device,
     DeviceFact,
@@ -20,6 +21,7 @@ from profharness.devices import (
     flop_peak,
     launch_occupancy,
     ridge,
+    run_context,
 )
 from profharness.program.counters import Counters, metric, read_counters
 from profharness.program.roles import (
@@ -105,6 +107,7 @@ class RunMachine:
     sm_mhz: float | None = None  # median SM clock while the cells were timed
     memory_mhz: float | None = None  # median memory clock while the cells were timed
     host: Mapping[str, Any] = field(default_factory=dict)  # the run's environment
+    run: str = ""  # the name of the run
     busy: str | None = (
         None  # the warning that the machine was too busy for reliable times, if it was
     )
@@ -114,6 +117,11 @@ class RunMachine:
         """The name of the device, from the traces or, if they do not contain it, from the peaks."""
         named = self.device.name if self.device else None
         return named or (self.peaks.device if self.peaks else None)
+
+    def context(self, *, full: bool = False) -> str:
+        """Return a text such as `H200, torch 2.11.0, run NAME`, or "" if the run is unknown."""
+        host = self.host if device_name(self.host) else {**self.host, "gpu": self.name}
+        return run_context(host, self.run, full=full) if self.run else ""
 
     @property
     def num_sms(self) -> int | None:
@@ -153,6 +161,7 @@ def run_machine(
         sm_mhz=clock("sm_mhz"),
         memory_mhz=clock("memory_mhz"),
         host=environment,
+        run=store.run_name(store.resolve(run)),
     )
 
 

@@ -148,8 +148,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
 def _full_sections(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
     """Yield the tables and notes of each config, and then the best backends."""
     for heading, own in _by_config(analyses):
-        detail = ", ".join(filter(None, (heading.detail, _basis_detail(own))))
-        yield replace(heading, detail=detail)
+        yield replace(heading, detail=_detail(own, full=True))
         yield from (*_cell_table(own), *_phase_table(own), *_counter_tables(own))
         yield from _notes_of(own, full=True)
     yield from advice_blocks(analyses)
@@ -173,7 +172,7 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
     }
     common, shared = common_blocks(separate(analyses), answered, MOST_SHARED if many else None)
     if table := [*_cell_table(analyses, with_config=several)]:
-        yield Heading("Bottlenecks", _basis_detail(analyses))
+        yield Heading("Bottlenecks", _detail(analyses))
         yield from table
         if many and several:
             yield from _legend(analyses)
@@ -204,8 +203,8 @@ def _by_config(analyses: Sequence[CellAnalysis]) -> list[tuple[Heading, list[Cel
         groups.setdefault((analysis.run, analysis.config), []).append(analysis)
     several = len({run for run, _ in groups}) > 1
     return [
-        (Heading(config.label, f"run {run}" if several else ""), own)
-        for (run, config), own in groups.items()
+        (Heading(config.label, own[0].machine.context() if several else ""), own)
+        for (_, config), own in groups.items()
     ]
 
 
@@ -289,10 +288,18 @@ def common_basis(cells: Iterable[CellAnalysis]) -> str | None:
     return bases.pop() if len(bases) == 1 else None
 
 
-def _basis_detail(cells: Iterable[CellAnalysis]) -> str:
-    """Return the detail of a heading that says what the rates of these cells are based on."""
+def _detail(cells: Sequence[CellAnalysis], *, full: bool = False) -> str:
+    """Return the detail of a heading: the run of the cells, and what their rates are based on.
+
+    If there are several runs or bases, leave them out.
+    """
+    contexts = {each.machine.context(full=full) for each in cells}
     basis = common_basis(cells)
-    return f"rates of {basis_text(basis)}" if basis else ""
+    parts = [
+        *(contexts if len(contexts) == 1 else ()),
+        f"rates of {basis_text(basis)}" if basis else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> Iterator[Block]:

@@ -45,6 +45,7 @@ from profharness.commands._types import (
 )
 from profharness.commands.kernels.tables import cell_notes, kernels_document, witness_document
 from profharness.commands.runs import warning_notes, with_warnings
+from profharness.devices import run_context
 from profharness.errors import GateResult, NotFoundError, UsageError, counted, join_and
 from profharness.files import shell_command
 from profharness.measurements.agreement import (
@@ -164,6 +165,18 @@ class KernelsFound:
             return dict(self.places)
         with open_store(self.store) as opened:
             return opened.run_names()
+
+    def contexts(self, *, full: bool = False) -> dict[str, str]:
+        """Return the device, the release and the name of each shown run by its id, or the places."""
+        if self.store is None:
+            return dict(self.places)
+        with open_store(self.store) as opened:
+            return {
+                run: run_context(opened.environment(run), opened.run_name(run), full=full)
+                for run in dict.fromkeys(
+                    [*(c.run for c in self.cells), *(r.run for r in self.rows)]
+                )
+            }
 
 
 def _to_frame(found: KernelsFound) -> pd.DataFrame:
@@ -303,7 +316,8 @@ def show(
     elif EVERY_PROFILER in found.profilers:
         page = witness_document(found.rows, found.cells, full=full)
     else:
-        page = kernels_document(found.rows, found.cells, full=full, names=found.names())
+        contexts = found.contexts(full=full)
+        page = kernels_document(found.rows, found.cells, full=full, contexts=contexts)
     warnings = found.warnings()
     if found.store is not None:
         _hint_layers(found.store, found.rows, found.cells)

@@ -203,9 +203,12 @@ def kernels_document(
     cells: Sequence[CellRow] = (),
     *,
     full: bool = False,
-    names: Mapping[str, str] | None = None,
+    contexts: Mapping[str, str] | None = None,
 ) -> Document:
-    """Return the document of `kernels` for one profiler. `names` maps the ids of runs to their names.
+    """Return the document of `kernels` for one profiler.
+
+    `contexts` maps the ids of runs to the contexts that headings of configs have, such as `H200,
+    torch 2.11.0, run NAME`, and the complete texts of predicted places to short texts.
 
     Configs are in the order of the cells, and their kernels in the order of the first launch. The
     kernels of a program's trace are sorted by their total time. Unless `full` is set, only its longest
@@ -226,9 +229,10 @@ def kernels_document(
         title = config or f"Kernels {kernels_of}"
         own = [row for row in shown if _scope(row) == scope]
         beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
-        detail = f"run {(names or {}).get(run, run)}" if several_runs else ""
+        context = (contexts or {}).get(run, f"run {run}" if several_runs else "")
+        detail = context if config or several_runs else ""
         if any(row.source in SOURCE_WORDS for row in own):
-            where = run if full else (names or {}).get(run, run)
+            where = run if full else (contexts or {}).get(run, run)
             detail = f"{where}, from its atlas"
         if foreign := bool(own) and all(row.cell is None for row in own):
             alike = f"the longest of {ranges[scope]} similar ranges" if ranges[scope] > 1 else ""
