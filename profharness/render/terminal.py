@@ -370,9 +370,11 @@ def _padded(text: str, width: int, right: bool) -> str:
 
 def _print_more(console: Console, more: Sequence[str], hidden: Sequence[str], width: int) -> None:
     """Print what --full also shows: the things in `more`, and columns that the tables hide."""
-    columns = join_few([title for title in hidden if title], SHOWN_TITLES)
+    titles = [title for title in hidden if title]
+    columns = join_few(titles, SHOWN_TITLES)
     if more:
-        things = join_and([*more, "these columns"] if columns else more)
+        these = "this column" if len(titles) == 1 else "these columns"
+        things = join_and([*more, these] if columns else more)
         text = f"--full also shows {things}{f': {columns}' if columns else '.'}"
     elif columns:
         text = f"--full also shows: {columns}"

@@ -991,7 +991,7 @@ def test_a_shortened_name_refers_to_full() -> None:
     assert said.endswith("--full also shows whole names.")
     hiding = replace(document, blocks=(Table(columns, rows),))
     said = " ".join(render_table(hiding, width=30, cut=True).split())
-    assert said.endswith("--full also shows whole names and these columns: note")
+    assert said.endswith("--full also shows whole names and this column: note")
 
 
 def test_one_line_names_the_hidden_columns_of_equal_tables() -> None:
