@@ -310,7 +310,7 @@ _FLASH_BASE = _words(
     (r"combine(?:_kernel)?", _COMBINES),
     (r"dq_dk_dv", "gradients of queries, keys and values"),
     (r"loop", "a loop over tiles"),
-    (r"seqk_parallel", "blocks share the work along the keys"),
+    (r"seqk_parallel", "the keys are divided among the blocks"),
     (r"dot_do_o", _ROW_SUMS),
     (r"convert_dq|convert_dkv", "converts fp32 gradients to the type of the tensors"),
     (r"kernel", ""),
