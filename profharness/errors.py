@@ -95,6 +95,9 @@ def counted(count: float, one: str, several: str = "") -> str:
     return f"{number} {one if count == 1 else several or f'{one}s'}"
 
 
+SIMILAR_STEMS = 0.6  # minimum similarity of two names without their suffixes
+
+
 def near_names(text: str, names: Iterable[str], most: int = 3) -> list[str]:
     """Return the names that contain a text, that are spelled like it, or that it contains.
 
@@ -112,6 +115,12 @@ def near_names(text: str, names: Iterable[str], most: int = 3) -> list[str]:
         spelled.setdefault(name.partition(".")[0], name)
     spelled |= {name: name for name in known}
     near = difflib.get_close_matches(text, spelled, n=most, cutoff=0.7)
+    if "." in text:  # files with equal suffixes are not alike for that reason
+        stems = {name: (text.partition(".")[0], name.partition(".")[0]) for name in near}
+        ratios = {
+            name: difflib.SequenceMatcher(None, *each).ratio() for name, each in stems.items()
+        }
+        near = [name for name in near if ratios[name] >= SIMILAR_STEMS]
     if not near:  # such as `FLASH` or `flash-attn` instead of `flash`
         return [name for name in known if len(name) > 2 and name in text.lower()][:most]
     return list(dict.fromkeys(spelled[each] for each in near))

@@ -103,7 +103,9 @@ def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:
         profharness.analyze(peaks="guess", store=path)
     with pytest.raises(NotFoundError, match="no stored run has"):
         profharness.analyze("9,9,9,9", store=path)
-    with pytest.raises(NotFoundError, match=r"no stored run has kernels .*on mine"):
+    with pytest.raises(NotFoundError, match=r"no stored run has kernels .*on fa3"):
+        profharness.analyze(backends="fa3", store=path)
+    with pytest.raises(UsageError, match="unknown backend 'mine'"):
         profharness.analyze(backends="mine", store=path)
 
 

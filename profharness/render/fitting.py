@@ -154,6 +154,8 @@ def fit_columns(
         {at: found for at in own if (found := split(texts[at]))}
         for split in (_module_parts, _config_parts)
     )
+    if full:  # whole names, on several lines if needed
+        modules = {}
     for parts in filter(None, (modules, configs, modules | configs)):
         losses = _losses(columns, best)
         if not any(losses[:-1]):
@@ -233,7 +235,7 @@ def _module_parts(texts: Texts) -> tuple[str, dict[str, str]] | None:
     """Return what the dotted names of a column share, and the part of each name that differs.
 
     `AEncoder_0.Attn_1` and `ADecoder_0.Attn_2` share `A…_0.Attn_…`, and their own parts are
-    `Encoder.1` and `Decoder.2`. Return None if the names have different numbers of parts, or if one
+    `Encoder.Attn_1` and `Decoder.Attn_2`. Return None if the names have different numbers of parts, or if one
     of these parts has nothing in common.
     """
     if len(texts) < 2 or not all(map(_MODULE.fullmatch, texts)):
@@ -252,7 +254,9 @@ def _module_parts(texts: Texts) -> tuple[str, dict[str, str]] | None:
         middle = ELLIPSIS if differ else ""
         common.append("".join((*words[0][:start], middle, *rest[0][len(rest[0]) - end :])))
         if differ:
-            parts.append(own_parts)
+            # A number alone could be taken for that of another part of the name.
+            word = "".join(words[0][:start][-2:]) if all(map(_NUMBER.fullmatch, own_parts)) else ""
+            parts.append([word + part for part in own_parts])
     if ELLIPSIS in common:
         return None
     own_names = {

@@ -106,6 +106,8 @@ def test_near_names() -> None:
     assert near_names("math", ["flash-only", "math-fallback"]) == ["math-fallback"]
     assert near_names("lamma", ["llama.json", "bert.json"]) == ["llama.json"]
     assert near_names("xyz", ["llama.json"]) == []
+    assert near_names("nope.json.gz", ["unet.json.gz", "shapes.json.gz"]) == []
+    assert near_names("lama.json.gz", ["unet.json.gz", "llama.json.gz"]) == ["llama.json.gz"]
     assert near_names("", ["llama.json"]) == []
 
 

@@ -257,7 +257,7 @@ def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> 
     assert "1 of 3" in report(swept).answer[0]
     assert "math on 1 config" in told[2]
     assert any("On 1 of 3 configs, auto was slower than the fastest" in text for text in told)
-    assert "Select flash on 1 config" in told[-2] and "1 profiler or GPU problem" in told[-1]
+    assert "Use flash on 1 config" in told[-2] and "1 profiler or GPU problem" in told[-1]
     assert any(isinstance(block, Code) for block in report(swept).blocks)
 
 

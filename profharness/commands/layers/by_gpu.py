@@ -150,7 +150,8 @@ def find_layers_by_gpu(
         remedy = "leave this run out"
         if len(captures) == len(runs):
             remedy = f"to compare such runs, use: profharness report {' '.join(runs)}"
-        raise UsageError(f"run {captures[0]} contains configs, but layers shows programs; {remedy}")
+        name = store.run_name(captures[0])
+        raise UsageError(f"run {name} contains configs, but layers shows programs; {remedy}")
     maps: list[LayerMap] = []
     errors: dict[str, NotFoundError] = {}
     for run in runs:

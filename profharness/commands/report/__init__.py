@@ -619,8 +619,7 @@ def _full_reasons(cells: Sequence[CellRow]) -> dict[str, tuple[str, ...]]:
 
 def _refused(cells: Sequence[CellRow]) -> list[Block]:
     """Return notes on the backends that have no marks in a chart because PyTorch refuses them."""
-    drawn = [cell for cell in cells if cell.backend != ALL_DISABLED]
-    return [*not_run_notes([cell for cell in drawn if cell.status in ("ok", "refused")])]
+    return [*not_run_notes([cell for cell in cells if cell.status in ("ok", "refused")])]
 
 
 def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> list[Block]:
