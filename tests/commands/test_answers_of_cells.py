@@ -140,7 +140,10 @@ def test_bench_of_an_h200(store: Path, words: tuple[str, ...], sentence: str) ->
         "with PyTorch 2.11."
     )
     found = answer("bench", "--store", store, "--run", "20261121-151544-59c7", *words)
-    assert found == [sentence, measured]
+    # Bug: only a note had the change that is predicted to save most.
+    change = "To run cudnn on b2-h8-s512-d100-fp16, pad head_dim from 100 to 104"
+    assert [text for text in found if not text.startswith(change)] == [sentence, measured]
+    assert len(found) == (2 if words else 3)
     shown = invoke("bench", "--store", store, "--run", "20261121-151544-59c7", *words).stdout
     assert "\nBenchmark of run h200-torch2.11  H200, torch 2.11.0, 2026-11-21\n" in shown
 
