@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from profharness.columns import column
 from profharness.device_types import CPU, device_name
 from profharness.errors import UsageError
+from profharness.units import KIB
 
 MEASURED = "measured"
 DATA_SHEET = "data sheet"
@@ -411,7 +412,6 @@ class Device:
 MAX_REGISTERS_PER_THREAD = 255
 REGISTER_UNIT = 256  # the number of registers of a warp is rounded up to a multiple of this number
 SUB_PARTITIONS = 4  # per SM; each sub-partition has a quarter of the registers and its own warps
-KIB = 1024
 
 # Resources that can limit the occupancy. If several resources limit the occupancy equally, the first
 # resource is reported. Limits of the hardware come before resources that a kernel can change.

@@ -29,7 +29,7 @@ class HelpFormatter(click.HelpFormatter):
     """A formatter that also wraps the lines whose line breaks Click keeps."""
 
     def write_text(self, text: str) -> None:
-        super().write_text("\n".join(_fitted(text, self.width - self.current_indent)))
+        super().write_text("\n".join(_fitted_lines(text, self.width - self.current_indent)))
 
 
 class HelpContext(click.Context):
@@ -50,7 +50,7 @@ class HelpGroup(click.Group):
     context_class = HelpContext
 
 
-def _fitted(text: str, width: int) -> Iterator[str]:
+def _fitted_lines(text: str, width: int) -> Iterator[str]:
     """Yield the lines of a help text. Break the long lines of paragraphs that Click does not wrap."""
     unchanged = False
     for line in text.splitlines():

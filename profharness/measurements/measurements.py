@@ -45,7 +45,7 @@ from profharness.rows import (
     KernelRow,
 )
 from profharness.store import Store
-from profharness.units import as_long, by_how_much, memory_text, rate_figure, ratio_text
+from profharness.units import MIB, as_long, by_how_much, memory_text, rate_figure, ratio_text
 
 CLOCK_MOVED = 0.05
 # The machine is reported as busy if the worker waited for a CPU for more than this share of time.
@@ -676,7 +676,6 @@ SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 Ran = Mapping[tuple[str, str], str | None]  # the backend that ran, by config and requested backend
 DROP = 1.5  # a drop is reported if the rate falls by at least this factor
 BENT = 0.3  # both exponents of a Growth are shown if they differ by more than this value
-MIB = 1 << 20
 
 
 class Axis(NamedTuple):

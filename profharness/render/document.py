@@ -461,7 +461,7 @@ def with_time_units(document: Document) -> Document:
             if scale is not None:
                 column = own.setdefault(scale, [])
                 column.extend(time for row in table.rows for time in _times_of(row[place]))
-    shown = {columns: _in_units(columns, own) for columns, own in times.items()}
+    shown = {columns: _columns_in_units(columns, own) for columns, own in times.items()}
     blocks = (
         replace(block, columns=shown[block.columns]) if isinstance(block, Table) else block
         for block in document.blocks
@@ -480,16 +480,16 @@ def _times_of(value: Any) -> Iterator[float]:
     return (abs(each) for each in _numbers(value) if each and not isinstance(each, str))
 
 
-def _in_units(
+def _columns_in_units(
     columns: Sequence[Column], times: Mapping[str, Sequence[float]]
 ) -> tuple[Column, ...]:
     return tuple(
-        column if scale is None else _in_unit(column, common_unit(times[scale]))
+        column if scale is None else _column_in_unit(column, common_unit(times[scale]))
         for column, scale in zip(columns, _scales(columns), strict=True)
     )
 
 
-def _in_unit(column: Column, unit: str) -> Column:
+def _column_in_unit(column: Column, unit: str) -> Column:
     return replace(column, title=column.title.replace("µs", unit), format=f"{column.format} {unit}")
 
 

@@ -296,9 +296,9 @@ def _lacks(layout: Layout) -> tuple[int, int, int]:
 
 
 def _shared_names(columns: Sequence[Column], rows: Sequence[Texts]) -> tuple[int, ...]:
-    """Return the columns with a long text that all of several rows share.
+    """Return the columns in which several rows have the same long text.
 
-    The text stands above the table at every width.
+    At every width, such a text stands above the table.
     """
     return next(_shared(columns, rows)) if len(rows) > 1 else ()
 

@@ -572,7 +572,7 @@ class Store(RunFinder):
             yield from map(_with_calls, launches, calls)
 
     def products_ns(self, steps: Sequence[StepRow], dtype: str) -> int:
-        """Return the total time of the matrix products of a dtype that started in the steps."""
+        """Return the total time, in ns, of the matrix products in a dtype that start in the steps."""
         total = 0
         for trace, group in groupby(steps, key=attrgetter("trace")):
             launches = self._in_steps(

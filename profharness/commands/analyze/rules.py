@@ -23,12 +23,12 @@ from profharness.commands.analyze.figures import (
     KernelFigures,
     stored_score_dtype,
 )
-from profharness.devices import KIB, is_amd, l1_bytes
+from profharness.devices import is_amd, l1_bytes
 from profharness.errors import counted, percent
 from profharness.program.roles import FUSED_ROLES, GEMMS
 from profharness.recording.profilers import ncu
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
-from profharness.units import memory_text, rate_figure, time_text
+from profharness.units import KIB, memory_text, rate_figure, time_text
 
 Rule = Callable[[CellAnalysis, Figures], Iterator[Finding]]
 KernelRule = Callable[[CellAnalysis, KernelFigures], Iterator[Finding]]

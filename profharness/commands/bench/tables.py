@@ -17,12 +17,7 @@ from profharness.commands._answers import NUMBER, cell_reason, merged_text, not_
 from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
-from profharness.commands.explain.faster import (
-    change_notes,
-    faster_config_text,
-    faster_configs,
-    largest_change,
-)
+from profharness.commands.explain.faster import faster_configs, summarize_changes
 from profharness.device_types import device_name
 from profharness.devices import (
     Peaks,
@@ -38,7 +33,6 @@ from profharness.measurements.measurements import (
     AXES,
     DTYPE_TOKEN,
     LENGTH,
-    MIB,
     Axis,
     BenchRow,
     Sweep,
@@ -73,6 +67,7 @@ from profharness.rows import (
     WALL,
     CellRow,
 )
+from profharness.units import MIB
 
 SHOWN_SWEEPS = 4
 """The maximum number of sweeps per axis that are described or drawn. The longest are shown."""
@@ -217,8 +212,8 @@ def bench_document(
     deviations and the differences between processes are shown only if `full` is set.
     """
     environment = answer.environment
-    changes = [*changes_of(answer)]
-    largest = largest_change(changes)
+    change, other_changes = summarize_changes(changes_of(answer))
+    first, *others = bench_answer(answer)
     facts = [*device_and_release(environment, full=full), answer.created[:10]]
     blocks: list[Block] = [
         Heading(f"Benchmark of run {answer.name}", ", ".join(filter(None, facts))),
@@ -235,7 +230,7 @@ def bench_document(
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain=explain, full=full),
-        *change_notes(each for each in changes if each is not largest),
+        *other_changes,
         *_doubts(answer),
     ]
     records = [record(row) for row in answer.rows]
@@ -268,17 +263,8 @@ def bench_document(
             "cells": [record(cell, CELL_FIELDS) for cell in answer.cells],
             "environment": environment,
         },
-        answer=_with_change(bench_answer(answer), largest),
+        answer=(first, *change, *others),
     )
-
-
-def _with_change(
-    answer: tuple[str, ...], change: tuple[Explanation, Way] | None
-) -> tuple[str, ...]:
-    """Return the answer with the change that is predicted to save most after its first sentence."""
-    if change is None:
-        return answer
-    return (*answer[:1], faster_config_text(change[1], change[0].config), *answer[1:])
 
 
 def _charts(answer: BenchResult) -> Iterator[Block]:

@@ -949,21 +949,11 @@ def _with_changes(page: Document, question: Question, *, full: bool) -> Document
     if question.captured is None or question.backends:
         return page
     # Imported here because it loads numpy, which a map does not need.
-    from profharness.commands.explain.faster import (
-        change_notes,
-        faster_config_text,
-        faster_configs,
-        largest_change,
-    )
+    from profharness.commands.explain.faster import faster_configs, summarize_changes
 
-    changes = list(faster_configs(question.captured))
-    largest = largest_change(changes)
-    if largest is None:
-        return page
-    first, *others = page.answer
-    change = faster_config_text(largest[1], largest[0].config)
-    notes = () if full else change_notes(each for each in changes if each is not largest)
-    return replace(page, blocks=(*page.blocks, *notes), answer=(first, change, *others))
+    change, notes = summarize_changes(faster_configs(question.captured))
+    blocks = page.blocks if full else (*page.blocks, *notes)
+    return replace(page, blocks=blocks, answer=(*page.answer[:1], *change, *page.answer[1:]))
 
 
 def _groups(platforms: Sequence[Platform]) -> list[list[Platform]]:

@@ -113,15 +113,22 @@ def faster_config_text(way: Way, where: str = "") -> str:
     return f"{_change_lead(way, where)}: {how} {each} ({ratio}){WITHOUT_PREPARING}."
 
 
-def largest_change(changes: Iterable[tuple[Explanation, Way]]) -> tuple[Explanation, Way] | None:
-    """Return the change with the largest predicted speed-up, or None if there is no change."""
-    return max(changes, key=lambda each: each[1].speed_up or 0, default=None)
+def summarize_changes(
+    changes: Iterable[tuple[Explanation, Way]],
+) -> tuple[list[str], list[Note]]:
+    """Return a sentence on the change of `faster_configs` with the largest predicted speed-up, and a
+    note on each other change.
 
-
-def change_notes(changes: Iterable[tuple[Explanation, Way]]) -> Iterator[Note]:
-    """Yield a note on each change of `faster_configs`, with its config as the label."""
-    for explanation, way in changes:
-        yield Note(faster_config_text(way), explanation.config)
+    The label of a note is the config. Without changes, both lists are empty.
+    """
+    changes = list(changes)
+    if not changes:
+        return [], []
+    largest = max(changes, key=lambda each: each[1].speed_up or 0)
+    others = (each for each in changes if each is not largest)
+    return [faster_config_text(largest[1], largest[0].config)], [
+        Note(faster_config_text(way), answer.config) for answer, way in others
+    ]
 
 
 def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:

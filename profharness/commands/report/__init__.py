@@ -53,7 +53,7 @@ from profharness.commands.diff import diff_document
 from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.explain.answer import Way
-from profharness.commands.explain.faster import faster_config_text, largest_change
+from profharness.commands.explain.faster import faster_config_text, summarize_changes
 from profharness.commands.explain.tables import VERDICTS
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
@@ -399,7 +399,13 @@ def _run_blocks(
         # The answer of `bench` also tells that no backend is faster than auto.
         enough = notable or not any(loss.real for loss in evaluated.losses)
         summary = [*sentences, *(verdict if enough else ()), *broken]
-        sentences = [first, *(() if enough else verdict), *_largest(changes), *limits, *others]
+        sentences = [
+            first,
+            *(() if enough else verdict),
+            *summarize_changes(changes)[0],
+            *limits,
+            *others,
+        ]
     else:
         sentences = [*sentences, *broken]
     blocks: list[Block] = [Heading("Problems")] if problems else []
@@ -609,7 +615,7 @@ def _predicted_text(cell: CellRow) -> str | None:
 
 
 def _full_reasons(cells: Sequence[CellRow]) -> dict[str, tuple[str, ...]]:
-    """Map each short reason to PyTorch's own messages, which pages show on demand."""
+    """Map each short reason to PyTorch's own messages. A page shows them if the reader clicks it."""
     reasons: dict[str, dict[str, None]] = {}
     for cell in cells:
         if cell.status != "ok" and cell.reason:
@@ -743,13 +749,6 @@ def _limits(
     machine = run_machine(store, run, None, fastest)
     text = limits_text(analyze_all(fastest, kernels, machine, rivals=()))
     return [text] if text else []
-
-
-def _largest(changes: Sequence[tuple[Explanation, Way]]) -> Iterator[str]:
-    """Yield a sentence on the change with the largest predicted speed-up, if there is a change."""
-    if found := largest_change(changes):
-        answer, way = found
-        yield faster_config_text(way, answer.config)
 
 
 def _summarize_run(
