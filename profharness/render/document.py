@@ -334,8 +334,6 @@ class Document:
     """Line below the title in HTML and Markdown, such as the GPU of a run."""
     full_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Maps shortened names in tables and timelines to full names. Pages show these on demand."""
-    configs_printed_by: str = ""
-    """The command line that prints the configs, for tables that shorten many of them."""
 
 
 def _count(value: Any) -> str:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.cells import cell_len as _cell_len
@@ -27,6 +27,7 @@ READABLE = 24  # width to which texts are shortened before other columns are hid
 MOST_LINES = (
     3  # most lines of READABLE width for a name in a block of columns; longer names are cut
 )
+MOST_HEIGHT = 2  # mean number of lines of a row above which other columns are hidden instead
 LEAST_NAME = 8  # minimum width of a kernel's name before its functor
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 WHOLE_WORD = 20  # maximum width of a word that is moved to the next line instead of being split
@@ -41,22 +42,13 @@ CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
 _TITLE_END = re.compile(r" |(?<=\w/)(?=\w{4})")  # where a title may be broken: `calls/` `step`
 _DIMENSIONS = re.compile(r"dims .*")  # the sizes of a call that no config describes
 _TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as 1e-05
-_REMARK = re.compile(
-    r"(b\d+-h\d+-\S+) \(.*\)"
-)  # a label with a remark, such as the lengths of its calls
-_DIMENSION_END = re.compile(", ")
 _MODULE = re.compile(r"[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")
-_MODULE_WORD = re.compile(r"(?<=[a-z])(?=[A-Z_])|(?<=_)")  # between the words of a module's name
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
 _ARGUMENT = re.compile(r"[^\s,<>…][^,<>…]*")  # a template argument of a kernel's name
 _PLAIN_ARGUMENT = re.compile(r"[a-z]*\d\w*|bool|true|false")  # a number, a tile, a flag or a dtype
 _KERNEL = re.compile(r"[a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>")
 _WORD_END = re.compile(r"[^\W_]*$")
-_WORD = re.compile(r"(?<=\.)|(?<=[a-z])(?=[A-Z])")  # the starts of the words in a dotted name
-_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_NUMBER = re.compile(r"_?(\d+|\{[^}]*\})$")  # the number of a module, or of several
-_DOTTED = re.compile(r"[\w{}\[\],…-]+(\.[\w{}\[\],…-]+)+")
 
 Texts = Sequence[str]
 
@@ -82,9 +74,6 @@ class Layout:
     """Columns with the same text in all rows. The text stands above the table instead."""
     records: bool = False
     """Whether each row is printed as a list of names and values, because it is too wide for a line."""
-    common: Mapping[int, str] = field(default_factory=dict)
-    """The parts that all configs or modules of a column share. They stand above the table, and the
-    rows have the other parts."""
     blocks: tuple[tuple[int, ...], ...] = ()
     """The columns of each block, if the table is printed as blocks of columns one below the other."""
 
@@ -131,13 +120,13 @@ def fit_columns(
 
     Print a long text that several rows share above the table. If the table is still too wide, apply
     these steps until it fits: shorten long texts, hide details, shorten texts further, hide other
-    columns by importance, and fold rows into several lines. A wider table shows at least the details
-    of a narrower table. Before texts are shortened, also print the other texts above the table that
-    all rows share, even the name of the rows. Before rows are folded, columns other than details are
-    hidden, or names are shortened, also print the parts above the table that all modules or configs
-    share. A column without which two rows look alike is never hidden. If `full` is set, hide nothing.
-    Instead, continue texts on further lines. If that is not enough, print the table as blocks of
-    columns, the most important columns first, and shorten only long texts that identify the rows.
+    columns by importance, and fold rows into several lines. Configs and modules are not shortened,
+    except for strides. They have lines of their own above the figures if this shows more columns, or
+    more of the other names. A wider table shows at least the details of a narrower table. Before
+    texts are shortened, also print the other texts above the table that all rows share, even the name
+    of the rows. A column without which two rows look alike is never hidden. If `full` is set, hide
+    nothing. Instead, continue texts on further lines. If that is not enough, print the table as blocks
+    of columns, the most important columns first, and shorten only long texts that identify the rows.
     Print a single row, and rows that do not fit into blocks either, as lists of names and values.
     """
     width = max(width, NARROWEST)
@@ -146,124 +135,7 @@ def fit_columns(
     shown = tuple(at for at in natural.lines[0] if at not in names)
     if _line_width(natural.widths, shown) <= width:
         return replace(natural, lines=(shown,), shared=names)
-    fit = _full_layout if full else _best_layout
-    best = fit(columns, rows, width)
-    texts = _texts(columns, rows)
-    own = [at for at in natural.lines[0] if at not in best.shared]
-    modules, configs = (
-        {at: found for at in own if (found := split(texts[at]))}
-        for split in (_module_parts, _config_parts)
-    )
-    if full:  # whole names, on several lines if needed
-        modules = {}
-    for parts in filter(None, (modules, configs, modules | configs)):
-        losses = _losses(columns, best)
-        if not any(losses[:-1]):
-            break
-        other = _layout_of_parts(fit, columns, rows, width, parts)
-        if _losses(columns, other) < losses:
-            best = other
-    return best
-
-
-def _losses(columns: Sequence[Column], layout: Layout) -> tuple[bool, int, int, int]:
-    """Return what a layout loses, the worst first.
-
-    That is whether rows are folded, the number of hidden columns that are not details, the number of
-    shortened texts that identify rows, and the number of hidden details.
-    """
-    cuts = sum(
-        text != cut and (is_key(columns[at], at) or config_in(text) is not None)
-        for at, own in layout.cuts.items()
-        if at not in layout.common
-        for text, cut in own.items()
-    )
-    hidden = _hidden(columns, layout)
-    return len(layout.lines) > 1, hidden, cuts, len(layout.hidden) - hidden
-
-
-def _layout_of_parts(
-    fit: Callable[[Sequence[Column], Sequence[Texts], int], Layout],
-    columns: Sequence[Column],
-    rows: Sequence[Texts],
-    width: int,
-    parts: Mapping[int, tuple[str, Mapping[str, str]]],
-) -> Layout:
-    """Return the layout of a table that has the common parts of some columns above it.
-
-    `parts` maps each of these columns to its common part, and to the other part of each text.
-    """
-    own_rows = [
-        [parts[at][1].get(text, text) if at in parts else text for at, text in enumerate(row)]
-        for row in rows
-    ]
-    layout = fit(columns, own_rows, width)
-    cuts = dict(layout.cuts)
-    for at, (_, own) in parts.items():
-        cut = layout.cuts.get(at, {})
-        cuts[at] = {text: cut.get(part, part) for text, part in own.items()}
-    return replace(layout, cuts=cuts, common={at: text for at, (text, _) in parts.items()})
-
-
-def _config_parts(texts: Texts) -> tuple[str, dict[str, str]] | None:
-    """Return the tokens that all configs of a column share, and the other tokens of each config.
-
-    Return None if the texts are not configs, or have no token in common. Texts with the dimensions
-    of a call are divided in the same way.
-    """
-    labels = {text: found for text in texts if (found := config_in(text))}
-    if len(labels) < 2 or not {*texts} <= {*labels, "", MISSING}:
-        return None
-    end, mark = (
-        (_TOKEN_END, "-") if all(map(is_config, labels.values())) else (_DIMENSION_END, ", ")
-    )
-    tokens = {label: end.split(label) for label in labels.values()}
-    common = set.intersection(*map(set, tokens.values()))
-    if not common:
-        return None
-    first = next(iter(tokens.values()))
-    kept = (token if token in common else ELLIPSIS for token in first)
-    parts = {
-        text: (mark.join(token for token in tokens[label] if token not in common) or ELLIPSIS)
-        + text.removeprefix(label)
-        for text, label in labels.items()
-    }
-    return mark.join(token for token, _ in itertools.groupby(kept)), parts
-
-
-def _module_parts(texts: Texts) -> tuple[str, dict[str, str]] | None:
-    """Return what the dotted names of a column share, and the part of each name that differs.
-
-    `AEncoder_0.Attn_1` and `ADecoder_0.Attn_2` share `A…_0.Attn_…`, and their own parts are
-    `Encoder.Attn_1` and `Decoder.Attn_2`. Return None if the names have different numbers of parts, or if one
-    of these parts has nothing in common.
-    """
-    if len(texts) < 2 or not all(map(_MODULE.fullmatch, texts)):
-        return None
-    dotted = {text: text.split(".") for text in texts}
-    if len({len(names) for names in dotted.values()}) > 1:
-        return None
-    common, parts = [], []
-    for names in zip(*dotted.values(), strict=True):
-        words = [_MODULE_WORD.split(name) for name in names]
-        start = _common_length(words)
-        rest = [own[start:] for own in words]
-        end = _common_length([own[::-1] for own in rest])
-        own_parts = ["".join(own[: len(own) - end]) for own in rest]
-        differ = len(set(own_parts)) > 1
-        middle = ELLIPSIS if differ else ""
-        common.append("".join((*words[0][:start], middle, *rest[0][len(rest[0]) - end :])))
-        if differ:
-            # A number alone could be taken for that of another part of the name.
-            word = "".join(words[0][:start][-2:]) if all(map(_NUMBER.fullmatch, own_parts)) else ""
-            parts.append([word + part for part in own_parts])
-    if ELLIPSIS in common:
-        return None
-    own_names = {
-        text: ".".join(part or ELLIPSIS for part in own)
-        for text, own in zip(dotted, zip(*parts, strict=True), strict=True)
-    }
-    return ".".join(common), own_names
+    return (_full_layout if full else _best_layout)(columns, rows, width)
 
 
 def _best_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
@@ -385,16 +257,19 @@ def _full_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -
     """Return a layout with whole texts, which continue on further lines."""
     every = tuple(range(len(columns)))
     titles = [title_width(one_line(column.title)) for column in columns]
-    whole = tuple(map(max, titles, map(_longest, _texts(columns, rows))))
+    texts = _texts(columns, rows)
+    whole = tuple(map(max, titles, map(_longest, texts)))
     wrapped = tuple(
-        min(size, max(title, READABLE)) if column.shrink or column.wrap else size
-        for column, title, size in zip(columns, titles, whole, strict=True)
+        min(size, max(title, READABLE))
+        if column.wrap or (column.shrink and not _has_names(own))
+        else size
+        for column, title, size, own in zip(columns, titles, whole, texts, strict=True)
     )
     layouts = []
-    for stacked in ((), *_groups(columns, rows)):
+    for stacked in _stackings(columns, rows, texts):
         choice = _Choice(every, stacked, tuple(map(_Shrunk, wrapped)))
         if _line_width(wrapped, choice.figures) <= _room(stacked, width):
-            widths = _narrowed(whole, choice, width, ())
+            widths = _narrowed(whole, choice, width)
             layouts.append(Layout(_lines(choice, widths, width), tuple(widths)))
     if layouts:
         return min(layouts, key=lambda layout: sum(whole) - sum(layout.widths))
@@ -425,36 +300,35 @@ def _block_layout(
     keys = [at for at in shown if is_key(columns[at], at)]
     values = sorted((at for at in shown if at not in keys), key=lambda at: _rank(columns[at], at))
     texts = _texts(columns, rows)
-    groups = ((), *_groups(columns, rows))
+    groups = _stackings(columns, rows, texts)
     for floors in ((width, COMFORTABLE, READABLE), (MIN_SHRUNK,)):
         layouts = []
         for floor, group in itertools.product(floors, groups):
             stacked = tuple(at for at in group if at in keys)
             beside = [at for at in keys if at not in stacked]
-            if not beside or len(stacked) < len(group):
+            if len(stacked) < len(group):
                 continue
             shrunk = [_Shrunk(size) for size in least]
             most = list(whole)
             for at in keys:
                 title = title_width(one_line(columns[at].title))
-                # Configs are not continued, because they have parts in common.
-                short = whole[at] <= MOST_LINES * READABLE
-                if columns[at].shrink and short and not any(map(CONFIG_LABEL.match, texts[at])):
+                if _has_names(texts[at]):
+                    shrunk[at] = _Shrunk(whole[at])
+                elif columns[at].shrink and whole[at] <= MOST_LINES * READABLE:
                     shrunk[at] = _Shrunk(min(max(floor, title, READABLE), whole[at]))
-                    continue
-                size = max(floor, _last_names(texts[at]))
-                shrunk[at] = _shrunk(columns[at], tuple(texts[at]), size, title, whole[at])
-                most[at] = shrunk[at].width
+                else:
+                    shrunk[at] = _shrunk(columns[at], tuple(texts[at]), floor, title, whole[at])
+                    most[at] = shrunk[at].width
             blocks = _blocks(beside, values, [s.width for s in shrunk], _room(stacked, width))
             for block in blocks:
                 choice = _Choice((*stacked, *block), stacked, tuple(shrunk))
-                sizes = _narrowed(most, choice, width, ())
+                sizes = _narrowed(most, choice, width)
                 for at in (*stacked, *block):
                     most[at] = sizes[at]
             if blocks:
                 cuts = {at: shrunk[at].cuts for at in keys if shrunk[at].cuts}
                 rest = tuple(at for at in shown if at not in stacked)
-                lines = (*((at,) for at in stacked), rest)
+                lines = (*_filled_lines(stacked, most, width - INDENT), rest)
                 layouts.append(Layout(lines, tuple(most), cuts=cuts, shared=shared, blocks=blocks))
         if layouts:
             return min(
@@ -515,8 +389,23 @@ def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) ->
         _layout_of(choice, columns, texts, titles, most, width, strides)
         for choice in _choices(columns, rows, texts, titles, most, width)
     )
-    # Use separate lines for groups only if this shows more columns, or more of the names.
-    return min(layouts, key=lambda layout: (_hidden(columns, layout), _lost_names(columns, layout)))
+    # Use separate lines only if this shows more columns, or more of the names.
+    return min(
+        layouts,
+        key=lambda layout: (
+            _height(layout, rows) > MOST_HEIGHT,
+            _hidden(columns, layout),
+            _lost_names(columns, layout),
+        ),
+    )
+
+
+def _height(layout: Layout, rows: Sequence[Texts]) -> float:
+    """Return the mean number of lines of a row. A line without values is not printed."""
+    *above, _ = layout.lines
+    return 1 + sum(any(row[at] for at in line) for row in rows for line in above) / max(
+        len(rows), 1
+    )
 
 
 def _hidden(columns: Sequence[Column], layout: Layout) -> int:
@@ -545,15 +434,17 @@ def _layout_of(
 ) -> Layout:
     """Return the layout for a choice of columns. `strides` maps whole texts to `texts`."""
     every = range(len(columns))
-    # The last parts of dotted names are usually enough to recognize them.
-    dotted = {at for at in every if any(map(_DOTTED.fullmatch, texts[at]))}
-    widths = _narrowed(most, choice, width, dotted)
+    widths = _narrowed(most, choice, width)
     shortened: dict[int, Mapping[str, str]] = {}
     for place in choice.kept:
-        if not columns[place].wrap:
-            widths[place], shortened[place] = _cut(
-                texts[place], titles[place], widths[place], choice.shrunk[place]
-            )
+        if columns[place].wrap:
+            continue
+        if _has_names(texts[place]):
+            shortened[place] = {}
+            continue
+        widths[place], shortened[place] = _cut(
+            texts[place], titles[place], widths[place], choice.shrunk[place]
+        )
     # Cut texts may be shorter than their column. Give the remaining width to other columns.
     for place in sorted(choice.figures, key=lambda place: most[place] - widths[place]):
         spare = width - (INDENT if choice.stacked else 0) - _line_width(widths, choice.figures)
@@ -597,10 +488,9 @@ def _choices(
     required = [place for place, kind in enumerate(kinds) if kind not in OPTIONAL]
 
     def shrink(floor: int) -> tuple[_Shrunk, ...]:
-        """Shrink all columns, but do not cut the last part of a dotted name."""
         each_column = zip(columns, texts, titles, most, strict=True)
         return tuple(
-            _shrunk(column, tuple(own), max(floor, _last_names(own)), title, whole)
+            _shrunk(column, tuple(own), floor, title, whole)
             for column, own, title, whole in each_column
         )
 
@@ -634,15 +524,16 @@ def _choices(
             if fits(readable, (*kept, place)):
                 kept.append(place)
         # Stop at the first detail that does not fit. All widths then hide details in the same order.
-        for place in details:
+        for place in details if stacked in groups else ():
             if not fits(roomy, (*kept, place)):
                 break
             kept.append(place)
-        return _Choice(tuple(sorted(kept)), stacked, shrunk)
+        return _Choice(tuple(sorted(kept)), tuple(at for at in stacked if at in kept), shrunk)
 
+    groups = ((), *_groups(columns, rows))
     for floor in (READABLE, MIN_SHRUNK):
         shrunk = shrink(floor)
-        choices = [with_optional(stacked, shrunk) for stacked in ((), *_groups(columns, rows))]
+        choices = [with_optional(stacked, shrunk) for stacked in _stackings(columns, rows, texts)]
         if found := [choice for choice in choices if choice is not None]:
             return found
     stacked = _widest(columns, required, [each.width for each in shrunk], width)
@@ -656,16 +547,10 @@ def _shrunk(column: Column, texts: tuple[str, ...], floor: int, title: int, whol
     if column.wrap:
         words = _longest(word for text in texts for word in text.split(" "))
         return _Shrunk(min(max(floor, title, min(words, LONGEST_WORD)), whole))
-    if not column.shrink or whole <= max(floor, title):
+    if not column.shrink or whole <= max(floor, title) or _has_names(texts):
         return _Shrunk(whole)
     cuts = distinct_cuts(texts, _distinct_width(texts, max(floor, title)))
     return _Shrunk(max(title, _longest(cuts.get(text, text) for text in texts)), cuts)
-
-
-def _last_names(texts: Texts) -> int:
-    """Return the width of the longest last part of a dotted name, or 0 if above COMFORTABLE."""
-    longest = _longest(f"…{text.rpartition('.')[2]}" for text in texts if _DOTTED.fullmatch(text))
-    return longest if longest <= COMFORTABLE else 0
 
 
 def is_key(column: Column, place: int) -> bool:
@@ -684,6 +569,23 @@ def _groups(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[
         if column.repeat or sum(not row[place] for row in rows) < REPEATED * len(rows):
             return
         yield tuple(range(place + 1))
+
+
+def _stackings(
+    columns: Sequence[Column], rows: Sequence[Texts], texts: Sequence[Texts]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of columns that may have lines of their own, starting with the empty set.
+
+    They are the columns whose values repeat, and the columns of configs and modules.
+    """
+    names = [at for at, own in enumerate(texts) if _has_names(own)]
+    prefixes = itertools.accumulate((at,) for at in names)
+    return tuple(dict.fromkeys(((), *_groups(columns, rows), *prefixes)))
+
+
+def _has_names(texts: Texts) -> bool:
+    """Return whether a column contains configs or modules, which are never cut, to be copied."""
+    return any(config_in(text) or _MODULE.fullmatch(text) for text in texts)
 
 
 def _widest(
@@ -707,25 +609,29 @@ def _widest(
 
 
 def _lines(choice: _Choice, widths: Sequence[int], width: int) -> tuple[tuple[int, ...], ...]:
-    """Return a line for each stacked column, and then lines filled with the other columns."""
-    lines: list[list[int]] = [[place] for place in choice.stacked]
-    room = 0
-    for place in choice.figures:
-        if widths[place] + GAP > room:
-            lines.append([])
-            room = width + GAP - (INDENT if len(lines) > 1 else 0)
-        lines[-1].append(place)
-        room -= widths[place] + GAP
-    return tuple(map(tuple, lines))
+    """Return lines filled with the stacked columns, and then lines filled with the other columns."""
+    stacked = _filled_lines(choice.stacked, widths, width - INDENT)
+    room = _room(choice.stacked, width)
+    if _line_width(widths, choice.figures) > room:
+        room = width - INDENT
+    return (*stacked, *_filled_lines(choice.figures, widths, room))
 
 
-def _narrowed(
-    most: Sequence[int], choice: _Choice, width: int, first: Collection[int]
-) -> list[int]:
-    """Narrow the widest columns until the table fits, but not below their least widths.
+def _filled_lines(
+    places: Sequence[int], widths: Sequence[int], width: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return lines with as many columns as fit."""
+    lines: list[tuple[int, ...]] = []
+    for place in places:
+        if lines and _line_width(widths, (*lines[-1], place)) <= width:
+            lines[-1] += (place,)
+        else:
+            lines.append((place,))
+    return tuple(lines)
 
-    Narrow the columns in `first` before other columns.
-    """
+
+def _narrowed(most: Sequence[int], choice: _Choice, width: int) -> list[int]:
+    """Narrow the widest columns until the table fits, but not below their least widths."""
     sizes = [min(size, width - INDENT) for size in most]
     figures = choice.figures
     excess = _line_width(sizes, figures) - width + (INDENT if choice.stacked else 0)
@@ -733,7 +639,7 @@ def _narrowed(
         wide = [place for place in figures if sizes[place] > choice.shrunk[place].width]
         if not wide:
             break
-        sizes[max(wide, key=lambda place: (place in first, sizes[place]))] -= 1
+        sizes[max(wide, key=sizes.__getitem__)] -= 1
     return sizes
 
 
@@ -802,7 +708,6 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
     """
     whole = list(texts)
     cuts = {text: _shortened(text, width) for text in whole if cell_len(text) > width}
-    cuts |= _with_outer_names(whole, cuts, width)
     for attempt in range(ROUNDS):
         alike: dict[str, list[str]] = {}
         for text, cut in cuts.items():
@@ -818,63 +723,8 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
     return cuts
 
 
-def _with_outer_names(texts: Iterable[str], cuts: Mapping[str, str], width: int) -> dict[str, str]:
-    """Return cuts of dotted names with the outermost part that differs, such as `Encoder…Attn_0`.
-
-    The end of a name says which module it is, but an outer part may say more, such as whether the
-    module belongs to an encoder or a decoder.
-    """
-    dotted = {text: text.split(".") for text in texts if _DOTTED.fullmatch(text)}
-    parts = [[_NUMBER.sub("", name) for name in names] for names in zip(*dotted.values())]  # noqa: B905
-    at = next((at for at, names in enumerate(parts) if len(set(names)) > 1), None)
-    if at is None:
-        return {}
-    outers = _different_words(parts[at])
-    found = {}
-    for text, outer in zip(dotted, outers, strict=True):
-        begin = text.index(outer, len(".".join(dotted[text][:at])))
-        shown = cuts.get(text, text).removeprefix(ELLIPSIS)
-        if not outer or not text.endswith(shown) or len(shown) >= len(text) - begin:
-            continue
-        starts = (each.start() for each in _WORD.finditer(text, begin + len(outer) + 1))
-        room = width - cell_len(outer) - 1
-        end = next((text[start:] for start in starts if cell_len(text[start:]) <= room), None)
-        if end is not None:
-            found[text] = f"{outer}{ELLIPSIS}{end}"
-    return found
-
-
-def _different_words(names: Sequence[str]) -> list[str]:
-    """Return the names without the words that they all begin or end with."""
-    words = [_CAPITAL.split(name) for name in names]
-    start = _common_length(words)
-    ends = [own[start:][::-1] for own in words]
-    end = _common_length(ends)
-    return ["".join(own[start : len(own) - end]) for own in words]
-
-
-def _common_length(lists: Sequence[Sequence[str]]) -> int:
-    """Return the number of items with which all lists begin."""
-    alike = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*lists, strict=False))
-    return sum(1 for _ in alike)
-
-
 def _shortened(text: str, width: int) -> str:
-    """Cut the end of a text, the beginning of a dotted name, or the middle of a kernel's name."""
-    if _DOTTED.fullmatch(text):
-        last = text.rindex(".") + 1
-        starts = (each.start() for each in _WORD.finditer(text, 1) if each.start() <= last)
-        for start in starts:
-            if cell_len(tail := text[start:]) < width:
-                return f"…{tail}"
-    if remark := _REMARK.fullmatch(text):
-        # A remark is left out without an ellipsis, so that the config does not look incomplete.
-        text = remark[1]
-        if cell_len(text) <= width:
-            return text
-    if CONFIG_LABEL.fullmatch(text):
-        head = fitting(text, width - 1)
-        return f"{(head.rpartition('-')[0] or head).rstrip('…')}…"
+    """Cut the end of a text, or the middle of a kernel's name."""
     if "<" in text and text.endswith(">"):
         return _shortened_template(text, width)
     if _IDENTIFIER.fullmatch(text):
@@ -957,11 +807,6 @@ def config_in(text: str) -> str | None:
     return found and found[0]
 
 
-def is_config(text: str) -> bool:
-    """Return whether a text of `config_in` is the label of a config, and not dimensions."""
-    return CONFIG_LABEL.fullmatch(text) is not None
-
-
 def _common_prefix(group: Sequence[str]) -> str:
     # the common prefix of the least and the greatest text is common to all texts
     least, greatest = min(group), max(group)
@@ -971,16 +816,9 @@ def _common_prefix(group: Sequence[str]) -> str:
 
 def _from_difference(text: str, shared: str, width: int) -> str:
     """Shorten a text to the common prefix of its group, an ellipsis, and the part that differs."""
-    if CONFIG_LABEL.fullmatch(text):
-        # The parts that configs have in common do not tell them apart.
-        rest = text[shared.rfind("-") + 1 :]
-        if cell_len(rest) < width:
-            return f"…{rest}"
-        head = fitting(rest, width - 2)
-        return f"…{head.rpartition('-')[0] or head}…"
     word = len(shared) - len(_WORD_END.search(shared)[0])  # type: ignore[index]
     start = word if len(shared) - word <= width // 4 else len(shared)
-    spare = 0 if _DOTTED.fullmatch(text) else width - 1 - cell_len(text[start:])
+    spare = width - 1 - cell_len(text[start:])
     head = fitting(shared, max(width // 3, spare))
     if not head:
         return f"{fitting(text, width - 1)}…"

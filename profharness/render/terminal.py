@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -35,9 +34,7 @@ from profharness.render.fitting import (
     Layout,
     cell_len,
     chunks,
-    config_in,
     fit_columns,
-    is_config,
     is_key,
     natural_layout,
     split_title,
@@ -47,8 +44,6 @@ MAX_LABEL = 16  # maximum width of the label column of notes; a longer label get
 LONG_VALUE = 24  # width above which a value has a line of its own in a block of names and values
 DEEPEST = 6  # the deepest level of a heading
 SHOWN_TITLES = 8  # maximum number of hidden columns in the line below a table
-MOST_WHOLE = 12  # maximum number of shortened configs or modules that are repeated in full
-CONFIGS, MODULES, NAMES = "configs", "modules", "names"  # the kinds of shortened texts
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 Rows = list[list[str]]
@@ -115,13 +110,8 @@ def render_table(
             titled = not table_count or block.columns != tables[table_count - 1].columns
             _print_table(console, block.columns, rows[table_count], layout, width, titled=titled)
             if table_count == last_short:
-                lines = (
-                    _whole_texts(shortened, width)
-                    if full
-                    else _whole_without_full(shortened, document.configs_printed_by, width)
-                )
-                if lines:
-                    console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
+                for line in _whole_texts(shortened, width) if full else ():
+                    console.print(Text(line, style="dim"), soft_wrap=True)
             table_count += 1
         elif isinstance(block, More):
             continue
@@ -133,7 +123,7 @@ def render_table(
     if not full:
         if isinstance(previous, Code):
             console.print()
-        more = [*_whole_by_full(shortened, document.configs_printed_by), *more]
+        more = [*(["whole names"] if shortened else []), *more]
         hidden = [
             one_line(columns[at].title)
             for columns, layout in layouts.items()
@@ -206,10 +196,9 @@ def _print_table(
     titled: bool,
 ) -> None:
     """Print a table. If `titled` is false, omit the titles and the texts that all rows share."""
-    above = {at: rows[0][at] for at in layout.shared} | dict(layout.common) if rows else {}
-    for at, text in sorted(above.items()) if titled else ():
+    for at in layout.shared if titled and rows else ():
         title = one_line(columns[at].title)
-        for line in _named_lines(title, text, cell_len(title) + GAP, width):
+        for line in _named_lines(title, rows[0][at], cell_len(title) + GAP, width):
             console.print(Text(line), soft_wrap=True)
     if layout.records or (layout.blocks and len(rows) == 1):
         lines = "\n".join(_record_lines(columns, rows, width))
@@ -305,10 +294,13 @@ def _title_lines(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
     of other titles.
     """
     *above, last = layout.lines
-    lead = (" " * GAP).join(one_line(columns[at].title) for line in above for at in line)
+    lead = (" " * GAP).join(
+        _joined((_padded(one_line(columns[at].title), layout.widths[at], False) for at in line), 0)
+        for line in above
+    )
     titles = list(_titles_of(columns, replace(layout, lines=((), last))))
     room = max(map(cell_len, titles), default=0)
-    if not all(len(line) == 1 for line in above) or not 0 < cell_len(lead) <= room:
+    if not 0 < cell_len(lead) <= room:
         yield from _titles_of(columns, layout)
     elif len(titles) > 1 and not titles[0][: cell_len(lead) + GAP].strip():
         yield f"{lead}{titles[0][cell_len(lead) :]}"
@@ -347,8 +339,9 @@ def _row_lines(columns: Sequence[Column], rows: Rows, layout: Layout) -> Iterato
     blanks = [" " * size for size in layout.widths]
     for row in rows:
         for number, line in enumerate(layout.lines):
-            if len(line) == 1 and not row[line[0]] and len(layout.lines) > 1:
-                continue  # a value that repeats the row above
+            repeated = number < len(layout.lines) - 1 and not any(row[at] for at in line)
+            if repeated or not line:
+                continue  # the values stand above
             parts = [cells[at][row[at]] for at in line]
             yield _joined((part[0] for part in parts), number)
             for count in range(1, max(map(len, parts))):
@@ -383,66 +376,23 @@ def _print_more(console: Console, more: Sequence[str], hidden: Sequence[str], wi
     console.print(Text("\n".join(_wrapped(text, width)), style="dim"), soft_wrap=True)
 
 
-def _shortened(rows: Rows, layout: Layout) -> list[tuple[str, str]]:
-    """Return the configs, the dimensions, the modules and the names that a table shortens.
-
-    Each text follows its kind. Configs are whole, to be copied. Names are modules if the parts that
-    they share stand above the table.
-    """
+def _shortened(rows: Rows, layout: Layout) -> list[str]:
+    """Return the texts that a table shortens, except for those whose beginning it shows."""
     return [
-        (CONFIGS if config else MODULES if at in layout.common else NAMES, config or text)
+        text
         for at, cuts in layout.cuts.items()
         for text in dict.fromkeys(row[at] for row in rows)
-        if not cuts.get(text, text).startswith((config := config_in(text)) or text)
+        if not text.startswith(cuts.get(text, text))
     ]
 
 
-def _whole_texts(shortened: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Return lines with shortened texts in full."""
-    lines: list[str] = []
-    for kind in (CONFIGS, MODULES, NAMES):
-        own = [text for each, text in shortened if each == kind]
-        if own:
-            # The indentation separates the last item from a note that follows.
-            items = (line for text in own for line in chunks(text, max(width - INDENT, 1)))
-            lines += [f"{kind} in full:", *(f"{' ' * INDENT}{line}" for line in items)]
-    return lines
-
-
-def _whole_without_full(
-    shortened: Sequence[tuple[str, str]], command: str, width: int
-) -> list[str]:
-    """Return lines with shortened configs and modules in full.
-
-    If there are too many configs, name the command that prints them.
-    """
-    few = [each for each in shortened if each[0] not in _only_in_full(shortened)]
-    configs = [text for kind, text in shortened if kind == CONFIGS]
-    lines = _whole_texts(few, width)
-    if len(configs) > MOST_WHOLE and _prints_all(command, configs):
-        lines += _wrapped(f"configs in full: {command}", width)
-    return lines
-
-
-def _only_in_full(shortened: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the kinds of which only --full shows the whole texts, as there are too many."""
-    counts = Counter(kind for kind, _ in shortened)
-    return [kind for kind, count in counts.items() if kind == NAMES or count > MOST_WHOLE]
-
-
-def _whole_by_full(shortened: Sequence[tuple[str, str]], command: str) -> list[str]:
-    """Return what --full shows of shortened texts, besides those of `_whole_without_full`."""
-    configs = [text for kind, text in shortened if kind == CONFIGS]
-    kinds = [
-        kind
-        for kind in _only_in_full(shortened)
-        if kind != CONFIGS or not _prints_all(command, configs)
-    ]
-    return [f"whole {join_and(kinds)}"] if kinds else []
-
-
-def _prints_all(command: str, configs: Sequence[str]) -> bool:
-    return bool(command) and all(map(is_config, configs))  # the command prints no dimensions
+def _whole_texts(shortened: Sequence[str], width: int) -> Iterator[str]:
+    """Yield lines with shortened texts in full."""
+    if shortened:
+        yield "names in full:"
+    for text in shortened:
+        # The indentation separates the last item from a note that follows.
+        yield from (f"{' ' * INDENT}{line}" for line in chunks(text, max(width - INDENT, 1)))
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:

@@ -22,6 +22,7 @@ from rich.cells import cell_len
 
 import profharness.commands._command as command_module
 from profharness.attention.cases import VerificationRow
+from profharness.attention.config import without_strides
 from profharness.cli import find_command
 from profharness.columns import Column, Importance, pick
 from profharness.commands import bench, report
@@ -156,8 +157,7 @@ def check_layout(table: Table, layout: Layout, *, full: bool) -> None:
     assert sorted((*shown, *layout.hidden, *layout.shared)) == list(range(len(table.columns)))
     keys = {at for at, column in enumerate(table.columns) if is_key(column, at)}
     assert not full or not layout.hidden
-    cut = {*layout.cuts} - {*layout.common}
-    assert not full or cut <= (keys if layout.blocks else set())
+    assert not full or {*layout.cuts} <= (keys if layout.blocks else set())
     in_blocks = [at for block in layout.blocks for at in block if at not in keys]
     assert not layout.blocks or sorted(in_blocks) == sorted({*shown} - keys)
     assert not layout.hidden or {table.columns[at].importance for at in layout.hidden} <= {
@@ -456,23 +456,6 @@ def test_a_wider_terminal_shows_no_less_of_a_kernels_name(
         assert "launches" not in hidden or "block" in hidden
 
 
-def test_the_label_of_a_config_gives_way_before_the_name_of_a_module() -> None:
-    columns = pick(LayerRow, "module", "config", "phase", "mode", "ran", "forward_ns")
-    label = "b2-h32-kv8-s1024-d64-bf16-mask=bool-causal"
-    row = ("model.layers.{0-2}.LlamaAttention_{0-2}", label, "prefill", "eager", "flash", 7_440)
-    other = ("model.layers.{3-5}.LlamaAttention_{3-5}", "b4-h8-s2048-d128-fp16", *row[2:])
-    starts = {60: "b2-h32-kv8-s1024…  ", 80: "b2-h32-kv8-s1024-d64-bf16…  "}
-    for width in (60, 80, 100, 120):
-        last = fitted(columns, row, other, width=width)
-        lines = [line for line in last if "LlamaAttention_{0-2}" in line]
-        assert len(lines) == 1
-        assert f"  {starts.get(width, label)}" in lines[0]
-    long = label.replace("-mask", "-q_strides=1x2x3x4-k_strides=1x2x3x4-mask")
-    rows = (row[0], long, *row[2:]), other
-    assert label.replace("-mask", "-strides…-mask") in "\n".join(fitted(columns, *rows, width=100))
-    assert "-strides…  " in "\n".join(fitted(columns, *rows, width=88))
-
-
 def test_configs_are_whole_if_shorter_modules_make_room() -> None:
     """Bug: configs were reduced to the parts that differ, although they fitted next to modules that
     were cut."""
@@ -485,35 +468,7 @@ def test_configs_are_whole_if_shorter_modules_make_room() -> None:
     modules = [f"Whisper{end}Layer_0.WhisperAttention_0" for end in ("Encoder", "Decoder")]
     rows = list(zip(modules, labels, ("cudnn", "flash"), strict=True))
     text = "\n".join(fitted(columns, *rows, width=80))
-    assert all(label in text for label in labels) and "configs in full" not in text
-
-
-def test_a_module_keeps_the_outer_name_that_tells_it_apart() -> None:
-    """Bug: at 80 columns one could not see which attention belonged to the decoder."""
-    ends = ("Encoder", "{0-1}"), ("Decoder", "{3,5}"), ("Decoder", "{2,4}")
-    names = [f"Whisper{part}Layer_{{0-1}}.WhisperAttention_{end}" for part, end in ends]
-    assert [*distinct_cuts(names, 24).values()] == [f"{part}…Attention_{end}" for part, end in ends]
-    numbered = [f"model.layers.{at}.self_attention" for at in ("{0-1}", "{2-3}")]
-    assert not {*distinct_cuts(numbered, 24).values()} & {"{0-1}…attention", "0…attention"}
-
-
-def test_configs_show_only_the_parts_that_differ_before_they_are_cut() -> None:
-    """Bug: six configs ended in `…`, so that they looked equal."""
-    columns = pick(
-        LayerRow, "module", "calls", "config", "phase", "ran", "forward_ns", "step_share"
-    )
-    labels = [f"b2-h8-{part}-fp16-layout=bshd" for part in ("s4096-d40", "sq4096-skv77-d40")]
-    rows = [
-        (f"Unet_0.Block_{at}", 1, label, "self", "cudnn", 7_440, 0.1)
-        for at, label in enumerate(labels)
-    ]
-    lines = fitted(columns, *rows, width=72)
-    assert lines[0] == "config  b2-h8-…-d40-fp16-layout=bshd"
-    assert [line.split()[2] for line in lines[3:5]] == ["s4096", "sq4096-skv77"]
-    assert labels[0] in "\n".join(lines[5:])  # to copy it
-    assert labels[0] in "\n".join(fitted(columns, *rows, width=120))
-    same = fitted(columns, rows[0], (*rows[0][:3], "prefill", *rows[0][4:]), width=72)
-    assert same[0] == f"config  {labels[0]}"
+    assert all(label in text for label in labels)
 
 
 def test_calls_are_shown_before_the_share_of_a_step() -> None:
@@ -573,19 +528,6 @@ def test_the_module_of_a_real_trace_is_whole_if_all_rows_share_it(
     lines = render_table(shown, width=width, cut=True).splitlines()
     assert any(re.search(r"(^| )\w*DecoderLayer_\{\S+Attention_", line) for line in lines)
     assert "whole names" not in lines[-1]
-
-
-def test_modules_and_configs_share_the_width_that_their_cut_texts_leave() -> None:
-    columns = pick(LayerRow, "module", "config", "ran", "forward_ns")
-    modules = ("EncoderLayer_{0-1}.WhisperAttention_{0-1}", "Decoder.WhisperAttention_{3,5}")
-    configs = ("b2-h8-s1500-d64-fp16-scale=1", "b2-h8-sq32-skv1500-d64-fp16-scale=1")
-    rows = [(*pair, "cudnn", 7_440) for pair in zip(modules, configs, strict=True)]
-    cuts = {60: "EncoderLayer…Attention_{0-1}", 66: "EncoderLayer…WhisperAttention_{0-1}"}
-    for width in (60, 66, 72):
-        lines = fitted(columns, *rows, width=width)[3:5]
-        assert [line.split()[0] for line in lines] == [cuts.get(width, modules[0]), modules[1]]
-        assert [line.split()[1] for line in lines] == ["s1500", "sq32-skv1500"]
-    assert configs[1] in "".join(fitted(columns, *rows, width=78))
 
 
 def test_columns_without_values_are_left_out() -> None:
@@ -738,57 +680,76 @@ def test_layers_do_not_break_lines_within_a_module(
     assert not re.search(r"\{[\d,-]*$|^\s*[\d,-]*\}", text, re.MULTILINE)
 
 
-def test_a_dotted_name_keeps_its_end() -> None:
-    columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
-    names = [f"DecoderLayer_{{{own}}}.Attention_{{{own}}}" for own in ("0-2", "3-5")]
-    rows = [(name, "flash") for name in (*names, "Attention_0")]
-    assert fitted(columns, *rows, width=39)[1] == "…Layer_{0-2}.Attention_{0-2}  flash"
-    assert fitted(columns, *rows, width=30)[1] == "…Attention_{0-2}  flash"
-
-
-def test_modules_show_only_the_parts_that_differ_before_they_are_cut() -> None:
-    columns = [Column("k", "module", shrink=True), Column("a", "ran", importance="answer")]
-    ends = ("Encoder", "{0-1}"), ("Decoder", "{3,5}"), ("Decoder", "{2,4}")
-    names = [f"Whisper{part}Layer_{{0-1}}.WhisperAttention_{end}" for part, end in ends]
-    rows = [(name, "flash") for name in names]
-    lines = fitted(columns, *rows, width=50)
-    assert lines[0] == "module  Whisper…Layer_{0-1}.WhisperAttention_…"
-    assert [line.split()[0] for line in lines[-7:-4]] == [
-        f"{part}.Attention_{end}"  # not `Decoder.{3,5}`, which are other layers
-        for part, end in ends
-    ]
-    assert lines[-4:] == ["modules in full:", *(f"  {name}" for name in names)]
-    assert fitted(columns, *rows, width=60)[1].startswith(names[0])
-    other = fitted(columns, *rows, ("Decoder.Attention_0", "flash"), width=40)
-    assert not any(line.startswith("module  W") for line in other)  # nothing in common
-
-
 @pytest.mark.parametrize("name", ["whisper", "unet", "llama_eager", "llama_padded"])
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("full", [False, True])
 def test_modules_and_configs_of_real_traces_are_whole(
-    models: tuple[Path, dict[str, str]], name: str, width: int
+    models: tuple[Path, dict[str, str]], name: str, width: int, full: bool
 ) -> None:
-    """Bug: at 80 columns, whisper had headers of three lines, rows of two lines, and cut configs."""
+    """Bug: at 80 columns, modules and configs were cut, or were in full only below the table."""
     store, runs = models
-    (shown,) = documents("layers", runs[name], "--store", str(store))
-    for table, layout in layouts(for_reading(shown), width, full=False):
-        assert len(layout.lines) == 1
-        cut = {at: own for at, own in layout.cuts.items() if at not in layout.common}
-        assert not [text for own in cut.values() for text in own if own[text] != text]
-        for at, own in layout.common.items():
-            assert ELLIPSIS in own and ELLIPSIS not in "".join(layout.cuts[at].values())
-        assert table.rows
+    words = ("--full",) if full else ()
+    (shown,) = documents("layers", runs[name], "--store", str(store), *words)
+    lines = render_table(for_reading(shown), width=width, cut=True, full=full).splitlines()
+    text = "".join(line.strip() for line in lines)  # a long name continues on the next line
+    table = next(block for block in for_reading(shown).blocks if isinstance(block, Table))
+    rows = formatted_rows(table)
+    layout = fit_columns(table.columns, rows, width, full=full)
+    keys = [column.key for column in table.columns]
+    assert rows and len(layout.lines) <= (3 if full else 2)
+    for row in rows:
+        module, config = row[keys.index("module")], row[keys.index("config")]
+        assert module in text
+        assert config in text or (width == 80 and without_strides(config) in text)
 
 
-def test_shared_dimensions_of_calls_stand_above_the_table() -> None:
-    columns = pick(LayerRow, "module", "config", "ran", "forward_ns")
-    rows = [
-        ("Attention_0", f"dims q {length}x32x128, k v 93x16x8x128", "flash", 7_440)
-        for length in (4, 1450)
+def test_names_have_a_line_of_their_own_before_they_are_cut() -> None:
+    columns = (
+        Column("m", "module", shrink=True),
+        Column("c", "config", shrink=True, importance="key"),
+        Column("r", "ran", importance="answer"),
+        Column("t", "median µs/call", "time", importance="answer"),
+        Column("s", "% of step", "percent"),
+    )
+    modules = [f"Whisper{part}Layer_{{0-1}}.WhisperAttention_{{0-1}}" for part in ("En", "De")]
+    configs = [f"b2-h8-{part}-d64-fp16-scale=1" for part in ("s1500", "sq32-skv1500")]
+    rows = [(*names, "cudnn", 7_440, 0.1) for names in zip(modules, configs, strict=True)]
+    for width in (50, 60, 70):
+        lines = fitted(columns, *rows, width=width)
+        assert all(lines.count(name) == 1 for name in modules)
+        assert all(any(config in line for line in lines) for config in configs)
+    assert all("cudnn" in line for line in fitted(columns, *rows, width=120)[1:])
+
+
+def test_short_names_share_a_line_above_the_figures() -> None:
+    columns = (
+        Column("m", "module", shrink=True),
+        Column("c", "config", shrink=True, importance="key"),
+        Column("t", "median µs/call", "time", importance="answer"),
+        Column("s", "calls/step", "count"),
+    )
+    configs = [f"b2-h8-{part}-fp16-layout=bshd" for part in ("s4096-d40", "sq4096-skv77-d40")]
+    rows = [(f"Unet_0.Block_{at}", config, 7_440, at) for at, config in enumerate(configs)]
+    lines = fitted(columns, *rows, width=55)
+    assert lines[:1] == ["module          config"]
+    assert [line for line in lines if "Unet" in line] == [
+        f"Unet_0.Block_{at}  {config}" for at, config in enumerate(configs)
     ]
-    lines = fitted(columns, *rows, width=50)
-    assert "config  …, k v 93x16x8x128" in lines
-    assert sum("dims q 1450x32x128  " in line for line in lines) == 1
+
+
+def test_other_columns_are_hidden_before_a_row_has_three_lines() -> None:
+    columns = (
+        Column("m", "module", shrink=True),
+        Column("c", "config", shrink=True, importance="key"),
+        Column("t", "µs", "time", importance="answer"),
+        Column("a", "attention"),
+    )
+    rows = [
+        (f"{part}Layer_0.{part}Attention_0", f"b2-h8-s{1500 + at}-d64-fp16-scale=1", 7_440, "self")
+        for at, part in enumerate(("Encoder", "Decoder"))
+    ]
+    lines = fitted(columns, *rows, width=40)
+    assert len(lines) == 2 + 2 * len(rows) + 1 and lines[-1] == "--full also shows: attention"
 
 
 def test_one_line_at_the_end_names_all_that_full_adds() -> None:
@@ -926,68 +887,14 @@ def test_a_shared_text_stands_above_the_table_before_columns_are_hidden() -> Non
     assert fit_columns(columns, same, 24).shared == (0, 1)
 
 
-def test_a_remark_is_left_out_without_an_ellipsis() -> None:
-    """Bug: a config seemed to be cut, although only the lengths of its calls were left out."""
-    label = "b2-h32-kv8-sq1-skv260-d64-bf16"
-    cuts = distinct_cuts([f"{label} (seq_kv 257 to 263)"], len(label))
-    assert list(cuts.values()) == [label]
-
-
-def test_shortened_dimensions_are_printed_in_full() -> None:
-    columns = (
-        Column("m", "module"),
-        Column("c", "config", shrink=True, importance="key"),
-        Column("a", "ran", importance="answer"),
-    )
-    texts = "dims q 4x32x128, k v 93x16x8x128", "dims q 1450x32x128, k v 93x16x8x128"
-    rows = tuple(("attention", text, "flashinfer") for text in texts)
-    document = Document("t/1", "t", (Table(columns, rows),), (), ())
-    lines = render_table(document, width=44, cut=True).splitlines()
-    assert lines[-3:] == ["configs in full:", *(f"  {text}" for text in texts)]
-
-
-@pytest.mark.parametrize(
-    ("count", "command", "below"),
-    [
-        (12, "run it", "configs in full:"),
-        (13, "run it", "configs in full: run it"),
-        (13, "", "--full also shows whole"),
-    ],
-)
-def test_up_to_twelve_shortened_configs_are_printed_in_full(
-    count: int, command: str, below: str
-) -> None:
-    """Bug: some tables had a list or a command below them, and others had neither."""
-    columns = (Column("c", "config", shrink=True), Column("a", "ran", importance="answer"))
-    labels = [f"b2-h8-s{1000 + at}-d64-fp16" for at in range(count)]
-    table = Table(columns, tuple((label, "flash") for label in labels))
-    document = Document("t/1", "t", (table,), (), (), configs_printed_by=command)
-    lines = render_table(document, width=24, cut=True).splitlines()
-    assert lines[0] == "config  b2-h8-…-d64-fp16"
-    assert below in lines
-    assert ({f"  {label}" for label in labels} <= {*lines}) == (count <= 12)
-
-
-def test_a_list_of_configs_differs_from_the_note_that_follows() -> None:
-    """Bug: the label of the note looked like the last config of the list."""
-    columns = (Column("c", "config", shrink=True), Column("a", "ran", importance="answer"))
-    labels = [f"b2-h8-s{size}-d64-fp16" for size in (1000, 1001)]
-    table = Table(columns, tuple((label, "flash") for label in labels))
-    document = Document("t/1", "t", (table, Note("is slow", labels[0])), (), ())
-    lines = render_table(document, width=24, cut=True).splitlines()
-    listed = lines.index("configs in full:")
-    assert lines[listed + 1 : listed + 3] == [f"  {label}" for label in labels]
-    assert lines[listed + 3] == labels[0]
-
-
 def test_a_shortened_name_refers_to_full() -> None:
-    """Bug: nothing said how to print the names of modules that a table shortens."""
+    """Bug: nothing said how to print the names that a table shortens."""
     columns = (
-        Column("m", "module", shrink=True),
+        Column("k", "kernel", shrink=True),
         Column("a", "ran", importance="answer"),
         Column("d", "note", importance="detail"),
     )
-    rows = (("model.decoder.layers.attention", "flash", "x"), ("model.head", "math", "y" * 40))
+    rows = (("flash_fwd_splitkv_kernel<128,64x128,w4>", "flash", "x"), ("gemm", "math", "y" * 40))
     short = Table(columns[:2], tuple(row[:2] for row in rows))
     document = Document("t/1", "t", (short,), (), ())
     said = " ".join(render_table(document, width=30, cut=True).split())
@@ -1194,24 +1101,6 @@ def test_pages_and_markdown_have_the_units_of_the_terminal_and_json_has_ns() -> 
 def test_code_is_neither_wrapped_nor_cut() -> None:
     code = "x = 1  # " + "y" * 100
     assert code in render_table(Document("t/1", "t", (Code(code),), (), ()), width=80, cut=True)
-
-
-def test_common_parts_of_configs_are_printed_once_with_full() -> None:
-    """Bug: blocks of columns had shortened configs, which the same table without --full had not."""
-    columns = (
-        Column("m", "module"),
-        Column("c", "config", shrink=True, importance="key"),
-        *(Column(f"v{at}", f"figure number {at}", "count") for at in range(4)),
-    )
-    rows = tuple(
-        (f"layer{at}", f"b2-h8-{length}-d64-fp16-scale=1", 1, 2, 3, 4)
-        for at, length in enumerate(("s1500", "sq32-skv1500", "s32-causal"))
-    )
-    document = Document("t/1", "t", (Table(columns, rows),), (), ())
-    text = render_table(document, width=60, cut=True, full=True)
-    assert text.startswith("config  b2-h8-…-d64-fp16-scale=1\n")
-    for own in ("s1500", "sq32-skv1500", "s32-causal"):
-        assert f"  {own} " in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -194,7 +194,6 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         records,
         extra,
         answer=(*answer[:lead], *faster, *answer[lead:]),
-        configs_printed_by="" if of_several else layers.command("layers", "--list-configs"),
     )
 
 
