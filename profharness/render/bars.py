@@ -11,15 +11,14 @@ from profharness.render.colors import IDLE, ink_on, series_colors
 from profharness.render.document import Chart, axis_text
 from profharness.units import share_figure
 
-MOST_LISTED = 4  # maximum number of bars whose parts are all listed below them
 LETTERED = 0.03  # minimum share of a bar for which a text is drawn inside; CSS hides longer texts
 
 
 def draw_bars(chart: Chart) -> str:
     """Return the bars of a chart with a legend.
 
-    Draw a single bar of several parts taller, and list its parts with their labels. Do the same for a
-    few bars of which each part has a label.
+    Draw a single bar of several parts taller, and list its parts with their labels. Do the same for
+    bars of which each part has a label.
     """
     rows = chart.plain_rows()
     names = list(dict.fromkeys(row["series"] for row in rows))
@@ -31,7 +30,7 @@ def draw_bars(chart: Chart) -> str:
         return _listed(rows, colors)
     longest = max((sum(row["x"] for row in parts) for parts in bars.values()), default=0) or 1
     divided = any(len(parts) > 1 for parts in bars.values())
-    if divided and len(bars) <= MOST_LISTED and all(row["label"] for row in rows):
+    if divided and all(row["label"] for row in rows):
         return "".join(_titled(name, parts, longest, colors, chart) for name, parts in bars.items())
     lines = "".join(
         f'<li><span class="name">{_text(name)}</span><span class="track">'

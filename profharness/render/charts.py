@@ -9,7 +9,7 @@ import html
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,9 @@ TERA_LABEL = "format(datum.value / 1e12, '~g')"  # the text of a tick on an axis
 MOST_DECADES = 4  # maximum number of powers of 10 on an axis that also has ticks at 2 and 5
 APART = {"labelOverlap": "greedy", "labelSeparation": 8}  # hides labels of ticks that would collide
 DECADE = 60  # height of a power of 10 in a roofline chart in pixels
-MOST_COLUMNS = (
-    8  # maximum number of intensities in a roofline chart that are named by their configs
-)
+MOST_COLUMNS = 8  # maximum number of intensities in a roofline chart that have numbers
+LIST_LETTERS = 48  # maximum number of letters in a line of the list in a roofline chart
+NEAR = 1.2  # ratio of two intensities below which their numbers would collide at the same height
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 LABEL_LETTERS, NARROW_LETTERS = 46, 20  # maximum number of letters in a line of a label
@@ -439,8 +439,9 @@ def _roofline(chart: Chart) -> Any:
     labels = {row["label"] for row in rows}
     in_place = len(labels) == len({(row["label"], row["x"]) for row in rows})
     columns = _columns(chart) if in_place else []
-    space = len(columns) * TEXT_HEIGHT
-    height = DECADE * math.log10(high / low) + space  # the names of the configs are below the marks
+    listed = list(_column_list(columns))
+    space = len(listed) * TEXT_HEIGHT
+    height = DECADE * math.log10(high / low) + space  # the list of the configs is below the marks
     bottom = low * (low / high) ** (space / (height - space))
     tall = (bottom, high)
     axes = {
@@ -456,15 +457,16 @@ def _roofline(chart: Chart) -> Any:
     )
     shape = _backend_shape(chart) if in_place else _config_shape(chart)
     points = _points(chart, alt.Chart(DATA).encode(**axes), 60, growth=25, shape=shape)
-    middle = math.sqrt(ends[0] * ends[1])
-    names = _column_layers(columns, axes, middle, lambda part: bottom * (low / bottom) ** part)
-    return alt.layer(lines, texts, *names, points).properties(width=WIDTH, height=round(height))
+    numbers = _column_numbers(columns, axes)
+    names = _list_layers(listed, height - space)
+    drawn = alt.layer(lines, texts, *names, points, *numbers)
+    return drawn.properties(width=WIDTH, height=round(height))
 
 
-def _columns(chart: Chart) -> list[tuple[float, float, str]]:
+def _columns(chart: Chart) -> list[tuple[float, float, list[str]]]:
     """Return the intensity, the highest rate and the configs of each column of marks in a roofline.
 
-    Return an empty list if there are too many columns for texts.
+    Return an empty list if there are too many columns for numbers.
     """
     columns: dict[float, list[dict[str, Any]]] = {}
     for row in sorted(chart.plain_rows(), key=lambda row: row["x"]):
@@ -473,33 +475,43 @@ def _columns(chart: Chart) -> list[tuple[float, float, str]]:
     if len(columns) > MOST_COLUMNS:
         return []
     return [
-        (x, max(row["y"] for row in rows), ", ".join(dict.fromkeys(row["label"] for row in rows)))
+        (x, max(row["y"] for row in rows), list(dict.fromkeys(row["label"] for row in rows)))
         for x, rows in columns.items()
     ]
 
 
-def _column_layers(
-    columns: Sequence[tuple[float, float, str]],
-    axes: dict[str, Any],
-    middle: float,
-    rate_at: Callable[[float], float],
-) -> Iterator[Any]:
-    """Yield the name of each column of marks below the marks, and a dotted line up to the marks.
+def _column_list(columns: Sequence[tuple[float, float, list[str]]]) -> Iterator[str]:
+    """Yield the lines of a list that names the configs of each column."""
+    for number, (*_, configs) in enumerate(columns, 1):
+        for config in configs:
+            yield from wrapped_label(f"{number}: {config}", LIST_LETTERS).split("\n")
 
-    `rate_at` converts a share of the space for names to a rate on the y axis.
+
+def _list_layers(lines: Sequence[str], top: float) -> Iterator[Any]:
+    """Yield the lines of a list at the left edge of a chart, below the height `top`."""
+    for place, line in enumerate(lines):
+        base = alt.Chart(alt.Data(values=[{"line": line}]))
+        text = base.mark_text(color=INK, align="left", fontSize=11, aria=False)
+        yield text.encode(
+            x=alt.value(5), y=alt.value(top + (place + 0.5) * TEXT_HEIGHT), text="line:N"
+        )
+
+
+def _column_numbers(
+    columns: Sequence[tuple[float, float, list[str]]], axes: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Yield the number of each column of marks above the marks.
+
+    The number of a column near to the previous column is drawn higher.
     """
-    left = sum(x <= middle for x, *_ in columns)
-    for number, (x, top, name) in enumerate(columns):
-        # A column nearer to the middle is named higher, so that its line crosses no other name.
-        line = number if x <= middle else left + len(columns) - 1 - number
-        y = rate_at((line + 0.5) / len(columns))
-        base = alt.Chart(alt.Data(values=[{"x": x, "y": y, "top": top, "name": name}]))
-        base = base.encode(**axes)
-        align, shift = ("left", 5) if x <= middle else ("right", -5)
-        rule = base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False)
-        yield rule.encode(y2="top:Q")
-        text = base.mark_text(color=INK, align=align, dx=shift, fontSize=11, aria=False)
-        yield text.encode(text="name:N")
+    before, level = 0.0, 0
+    for number, (x, top, _) in enumerate(columns, 1):
+        level = level + 1 if x < NEAR * before else 0
+        before = x
+        base = alt.Chart(alt.Data(values=[{"x": x, "y": top, "number": str(number)}]))
+        shift = -TEXT_HEIGHT * (level + 1)
+        text = base.mark_text(color=INK, dy=shift, fontSize=11, fontWeight="bold", aria=False)
+        yield text.encode(**axes, text="number:N")
 
 
 def _config_shape(chart: Chart) -> Any:

@@ -151,6 +151,10 @@ class Table:
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Any, ...], ...]
+    bars: tuple[str, ...] = ()
+    """Keys of the columns whose values a page also draws as bars. All bars have the same scale."""
+    drawn: bool = False
+    """Whether the chart before the table shows all values, so that a page shows only the chart."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -429,9 +433,10 @@ def without_empty_columns(document: Document) -> Document:
     return replace(
         document,
         blocks=tuple(
-            Table(
-                tuple(block.columns[at] for at in kept[block.columns]),
-                tuple(tuple(row[at] for at in kept[block.columns]) for row in block.rows),
+            replace(
+                block,
+                columns=tuple(block.columns[at] for at in kept[block.columns]),
+                rows=tuple(tuple(row[at] for at in kept[block.columns]) for row in block.rows),
             )
             if isinstance(block, Table)
             else block

@@ -1,7 +1,7 @@
 """Render a document as one HTML file that needs no network.
 
-Charts are inline SVG or HTML, and timelines can be zoomed. The page has a table of contents and
-tables that can be sorted and filtered.
+Charts are inline SVG or HTML, and timelines can be zoomed. Tables can be sorted and filtered. A long
+page has a table of contents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -42,6 +42,7 @@ FILTER_FROM = 16  # minimum number of rows in a table with a filter
 CARDS_FROM = 4  # minimum number of columns in a table that a phone shows in another form
 PHONE_LETTERS = 46  # maximum number of letters in a row of a table on a phone
 DEEPEST = 3  # deepest heading level in the table of contents
+MOST_SECTIONS = 8  # maximum number of unfolded sections on a page without a table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
@@ -58,9 +59,10 @@ def render_html(document: Document) -> str:
     headings: dict[str, Heading] = {}  # by anchor
     counts = Counter[type[Block]]()
     parts, folds = [], _Folds()
-    left_out = False
+    left_out = charted = False
     for block in document.blocks:
         counts[type(block)] += 1
+        after_chart, charted = charted, False
         match block:
             case Heading():
                 anchor = _new_anchor(block.text, headings)
@@ -69,6 +71,8 @@ def render_html(document: Document) -> str:
                 link = f'<a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>'
                 title = f"{_text(block.text)}{_small(block.detail)} {link}"
                 parts.append(folds.next(block, f'<{tag} id="{anchor}">{title}</{tag}>'))
+            case Table(drawn=True) if after_chart:
+                pass
             case Table():
                 last = next(reversed(headings.values()), None)
                 name = last.text if last else "table"
@@ -86,6 +90,7 @@ def render_html(document: Document) -> str:
                 parts.append(f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>')
             case Chart():
                 drawn = _figure(block, counts[Chart])
+                charted = bool(drawn)
                 left_out = left_out or not drawn
                 parts.append(drawn)
             case Timeline():
@@ -108,7 +113,7 @@ def render_html(document: Document) -> str:
         subtitle=_subtitle(document.subtitle),
         style=_asset("page.css"),
         answer=_answer(document.answer),
-        contents=_contents(headings) if len(headings) > 1 else "",
+        contents=_contents(headings),
         body="\n".join(parts),
         script=script,
     )
@@ -192,7 +197,12 @@ def _new_anchor(text: str, used: Collection[str]) -> str:
 
 
 def _contents(headings: Mapping[str, Heading]) -> str:
-    """Return the table of contents, with sections and subsections."""
+    """Return the table of contents, with sections and subsections.
+
+    Return an empty string for a short page.
+    """
+    if _unfolded(headings.values()) <= MOST_SECTIONS:
+        return ""
     items = "".join(
         f'<li class="level{heading.level}"><a href="#{anchor}">{_text(shortened(heading.text))}</a>'
         f"{_small(shortened(heading.detail)) if heading.level > 2 else ''}</li>"
@@ -203,6 +213,16 @@ def _contents(headings: Mapping[str, Heading]) -> str:
         '<nav aria-label="Contents"><details><summary>Contents</summary>'
         f"<ol>{items}</ol></details></nav>"
     )
+
+
+def _unfolded(headings: Iterable[Heading]) -> int:
+    """Return the number of sections and subsections that are not inside a folded section."""
+    count, fold = 0, math.inf  # the level of the folded section
+    for heading in headings:
+        if heading.level <= fold:
+            fold = heading.level if heading.folded else math.inf
+        count += heading.level <= DEEPEST and fold == math.inf
+    return count
 
 
 def shortened(text: str) -> str:
@@ -235,14 +255,16 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
         for column, long in zip(table.columns, wide, strict=True)
     ]
     leading = leading_columns(table)
+    longest = _longest_bar(table)
+    barred = [longest > 0 and column.key in table.bars for column in table.columns]
     lengths = [max(map(len, column), default=0) for column in zip(*texts, strict=True)]
     form = ""
     if len(table.columns) >= CARDS_FROM:
         form = "narrow" if _fits_phone(table.columns, lengths, leading) else "cards"
     cards = form == "cards"
     whole_lines = [
-        "l" if cards and len(column.title) + length >= HALF_LINE else ""
-        for column, length in zip(table.columns, lengths, strict=False)
+        "l" if cards and (bar or len(column.title) + length >= HALF_LINE) else ""
+        for column, length, bar in zip(table.columns, lengths, barred, strict=False)
     ]
     head = "".join(
         f'<th scope="col"{_th(column.title, own)}><button type="button"{_tip(column.meaning)}>'
@@ -259,7 +281,8 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             kind = _class(classes[at], whole_lines[at], same)
             shown = _wrapping(text) if wide[at] else _text(text)
             name_of = f' data-label="{_text(column.title)}"' if cards and column.title else ""
-            cells.append(f"<td{kind}{sort}{name_of}>{_named(shown, full.get(text, ()))}</td>")
+            bar = _bar(number, longest) if barred[at] else ""
+            cells.append(f"<td{kind}{sort}{name_of}>{_named(shown, full.get(text, ()))}{bar}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     search = ""
     if len(lines) >= FILTER_FROM:
@@ -278,6 +301,22 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
         f'<table id="{ident}"{kind}{groups}><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _longest_bar(table: Table) -> float:
+    """Return the value of the longest bar in a table, or 0 for a table without bars.
+
+    The length of a bar says nothing if the table has a single row.
+    """
+    drawn = [at for at, column in enumerate(table.columns) if column.key in table.bars]
+    values = (_sort_number(row[at]) or 0 for row in table.rows for at in drawn)
+    return max(values, default=0) if len(table.rows) > 1 else 0
+
+
+def _bar(value: float | None, longest: float) -> str:
+    """Return the bar that is drawn beside the value of a cell."""
+    width = 100 * (value or 0) / longest
+    return f'<span class="meter" aria-hidden="true"><i style="width:{width:.1f}%"></i></span>'
 
 
 def _fits_phone(columns: Sequence[Column], lengths: Sequence[int], leading: int) -> bool:

@@ -53,19 +53,19 @@ def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser
 
 @pytest.fixture(scope="session")
 def program_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The reports on a training step, on decoding, and on two programs, as files."""
+    """The reports on a training step, on decoding, on two programs, and on an engine, as files."""
     folder = tmp_path_factory.mktemp("program pages")
-    models = ROOT / "traces" / "models"
     files = {
-        "training": ["llama_train.json.gz"],
-        "decoding": ["llama_generate"],
-        "two": ["llama_eager.json.gz", "llama_prefill.json.gz"],
+        "training": ["models/llama_train.json.gz"],
+        "decoding": ["models/llama_generate"],
+        "two": ["models/llama_eager.json.gz", "models/llama_prefill.json.gz"],
+        "serving": ["serving/eager.json.gz"],
     }
     pages = {}
     for name, traces in files.items():
         store = folder / f"{name}.db"
         for trace in traces:
-            ingest_path(store, models / trace)
+            ingest_path(store, ROOT / "traces" / trace)
         with open_store(store) as opened:
             document = report_document(opened, [row.run for row in opened.runs()])
         pages[name] = folder / f"{name}.html"

@@ -13,7 +13,7 @@ from chart_samples import NASTY, SAMPLES
 
 from profharness.columns import Column
 from profharness.render.document import Code, Document, Heading, Note, Table
-from profharness.render.html import render_html
+from profharness.render.html import MOST_SECTIONS, render_html
 from profharness.units import UNITS
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
@@ -79,6 +79,46 @@ def test_charts_are_drawn(report: Any) -> None:
         assert sizes
         assert all(size > 0 for size in sizes)
         assert all(mark.find_elements("css selector", "title") for mark in marks[:3])
+
+
+@pytest.mark.parametrize(("width", "form"), [(390, "narrow"), (1200, "wide")])
+def test_nothing_crosses_the_texts_of_a_roofline(
+    new_browser: Any, report_page: Path, width: int, form: str
+) -> None:
+    """Bug: on a phone, the dotted line of a config crossed the names of other configs."""
+    browser = new_browser(width)
+    browser.get(report_page.as_uri())
+    crossed = browser.execute_script(
+        """
+        const inside = (figure, query) => [...figure.querySelectorAll(query)].map(
+          (each) => [each.textContent || each.tagName, each.getBoundingClientRect()]);
+        const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1
+          && a.top < b.bottom - 2 && b.top < a.bottom - 2;
+        const figures = [...document.querySelectorAll(`figure.roofline .${arguments[0]} svg`)];
+        return figures.map((figure) => {
+          const texts = inside(figure, ".mark-text.role-mark text");
+          const others = [...texts, ...inside(figure, ".mark-rule.role-mark line, path[aria-label]")];
+          return [texts.length, texts.flatMap(([text, box], at) => others
+            .filter((other, place) => place !== at && meet(box, other[1]))
+            .map(([other]) => [text, other]))];
+        });
+        """,
+        form,
+    )
+    assert crossed
+    for texts, found in crossed:
+        assert texts > 4
+        assert found == []
+
+
+def test_the_reason_for_a_blank_ratio_is_below_its_table(report: Any) -> None:
+    """Bug: `vs fastest` was blank for all-disabled, and the next line was about another subject."""
+    below = report.execute_script(
+        "return [...document.querySelectorAll('table')].filter((t) => t.checkVisibility())"
+        ".filter((t) => t.textContent.includes('p10 µs/call') && t.textContent.includes('all-disabled'))"
+        ".map((t) => t.parentElement.nextElementSibling.textContent)"
+    )
+    assert below and all(text.startswith("all-disabled has no “vs fastest”") for text in below)
 
 
 def test_a_table_sorts_by_keyboard(report: Any) -> None:
@@ -217,6 +257,7 @@ def test_names_that_look_like_markup_stay_text(browser: Any, tmp_path: Path) -> 
         *(Heading(NASTY, NASTY), Heading(NASTY), Note(NASTY, NASTY), Code(NASTY)),
         Table((Column("kernel", NASTY),), ((NASTY,),) * 8),
         *SAMPLES.values(),
+        *[Heading("section")] * MOST_SECTIONS,  # only a long page has contents
     )
     page = tmp_path / "nasty.html"
     page.write_text(render_html(Document("t/1", NASTY, blocks, (), ())), encoding="utf-8")

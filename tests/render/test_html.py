@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -17,9 +18,11 @@ from profharness.columns import Column
 from profharness.errors import one_line
 from profharness.render.bars import draw_bars
 from profharness.render.document import Chart, Code, Document, Heading, Note, Table
-from profharness.render.html import render_html
+from profharness.render.html import MOST_SECTIONS, render_html
 from profharness.render.renderers import RENDERERS, render_markdown
 
+SECTIONS = tuple(Heading(f"section {number}") for number in range(MOST_SECTIONS))
+"""Sections of a page that has a table of contents because of one further section."""
 VOID = {"meta", "link", "input", "br", "hr", "wbr"}
 
 
@@ -134,7 +137,8 @@ def test_markup_in_names_is_escaped_everywhere() -> None:
 
 
 def test_headings_have_distinct_anchors_and_are_in_the_contents() -> None:
-    page = Page(render_html(document("flash & math")))
+    made = document("flash & math")
+    page = Page(render_html(replace(made, blocks=(*made.blocks, *SECTIONS))))
     anchors = [page.named(tag)[0]["id"] for tag in ("h2", "h3")]
     assert anchors == ["flash-math", "flash-math-2"]
     links = [each["href"] for each in page.named("a")]
@@ -146,8 +150,8 @@ def test_headings_have_distinct_anchors_and_are_in_the_contents() -> None:
 
 def test_long_heading_is_short_in_the_contents() -> None:
     long = "range " + "x" * 100_000
-    html = render_html(Document("t/1", "t", (Heading(long), Heading("h")), (), ()))
-    assert len(html) < 150_000
+    html = render_html(Document("t/1", "t", (Heading(long), *SECTIONS), (), ()))
+    assert "<nav" in html and len(html) < 150_000
     assert html.count("x" * 1000) == 100  # the heading itself is not cut
     assert max(map(len, (str(each["href"]) for each in Page(html).named("a")))) < 200
 
@@ -262,6 +266,40 @@ def test_each_part_of_a_few_bars_is_named_and_the_longest_bar_is_full() -> None:
         assert word in text
     assert 'class="bar" aria-hidden="true" style="width:50.000%"' in html
     assert "time" not in text
+
+
+def test_the_bars_of_a_table_have_one_scale() -> None:
+    """Bug: the bars of phases had the same length for 11 µs and 45 µs."""
+    columns = (Column("a", "a"), Column("b", "b µs", "time"), Column("c", "c µs", "time"))
+    rows = (("x", 1e3, 4e3), ("y", 2e3, None))
+    page = render_html(Document("t/1", "t", (Table(columns, rows, ("b", "c")),), (), ()))
+    assert re.findall(r'class="meter"[^>]*><i style="width:([^"]*)%', page) == [
+        *("25.0", "100.0", "50.0", "0.0"),
+    ]
+    single = render_html(Document("t/1", "t", (Table(columns, rows[:1], ("b", "c")),), (), ()))
+    assert 'class="meter"' not in single  # its length would say nothing
+
+
+def test_a_page_shows_the_values_of_a_chart_once() -> None:
+    """Bug: a folded table below a bar repeated the list of its parts."""
+    rows = tuple(
+        {"step": "step", "µs": time, "kind": kind, "label": f"{time} µs"}
+        for kind, time in (("attention: flash", 60.0), ("idle", 40.0))
+    )
+    chart = Chart("stack", "", rows, "µs", "step", "kind", "µs", label="label")
+    table = Table((Column("kind", "kind"),), (("idle",),), drawn=True)
+    page = render_html(Document("t/1", "t", (chart, table), (), ()))
+    assert "<table" not in page and "60.0 µs" in page
+    assert "<table" in render_html(Document("t/1", "t", (table,), (), ()))  # without charts
+
+
+@pytest.mark.parametrize(("count", "folded", "shown"), [(8, 0, False), (9, 0, True), (7, 9, False)])
+def test_only_a_long_page_has_contents(count: int, folded: int, shown: bool) -> None:
+    """Bug: a page of one screen began with a folded table of contents."""
+    open_ = [Heading(f"section {number}") for number in range(count)]
+    closed = [Heading("details", folded=True), *[Heading("part", level=3)] * folded]
+    page = render_html(Document("t/1", "t", (*open_[1:], *closed, *open_[:1]), (), ()))
+    assert ("<nav" in page) is shown
 
 
 def test_the_columns_of_a_page_have_the_order_of_the_terminal() -> None:

@@ -177,7 +177,10 @@ CELL_COLUMNS = (
     PREDICTED,
     *pick(CellRow, "peak_memory_bytes", "reason"),
 )
-NOT_RANKED = "not ranked, because it is another way to run cudnn and not a separate backend"
+NOT_RANKED = (
+    "has no “vs fastest”, even if its time is the shortest, because it is another way to run cudnn "
+    "and not a separate backend"
+)
 LATENCY_COLUMNS = (
     *pick(CellRow, "config", "backend"),
     *pick(Latency),
@@ -189,6 +192,8 @@ TOP_KERNELS = pick(
 DEVICE = tuple(
     replace(each, meaning="") for each in pick(DeviceFact)
 )  # titles are self-explanatory
+LAYER_BARS = ("forward_ns", "backward_ns")
+"""The columns of the table of layers that have bars."""
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
@@ -408,6 +413,7 @@ def _run_blocks(
         ]
     else:
         sentences = [*sentences, *broken]
+    details: list[Block] = []
     blocks: list[Block] = [Heading("Problems")] if problems else []
     for each in problems:
         text = f"{each.message}; {each.remedy}"
@@ -415,6 +421,7 @@ def _run_blocks(
     if not cells:
         advice = program_advice(layers) if layers else ProgramAdvice()
         blocks += [*advice.blocks, *parts.step]
+        details += advice.details
         if layers is not None:
             blocks += phase_blocks(layers, level=2)
             document = layers_document(layers)
@@ -424,10 +431,9 @@ def _run_blocks(
             tables = [block for block in document.blocks if isinstance(block, Table)]
             blocks += [
                 Heading("Layers"),
-                *parts.layers,
-                *tables[:1],
+                *(replace(table, bars=LAYER_BARS) for table in tables[:1]),
                 *_layer_notes(layers, sentences),
-                *parts.layer_details,
+                *parts.layers,
             ]
         blocks += parts.kernels
         blocks += parts.timeline
@@ -445,15 +451,14 @@ def _run_blocks(
             if row.median_ns is not None
         ]
         drawn += latency_charts(medians, measured)
-        # The document of `bench` has these notes too.
-        drawn += _refused(cells) if drawn and not bench else []
+        charted = bool(drawn)
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
+        # The document of `bench` has these notes too.
+        drawn += _refused(cells) if charted and not bench else []
         # The document of `bench` has this table too.
         if not bench:
             drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
             drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
-            if any(row.backend == ALL_DISABLED for row in evaluated.figures()):
-                drawn.append(Note(NOT_RANKED, ALL_DISABLED))
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
         drawn += _deeper(document.blocks)
@@ -474,7 +479,7 @@ def _run_blocks(
     apart = any(isinstance(each, Note) and each.label for each in told)
     blocks += told if apart else []
     latency = _latency_blocks(cells, evaluated.rows) if evaluated else []
-    details: list[Block] = [*_cell_blocks(cells), *map(Note, summary), *latency]
+    details += [*_cell_blocks(cells), *map(Note, summary), *latency]
     details += [] if apart else told
     details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     if kernels:
@@ -670,11 +675,16 @@ def _latency_tables(
     if not rows:
         return []
     old = not hidden and any(row.measurement == EVENT for _, row, _ in rows)
-    return [Table.of(columns, rows), *([Note(MEANS[EVENT], ALIASES[EVENT])] if old else [])]
+    unranked = any(cell.backend == ALL_DISABLED for _, _, cell in rows)
+    return [
+        Table.of(columns, rows),
+        *([Note(NOT_RANKED, ALL_DISABLED)] if unranked else []),
+        *([Note(MEANS[EVENT], ALIASES[EVENT])] if old else []),
+    ]
 
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
-    """Return a chart and a table of the backend that `auto` selected for each config.
+    """Return a chart or a table of the backend that `auto` selected for each config.
 
     Return an empty list if `auto` ran on fewer than two configs.
     """
@@ -701,8 +711,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     return [
         Heading("Selection map"),
         Chart("map", "What auto ran", tuple(rows), *axes),
-        Heading("The selection map as a table", level=3, folded=True),
-        Table.of(columns, rows),
+        replace(Table.of(columns, rows), drawn=True),
     ]
 
 

@@ -24,12 +24,9 @@ from profharness.commands.layers.answer import what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
     CHANGE_CODE,
-    NUMBER,
     LayerMap,
     LayerRow,
-    StepTimes,
     actual_backend,
-    join_numbered,
     module_name,
     short_module,
 )
@@ -61,8 +58,6 @@ from profharness.store import Store
 from profharness.traces.ops import EVALUATION
 from profharness.units import share_figure, share_text, time_text
 
-MOST_BARS = 48  # maximum number of layers with separate bars; more layers are merged as in `layers`
-ALIKE = 0.1  # layers whose times differ by less than this share have one bar
 MOST_KERNELS = 15
 REASONS_TOLD = 2  # maximum number of reasons for backends in the answer
 MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
@@ -77,7 +72,8 @@ PARTS = (
 )
 TOP_KERNELS = pick(KernelTime, "kernel_short", "launches", "total_ns", "share", "kind", "layer")
 LAYER_TIMES = (
-    Column("layer", "module", repeat=False),
+    *pick(LayerRow, "step_phase"),
+    Column("layer", "module"),
     Column("backend", "ran"),
     Column("ns", "mean µs/step", "time", meaning="attention time per step"),
     Column("share", "% of GPU time", "percent"),
@@ -98,8 +94,7 @@ class ProgramParts:
 
     step: tuple[Block, ...] = ()
     layers: tuple[Block, ...] = ()
-    layer_details: tuple[Block, ...] = ()
-    """Folded tables, which therefore follow all other blocks on the layers."""
+    """A folded table of each layer, which therefore follows all other blocks on the layers."""
     kernels: tuple[Block, ...] = ()
     timeline: tuple[Block, ...] = ()
     times: Mapping[str | None, ProgramTimes] = field(default_factory=dict)
@@ -124,15 +119,9 @@ def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramPar
     phases = {phase: times for phase, times in found.items() if phase or not divided}
     made = {"run": run} | _record(found[None])
     made["phases"] = [{"phase": phase} | _record(found[phase]) for phase in phases if phase]
-    bars = [
-        block
-        for phase, times in phases.items()
-        for block in _layer_bars(times, calls, layers.of_phase(phase) if layers else None, phase)
-    ]
     return ProgramParts(
         tuple(_step_bars(phases)),
-        tuple(block for block in bars if isinstance(block, Chart | Note)),
-        tuple(block for block in bars if not isinstance(block, Chart | Note)),
+        tuple(_each_layer(phases, calls, layers)) if layers else (),
         tuple(chain.from_iterable(map(_kernel_blocks, phases.values(), phases))),
         tuple(_timeline_blocks(store, run, next(iter(phases.values())), calls)),
         phases,
@@ -223,119 +212,38 @@ def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
         )
     chart = Chart("stack", "", tuple(bars), "µs", "step", "kind", "µs", label="label")
     yield replace(chart, caption=caption)
-    yield Heading("The step as a table", level=3, folded=True)
-    yield Table.of(PARTS, parts)
+    yield replace(Table.of(PARTS, parts), drawn=True)
 
 
-def _layer_bars(
-    times: ProgramTimes,
-    calls: Sequence[CallRow],
-    layers: StepTimes | None,
-    phase: str | None,
+def _each_layer(
+    phases: Mapping[str | None, ProgramTimes], calls: Sequence[CallRow], layers: LayerMap
 ) -> Iterator[Block]:
-    """Yield a chart of the layers, in the order of the program or of the layer map.
+    """Yield a folded table of the attention time of each layer, in the order of the program.
 
-    Layers that are alike share a bar, and a table then has all layers. Yield nothing if there is only
-    one layer. `times` and `layers` describe the steps of a phase.
+    Yield nothing if no row of `layers` has several layers, because its table then has these times.
     """
-    steps = {(step.trace, step.step) for step in times.steps}
-    spent: dict[str, dict[str, float]] = {}
-    configs: dict[str, str | None] = {}  # the config of the first call of each layer
-    for call in calls:
-        name = module_name(call)
-        if name is None or not call.kernels or (call.trace, call.step) not in steps:
-            continue
-        name = short_module(name) or name
-        configs.setdefault(name, call.config)
-        own = spent.setdefault(name, {})
-        backend = actual_backend(call) or UNKNOWN
-        own[backend] = own.get(backend, 0) + sum(kernel.total_ns for kernel in call.kernels)
-    count = len(times.steps)
-    if not spent or len(spent) > MOST_BARS:
-        spent, count = {}, 1
-        for row in layers.rows if layers else ():
-            name = short_module(row.module) or row.config or row.kind
-            configs.setdefault(name, row.config)
-            own = spent.setdefault(name, {})
-            own[row.ran or UNKNOWN] = own.get(row.ran or UNKNOWN, 0) + row.kernel_ns
-    busy = (layers.gpu_ns if layers else 0) or times.step_ns - times.parts.get((IDLE, None), 0)
-    means = {
-        name: {backend: ns / count for backend, ns in own.items() if ns}
-        for name, own in spent.items()
-    }
-    means = {name: own for name, own in means.items() if own}
-    if len(means) < 2:  # the table of layers has the same figures
-        return
-    groups = alike_layers(means, configs)
-    rows = [row for group in groups for row in _bar(group, busy)]
-    title = f"Attention by layer in {phase} steps" if phase else "Attention by layer"
-    what = "Mean attention" if len(times.steps) > 1 else "Attention"
-    caption = f"{what} kernel time per step, and its share of the GPU's busy time."
-    if len(groups) < len(means):
-        caption += " The bar of several layers has the length of their mean."
-    yield Chart(
-        "stack", title, tuple(rows), "µs", "layer", "backend", label="label", caption=caption
-    )
-    if len(groups) < len(means):
-        yield Heading(f"{title}, as a table", level=3, folded=True)
-        yield Table.of(
-            LAYER_TIMES,
-            [
-                {"layer": name, "backend": backend, "ns": ns, "share": ns / busy}
-                for name, own in means.items()
-                for backend, ns in own.items()
-            ],
-        )
-
-
-def alike_layers(
-    times: Mapping[str, Mapping[str, float]], configs: Mapping[str, str | None]
-) -> list[dict[str, Mapping[str, float]]]:
-    """Group layers whose names differ only in numbers, and that take about the same time.
-
-    `times` contains the time of each layer on each backend. The layers of a group have the same
-    config and run on the same backend only, and their times differ by less than ALIKE.
-    """
-    groups: list[dict[str, Mapping[str, float]]] = []
-    alike: dict[tuple[str, str | None, str], list[dict[str, Mapping[str, float]]]] = {}
-    for name, own in times.items():
-        group = {name: own}
-        if len(own) == 1:
-            ((backend, ns),) = own.items()
-            found = alike.setdefault((NUMBER.sub("{}", name), configs.get(name), backend), [])
-            for other in found:
-                known = [ns, *(each[backend] for each in other.values())]
-                if max(known) < (1 + ALIKE) * min(known):
-                    other |= group
-                    break
-            else:
-                found.append(group)
-                groups.append(group)
-        else:
-            groups.append(group)
-    return groups
-
-
-def _range_text(times: Sequence[float]) -> str:
-    """Return the shortest and the longest of some times: `145 µs to 148 µs`."""
-    return " to ".join(dict.fromkeys(map(time_text, (min(times), max(times)))))
-
-
-def _bar(layers: Mapping[str, Mapping[str, float]], busy: float) -> Iterator[dict[str, Any]]:
-    """Yield the parts of the bar of one layer, or of the mean of several layers that are alike."""
-    for backend in next(iter(layers.values())):
-        known = [own[backend] for own in layers.values()]
-        share = f"{share_figure(sum(known) / busy)} % of GPU time"
-        time = _range_text(known)
-        if len(known) > 1:
-            time += f" in each of {len(known)} layers"
-            share += " in all"
-        yield {
-            "layer": join_numbered(layers),
-            "µs": sum(known) / len(known) / 1e3,
-            "backend": backend,
-            "label": f"{backend} {time} · {share}",
-        }
+    rows: list[dict[str, Any]] = []
+    for phase, times in phases.items():
+        steps = {(step.trace, step.step) for step in times.steps}
+        spent: dict[tuple[str, str], float] = {}
+        for call in calls:
+            name = module_name(call)
+            if name is None or not call.kernels or (call.trace, call.step) not in steps:
+                continue
+            layer = short_module(name) or name, actual_backend(call) or UNKNOWN
+            ns = sum(kernel.total_ns for kernel in call.kernels)
+            spent[layer] = spent.get(layer, 0) + ns / len(steps)
+        idle = times.parts.get((IDLE, None), 0)
+        busy = layers.of_phase(phase).gpu_ns or times.step_ns - idle
+        rows += [
+            {"step_phase": phase, "layer": name, "backend": ran, "ns": ns, "share": ns / busy}
+            for (name, ran), ns in spent.items()
+            if ns
+        ]
+    if len(rows) > len(layers.rows):
+        count = counted(len({row["layer"] for row in rows}), "layer")
+        yield Heading("Attention of each layer", count, level=3, folded=True)
+        yield replace(Table.of(LAYER_TIMES, rows), bars=("ns",))
 
 
 def _kernel_blocks(times: ProgramTimes, phase: str | None) -> Iterator[Block]:
@@ -469,6 +377,8 @@ class ProgramAdvice:
     sentences: tuple[str, ...] = ()
     """Sentences for the answer: the reasons of the costliest layers."""
     blocks: tuple[Block, ...] = ()
+    details: tuple[Block, ...] = ()
+    """A folded section with the possible changes of a program for which there is no other advice."""
 
 
 def program_advice(layers: LayerMap) -> ProgramAdvice:
@@ -496,9 +406,10 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
         told.add(_key(way))
         text, code = faster_text(layers, answer, way).rstrip("."), way.advice.code
         blocks += [Heading(text, answer.config, level=3), *([Code(code)] if code else [])]
-    blocks += _other_changes(explained, told)
-    head = [Heading("Advice")] if blocks else []
-    return ProgramAdvice(tuple(reasons), (*head, *blocks))
+    others = tuple(_other_changes(explained, told))
+    if not blocks:
+        return ProgramAdvice(tuple(reasons), details=others)
+    return ProgramAdvice(tuple(reasons), (Heading("Advice"), *blocks, *others))
 
 
 def _key(way: Way) -> str:
@@ -524,7 +435,8 @@ def _other_changes(answers: Sequence[Explanation], told: Collection[str]) -> Ite
     subjects = {change: ", ".join(dict.fromkeys(labels)) for change, labels in configs.items()}
     same = next(iter(subjects.values())) if len(set(subjects.values())) == 1 else ""
     title = "Other changes" if told else "Possible changes"
-    yield Heading(title, same or counted(len(configs), "change"), level=3, folded=True)
+    detail = same or counted(len(configs), "change")
+    yield Heading(title, detail, level=3 if told else 2, folded=True)
     for (text, code), subject in subjects.items():
         yield Note(text, "" if same else subject)
         if code:
