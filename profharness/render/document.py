@@ -153,6 +153,8 @@ class Table:
     rows: tuple[tuple[Any, ...], ...]
     bars: tuple[str, ...] = ()
     """Keys of the columns whose values a page also draws as bars. All bars have the same scale."""
+    colored_by: str = ""
+    """Key of the column with the backends that give the bars their colours."""
     drawn: bool = False
     """Whether the chart before the table shows all values, so that a page shows only the chart."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from profharness.columns import Column
 from profharness.errors import MissingExtraError, install_command, one_line, printable
 from profharness.render.bars import draw_bars
+from profharness.render.colors import backend_styles
 from profharness.render.document import (
     PLAIN_KINDS,
     Block,
@@ -256,6 +257,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     ]
     leading = leading_columns(table)
     longest = _longest_bar(table)
+    colors = _bar_colors(table)
     barred = [longest > 0 and column.key in table.bars for column in table.columns]
     lengths = [max(map(len, column), default=0) for column in zip(*texts, strict=True)]
     form = ""
@@ -272,7 +274,9 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
         for column, own in zip(table.columns, classes, strict=True)
     )
     lines = []
-    for row, own_texts, shown_texts in zip(table.rows, texts, formatted_rows(table), strict=True):
+    for row, own_texts, shown_texts, color in zip(
+        table.rows, texts, formatted_rows(table), colors, strict=True
+    ):
         cells = []
         for at, (column, value, text) in enumerate(zip(table.columns, row, own_texts, strict=True)):
             number = _sort_number(value)
@@ -281,7 +285,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             kind = _class(classes[at], whole_lines[at], same)
             shown = _wrapping(text) if wide[at] else _text(text)
             name_of = f' data-label="{_text(column.title)}"' if cards and column.title else ""
-            bar = _bar(number, longest) if barred[at] else ""
+            bar = _bar(number, longest, color) if barred[at] else ""
             cells.append(f"<td{kind}{sort}{name_of}>{_named(shown, full.get(text, ()))}{bar}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     search = ""
@@ -313,10 +317,22 @@ def _longest_bar(table: Table) -> float:
     return max(values, default=0) if len(table.rows) > 1 else 0
 
 
-def _bar(value: float | None, longest: float) -> str:
+def _bar_colors(table: Table) -> list[str]:
+    """Return the colour of the bars in each row, which is empty if no column has the backends."""
+    at = next((at for at, each in enumerate(table.columns) if each.key == table.colored_by), None)
+    if at is None:
+        return [""] * len(table.rows)
+    backends = [str(row[at]) for row in table.rows]
+    names = list(dict.fromkeys(backends))
+    styles = dict(zip(names, backend_styles(names), strict=True))
+    return [styles[name][0] for name in backends]
+
+
+def _bar(value: float | None, longest: float, color: str) -> str:
     """Return the bar that is drawn beside the value of a cell."""
     width = 100 * (value or 0) / longest
-    return f'<span class="meter" aria-hidden="true"><i style="width:{width:.1f}%"></i></span>'
+    style = f"width:{width:.1f}%{f';background:{color}' if color else ''}"
+    return f'<span class="meter" aria-hidden="true"><i style="{style}"></i></span>'
 
 
 def _fits_phone(columns: Sequence[Column], lengths: Sequence[int], leading: int) -> bool:

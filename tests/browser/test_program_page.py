@@ -264,6 +264,13 @@ def test_the_bars_of_layers_have_the_lengths_of_their_times(
     assert [bar[2] for bar in bars] == pytest.approx([66.4, 273])  # beside each bar
     assert decode[3] == pytest.approx(prefill[3])
     assert all(bottom < 30 for *_, bottom in bars)  # on the line of its value
+    colors = browser.execute_script(
+        "const color = (element) => getComputedStyle(element).backgroundColor;"
+        "const legend = [...document.querySelectorAll('.legend li')];"
+        "const own = legend.find((e) => e.textContent.includes('flashinfer')).firstChild;"
+        "return [color(own), ...[...document.querySelectorAll('.meter i')].map(color)]"
+    )
+    assert len(colors) > 2 and len(set(colors)) == 1  # that of the backend
     browser.get(program_pages["training"].as_uri())  # has one group of layers
     shown = (
         "return [...document.querySelectorAll('.meter, ul.bars')].some((e) => e.checkVisibility())"

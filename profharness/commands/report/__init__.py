@@ -431,7 +431,7 @@ def _run_blocks(
             tables = [block for block in document.blocks if isinstance(block, Table)]
             blocks += [
                 Heading("Layers"),
-                *(replace(table, bars=LAYER_BARS) for table in tables[:1]),
+                *(replace(table, bars=LAYER_BARS, colored_by="ran") for table in tables[:1]),
                 *_layer_notes(layers, sentences),
                 *parts.layers,
             ]

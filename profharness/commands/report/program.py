@@ -243,7 +243,7 @@ def _each_layer(
     if len(rows) > len(layers.rows):
         count = counted(len({row["layer"] for row in rows}), "layer")
         yield Heading("Attention of each layer", count, level=3, folded=True)
-        yield replace(Table.of(LAYER_TIMES, rows), bars=("ns",))
+        yield replace(Table.of(LAYER_TIMES, rows), bars=("ns",), colored_by="backend")
 
 
 def _kernel_blocks(times: ProgramTimes, phase: str | None) -> Iterator[Block]:
