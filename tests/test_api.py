@@ -220,6 +220,6 @@ def test_the_stub_lists_the_functions_and_help_shows_their_signatures() -> None:
     text = pydoc.render_doc(profharness.diff, renderer=pydoc.plaintext)
     # Python 3.13 breaks a long signature into lines
     assert (
-        "baseline: 'Baseline', candidate: 'Candidate', *, configs: 'ConfigArguments'"
+        "baseline: 'Baseline', candidate: 'Candidate', *, configs: 'ConfigOrRunArguments'"
         in " ".join(text.split())
     )

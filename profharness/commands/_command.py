@@ -14,7 +14,7 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -31,7 +31,7 @@ from profharness.commands._output import (
     measured,
     on_terminal,
 )
-from profharness.commands._runs import separate
+from profharness.commands._runs import separate, separate_sides
 from profharness.commands._types import store_path
 from profharness.errors import GateResult, Interrupted, require_passed
 from profharness.render.document import Document
@@ -94,7 +94,7 @@ class Declaration:
             self.usage(**_accepted(self.usage, values))
 
     def with_separate_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Move each config and each run to its own parameter, and return the arguments.
+        """Move each config, run and side to its own parameter, and return the arguments.
 
         A value is one text or several texts, as passed by Click or by a Python caller.
         """
@@ -104,11 +104,15 @@ class Declaration:
                 continue
             if f"{to}_arguments" in given:  # the positional arguments on the command line
                 to = f"{to}_arguments"
-            runs, configs = _texts(given.get(each.name)), _texts(given.get(to))
-            if runs is None or configs is None:
+            names = (*each.option.sides, each.name, to)
+            texts = [own for name in names if (own := _texts(given.get(name))) is not None]
+            if len(texts) < len(names):
                 continue  # such as Config objects
-            apart: tuple[list[Any], ...] = separate(runs, configs, store_path(given.get("store")))
-            for name, before, after in zip((each.name, to), (runs, configs), apart, strict=True):
+            arrange: Callable[..., Sequence[Sequence[Any]]] = (
+                separate_sides if each.option.sides else separate
+            )
+            apart = arrange(*texts, store_path(given.get("store")))
+            for name, before, after in zip(names, texts, apart, strict=True):
                 if before != after:
                     several = isinstance(given.get(name), tuple) or len(after) > 1
                     arranged[name] = tuple(after) if several else next(iter(after), None)
@@ -125,9 +129,11 @@ class Declaration:
     def with_runs(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the `find` functions of the parameters, and return the resulting values."""
         path = store_path(values.get("store"))
+        parameters = (*self.parameters, *self.shown_parameters)
+        # The run of an option comes first, because arguments may be backends that only this run has.
         return {**values} | {
             each.name: each.option.find(values[each.name], path)
-            for each in (*self.parameters, *self.shown_parameters)
+            for each in sorted(parameters, key=lambda each: not each.option.flags)
             if each.option.find is not None and each.name in values
         }
 

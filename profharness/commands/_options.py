@@ -53,6 +53,9 @@ class Option:
     configs: str = ""
     """The name of the parameter for configs, if the positional arguments may be runs or configs. A run
     in the parameter for configs becomes a value of this parameter."""
+    sides: tuple[str, ...] = ()
+    """The names of the parameters for the two sides of a comparison, if the positional arguments may
+    be two backends of a run and the run."""
     tool: str = ""
     """Description of the parameter in the MCP tool. If empty, the tool has no such parameter."""
     tool_name: str = ""

@@ -104,6 +104,36 @@ def separate(
     )
 
 
+def separate_sides(
+    baseline: Sequence[Reference],
+    candidate: Sequence[Reference],
+    runs: Sequence[Reference],
+    configs: Sequence[Reference],
+    store: Path,
+) -> tuple[Sequence[Reference], ...]:
+    """Return the baseline, the candidate, the run and the configs among texts in any order.
+
+    `runs` contains the value of --run. If there is none, but one of more than two texts that are no
+    configs selects a run, the run is this text, and the sides are two of its backends.
+    """
+    texts = [*baseline, *candidate, *configs]
+    as_configs = [each for each in texts if is_config(os.fspath(each))]
+    sides = [each for each in texts if each not in as_configs]
+    if not runs and len(sides) > 2:
+        found = {each for each in sides if _is_run_of_backends(os.fspath(each), store)}
+        if len(found) == 1:
+            runs = [*found]
+            sides = [each for each in sides if each not in found]
+    if len(sides) < 2:
+        return baseline, candidate, runs, configs
+    return sides[:1], sides[1:2], runs, [*as_configs, *sides[2:]]
+
+
+def _is_run_of_backends(text: str, store: Path) -> bool:
+    """Return whether a text selects a run, and is neither a stored backend nor a Python file."""
+    return not (text.endswith(".py") or _is_backend(text, store)) and _is_run(text, store)
+
+
 def is_config(text: str) -> bool:
     """Return whether a text looks like a config, and no file has this name."""
     return _CONFIG.match(text) is not None and not Path(text).exists()
@@ -150,10 +180,8 @@ def find_side(ref: Reference, store: Path) -> str:
     a folder has the same name.
     """
     text = os.fspath(ref)
-    if store.is_file():
-        with open_store(store) as opened:
-            if setting_name(text) in opened.backends():
-                return text
+    if _is_backend(text, store):
+        return text
     for end in (len(text), *(place for place, letter in enumerate(text) if letter == ":")):
         path, backend = text[:end], text[end:]
         # FILE.py:FUNCTION is a backend
@@ -162,6 +190,14 @@ def find_side(ref: Reference, store: Path) -> str:
     if ":" not in text:
         require_run(text, store)
     return text
+
+
+def _is_backend(text: str, store: Path) -> bool:
+    """Return whether a text is the name of a stored backend."""
+    if not store.is_file():
+        return False
+    with open_store(store) as opened:
+        return setting_name(text) in opened.backends()
 
 
 def _is_path(text: str, store: Path) -> bool:

@@ -418,15 +418,18 @@ RunOrConfigs = Annotated[
 ]
 """Like `OneRun`, for a command whose arguments may also be configs."""
 RUN_OPTION = replace(ONE_RUN, flags=("--run",), old_flags=(), tool="", click={"hidden": True})
-RunOfBackends = Annotated[PathLike | None, RUN_OPTION]
-"""The run of a command whose positional arguments are two backends or two runs."""
+RunOfBackends = Annotated[
+    PathLike | None, replace(RUN_OPTION, configs="configs", sides=("baseline", "candidate"))
+]
+"""The run of a command whose positional arguments are two sides, configs, and the run of the sides."""
 RunAmongConfigs = Annotated[PathLike | None, replace(RUN_OPTION, find=find_only, configs="configs")]
 """The run of a command whose positional arguments are configs or one run."""
 ConfigOrRunArguments = Annotated[
     ConfigLike,
     replace(config_option(), as_arguments="[CONFIG|RUN]...", complete=complete_configs_and_runs),
 ]
-"""Like `ConfigArguments`, for a command that has a parameter of the type `RunAmongConfigs`."""
+"""Like `ConfigArguments`, for a command that has a parameter of the type `RunAmongConfigs` or
+`RunOfBackends`."""
 Runs = Annotated[PathLike, SEVERAL_RUNS]
 """The type of the `*runs` parameter of a command that shows several runs."""
 DEFAULT_RELEASE = "the installed release or, if the atlases of the GPU cover only other releases, the newest of them"

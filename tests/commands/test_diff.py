@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from profharness.commands.diff import diff_document
 from profharness.commands.diff.compare import Diff, DiffRow, Side, diff_cells
 from profharness.program.changes import environment_changes
-from profharness.render.document import Note
+from profharness.render.document import More, Note, Table
 from profharness.rows import KERNEL, SHARED_CORES, CellRow, KernelRow, Refusal
 from profharness.stats import Series
 
@@ -285,14 +285,72 @@ def test_status() -> None:
     assert (row.role, row.verdict, row.changed) == ("status", "changed", True)
     assert row.reasons == ("baseline: ok", "candidate: refused [mask]: no mask here")
     assert row.endings == ("baseline: ok", "candidate: refused: attn_mask is not supported")
-    for full, told in ((False, row.endings), (True, row.reasons)):
-        blocks = diff_document(diff, full=full).blocks
-        assert [b.text for b in blocks if isinstance(b, Note)] == ["; ".join(told)]
+    short, full = (diff_document(diff, full=full).blocks for full in (False, True))
+    assert [block for block in short if isinstance(block, Note | Table | More)] == [
+        Note("refused: attn_mask is not supported", "candidate")
+    ]
+    assert [b.text for b in full if isinstance(b, Note)] == ["; ".join(row.reasons)]
     diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(refused,), kernels=none))
     assert [row.verdict for row in diff.rows] == ["same"]
     other = replace(refused, refusals=(Refusal("dtype", "no half"),))
     diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(other,), kernels=none))
     assert [c.field for c in diff.rows[0].changes] == ["refusals"]
+
+
+def test_a_config_that_one_side_refuses_has_the_time_of_the_other_side() -> None:
+    """Bug: the kernels of the side that ran were listed, each as removed, but not the time of its call."""
+    label = "b2-h8-s512-d64-fp16"
+    refusal = (Refusal("mask", "no mask here"),)
+    fine = cell(label, "flash", samples={"eager": SLOW, "graph": FAST})
+    refused = cell(label, "cudnn", status="refused", refusals=refusal)
+    kernels = tuple(replace(row, config=label) for row in rows_of(SQUARE, "flash"))
+    diff = diff_cells(
+        side("flash", cells=(fine,), kernels=kernels), side("cudnn", cells=(refused,), kernels=())
+    )
+    status = one(diff, label, "status")
+    assert (status.basis, status.baseline_ns, status.candidate_ns) == ("graph", 9209.5, None)
+    blocks = diff_document(diff).blocks
+    assert [block for block in blocks if isinstance(block, Note | Table | More)] == [
+        Note("9.21 µs per call in CUDA-graph replays", "flash"),
+        Note("refused: attn_mask is not supported", "cudnn"),
+        More("the kernels of configs that only one side runs"),
+    ]
+    (table,) = (b for b in diff_document(diff, full=True).blocks if isinstance(b, Table))
+    assert (
+        table.rows[0][0] == "status (graph)" and table.rows[2][0] == f"- {kernels[0].kernel_short}"
+    )
+
+
+def test_kernels_have_the_marks_of_a_unified_diff() -> None:
+    """Each role has one row with both times, above the kernels of both sides."""
+    base = tuple(rows_of(SQUARE, "flash"))
+    slow = (slower(base[0], 2), replace(base[1], grid=(1, 1, 1)))
+    cells = (cell(SQUARE, "flash"),)
+    found = diff_cells(*(side("flash", cells=cells, kernels=rows) for rows in (base, slow)))
+    (table,) = (b for b in diff_document(found).blocks if isinstance(b, Table))
+    shown = [{c.key: v for c, v in zip(table.columns, row, strict=True)} for row in table.rows]
+    one, other = (row.kernel_short for row in base)
+    assert [(line["part"], line["verdict"]) for line in shown[-5:]] == [
+        ("attention", "slower"),
+        (f"= {one}", ""),
+        ("combine", "changed"),
+        (f"- {other}", ""),
+        (f"+ {other}", ""),
+    ]
+    assert [line["grid"] for line in shown[-2:]] == [base[1].grid, (1, 1, 1)]
+    assert shown[-4]["duration_ns"] == (base[0].duration_ns, slow[0].duration_ns)
+    assert {line["grid"] for line in shown if line["verdict"]} == {""}
+
+
+def test_a_verdict_that_names_the_side_has_no_note() -> None:
+    """Bug: the note `This kernel runs only in the candidate.` repeated the verdict `added`."""
+    diff = diff_cells(side("flash"), side("cudnn"))
+    short, full = (
+        [b.text for b in diff_document(diff, full=full).blocks if isinstance(b, Note)]
+        for full in (False, True)
+    )
+    assert not any("runs only in" in text for text in short)
+    assert "This kernel runs only in the candidate." in full
 
 
 def test_foreign_traces_pair_by_range() -> None:

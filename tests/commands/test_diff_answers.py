@@ -68,7 +68,9 @@ def test_a_diff_counts_cells_that_ran_below_as_in_the_answer(store: Path) -> Non
             ("llama_prefill", "llama_eager"),
             "llama_eager.json.gz takes 22.6 times as long as llama_prefill.json.gz in the "
             "attention forward pass (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
-            "per step. The step takes 9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "
+            "per step. The compared calls may have different configs (kv8 and causal only in "
+            "llama_prefill.json.gz), which a trace of eager attention does not show. The step takes "
+            "9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "
             f"{UNTOLD}",
         ),
         (
@@ -166,6 +168,10 @@ def test_differences_of_layers_are_one_short_note(store: Path) -> None:
     with open_store(store) as opened:
         sides = find_sides(opened, "llama_eager.json.gz", "llama_compile.json.gz")
     found = diff_cells(*sides)
+    assert (
+        "The compared calls may have different configs (mask=float and mask_shape=b1qk only in "
+        "llama_compile.json.gz), which a trace of eager attention does not show."
+    ) in diff_answer(found)
     notes = [
         block.text
         for block in diff_document(found).blocks
@@ -174,8 +180,6 @@ def test_differences_of_layers_are_one_short_note(store: Path) -> None:
     assert notes == [
         "mode: - → compile; module: …LlamaAttention_{0-2} → …LlamaForCausalLM_0; config: "
         "b2-h32-s1024-d64-bf16 → …-mask=float-mask_shape=b1qk-strides…",
-        "A trace of eager attention shows neither the mask nor the number of key heads, so the "
-        "configs may differ only in appearance.",
     ]
     full = render_table(diff_document(found, full=True))
     assert "q_strides=2097152x64x2048x1" in full and "mode: eager → compile" in full
@@ -294,15 +298,31 @@ def test_a_label_has_no_strides() -> None:
     assert layer_names([row], full=True) == [label]
 
 
-def test_kernels_that_pair_share_a_row_and_others_name_their_side(store: Path) -> None:
-    """Bug: every kernel had two rows, marked `-` and `+`, which no text explained."""
+def test_kernels_that_pair_share_a_row_and_others_have_the_mark_of_their_side(store: Path) -> None:
+    """Bug: every kernel had two rows, marked `-` and `+`, even if both sides launched it alike."""
     config = ("--full", "--config", "2,8,512,64,fp16")
     same = diff(store, "20261121-151544-59c7:cudnn", "20261121-165619-f5ef:cudnn", *config).stdout
-    assert "baseline" not in same and re.search(r"^call +graph .* → ", same, re.MULTILINE)
+    assert not re.search(r"^[-+] ", same, re.MULTILINE)
+    assert re.search(r"^call \(graph\) .* → ", same, re.MULTILINE)
+    assert re.search(r"^= cudnn_sdpa", same, re.MULTILINE)
     other = diff(store, "20261121-151544-59c7:flash", "20261121-151544-59c7:cudnn", *config).stdout
-    assert re.search(r"^attention +2 → 1 kernel ", other, re.MULTILINE)
-    assert re.search(r"^ +baseline +flash_fwd", other, re.MULTILINE)
-    assert re.search(r"^ +candidate +cudnn_sdpa", other, re.MULTILINE)
+    assert re.search(r"^- flash_fwd", other, re.MULTILINE)
+    assert re.search(r"^\+ cudnn_sdpa", other, re.MULTILINE)
+    assert not re.search(r"^= ", other, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+@pytest.mark.parametrize("configs", [("2,8,512,64",), ()])
+def test_the_table_of_kernels_has_one_layout(
+    store: Path, width: int, configs: tuple[str, ...]
+) -> None:
+    """Bug: the role and the side were lines of their own at 80 columns, or for several configs."""
+    with open_store(store) as opened:
+        sides = find_sides(opened, f"{RUN}:flash", f"{RUN}:cudnn", list(map(parse_config, configs)))
+    text = render_table(diff_document(diff_cells(*sides)), width=width, cut=True)
+    begin = r"^call \(graph\) +13\.4 → 9\.82 +1\.37x +faster\nattention +12\.7 → 7\.42 +1\.71x +faster\n- flash_fwd"
+    assert re.search(begin, text, re.MULTILINE)
+    assert re.search(r"^memory +- → 0\.768 +- +added\n\+ Memset ", text, re.MULTILINE)
 
 
 def test_run_names_the_run_of_two_backends(store: Path) -> None:
@@ -322,6 +342,27 @@ def test_a_run_and_two_of_its_backends_are_three_arguments(store: Path) -> None:
         assert named.exit_code == 0
         assert diff(store, RUN, "flash", "cudnn", *configs).stdout == named.stdout
     in_python = profharness.diff(RUN, "flash", configs=("cudnn", "2,8,512,64"), store=store)
+    assert set(in_python["backend_candidate"]) == {"cudnn"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("flash", "cudnn", "TRACE", "2,8,512,64"),
+        ("flash", "cudnn", "2,8,512,64", "TRACE"),
+        ("flash", "TRACE", "2,8,512,64", "cudnn"),
+        ("2,8,512,64", "TRACE", "flash", "cudnn"),
+    ],
+)
+def test_the_run_of_two_backends_may_stand_anywhere(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Bug: a run after its backends was `not a config`, even if it was not stored yet."""
+    trace = str(TRACES / RUN)
+    done = diff(tmp_path / "s.db", *(trace if word == "TRACE" else word for word in words))
+    assert done.exit_code == 0, done.exception
+    assert done.stdout.startswith("cudnn is 1.37 times as fast as flash in CUDA-graph replays.")
+    in_python = profharness.diff(
+        "flash", "cudnn", configs=(trace, "2,8,512,64"), store=tmp_path / "t.db"
+    )
     assert set(in_python["backend_candidate"]) == {"cudnn"}
 
 
@@ -392,13 +433,11 @@ def test_a_kernel_of_both_passes_is_split(store: Path) -> None:
 def test_the_speed_up_of_several_kernels_has_its_own_line(store: Path) -> None:
     """Bug: the first kernel of a role showed the speed-up of all its kernels."""
     text = diff(store, "llama_eager", "llama_prefill", "--full").stdout
-    assert re.search(r"^attention +3 → 1 kernel +6\.88x +faster$", text, re.MULTILINE)
-    assert re.search(r"^ +baseline +nvjet_sm90_tst_256x128\S+ .* 41\.6$", text, re.MULTILINE)
+    assert re.search(r"^attention +6\.88x +faster$", text, re.MULTILINE)
+    assert re.search(r"^- nvjet_sm90_tst_256x128\S+ .* 41\.6$", text, re.MULTILINE)
     config = ("--config", "2,8,1024,64,causal,bwd")
     text = diff(store, "h200-torch2.11:flash", "h200-torch2.11:math", *config, "--full").stdout
-    assert re.search(
-        r"^attention_bwd +4 → 9 kernels +59\.0 → 375 +0\.157x +slower", text, re.MULTILINE
-    )
+    assert re.search(r"^attention_bwd +59\.0 → 375 +0\.157x +slower", text, re.MULTILINE)
 
 
 def test_the_notes_on_roles_are_true_and_few(store: Path) -> None:
@@ -408,7 +447,7 @@ def test_the_notes_on_roles_are_true_and_few(store: Path) -> None:
     assert text.count("total time of the unfused kernels") == 1
     assert text.count("too few launches to compare") == 1
     assert "add, all, arange and 14 more There are too few launches to compare (at least 3" in text
-    assert re.search(r" ne vectorized_elementwise\S.{,60} 1\.00x unknown ", text)
+    assert re.search(r" ne 1\.00x unknown = vectorized_elementwise", text)
 
 
 def test_the_heading_counts_configs(store: Path) -> None:
@@ -428,7 +467,7 @@ def test_a_refused_config_counts_once(store: Path) -> None:
         "Compared with flash in CUDA-graph replays, cudnn is faster in 3 of 4 configs (1.37 to 1.77 "
         "times as fast) and refused in 1 config. The environments are the same."
     )
-    assert re.search(r"^status .* refused$", text, re.MULTILINE)
+    assert re.search(r"^cudnn +refused: head_dim=100 is not a multiple of 8$", text, re.MULTILINE)
     other = " ".join(diff(store, RUN, "cudnn", "flash").stdout.split())
     assert "times as long) and the only side that runs 1 config." in other
     assert "configs: 3 slower, 1 accepted " in other

@@ -385,10 +385,14 @@ def sample() -> Diff:
             *(CONFIG, "flash", "auto", "attention", "changed", True, 1.0),
             reasons=("another grid",),
             changes=(Change("grid", (4, 2, 8), (8, 2, 16)),),
+            baseline_ns=7392.0,
+            candidate_ns=7392.0,
             baseline=(kernel(),),
             candidate=(split,),
         ),
-        DiffRow(CONFIG, "flash", "auto", "combine", "added", candidate=(split,)),
+        DiffRow(
+            *(CONFIG, "flash", "auto", "combine", "added"), candidate_ns=7392.0, candidate=(split,)
+        ),
     )
     environment = (EnvChange("torch", "2.10.0", "2.11.0", "another choice of backend"),)
     return Diff("a:flash", "b:auto", environment, rows)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
-from profharness.attention.config import setting_name, split_names, without_strides
+from profharness.attention.config import split_names, without_strides
 from profharness.columns import Column, columns_of, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
-from profharness.commands._runs import is_config
 from profharness.commands._types import (
     SIDE_OPTION,
-    ConfigArguments,
-    ConfigLike,
+    ConfigOrRunArguments,
     PathLike,
     RunOfBackends,
     Store,
@@ -29,9 +27,9 @@ from profharness.commands._types import (
     threshold_option,
 )
 from profharness.commands.diff.answer import (
+    MEASURED_BY,
     compared_calls,
     diff_answer,
-    hides_config,
     noun_of,
     outcome,
 )
@@ -80,22 +78,27 @@ from profharness.render.document import (
     Table,
     field_names,
     filled_columns,
+    merged_notes,
     record,
     shown_note,
+    status_note,
 )
-from profharness.rows import KernelRow
+from profharness.rows import CALL_MEASUREMENTS, KernelRow
 from profharness.store import frame, open_store
+from profharness.units import time_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FIELDS = field_names(DiffRow)
-SIDE = Column("side", "side", importance="key", optional=True, repeat=False)
-SIDES = ("baseline", "candidate")  # values of the column
+SIDES = ("baseline", "candidate")
+SIDE = Column("side", "side", importance="key", repeat=False)  # of the phases, one of SIDES
 FEW_CONFIGS = (
     3  # if more configs are compared, the kernels of those without a difference need --full
 )
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
+# Verdicts that the table explains.
+CLEAR = frozenset({"same", "faster", "slower", "added", "removed"})
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 # Narrow tables hide these columns before they cut the names of kernels much, the first one last.
 LAUNCH = tuple(
@@ -103,7 +106,17 @@ LAUNCH = tuple(
     for each, spare in zip(pick(KernelRow, *OF_A_KERNEL), (0, 3, 2, 1), strict=True)
 )
 TIME = columns_of(KernelRow)["duration_ns"]
-NO_KERNEL = dict.fromkeys(("side", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
+CALL_TIME = "median time of a call or, for kernels, of their launches in a call"
+REMOVED, ADDED, ALIKE = MARKS = ("-", "+", "=")  # before the names of kernels, as in a unified diff
+PART = Column(
+    "part",
+    "role, kernel",
+    shrink=True,
+    meaning="the role, followed by its kernels: `-` marks a kernel of the baseline, `+` a kernel of "
+    "the candidate, and `=` a kernel that both sides launch alike",
+)
+OF_A_ROLE = dict.fromkeys(OF_A_KERNEL, "")  # values that only kernels have
+OF_ONE_KERNEL = dict.fromkeys(("speedup", "verdict"), "")  # values that only roles have
 
 SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
     "calls": "{:g}".format,
@@ -169,6 +182,8 @@ def diff_document(
     for key, rows in groups.items():
         if not hidden and (not changed_first or key not in same):
             blocks += _config_blocks(rows, costs.get(key, ()), full, names)
+    if not hidden and not full and any(map(_ran_on_one_side, groups.values())):
+        blocks.append(More("the kernels of configs that only one side runs"))
     if hidden and diff.rows:
         blocks.append(More(f"a comparison of all kernels of the traces ({counts})"))
     # With --full, the notes of the configs contain this text.
@@ -342,11 +357,6 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool, *, shares: bool) -> I
         # Put short differences first, so that several differences fit on one line.
         joined = reasons if full else ["; ".join(sorted(reasons, key=len))]
         yield from (Note(reason, label, level) for reason in joined)
-    if any(hides_config(row) for row in layers):
-        yield Note(
-            "A trace of eager attention shows neither the mask nor the number of key heads, so "
-            "the configs may differ only in appearance."
-        )
 
 
 def _backends(*backends: str | None) -> str:
@@ -358,22 +368,49 @@ def _config_blocks(
 ) -> Iterator[Block]:
     first = rows[0]
     yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
-    of_calls = _times_are_of_calls(rows)
-    lines = [line for row in rows for line in _lines(row, of_calls, names)]
-    yield Table.of(_columns(of_calls), lines)
+    if first.role == "status" and not full:
+        yield from merged_notes(_ending_notes(first))
+    else:
+        of_calls = _times_are_of_calls(rows)
+        lines = [line for row in rows for line in _lines(row, of_calls, names)]
+        yield Table.of(_columns(of_calls), lines)
+        yield from _reason_notes(rows, full)
+    for cost in costs:
+        level = "warning" if cost.verdict == "more" else "note"
+        yield Note(cost_text(cost), COST_NAMES[cost.what], level)
+
+
+def _ran_on_one_side(rows: Sequence[DiffRow]) -> bool:
+    """Return whether a config has kernels, although its call did not run on both sides."""
+    return rows[0].role == "status" and len(rows) > 1
+
+
+def _ending_notes(row: DiffRow) -> Iterator[Note]:
+    """Yield why a call did not run on a side, and its time on the side on which it ran."""
+    backends = row.backend_baseline, row.backend_candidate
+    labels = SIDES if backends[0] == backends[1] else map(str, backends)
+    times = row.baseline_ns, row.candidate_ns
+    for label, text, time_ns in zip(labels, row.endings, times, strict=True):
+        _, status, *reason = text.split(": ", 2)
+        if status != "ok":
+            yield status_note(status, "".join(reason), label)
+        elif time_ns is not None:
+            measured = MEASURED_BY.get(row.basis or "", "")
+            yield Note(f"{time_text(time_ns)} per call{measured}", label)
+
+
+def _reason_notes(rows: Sequence[DiffRow], full: bool) -> Iterator[Note]:
+    """Yield the reasons for verdicts, each with the roles to which it applies."""
     notes: dict[str, list[DiffRow]] = {}
     for row in rows:
-        # The table shows the speed-up, so a clear verdict on a time needs no note.
-        if row.reasons and (full or row.verdict not in ("same", "faster", "slower")):
+        # Unless `full` is set, a verdict that needs no explanation has no note.
+        if row.reasons and (full or row.verdict not in CLEAR):
             notes.setdefault("; ".join(_reasons(row, full=full)), []).append(row)
     for text, alike in notes.items():
         level = "warning" if {row.verdict for row in alike} & {"slower", "unknown"} else "note"
         if alike[0].role != "status":
             text = shown_note(Note(text)).text
         yield Note(text, join_few([row.role for row in alike], LABELS_SHOWN), level)
-    for cost in costs:
-        level = "warning" if cost.verdict == "more" else "note"
-        yield Note(cost_text(cost), COST_NAMES[cost.what], level)
 
 
 def _reasons(row: DiffRow, *, full: bool = False) -> tuple[str, ...]:
@@ -389,9 +426,46 @@ def _times_are_of_calls(rows: Sequence[DiffRow]) -> bool:
 
 def _columns(of_calls: bool) -> tuple[Column, ...]:
     """Return the columns of a table of kernels. Its times are per call or per launch."""
-    time = replace(TIME, title="median µs/call") if of_calls else TIME
-    last = (time, *pick(DiffRow, "speedup", "verdict"))
-    return (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *last)
+    time = replace(TIME, title="median µs/call", meaning=CALL_TIME) if of_calls else TIME
+    return (PART, *LAUNCH, time, *pick(DiffRow, "speedup", "verdict"))
+
+
+def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+    """Yield a line for the role, and then a line for each kernel, which begins with its mark.
+
+    The line of the role has the times of all its kernels if the times of the table are per call.
+    `names` maps kernels with ambiguous short names to distinct names.
+    """
+    basis = f" ({row.basis})" if row.basis in CALL_MEASUREMENTS else ""
+    times = (row.baseline_ns, row.candidate_ns) if of_calls else ""
+    whole = {"part": f"{row.role}{basis}", "duration_ns": times, "verdict": outcome(row)}
+    yield OF_A_ROLE | whole, row
+    for mark, kernels in _marked(row):
+        name = names.get(kernels[0].kernel, kernels[0].kernel_short)
+        own = tuple(_kernel_ns(kernel, of_calls) for kernel in kernels)
+        values = {"part": f"{mark} {name}", "duration_ns": own if len(own) > 1 else own[0]}
+        yield OF_ONE_KERNEL | values, kernels[0]
+
+
+def _marked(row: DiffRow) -> Iterator[tuple[str, tuple[KernelRow, ...]]]:
+    """Yield each kernel with its mark. A kernel that both sides launch alike has a row for each side."""
+    added: dict[tuple[Any, ...], list[KernelRow]] = {}
+    for kernel in row.candidate:
+        added.setdefault(_launch(kernel), []).append(kernel)
+    for kernel in row.baseline:
+        alike = added.get(_launch(kernel))
+        yield (ALIKE, (kernel, alike.pop(0))) if alike else (REMOVED, (kernel,))
+    yield from ((ADDED, (kernel,)) for rest in added.values() for kernel in rest)
+
+
+def marked_names(names: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Return a map from shortened to full names for shortened names with marks."""
+    return {f"{mark} {short}": full for short, full in names.items() for mark in MARKS}
+
+
+def _launch(kernel: KernelRow) -> tuple[Any, ...]:
+    """Return what two kernels that are launched alike have in common."""
+    return (kernel.kernel, *(getattr(kernel, name) for name in OF_A_KERNEL))
 
 
 def _kernel_ns(kernel: KernelRow, of_calls: bool) -> float | None:
@@ -399,79 +473,6 @@ def _kernel_ns(kernel: KernelRow, of_calls: bool) -> float | None:
     if kernel.duration_ns is None or not of_calls:
         return kernel.duration_ns
     return kernel.duration_ns * (kernel.launches_per_call or 1)
-
-
-def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
-    """Yield a line per kernel. Show the speed-up and the verdict in the first line.
-
-    If a side has several kernels, the first line describes all of them. It has their times if the
-    times of the table are per call. A kernel that is launched alike on both sides has one line with
-    both times. If the kernels of a role differ, yield a line per kernel of each side. `names` maps
-    kernels with ambiguous short names to distinct names.
-    """
-    first: dict[str, Any] = {}
-    rest = {"speedup": "", "verdict": ""}
-    if max(len(row.baseline), len(row.candidate)) > 1:
-        yield NO_KERNEL | _all_kernels(row, of_calls), row
-        first = rest
-    if _alike(row):
-        for one, other in zip(row.baseline, row.candidate, strict=True):
-            pair = {
-                "side": "",
-                "kernel_short": names.get(one.kernel, one.kernel_short),
-                "duration_ns": (_kernel_ns(one, of_calls), _kernel_ns(other, of_calls)),
-            }
-            yield pair | first, one, row
-            first = rest
-        if not row.baseline:
-            both = {"duration_ns": (row.baseline_ns, row.candidate_ns)}
-            yield NO_KERNEL | {"kernel_short": row.basis} | both, row
-            first = rest
-    else:
-        for side, kernels, time_ns in zip(
-            SIDES,
-            (row.baseline, row.candidate),
-            (row.baseline_ns, row.candidate_ns),
-            strict=True,
-        ):
-            for kernel in kernels:
-                own = {
-                    "side": side,
-                    "kernel_short": names.get(kernel.kernel, kernel.kernel_short),
-                    "duration_ns": _kernel_ns(kernel, of_calls),
-                }
-                yield own | first, kernel, row
-                first = rest
-            if not kernels and time_ns is not None:
-                times = {"kernel_short": row.basis, "duration_ns": time_ns}
-                yield NO_KERNEL | {"side": side} | times | first, row
-                first = rest
-    if not first:
-        yield NO_KERNEL | {"verdict": outcome(row)}, row
-
-
-def _all_kernels(row: DiffRow, of_calls: bool) -> dict[str, Any]:
-    """Return the number of kernels on each side and, if `of_calls` is true, their total times."""
-    counts = [len(kernels) for kernels in (row.baseline, row.candidate) if kernels]
-    before = f"{counts[0]} → " if counts[0] != counts[-1] else ""
-    text = f"{before}{counted(counts[-1], 'kernel')}"
-    values: dict[str, Any] = {"kernel_short": text}
-    if len(counts) == 1:
-        values["side"] = SIDES[0] if row.baseline else SIDES[1]
-    if of_calls:
-        times = (row.baseline_ns, row.candidate_ns)
-        values["duration_ns"] = times if len(counts) > 1 else next(filter(None, times), None)
-    return values
-
-
-def _alike(row: DiffRow) -> bool:
-    """Return whether both sides have the same kernels with the same launches, or only times."""
-    one, other = (
-        [(kernel.kernel, *(getattr(kernel, name) for name in OF_A_KERNEL)) for kernel in side]
-        for side in (row.baseline, row.candidate)
-    )
-    timed = row.baseline_ns is not None and row.candidate_ns is not None
-    return one == other and (bool(one) or timed)
 
 
 Baseline = Annotated[
@@ -552,7 +553,7 @@ def diff(
     baseline: Baseline,
     candidate: Candidate,
     *,
-    configs: ConfigArguments = None,
+    configs: ConfigOrRunArguments = None,
     threshold: Threshold = stats.THRESHOLD,
     run: RunOfBackends = None,
     store: Store = None,
@@ -561,18 +562,21 @@ def diff(
 
     BASELINE and CANDIDATE can each be a trace file, a run folder, a stored run (latest, latest~1,
     an id or the beginning of an id), RUN:BACKEND, or a backend. A backend named without RUN is
-    taken from the latest run that has all named backends. To compare two backends of a run, write
-    RUN BACKEND BACKEND, which means RUN:BACKEND RUN:BACKEND. If CONFIG is given, only these configs
-    are compared. Two kernels are paired if they compute the same thing. The speed-up is the time of the
-    baseline divided by the time of the candidate, so above 1 if the candidate is faster. A gate
-    (--fail-on) also fails if there is nothing to compare. Traces of two programs are also compared
-    layer by layer.
+    taken from the latest run that has all named backends. To compare two backends of another run,
+    name this run too; RUN may come before or after the backends. If CONFIG is given, only these
+    configs are compared.
+
+    Two kernels are paired if they compute the same thing. In the table of kernels, `-` marks a kernel
+    of the baseline, `+` a kernel of the candidate, and `=` a kernel that both sides launch alike. The
+    speed-up is the time of the baseline divided by the time of the candidate, so above 1 if the
+    candidate is faster. A gate (--fail-on) also fails if there is nothing to compare. Traces of two
+    programs are also compared layer by layer.
 
     \b
     Examples:
       profharness diff before.json.gz after.json.gz
       profharness diff flash math 2,8,512,64 --fail-on slower
-      profharness diff latest~1 flash math
+      profharness diff flash math traces/h200-torch2.11
       profharness diff latest~1 latest --fail-on memory,launches,refused
       profharness diff latest~1 latest --fail-on backend-changed
 
@@ -582,8 +586,6 @@ def diff(
     """
     with open_store(store_path(store)) as opened:
         names = (str(baseline), str(candidate))
-        if run is None:
-            run, names, configs = _with_run(names, configs, opened.backends())
         if run is not None:
             names = backends_of(opened, str(run), names)
         sides = find_sides(opened, *names, config_list(configs))
@@ -591,24 +593,6 @@ def diff(
         hint(f"warning: both sides have the same content: {sides[0].name or sides[0].label}")
     threshold = stats.THRESHOLD if threshold is None else threshold
     return diff_cells(*sides, threshold=threshold), sides
-
-
-def _with_run(
-    names: tuple[str, str], configs: ConfigLike, stored: Collection[str]
-) -> tuple[str | None, tuple[str, str], ConfigLike]:
-    """Return the run, both sides and the configs of `RUN BACKEND BACKEND [CONFIG]...`.
-
-    The run is None if the third text is missing or a config, if the first text is one of the stored
-    backends, or if the others are not.
-    """
-    texts = (configs,) if isinstance(configs, str) else configs
-    if not isinstance(texts, tuple) or not texts or not isinstance(texts[0], str):
-        return None, names, configs
-    third, *others = texts
-    first, *sides = (setting_name(text) in stored for text in (*names, third))
-    if is_config(third) or first or not any(sides):
-        return None, names, configs
-    return names[0], (names[1], third), tuple(others) or None
 
 
 @document(diff)

@@ -132,20 +132,26 @@ def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
 
 
 def _other_work(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
-    """Yield a sentence if compared calls have different configs. Ignore layouts."""
+    """Yield a sentence if compared calls have, or may have, different configs. Ignore layouts."""
+    eager = [row for row in rows if _has_eager(row)]
+    others = [row for row in rows if row not in eager]
+    if text := _only_in(others, before, after):
+        yield f"The compared calls have different configs ({text})."
+    if text := _only_in(eager, before, after):
+        # Such a trace shows neither the mask nor the number of key heads.
+        yield (
+            f"The compared calls may have different configs ({text}), which a trace of eager "
+            "attention does not show."
+        )
+
+
+def _only_in(rows: Sequence[LayerDiff], before: str, after: str) -> str:
+    """Return the parts of the configs that only one side has, such as `causal only in a.json.gz`."""
     found: dict[str, dict[str, None]] = {before: {}, after: {}}
     for row in rows:
-        if not _has_eager(row):
-            for name, own in zip((before, after), _config_differences(row), strict=True):
-                found[name] |= dict.fromkeys(own)
-    texts = [f"{join_and(own)} only in {name}" for name, own in found.items() if own]
-    if texts:
-        yield f"The compared calls have different configs ({'; '.join(texts)})."
-
-
-def hides_config(row: LayerDiff) -> bool:
-    """Return whether the configs of a layer differ and one of its sides is eager attention."""
-    return _has_eager(row) and any(_config_differences(row))
+        for name, own in zip(found, _config_differences(row), strict=True):
+            found[name] |= dict.fromkeys(own)
+    return "; ".join(f"{join_and(own)} only in {name}" for name, own in found.items() if own)
 
 
 def _has_eager(row: LayerDiff) -> bool:

@@ -806,7 +806,7 @@ def _status_or_call(
 ) -> DiffRow:
     """Compare the latency of two cells that ran, or else their statuses and refusal codes.
 
-    Use the first measurement in CALL_MEASUREMENTS that both cells have.
+    If only one cell ran, the row has its time.
     """
     cells = baseline, candidate
     if not baseline.status == candidate.status == "ok":
@@ -820,9 +820,18 @@ def _status_or_call(
             )
             for full in (False, True)
         )
+        ran = [cell for cell in cells if cell.status == "ok"]
+        basis = _call_measurement(ran) if ran else None
+        times = [
+            stats.summarize(cell.samples[basis]).median if basis and cell in ran else None
+            for cell in cells
+        ]
         return replace(
             row,
             role="status",
+            baseline_ns=times[0],
+            candidate_ns=times[1],
+            basis=basis,
             verdict="changed" if differing else "same",
             reasons=reasons,
             endings=endings,
@@ -836,19 +845,23 @@ def _status_or_call(
         and values[0] != values[1]
     ]
     row = replace(row, changes=tuple(differing))
-    samples = baseline.samples, candidate.samples
-    shared = (name for name in CALL_MEASUREMENTS if all(side.get(name) for side in samples))
-    basis = next(shared, None)
+    basis = _call_measurement(cells)
     if basis is None:
         return replace(
             row, reasons=(*doubts, "the two sides share no measurement made without a profiler")
         )
-    timed = _timed_row(row, basis, *samples, doubts, threshold)
+    timed = _timed_row(row, basis, baseline.samples, candidate.samples, doubts, threshold)
     # Add the warnings about clocks and parallel lanes that apply to one side only.
     texts = [(*clock_doubts(cell.clocks), *host_doubts(cell, basis)) for cell in cells]
     own = [f"baseline: {text}" for text in texts[0] if text not in texts[1]]
     own += [f"candidate: {text}" for text in texts[1] if text not in texts[0]]
     return replace(timed, reasons=(*timed.reasons, *own))
+
+
+def _call_measurement(cells: Sequence[CellRow]) -> str | None:
+    """Return the first measurement in CALL_MEASUREMENTS that all cells have, or None."""
+    shared = (name for name in CALL_MEASUREMENTS if all(cell.samples.get(name) for cell in cells))
+    return next(shared, None)
 
 
 def _timed_row(

@@ -49,7 +49,7 @@ from profharness.commands.bench.tables import (
     on_several_gpus,
     rate_blocks,
 )
-from profharness.commands.diff import diff_document
+from profharness.commands.diff import diff_document, marked_names
 from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.explain.answer import Way
@@ -311,6 +311,8 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["runs"].append({"run": run, "environment": environment, "name": names[run]})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
+    names_in_full = full_names(launched)
+    marked = marked_names(names_in_full) if diff else {}
     several = f"{len(runs)} runs: {join_few(list(names.values()), FEW_RUNS)}"
     title = several if len(runs) > 2 else " → ".join(names.values())
     made = Document(
@@ -322,7 +324,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra,
         answer=answer,
         subtitle=_run_detail(store, runs[0]) if len(runs) == 1 else "",
-        full_names=full_names(launched) | _full_reasons(every),
+        full_names={**names_in_full, **marked, **_full_reasons(every)},
     )
     # Explain the columns with the units that people see.
     shown = for_reading(made).blocks
