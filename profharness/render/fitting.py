@@ -47,7 +47,8 @@ _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
 _ARGUMENT = re.compile(r"[^\s,<>…][^,<>…]*")  # a template argument of a kernel's name
 _PLAIN_ARGUMENT = re.compile(r"[a-z]*\d\w*|bool|true|false")  # a number, a tile, a flag or a dtype
-_KERNEL = re.compile(r"[a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>")
+_KERNEL = re.compile(r"([-+=] )?([a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>)")
+_MARK = re.compile(r"[-+=] (?=\S)")  # which side of a comparison has a kernel
 _WORD_END = re.compile(r"[^\W_]*$")
 
 Texts = Sequence[str]
@@ -114,10 +115,16 @@ def natural_layout(columns: Sequence[Column], rows: Sequence[Texts]) -> Layout:
 
 
 def fit_columns(
-    columns: Sequence[Column], rows: Sequence[Texts], width: int, *, full: bool = False
+    columns: Sequence[Column],
+    rows: Sequence[Texts],
+    width: int,
+    *,
+    full: bool = False,
+    starts: Collection[int] = (),
 ) -> Layout:
     """Return a layout of formatted rows in which no line is longer than `width`.
 
+    The rows may be those of several tables, of which `starts` contains the numbers of the first rows.
     Print a long text that several rows share above the table. If the table is still too wide, apply
     these steps until it fits: shorten long texts, hide details, shorten texts further, hide other
     columns by importance, and fold rows into several lines. Configs and modules are not shortened,
@@ -135,10 +142,14 @@ def fit_columns(
     shown = tuple(at for at in natural.lines[0] if at not in names)
     if _line_width(natural.widths, shown) <= width:
         return replace(natural, lines=(shown,), shared=names)
-    return (_full_layout if full else _best_layout)(columns, rows, width)
+    return (
+        _full_layout(columns, rows, width) if full else _best_layout(columns, rows, width, starts)
+    )
 
 
-def _best_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
+def _best_layout(
+    columns: Sequence[Column], rows: Sequence[Texts], width: int, starts: Collection[int]
+) -> Layout:
     """Return the layout that lacks least among those that print shared texts above the table."""
     own = list(columns)
     while True:
@@ -147,7 +158,7 @@ def _best_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -
             for shared in dict.fromkeys(_shared(own, rows))
         )
         layout = min(_until_complete(layouts), key=_lacks)
-        place = _distinguishing(own, rows, layout)
+        place = _distinguishing(own, rows, layout, starts)
         if place is None:
             return layout
         own[place] = replace(own[place], importance="key")
@@ -200,11 +211,14 @@ def _shared(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[tuple[
         yield (0, *several)
 
 
-def _distinguishing(columns: Sequence[Column], rows: Sequence[Texts], layout: Layout) -> int | None:
+def _distinguishing(
+    columns: Sequence[Column], rows: Sequence[Texts], layout: Layout, starts: Collection[int]
+) -> int | None:
     """Return the first hidden column with texts that distinguish rows which look alike without it.
 
     A shortened text does not count, because the part that differs may be missing. Figures do not
-    count either, because they do not identify a row, except for the grid of a kernel.
+    count either, because they do not identify a row, except for the grid of a kernel. Rows of
+    different tables need not differ.
     """
     texts = [
         place
@@ -212,7 +226,9 @@ def _distinguishing(columns: Sequence[Column], rows: Sequence[Texts], layout: La
         if not column.right or (column.format == "triple" and not column.spare)
     ]
     seen: dict[Texts, Texts] = {}
-    for row in _repeated(columns, rows):
+    for number, row in enumerate(_repeated(columns, rows)):
+        if number in starts:
+            seen = {}
         shown = tuple(
             "" if layout.cuts.get(at, {}).get(row[at], row[at]) != row[at] else row[at]
             for at in texts
@@ -706,8 +722,16 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 
     Shorten texts with the same beginning so that their differences remain visible.
     """
-    whole = list(texts)
-    cuts = {text: _shortened(text, width) for text in whole if cell_len(text) > width}
+    own = list(texts)
+    marks = {text: mark[0] for text in own if (mark := _MARK.match(text))}
+    if marks:  # cut the names behind the marks
+        names = {text: text.removeprefix(mark) for text, mark in marks.items()}
+        short = distinct_cuts(dict.fromkeys(names.values()), width - len("- "))
+        marked = {
+            text: f"{marks[text]}{short[name]}" for text, name in names.items() if name in short
+        }
+        return marked | distinct_cuts((text for text in own if text not in marks), width)
+    cuts = {text: _shortened(text, width) for text in own if cell_len(text) > width}
     for attempt in range(ROUNDS):
         alike: dict[str, list[str]] = {}
         for text, cut in cuts.items():
@@ -861,8 +885,14 @@ def chunks(text: str, width: int) -> Iterator[str]:
     Do not cut a word of up to WHOLE_WORD that fits into a line. Otherwise, end each line after a
     blank or a comma in the second half of the line. If there is none, use another separator in the
     second half, or else cut anywhere. Cut a config between its tokens, and the name of a module
-    after a dot.
+    after a dot. Indent the lines that follow a marked name.
     """
+    if mark := _MARK.match(text):
+        lines = chunks(text.removeprefix(mark[0]), max(width - len(mark[0]), 1))
+        yield from (
+            f"{' ' * len(mark[0]) if at else mark[0]}{line}" for at, line in enumerate(lines)
+        )
+        return
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
         if CONFIG_LABEL.search(text) and (tokens := [*_TOKEN_END.finditer(line)]):

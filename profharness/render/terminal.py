@@ -138,12 +138,15 @@ def _layouts(
 ) -> Layouts:
     """Return one layout for all tables with the same columns. If `width` is None, do not limit it."""
     joined: dict[tuple[Column, ...], Rows] = {}
+    starts: dict[tuple[Column, ...], set[int]] = {}
     for table, own in zip(tables, rows, strict=True):
-        joined.setdefault(table.columns, []).extend(own)
+        all_rows = joined.setdefault(table.columns, [])
+        starts.setdefault(table.columns, set()).add(len(all_rows))
+        all_rows.extend(own)
     return {
         columns: natural_layout(columns, own)
         if width is None
-        else fit_columns(columns, own, width, full=full)
+        else fit_columns(columns, own, width, full=full, starts=starts[columns])
         for columns, own in joined.items()
     }
 

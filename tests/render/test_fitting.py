@@ -730,7 +730,7 @@ def test_short_names_share_a_line_above_the_figures() -> None:
     )
     configs = [f"b2-h8-{part}-fp16-layout=bshd" for part in ("s4096-d40", "sq4096-skv77-d40")]
     rows = [(f"Unet_0.Block_{at}", config, 7_440, at) for at, config in enumerate(configs)]
-    lines = fitted(columns, *rows, width=55)
+    lines = fitted(columns, *rows, width=57)
     assert lines[:1] == ["module          config"]
     assert [line for line in lines if "Unet" in line] == [
         f"Unet_0.Block_{at}  {config}" for at, config in enumerate(configs)
@@ -784,6 +784,32 @@ def test_a_column_that_distinguishes_rows_is_never_hidden() -> None:
     assert 2 not in fit_columns(columns, rows, 34).hidden
     alike = [(*row[:2], "decode", row[3]) for row in rows]
     assert 2 in fit_columns(columns, alike, 34).hidden
+
+
+def test_rows_of_different_tables_need_no_column_that_distinguishes_them() -> None:
+    """Bug: names of kernels were cut to show a grid that differed only between two tables."""
+    columns = (Column("k", "kernel", shrink=True), Column("g", "grid", importance="detail"))
+    tables = tuple(
+        Table(columns, (("flash_fwd_kernel", grid), ("convert_dq_kernel", "3,1,1")))
+        for grid in ("1,1,1", "2,1,1")
+    )
+    apart = Document("t/1", "t", (tables[0], Heading("Other"), tables[1]), (), ())
+    assert "1,1,1" not in render_table(apart, width=22, cut=True)
+    joined = Document("t/1", "t", (Table(columns, (*tables[0].rows, *tables[1].rows)),), (), ())
+    assert "1,1,1" in render_table(joined, width=22, cut=True)
+
+
+def test_the_name_behind_a_mark_is_cut_and_continued_like_other_names() -> None:
+    """Bug: a marked name lost its end, and its second line was not indented."""
+    name = "cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64"
+    cut = distinct_cuts([name], 34)[name]
+    assert cut.endswith("64x128x64")
+    assert distinct_cuts([f"- {name}", "attention", f"+ {name}"], 36) == {
+        f"- {name}": f"- {cut}",
+        f"+ {name}": f"+ {cut}",
+    }
+    lines = [*chunks(f"+ {name}", 40)]
+    assert lines[1].startswith("  ") and "".join(line[2:] for line in lines) == name
 
 
 def test_a_blank_cell_repeats_the_value_above() -> None:
