@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
 from profharness.attention.config import (
-    ALL_DISABLED,
     AUTO,
     SDPA_BACKENDS,
     in_usual_order,
@@ -22,7 +21,7 @@ from profharness.attention.config import (
 )
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, column, pick
-from profharness.commands._answers import cell_reason, not_run_notes
+from profharness.commands._answers import all_disabled_notes, cell_reason, not_run_notes
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format, emit
@@ -177,7 +176,6 @@ CELL_COLUMNS = (
     PREDICTED,
     *pick(CellRow, "peak_memory_bytes", "reason"),
 )
-NOT_RANKED = "not ranked, because it is another way to run cudnn and not a separate backend"
 LATENCY_COLUMNS = (
     *pick(CellRow, "config", "backend"),
     *pick(Latency),
@@ -452,8 +450,7 @@ def _run_blocks(
         if not bench:
             drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
             drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
-            if any(row.backend == ALL_DISABLED for row in evaluated.figures()):
-                drawn.append(Note(NOT_RANKED, ALL_DISABLED))
+            drawn += all_disabled_notes([row.backend for row in evaluated.figures()])
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
         drawn += _deeper(document.blocks)
@@ -656,11 +653,9 @@ def _latency_tables(
     for cell in cells:
         for each in latencies(cell):
             if each.measurement in measurements:
-                # The table of `bench` leaves the cells of unranked backends blank too.
-                regret = regrets.get((cell.config, cell.backend, each.measurement))
                 # Put the latency before `cell`, because `samples` shows the number of samples.
                 shown = {
-                    "regret": "" if regret is None else regret,
+                    "regret": regrets.get((cell.config, cell.backend, each.measurement)),
                     "measurement": ALIASES.get(each.measurement, each.measurement),
                 }
                 rows.append((shown, each, cell))
