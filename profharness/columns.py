@@ -58,6 +58,9 @@ SPEED_UP = (
 )
 """The meaning of each column of speed-ups."""
 
+VS_FASTEST = "time vs fastest"
+"""The title of each column with the time of a backend over that of the fastest, above 1 if slower."""
+
 column = functools.partial(Column, "")
 """Create a column for the annotation of a field. `columns_of` uses the field's name as the key."""
 

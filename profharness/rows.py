@@ -25,8 +25,14 @@ EVENT = "event"
 """A measurement of older runs, in which kernels could start before all work was queued."""
 HOST = "host"
 """Host time of an eager call. It is recorded together with EAGER and is not a latency."""
-MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
-"""Kinds of latency samples, in order of preference for ranking. WALL is for cells on a CPU."""
+MEASUREMENTS = (COLD, GRAPH, EVENT, KERNEL, EAGER, WALL)
+"""Kinds of latency samples. Backends and runs are compared by the first kind that all of them have.
+
+EVENT is behind GRAPH, because it includes part of the launch path, so that its medians differ
+between runs of the same code. WALL is for cells on a CPU.
+"""
+CALL_MEASUREMENTS = tuple(name for name in MEASUREMENTS if name != KERNEL)
+"""Measurements of whole calls, in the same order. KERNEL excludes the gaps between kernels."""
 HOSTED = (EAGER, HOST, WALL)
 """Measurements that include host time."""
 SHARED_CORES = (
@@ -43,11 +49,6 @@ GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """Measurements on a GPU."""
 ALIASES = {EVENT: COLD}
 """Maps the former name of a measurement to its current name."""
-CALL_MEASUREMENTS = (GRAPH, COLD, EVENT, EAGER, WALL)
-"""Measurements of whole calls, sorted by the included overhead, smallest first.
-
-KERNEL is missing here, because this measurement excludes the gaps between kernels.
-"""
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 """Names of hardware counters in ncu."""

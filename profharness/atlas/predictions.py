@@ -55,7 +55,7 @@ from profharness.attention.dispatch.machine import (
     require_known,
 )
 from profharness.attention.dispatch.predict import judge
-from profharness.columns import column
+from profharness.columns import VS_FASTEST, column
 from profharness.device_types import CPU, CUDA
 from profharness.devices import (
     Gpu,
@@ -525,7 +525,7 @@ class Predicted:
     regret: Annotated[
         float | None,
         column(
-            "vs fastest",
+            VS_FASTEST,
             "excess",
             importance="answer",
             meaning="how much longer `kernel_ns` is than `best_ns` (kernel_ns / best_ns - 1); "

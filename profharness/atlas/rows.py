@@ -20,7 +20,7 @@ from profharness.atlas.predictions import (
     timing_note,
 )
 from profharness.attention.config import Config, parse_config
-from profharness.columns import column
+from profharness.columns import VS_FASTEST, column
 from profharness.device_types import on_gpu
 from profharness.devices import Device, occupancy
 from profharness.rows import CellRow, KernelRow
@@ -197,7 +197,7 @@ class AtlasComparison:
     regret: Annotated[
         float | None,
         column(
-            "vs fastest",
+            VS_FASTEST,
             "excess",
             meaning="how much longer the backend takes than `best` in the atlas; tables show the "
             "ratio of the times",

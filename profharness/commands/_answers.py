@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from profharness.attention.config import in_usual_order
+from profharness.attention.config import ALL_DISABLED, in_usual_order
 from profharness.errors import counted, join_and
 from profharness.render.document import Note, status_note
 from profharness.rows import CellRow
@@ -18,6 +18,10 @@ WARM_KERNELS = (
     "kernels."
 )
 """What the times of kernels are, for kernels that were not run under ncu."""
+OF_ALL_DISABLED = (
+    "the legacy sdp_kernel with flash, efficient and math off, which leaves only cudnn, so it is "
+    "not ranked"
+)
 NOT_FAILED = ("ok", "refused", "unknown")
 
 
@@ -68,6 +72,12 @@ def not_run_notes(
         yield status_note(
             status, reason, backend, where="" if len(configs) == total else f" on {where}"
         )
+
+
+def all_disabled_notes(backends: Iterable[str | None]) -> Iterator[Note]:
+    """Yield a note on `all-disabled` if it is among the backends of a table."""
+    if ALL_DISABLED in backends:
+        yield Note(OF_ALL_DISABLED, ALL_DISABLED)
 
 
 def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:

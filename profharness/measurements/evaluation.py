@@ -27,7 +27,7 @@ from profharness.attention.config import (
 )
 from profharness.attention.costs import CONVENTIONS
 from profharness.attention.dispatch.advice import call_code
-from profharness.columns import column
+from profharness.columns import VS_FASTEST, column
 from profharness.device_types import CUDA, on_gpu
 from profharness.devices import Peaks
 from profharness.dtypes import CONFIG_DTYPES
@@ -232,7 +232,7 @@ class Loss:
     regret: Annotated[
         float,
         column(
-            "vs fastest",
+            VS_FASTEST,
             "excess",
             importance="answer",
             meaning="how much longer `auto` took than the fastest other backend with correct "

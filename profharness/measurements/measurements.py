@@ -23,7 +23,7 @@ from profharness.attention.config import (
     parse_config,
     pytorch_chooses,
 )
-from profharness.columns import SPEED_UP, column
+from profharness.columns import SPEED_UP, VS_FASTEST, column
 from profharness.devices import Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import counted, percent
@@ -202,7 +202,7 @@ BASES = {
     KERNEL: ("kernel times", "of profiled calls with warm caches"),
     EAGER: ("eager calls", "including the launch cost"),
     EVENT: ("cold calls", "timed by an older version of profharness"),
-    WALL: ("calls", "timed with the wall clock"),
+    WALL: ("wall-clock times", "of calls on the CPU"),
 }
 """Maps each measurement to the name of its samples in headings and sentences, and to what they include."""
 
@@ -216,11 +216,10 @@ def basis_text(measurement: str | None, *, conditions: bool = False) -> str:
     return f"{name} ({how})" if conditions and how else name
 
 
-def statistic_text(measurement: str | None) -> str:
-    """Return what the time of a cell is in `analyze`: a median of samples, or a mean of kernels."""
-    if measurement == KERNEL:
-        return f"mean {basis_text(KERNEL)}"
-    return f"medians of {basis_text(measurement)}"
+def compared_by(measurement: str | None) -> str:
+    """Return what a comparison is based on, such as `in cold calls` or `by kernel times`."""
+    name = basis_text(measurement)
+    return f"{'by' if name.endswith('times') else 'in'} {name}"
 
 
 def basis_detail(measurement: str | None) -> str:
@@ -331,7 +330,7 @@ class BenchRow:
     regret: Annotated[
         float | None,
         column(
-            "vs fastest",
+            VS_FASTEST,
             "excess",
             importance="answer",
             optional=True,

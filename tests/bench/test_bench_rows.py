@@ -369,8 +369,8 @@ def test_records_have_the_rows_keys_and_raw_adds_samples(tmp_path: Path) -> None
     assert tuple(each.name for each in fields(BenchRow)) == FIELDS
     told = json.loads(RENDERERS["json"](bench_document(found, raw=True)))
     assert told["schema"] == "profharness.bench/1"
-    assert [row["measurement"] for row in told["rows"]] == ["event", "graph"]
-    assert told["rows"][1]["samples_ns"] == steady(70_000)
+    assert [row["measurement"] for row in told["rows"]] == ["graph", "event"]
+    assert told["rows"][0]["samples_ns"] == steady(70_000)
     assert told["peaks"]["source"] == "data sheet"
     assert "samples_ns" not in json.loads(RENDERERS["json"](bench_document(found)))["rows"][0]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from profharness.cli import cli
+from profharness.commands._answers import OF_ALL_DISABLED
 from profharness.commands.analyze.answer import analyze_answer
 from profharness.store import ingest_path
 
@@ -48,8 +50,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ["20261121-165619-f5ef", "--config", "2,8,512,64"],
-            "cudnn, the fastest backend of b2-h8-s512-d64-fp16 by kernel times (8.22 µs per call), is limited by too "
-            "few thread blocks to fill the GPU. Batch more sequences or heads into one call, or use a "
+            "cudnn, the fastest backend of b2-h8-s512-d64-fp16 in CUDA-graph replays "
+            "(9.96 µs per call), is limited by too few thread blocks to fill the "
+            "GPU. Batch more sequences or heads into one call, or use a "
             "kernel with smaller query tiles: at most 2.06 times as fast.",
         ),
         (
@@ -158,12 +161,12 @@ def test_a_remedy_of_several_cells_has_the_range_of_its_gains_and_their_basis(st
     text = " ".join(CliRunner().invoke(cli, forced).stdout.split())
     assert (
         "In 3 of the 5 cells limited by latency (flash on 1 config; efficient on 2 configs), use cudnn, with "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION): measured 1.55 to 3.57 times "
-        "as fast (mean kernel times)." in text
+        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION): measured 1.37 to 3.37 times "
+        "as fast (CUDA-graph replays)." in text
     )
     text = " ".join(CliRunner().invoke(cli, given).stdout.split())
     assert (
-        "Measured 1.55 to 24.8 times as fast (mean kernel times). Applies to 8 cells: flash and math "
+        "Measured 1.37 to 23.1 times as fast (CUDA-graph replays). Applies to 8 cells: flash and math "
         "on 3 configs each; efficient on 2 configs." in text
     )
 
@@ -191,8 +194,57 @@ def test_outputs_with_rates_name_their_basis(store: Path) -> None:
     ingest_path(store, TRACES / "h200-torch2.11")
     for command, basis in (
         ("analyze", "rates of kernel times"),
-        ("bench", "Medians of 30 cold calls"),
+        ("bench", "Medians of 30 CUDA-graph replays"),
     ):
         given = [command, "h200-torch2.11", "--store", str(store)]
         text = " ".join(CliRunner().invoke(cli, given, env={"COLUMNS": "80"}).stdout.split())
         assert basis in text
+
+
+def test_the_answer_names_both_of_two_configs(store: Path) -> None:
+    """Bug: the answer was about the first config only, and had no remedy."""
+    ingest_path(store, TRACES / "serving_bench")
+    given = ["analyze", "serving_bench", "--store", str(store)]
+    answer, *_ = CliRunner().invoke(cli, given, env={"COLUMNS": "80"}).stdout.split("\n\n")
+    text = " ".join(answer.split())
+    for config in ("s362-d128-bf16-causal-page=16", "sq1-skv364-d128-bf16-page=16"):
+        assert f"the fastest backend of b4-h32-kv8-{config} by kernel times" in text
+    assert "Batch more sequences into one call" in text
+
+
+def test_commands_give_one_ratio_for_two_backends(store: Path) -> None:
+    """Bug: three ratios of one pair in one run: 1.37 (graph), 1.47 (cold) and 1.55 (kernel)."""
+    ingest_path(store, TRACES / "h200-torch2.11")
+    config = ["--config", "2,8,512,64", "--store", str(store)]
+    of_run = ["h200-torch2.11", *config, "--backend", "flash,cudnn"]
+    for words, expected in (
+        (["diff", "h200-torch2.11:flash", "h200-torch2.11:cudnn", *config], "1.37 times as fast"),
+        (["analyze", *of_run], "Measured 1.37 times as fast (CUDA-graph replays)."),
+        (["bench", *of_run], "1.37x"),
+    ):
+        text = " ".join(CliRunner().invoke(cli, words, env={"COLUMNS": "80"}).stdout.split())
+        assert expected in text and ("replays" in text or words[0] == "bench"), words
+
+
+@pytest.mark.parametrize("command", ["kernels", "analyze", "bench"])
+def test_tables_explain_all_disabled(store: Path, command: str) -> None:
+    """Bug: only `bench` and `report` said what this row is, in different words."""
+    ingest_path(store, TRACES / "h200-torch2.11")
+    given = [command, "h200-torch2.11", "--config", "2,8,512,64", "--store", str(store)]
+    text = " ".join(CliRunner().invoke(cli, given, env={"COLUMNS": "80"}).stdout.split())
+    assert text.count(OF_ALL_DISABLED) == 1
+
+
+def test_bench_notes_are_few_and_missing_values_are_dashes(store: Path) -> None:
+    """Bugs: 11 lines of notes, mostly on the machine, and blank cells of refused backends."""
+    for run in ("serving_bench", "h200-torch2.11"):
+        ingest_path(store, TRACES / run)
+    given = ["bench", "serving_bench", "--store", str(store)]
+    text = CliRunner().invoke(cli, given, env={"COLUMNS": "80"}).stdout
+    notes = text.partition("\nNotes\n")[2].splitlines()
+    assert len(notes) <= 8 and not any("driver" in line for line in notes)
+    assert "driver 580" in " ".join(CliRunner().invoke(cli, [*given, "--full"]).stdout.split())
+    given = ["bench", "h200-torch2.11", "--store", str(store)]
+    text = CliRunner().invoke(cli, given, env={"COLUMNS": "80"}).stdout
+    assert re.search(r" efficient +refused( +-)+$", text.replace(" \n", "\n"), re.MULTILINE)
+    assert re.search(r" flash +ok +13.4", text, re.MULTILINE)

@@ -104,7 +104,20 @@ def test_fused_against_math_is_one_composite_row() -> None:
     assert not backward["grad_init"].changed
 
 
-def test_call_row_prefers_graph_then_event() -> None:
+def test_calls_are_compared_in_the_order_of_bench() -> None:
+    """Bug: `bench` compared cold calls, and `diff` CUDA-graph replays of the same two backends."""
+    samples = {"cold": SLOW, "graph": FAST}
+    base = cell(SQUARE, "flash", samples=samples)
+    cand = cell(SQUARE, "cudnn", samples={"cold": FAST, "graph": SLOW})
+    diff = diff_cells(side("flash", cells=(base,)), side("cudnn", cells=(cand,)))
+    assert (one(diff, SQUARE, "call").basis, one(diff, SQUARE, "call").verdict) == (
+        "cold",
+        "faster",
+    )
+
+
+def test_a_call_row_prefers_graph_to_event() -> None:
+    """Medians of `event` differ between equal runs, because they include part of the launch path."""
     both = {"event": SLOW, "graph": FAST}
     base = cell(SQUARE, "flash", samples=both, peak_memory_bytes=100)
     cand = cell(SQUARE, "cudnn", samples={"event": FAST, "graph": SLOW}, peak_memory_bytes=90)

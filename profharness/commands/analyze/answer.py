@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from profharness.attention.config import ALL_DISABLED, AUTO, OWN_CHOICE, pytorch_chooses
-from profharness.commands.analyze.figures import PREDICTED, CellAnalysis, Remedy
+from profharness.commands.analyze.figures import (
+    FASTER,
+    PREDICTED,
+    CellAnalysis,
+    Remedy,
+    common_basis,
+)
 from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
-from profharness.measurements.measurements import basis_text, statistic_text
+from profharness.measurements.measurements import basis_text, compared_by
 from profharness.program.layer_map import short_module
 from profharness.units import as_fast, time_text
 
@@ -43,10 +50,16 @@ def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
         if busy:
             return busy
         return ("Nothing to analyze: no backend produced usable results for these configs.",)
-    if ran[0].module is None and len({each.config for each in ran}) >= MANY:
+    if ran[0].module is not None:
+        # analyze_program returns the longest calls first.
+        return (*_of_one(ran[0], None, ran), *busy)
+    configs = dict.fromkeys(each.config for each in ran)
+    if len(configs) >= MANY:
         without = "" if len(ran) == len(usable) else f", without {ALL_DISABLED}"
         return (*_of_all(ran, without), *busy)
-    return (*_of_one(_chosen(ran), ran), *busy)
+    of_each = [[each for each in ran if each.config == config] for config in configs]
+    texts = chain.from_iterable(_of_one(*_fastest(own), own) for own in of_each)
+    return (*dict.fromkeys(texts), *busy)
 
 
 def _unusable(busy: Sequence[CellAnalysis], ran: Sequence[CellAnalysis]) -> tuple[str, ...]:
@@ -62,31 +75,33 @@ def _unusable(busy: Sequence[CellAnalysis], ran: Sequence[CellAnalysis]) -> tupl
     )
 
 
-def _chosen(ran: Sequence[CellAnalysis]) -> CellAnalysis:
-    """Return the calls of a program that take most time in all, or the fastest backend of a config."""
-    if ran[0].module is not None:
-        return ran[0]  # analyze_program returns the longest calls first
-    named = [each for each in ran if not pytorch_chooses(each.backend)] or list(ran)
-    own = [each for each in named if each.config == named[0].config]
-    # Times of different measurements cannot be compared.
-    basis = Counter(each.figures.basis for each in own if each.figures).most_common(1)[0][0]
-    alike = [each for each in own if each.figures and each.figures.basis == basis and _time(each)]
-    return min(alike or own, key=lambda each: _time(each) or 0)
+def _fastest(own: Sequence[CellAnalysis]) -> tuple[CellAnalysis, str | None]:
+    """Return the fastest backend of a config, and the measurement that all backends have.
+
+    A setting such as `auto` is the fastest only if the backend that it ran has no cell.
+    """
+    basis = common_basis([each.figures for each in own if each.figures])
+
+    def time(each: CellAnalysis) -> float:
+        return (each.figures and basis and each.figures.time_of(basis)) or math.inf
+
+    named = [each for each in own if not pytorch_chooses(each.backend)] or own
+    first, best = min(own, key=time), min(named, key=time)
+    return (first if time(first) * FASTER < time(best) else best), basis
 
 
-def _time(analysis: CellAnalysis) -> float | None:
-    return analysis.figures.duration_ns if analysis.figures else None
+def _of_one(cell: CellAnalysis, basis: str | None, own: Sequence[CellAnalysis]) -> Iterator[str]:
+    """Yield sentences on the bottleneck of one of several cells, and its first remedy.
 
-
-def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
-    name, time = cell.backend, _time(cell)
+    `basis` is the measurement by which the cell is the fastest.
+    """
+    figures, name = cell.figures, cell.backend
+    time = figures and (figures.time_of(basis) if basis else figures.duration_ns)
     took = f" ({time_text(time)} per call)" if time else ""
-    backends = {each.backend for each in ran if each.config == cell.config}
     if cell.module is not None:
         subject = f"{short_module(cell.module)} on {name}{took}"
-    elif len(backends.difference(OWN_CHOICE)) > 1:
-        by = basis_text(cell.figures.basis) if cell.figures else ""
-        subject = f"{name}, the fastest backend of {cell.config.label} by {by}{took},"
+    elif basis and len({each.backend for each in own}.difference(OWN_CHOICE)) > 1:
+        subject = f"{name}, the fastest backend of {cell.config.label} {compared_by(basis)}{took},"
     else:
         subject = f"{name} on {cell.config.label}{took}"
     subject = subject[0].upper() + subject[1:] if subject.startswith("the ") else subject
@@ -95,7 +110,6 @@ def _of_one(cell: CellAnalysis, ran: Sequence[CellAnalysis]) -> Iterator[str]:
     else:
         yield f"These measurements show no bottleneck for {subject.removesuffix(',')}."
     # The change to the costliest call that has one, as in `layers`.
-    own = [one for one in ran if one.module is not None or one.config == cell.config]
     changes = [each for one in own for each in one.remedies if each.grade == PREDICTED]
     others = [each for each in cell.remedies if each.grade != PREDICTED]
     for remedy in (*changes[:1], *others[:1]):
@@ -191,7 +205,7 @@ def _remedy(alike: Sequence[Remedy]) -> str:
 
 
 def gain_text(alike: Sequence[Remedy]) -> str:
-    """Return the gain of equal remedies: `measured 1.37 to 3.37 times as fast (medians of …)`.
+    """Return the gain of equal remedies: `measured 1.37 to 3.37 times as fast (cold calls)`.
 
     Return "" if the gain is unknown, or if the texts contain it. An upper bound of several cells is
     the largest one.
@@ -204,5 +218,5 @@ def gain_text(alike: Sequence[Remedy]) -> str:
     low, high = factors[0], factors[-1]
     if not all(remedy.measured for remedy in alike):
         return f"at most {as_fast(high)}"
-    bases = join_and([*dict.fromkeys(statistic_text(remedy.basis) for remedy in alike)])
+    bases = join_and([*dict.fromkeys(basis_text(remedy.basis) for remedy in alike)])
     return f"measured {as_fast(low, most=high)} ({bases})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,12 +16,12 @@ from profharness.attention.dispatch.by_rule import short_reason
 from profharness.commands._output import hint, is_command_line
 from profharness.commands.analyze.changes import config_changes, program_changes, with_change
 from profharness.commands.analyze.figures import (
+    FASTER,
     SEVERITIES,
     CellAnalysis,
     Evidence,
     Finding,
     RunMachine,
-    call_kernels_ns,
     cell_figures,
     kernel_figures,
     main_kernel,
@@ -37,7 +37,7 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import backend_that_ran, is_another, times_of_auto
-from profharness.measurements.measurements import busy_text, statistic_text, usable_times
+from profharness.measurements.measurements import basis_text, busy_text, usable_times
 from profharness.program.layer_map import (
     actual_backend,
     find_layers,
@@ -49,8 +49,7 @@ from profharness.program.layer_map import (
 from profharness.program.phases import Work, described_calls, mean_work
 from profharness.program.roles import AUTOGRAD, split_passes
 from profharness.rows import (
-    CALL_MEASUREMENTS,
-    KERNEL,
+    MEASUREMENTS,
     TORCH,
     CallKernel,
     CallRow,
@@ -60,7 +59,6 @@ from profharness.rows import (
 from profharness.store import ALL_RUNS, Need, Selection, open_store
 from profharness.units import as_long, time_text
 
-FASTER = 1.1  # A backend is reported as faster if it is more than this many times faster.
 MEASURE = "measure"
 ANALYZED: tuple[Need, ...] = (
     "kernels of configs",
@@ -87,15 +85,13 @@ def analyze_cell(
     others: Sequence[CellRow] = (),
     *,
     eager: bool = False,
-    kernels_ns: Mapping[str, float] | None = None,
     exact: tuple[int, int] | None = None,
 ) -> CellAnalysis:
     """Analyze one cell, given its kernel rows from all profilers.
 
     `others` contains the cells of the same config and run that may be recommended as faster.
-    `kernels_ns` maps the ids of cells to the mean time of the kernels of a call, if known. Set
-    `eager` for attention that a program implements in Python. Its matrix products and softmax use
-    the same kernels as PyTorch's math backend. `exact` is that of `cell_figures`. A cell whose
+    Set `eager` for attention that a program implements in Python. Its matrix products and softmax
+    use the same kernels as PyTorch's math backend. `exact` is that of `cell_figures`. A cell whose
     times are all unusable has no findings.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
@@ -123,7 +119,7 @@ def analyze_cell(
         return analysis
     rules = EAGER_RULES if eager else RULES
     findings = [finding for rule in rules for finding in rule(analysis, figures)]
-    findings += _faster(usable, others, kernels_ns or {})
+    findings += _faster(usable, others)
     # Reversed, because a dict keeps the last value of a key, and the first finding should win.
     by_code = {finding.code: finding for finding in reversed(findings)}
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -152,11 +148,6 @@ def analyze_all(
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
         by_cell.setdefault(row.cell, []).append(row)
-    kernels_ns = {
-        cell.cell: time
-        for cell in (cells if rivals is None else (*cells, *rivals))
-        if (time := _kernels_ns(cell, by_cell.get(cell.cell, []), machine))
-    }
     ranked: dict[str, list[CellRow]] = {}
     for cell in cells if rivals is None else rivals:
         excluded = pytorch_chooses(cell.backend) or (cell.config, cell.backend) in wrong
@@ -169,7 +160,6 @@ def analyze_all(
                 by_cell.get(cell.cell, []),
                 machine,
                 ranked.get(cell.config, []),
-                kernels_ns=kernels_ns,
             ),
             wrong=(cell.config, cell.backend) in wrong,
         )
@@ -177,51 +167,39 @@ def analyze_all(
     ]
 
 
-def _kernels_ns(cell: CellRow, rows: Sequence[KernelRow], machine: RunMachine) -> float | None:
-    """Return the mean time of the kernels of a call, or None if it is unknown."""
-    return call_kernels_ns(kernel_figures(rows, machine, cell.iterations)) if rows else None
-
-
-def _faster(
-    cell: CellRow, others: Sequence[CellRow], kernels_ns: Mapping[str, float]
-) -> list[Finding]:
+def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     """Return a finding that recommends the fastest other backend.
 
-    The gain is the ratio of two times in the table of the cells: of kernel times if these are
-    known, otherwise of the medians of calls. The list is empty if the samples of calls do not show
-    that this backend is faster, or if the cell already ran it.
+    The gain is the ratio of two medians of the first measurement that all backends have, as in
+    `bench` and `diff`. The list is empty if the samples do not show that this backend is faster, or
+    if the cell already ran it.
     """
     rivals = [rival for rival in others if rival.backend != cell.backend and rival.samples]
     # All backends must be compared by one measurement, because an eager call includes CPU time that
     # the replay of a CUDA graph does not.
     common = (
-        name
-        for name in CALL_MEASUREMENTS
-        if all(each.samples.get(name) for each in (cell, *rivals))
+        name for name in MEASUREMENTS if all(each.samples.get(name) for each in (cell, *rivals))
     )
-    name = next(common, None)
-    if name is None or not rivals:
+    basis = next(common, None)
+    if basis is None or not rivals:
         return []
-    basis, times = name, {each.backend: median(each.samples[name]) for each in (cell, *rivals)}
-    if all(each.cell in kernels_ns for each in (cell, *rivals)):
-        basis = KERNEL
-        times = {each.backend: kernels_ns[each.cell] for each in (cell, *rivals)}
+    times = {each.backend: median(each.samples[basis]) for each in (cell, *rivals)}
     best = min(rivals, key=lambda rival: times[rival.backend])
     mine, least = times[cell.backend], times[best.backend]
     if least * FASTER >= mine or least <= 0 or not is_another(best.backend, cell):
         return []
-    if stats.compare(best.samples[name], cell.samples[name]).verdict != "slower":
+    if stats.compare(best.samples[basis], cell.samples[basis]).verdict != "slower":
         return []
-    factor = mine / least
+    factor, source = mine / least, f"medians of {basis_text(basis)}"
     return [
         measured(
             "faster_backend",
             f"{best.backend} takes {time_text(least)} for the same config, and {cell.backend} takes "
-            f"{as_long(factor)} ({statistic_text(basis)}).",
+            f"{as_long(factor)} ({source}).",
             "major" if factor >= 1.5 else "minor",
             Evidence("fastest backend", best.backend, "", f"{basis} times of this run"),
-            us(f"{best.backend} {basis} time", least, statistic_text(basis)),
-            us(f"{cell.backend} {basis} time", mine, statistic_text(basis)),
+            us(f"{best.backend} {basis} time", least, source),
+            us(f"{cell.backend} {basis} time", mine, source),
             factor=factor,
             basis=basis,
         )

@@ -44,6 +44,7 @@ from profharness.rows import (
     HOST,
     KERNEL,
     LAUNCH_PROFILERS,
+    MEASUREMENTS,
     WALL,
     CellRow,
     KernelRow,
@@ -54,6 +55,7 @@ from profharness.traces.kernel_names import parse_kernel_name
 MEASURED = "measured"  # from a counter or a timing
 DERIVED = "derived"  # from a formula or a launch configuration
 PREDICTED = "predicted"  # from the dispatch rules and the atlas, as in `layers`; only for remedies
+FASTER = 1.1  # A backend is reported as faster if it is more than this many times faster.
 SEVERITIES = ("major", "minor", "note")
 
 
@@ -322,6 +324,21 @@ class Figures:
     ncu_ns: float | None = None  # time of the kernels of a call under ncu, with cold caches
     past_l1: bool = False  # l1_bytes is incomplete, because a kernel bypassed the L1 by TMA copies
 
+    def time_of(self, measurement: str) -> float | None:
+        """Return the time of a call by one of the MEASUREMENTS, or None if it is unknown."""
+        time: float | None = getattr(self, TIMES.get(measurement, f"{measurement}_ns"))
+        return time
+
+
+TIMES = {KERNEL: "kernels_ns"}
+"""Maps a measurement to the field of Figures with its time. The others are `cold_ns` and so on."""
+
+
+def common_basis(cells: Sequence[Figures]) -> str | None:
+    """Return the first measurement that all cells have, by which `bench` and `diff` compare too."""
+    names = (name for name in MEASUREMENTS if all(each.time_of(name) for each in cells))
+    return next(names, None)
+
 
 @dataclass(frozen=True, slots=True)
 class CellAnalysis:
@@ -357,6 +374,12 @@ class CellAnalysis:
     # why PyTorch refused the config, in short; `message` has PyTorch's own words
     short_reason: str = ""
     lengths: str = ""  # a sentence about the lengths in the config, if they are mean lengths
+
+    @property
+    def parts(self) -> str:
+        """What the call consists of: a kernel or, on a CPU, an op."""
+        on_device = any(kernel.blocks is not None for kernel in self.kernels)
+        return "kernel" if on_device or not self.kernels else "op"
 
     @property
     def l2_size(self) -> int | None:

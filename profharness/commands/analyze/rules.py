@@ -241,7 +241,7 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     ]
     text = (
         f"The score matrix is written to memory and read back. It takes {memory_text(matrix)}; the "
-        f"unfused kernels move at least {memory_text(by_phases)}"
+        f"unfused {cell.parts}s move at least {memory_text(by_phases)}"
     )
     finding = derived
     if figures.dram_bytes is not None:
@@ -253,7 +253,7 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         evidence.append(in_bytes("peak memory", figures.peak_memory_bytes, "allocator"))
     text += (
         f", and fused attention would move {memory_text(figures.compulsory_bytes)}. {percent(outside, 1)} of "
-        "the kernel time is not spent on matrix products."
+        f"the {cell.parts} time is not spent on matrix products."
     )
     severity = _severity(by_phases / figures.compulsory_bytes, 2)
     copies = [phase for phase in cell.phases if phase.name in (REPEAT, CASTS)]
@@ -264,7 +264,7 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
             "input_copies",
             (
                 f"Before the matrix products, math copies the inputs ({what}). These copies account for "
-                f"{memory_text(copied)} of the {memory_text(by_phases)} that its kernels move. One score matrix "
+                f"{memory_text(copied)} of the {memory_text(by_phases)} that its {cell.parts}s move. One score matrix "
                 f"takes {memory_text(matrix)}; fused attention would move "
                 f"{memory_text(figures.compulsory_bytes)} in total."
             ),
@@ -350,8 +350,8 @@ def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     kernels, part, time_ns = _time_of(copies, *COPIES)
     if part >= HELPERS_MINOR and any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
         text = (
-            f"Copies before and after the attention kernel take {percent(part, 1)} of the kernel time "
-            f"({time_text(time_ns)}): {', '.join(sorted(set(kernels)))}"
+            f"Copies before and after the attention kernel take {percent(part, 1)} of the "
+            f"{cell.parts} time ({time_text(time_ns)}): {', '.join(sorted(set(kernels)))}"
         )
         dims = (cell.config.head_dim, cell.config.value_dim)
         if any(dim % 8 for dim in dims):

@@ -10,10 +10,15 @@ from typing import Annotated, TypeVar
 from profharness.attention.config import Config, pytorch_chooses
 from profharness.columns import column
 from profharness.commands._answers import NUMBER, merged_text
-from profharness.commands.analyze.figures import CellAnalysis, Figures, Finding, Remedy
+from profharness.commands.analyze.figures import (
+    CellAnalysis,
+    Figures,
+    Finding,
+    Remedy,
+    common_basis,
+)
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import contenders
-from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 from profharness.units import memory_text, time_text
 
 SEVERAL = 2  # A finding is printed once for all its configs if there are at least this many.
@@ -162,12 +167,9 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
         for (run, config), group in groups.items():
             if holds(config):
                 timed = {name: figures for name, figures in group.items() if figures.basis}
-                # Compare by the first measurement that all backends have.
-                for name in (GRAPH, COLD, EVENT, EAGER, WALL):
-                    times = _values(timed, f"{name}_ns")
-                    if len(times) == len(timed):
-                        made += _choice(scenario, run, config, name, times)
-                        break
+                if basis := common_basis([*timed.values()]):
+                    times = {name: each.time_of(basis) or 0 for name, each in timed.items()}
+                    made += _choice(scenario, run, config, basis, times)
     for (run, config), group in groups.items():
         peaks = _values(group, "peak_memory_bytes")
         made += _choice(LITTLE_MEMORY, run, config, "peak memory", peaks)

@@ -9,7 +9,7 @@ from typing import Any
 
 from profharness.attention.config import Config
 from profharness.columns import Column, pick
-from profharness.commands._answers import NUMBER, merged_text
+from profharness.commands._answers import NUMBER, all_disabled_notes, merged_text
 from profharness.commands.analyze.answer import LIMITS, analyze_answer, gain_text
 from profharness.commands.analyze.figures import (
     FIELDS,
@@ -122,6 +122,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     for name, group in sweeps:
         if full or len(group) >= SWEPT:
             blocks += _sweep_blocks(name, group, full=full)
+    blocks += all_disabled_notes([each.backend for each in analyses if each.figures])
     blocks += map(Note, dict.fromkeys(each.lengths for each in analyses if each.lengths))
     blocks += [*_changed_problems(analyses), *_sweep_charts(sweeps), *_rooflines(analyses)]
     blocks += _peak_notes(known, analyses, full=full) if analyses else ()
@@ -282,7 +283,7 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
     return shown, analysis, analysis.figures, analysis.main
 
 
-def common_basis(cells: Iterable[CellAnalysis]) -> str | None:
+def rates_basis(cells: Iterable[CellAnalysis]) -> str | None:
     """Return the measurement of the times of all cells, or None if there are several."""
     bases = {each.figures.basis for each in cells if each.figures and not each.busy}
     return bases.pop() if len(bases) == 1 else None
@@ -294,7 +295,7 @@ def _detail(cells: Sequence[CellAnalysis], *, full: bool = False) -> str:
     If there are several runs or bases, leave them out.
     """
     contexts = {each.machine.context(full=full) for each in cells}
-    basis = common_basis(cells)
+    basis = rates_basis(cells)
     parts = [
         *(contexts if len(contexts) == 1 else ()),
         f"rates of {basis_text(basis)}" if basis else "",
@@ -306,7 +307,7 @@ def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> 
     """Yield the table of the bottlenecks and rates of cells, if any cell has figures."""
     module, *others = COLUMNS
     columns = (module, *((CONFIG,) if with_config else ()), *others)
-    basis = common_basis(cells)
+    basis = rates_basis(cells)
     if basis is not None:  # The heading names it.
         columns = tuple(each for each in columns if each.key != "basis")
     if basis == KERNEL:
@@ -315,7 +316,8 @@ def _cell_table(cells: Sequence[CellAnalysis], *, with_config: bool = False) -> 
             replace(each, title="mean µs/call") if each.key == "duration_ns" else each
             for each in columns
         )
-    if rows := [_row_parts(analysis) for analysis in cells if analysis.figures]:
+    shown = [each for each in cells if each.figures]
+    if rows := [*map(_row_parts, shown)]:
         yield Table.of(filled_columns(columns, rows), rows)
 
 

@@ -13,7 +13,13 @@ from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
-from profharness.commands._answers import NUMBER, cell_reason, merged_text, not_run_notes
+from profharness.commands._answers import (
+    NUMBER,
+    all_disabled_notes,
+    cell_reason,
+    merged_text,
+    not_run_notes,
+)
 from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
@@ -47,6 +53,7 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
+    More,
     Note,
     Roof,
     Table,
@@ -161,7 +168,7 @@ COUNTED = {
 """Maps each way to count FLOPs to a sentence on it."""
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
-VERIFIED = {True: "yes", False: "WRONG", None: ""}
+VERIFIED = {True: "yes", False: "WRONG", None: None}
 LOG_LINES = 6
 """The maximum number of lines of compiler output that are shown for a failed cell."""
 RATIOS = ("speedup", "regret", "efficiency")
@@ -209,7 +216,8 @@ def bench_document(
 
     If `explain` is set, the document lists every reason for a refusal. If `raw` is set, the records
     contain the samples. If `charts` is not set, the document has no charts. The means, the standard
-    deviations and the differences between processes are shown only if `full` is set.
+    deviations, the differences between processes, the protocol and the machine are shown only if
+    `full` is set.
     """
     environment = answer.environment
     change, other_changes = summarize_changes(changes_of(answer))
@@ -226,7 +234,7 @@ def bench_document(
         Heading("Notes"),
         *(Note(text, AUTO) for text in noise_of_auto(answer.sound_losses())),
         *_legend(answer, full),
-        Note(_measured(answer), "measured"),
+        Note(_measured(answer), "measured") if full else More("how the times were measured"),
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain=explain, full=full),
@@ -325,23 +333,24 @@ def _legend(answer: BenchResult, full: bool) -> Iterator[Note]:
     yield Note(text, "median")
     if len(trusted := [name for name in TRUST if name in measured]) > 1:
         yield Note(" ".join(TRUST[name] for name in trusted), "measurements")
-    if any(row.backend == ALL_DISABLED for row in answer.rows):
-        text = (
-            "the legacy sdp_kernel context disables flash, efficient and math, which leaves only "
-            "cudnn; it is not ranked, because it is not a separate backend"
-        )
-        yield Note(text, ALL_DISABLED)
+    yield from all_disabled_notes([row.backend for row in answer.rows])
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)
+    if full:
+        yield _rates(answer)
+    named = answer.figures() if answer.baseline is not None else ()
+    if baselines := dict.fromkeys(str(row.baseline) for row in named if row.baseline):
+        yield Note(f"relative to {'; '.join(baselines)}", "speed-up")
+
+
+def _rates(answer: BenchResult) -> Note:
+    """Return a note on how the rates are computed, and on the peaks that they are compared with."""
     ceiling = "The efficiency is unknown, because the peaks of this device are unknown."
     if peaks := answer.peaks:
         against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
         which = "; ".join(against) or f"{peaks.source} of {peaks.device}"
         ceiling = f"% of roofline is relative to the peak that limits a config first: {which}."
-    yield Note(f"{COUNTED[answer.convention]} {ceiling}", "rates")
-    named = answer.figures() if answer.baseline is not None else ()
-    if baselines := dict.fromkeys(str(row.baseline) for row in named if row.baseline):
-        yield Note(f"relative to {'; '.join(baselines)}", "speed-up")
+    return Note(f"{COUNTED[answer.convention]} {ceiling}", "rates")
 
 
 def _sample_counts(answer: BenchResult) -> str:
@@ -372,9 +381,9 @@ def _main_table(answer: BenchResult, full: bool) -> Table:
 
     The line of a cell without samples shows only its status.
     """
-    medians: dict[tuple[str, str], dict[str, float | str | None]] = {}
+    medians: dict[tuple[str, str], dict[str, float | None]] = {}
     for row in answer.rows:
-        own = medians.setdefault((row.config, row.backend), dict.fromkeys(BESIDE, ""))
+        own = medians.setdefault((row.config, row.backend), dict.fromkeys(BESIDE))
         if row.measurement != answer.ranking:
             own[str(row.measurement)] = row.median_ns
         if row.host_ns:
@@ -388,24 +397,29 @@ def _main_table(answer: BenchResult, full: bool) -> Table:
     ranked = answer.ranking_rows()
     fastest = {row.config: (row.config, row.backend) for row in ranked if row.regret == 0}
     sound = Counter(row.config for row in answer.figures() if row.ranked and not row.busy)
+    all_ran = all(row.median_ns is not None for row in ranked)
     lines: list[tuple[Any, ...]] = []
     for row in ranked:
         cell = row.config, row.backend
         if row.median_ns is None:
-            empty = dict.fromkeys((column.key for column in COLUMNS), "")
+            empty = dict.fromkeys(column.key for column in COLUMNS)
             values = {name: getattr(row, name) for name in ("config", "backend", "status")}
-            lines.append((empty | values,))
+            lines.append((empty | values | {"mark": ""},))
             continue
-        values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
+        values = {
+            "status": None if all_ran else row.status,
+            "verified": VERIFIED[row.verified],
+            **medians[cell],
+        }
         values["mark"] = " ".join(numbers.get(cell, ()))
         baseline = tuple(str(row.baseline).split(" "))
         if busy & {cell, fastest.get(row.config), (row.config, str(row.baseline)), baseline}:
-            values |= dict.fromkeys(RATIOS, "")
+            values |= dict.fromkeys(RATIOS)
         if sound[row.config] < 2 or row.backend == ALL_DISABLED:
-            values["regret"] = ""
+            values["regret"] = None
         # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
         if len(batches) < 2:
-            values["sequences_per_s"] = ""
+            values["sequences_per_s"] = None
         lines.append((values, row))
     columns = [each for each in _columns(answer) if full or each.key not in ONLY_FULL]
     if not answer.figures():

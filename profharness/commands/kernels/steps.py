@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.costs import copy_bytes, matrix_bytes, tensor_bytes
-from profharness.columns import Column, column, columns_of, pick
-from profharness.commands._answers import cell_reason
+from profharness.columns import VS_FASTEST, Column, column, columns_of, pick
+from profharness.commands._answers import all_disabled_notes, cell_reason
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.device_types import CPU, CUDA
 from profharness.measurements.agreement import backend_of_op
+from profharness.measurements.measurements import contenders
 from profharness.program.roles import (
     MATH_OP,
     assign_roles,
@@ -207,7 +208,7 @@ class CallFigures:
     vs_fastest: Annotated[
         float | None,
         column(
-            "vs fastest",
+            VS_FASTEST,
             "ratio",
             importance="answer",
             meaning="the backend's time divided by the fastest backend's time",
@@ -348,9 +349,15 @@ def _compare_calls(
         for cell, row in figures.items()
     }
     timed = {cell: time for cell, time in basis.items() if time}
-    least, most = min(timed.values(), default=0), max(timed.values(), default=0)
+    most = max(timed.values(), default=0)
+    ranked = contenders({row.backend for row in figures.values()})
+    least = min((timed[cell] for cell in timed if figures[cell].backend in ranked), default=0)
     return {
-        cell: replace(row, speedup=most / timed[cell], vs_fastest=timed[cell] / least)
+        cell: replace(
+            row,
+            speedup=most / timed[cell],
+            vs_fastest=timed[cell] / least if least and row.backend in ranked else None,
+        )
         if cell in timed
         else row
         for cell, row in figures.items()
@@ -430,6 +437,7 @@ def steps_document(
             Note("a breakdown requires the cells of a captured run, but this trace has no cells")
         )
     if figures_of:
+        blocks += all_disabled_notes([row.backend for own in figures_of.values() for row in own])
         blocks += _explanations(cells, [*figures_of.values()])
     answer = (*kernels_answer(rows, cells), *_of_call(figures_of))
     return Document(SCHEMA, "Steps", tuple(blocks), FIELDS, tuple(records), answer=answer)
@@ -481,7 +489,7 @@ def _explanations(
         )
     if any(WALL in cell.samples for cell in cells):
         yield Note(
-            'The column "vs fastest" compares the wall-clock time of each backend with that of the '
+            f'The column "{VS_FASTEST}" compares the wall-clock time of each backend with that of the '
             "fastest backend."
         )
         return
@@ -489,7 +497,7 @@ def _explanations(
     if any(EAGER in cell.samples for cell in cells):
         parts += [f"{WAITING} is eager minus graph", f"{REFILL} is cold minus graph"]
     text = (
-        'The column "vs fastest" compares the kernel time of each backend with that of the fastest '
+        f'The column "{VS_FASTEST}" compares the kernel time of each backend with that of the fastest '
         "backend; "
         f"{', '.join(parts)}."
     )

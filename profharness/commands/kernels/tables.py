@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
-from profharness.commands._answers import WARM_KERNELS, cell_reason
+from profharness.commands._answers import WARM_KERNELS, all_disabled_notes, cell_reason
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
@@ -267,6 +267,7 @@ def kernels_document(
             for cell in beside
         )
         blocks += merged_notes(chain.from_iterable(notes))
+    blocks += all_disabled_notes([row.backend for row in shown])
     if full:
         from profharness.commands.kernels.sources import source_notes  # only --full needs it
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from profharness import stats
 from profharness.atlas.rows import AtlasComparison, against
 from profharness.attention.config import (
-    ALL_DISABLED,
     AUTO,
     SDPA_BACKENDS,
     in_usual_order,
@@ -22,7 +21,7 @@ from profharness.attention.config import (
 )
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, column, pick
-from profharness.commands._answers import cell_reason, not_run_notes
+from profharness.commands._answers import all_disabled_notes, cell_reason, not_run_notes
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format, emit
@@ -176,10 +175,6 @@ CELL_COLUMNS = (
     RAN,
     PREDICTED,
     *pick(CellRow, "peak_memory_bytes", "reason"),
-)
-NOT_RANKED = (
-    "has no “vs fastest”, even if its time is the shortest, because it is another way to run cudnn "
-    "and not a separate backend"
 )
 LATENCY_COLUMNS = (
     *pick(CellRow, "config", "backend"),
@@ -663,11 +658,9 @@ def _latency_tables(
     for cell in cells:
         for each in latencies(cell):
             if each.measurement in measurements:
-                # The table of `bench` leaves the cells of unranked backends blank too.
-                regret = regrets.get((cell.config, cell.backend, each.measurement))
                 # Put the latency before `cell`, because `samples` shows the number of samples.
                 shown = {
-                    "regret": "" if regret is None else regret,
+                    "regret": regrets.get((cell.config, cell.backend, each.measurement)),
                     "measurement": ALIASES.get(each.measurement, each.measurement),
                 }
                 rows.append((shown, each, cell))
@@ -677,10 +670,9 @@ def _latency_tables(
     if not rows:
         return []
     old = not hidden and any(row.measurement == EVENT for _, row, _ in rows)
-    unranked = any(cell.backend == ALL_DISABLED for _, _, cell in rows)
     return [
         Table.of(columns, rows),
-        *([Note(NOT_RANKED, ALL_DISABLED)] if unranked else []),
+        *all_disabled_notes(cell.backend for _, _, cell in rows),
         *([Note(MEANS[EVENT], ALIASES[EVENT])] if old else []),
     ]
 
