@@ -83,6 +83,8 @@ GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 """Caveats that apply to every config."""
 CODE_FOLLOWS = "The following code makes the advised change:"
 NO_REASON = {"code": "", "source": "", "message": ""}
+SOURCES = {"rules": "rule"}
+"""Maps the source of an explanation to the source of its reasons if they have different names."""
 
 
 def explain_document(
@@ -134,7 +136,10 @@ def answer_blocks(
                 for each, text in zip(side.reasons, texts, strict=True)
             ]
             rows += [(state, side, reason) for reason in reasons or (NO_REASON,)]
-        yield Table.of(filled_columns(COLUMNS, rows, NO_REASON), rows)
+        source = SOURCES.get(answer.source, answer.source)  # the heading names it
+        same = all(each.source == source for side in answer.backends for each in side.reasons)
+        columns = [each for each in COLUMNS if not (same and each.key == "source")]
+        yield Table.of(filled_columns(columns, rows, NO_REASON), rows)
     yield from _agreement(answer, full=full)
     yield from _advice(answer, named, full=full, told=told)
     caveats = [text for text in answer.caveats if full or text not in GENERAL]
