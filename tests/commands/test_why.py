@@ -558,3 +558,20 @@ def test_the_source_of_all_reasons_is_said_once(store: Path) -> None:
     )
     mixed = replace(answer, backends=(inferred, *others))
     assert re.search(r"\bsource\b.*\n.*\binferred\b", render_table(explain_document([mixed])))
+
+
+def test_the_verdicts_have_the_predicted_times_of_backends_that_could_run(store: Path) -> None:
+    """Bug: only the chosen backend and the advised changes had times."""
+    words = ("explain", "2,8,512,64", "--gpu", "H200", "--torch", "2.11")
+    (row,) = json.loads(run_cli(store, *words, "--format", "json"))["rows"]
+    times = {each["backend"]: each["predicted_ns"] for each in row["backends"]}
+    assert times["cudnn"] == row["prediction"]["kernel_ns"] and all(times.values())
+    text = run_cli(store, *words)
+    for backend, ns in times.items():
+        shown = re.escape(time_text(ns).removesuffix(" µs"))
+        assert re.search(rf" {backend} (could run|runs) {shown} ", text)
+    text = run_cli(store, "explain", "2,8,512,64,fp32", "--gpu", "H200", "--torch", "2.11")
+    assert " flash refused dtype fp32 is not supported " in text
+    assert re.search(r" math could run [\d.]+ to run cudnn ", text)
+    without_atlas = run_cli(store, "explain", "2,8,512,64", "--gpu", "A100", "--torch", "2.11")
+    assert "predicted µs/call" not in without_atlas
