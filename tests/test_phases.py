@@ -33,9 +33,11 @@ from profharness.program.phases import (
     steps_by_phase,
 )
 from profharness.program.regret import saved
+from profharness.render.document import Note
 from profharness.render.terminal import render_table
 from profharness.rows import CallRow, StepRow
 from profharness.store import ingest_path, open_store
+from profharness.traces.engine_log import EngineLog
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 ENGINES = [f"serving/{name}" for name in ("eager.json.gz", "shapes.json.gz", "graph")]
@@ -354,5 +356,72 @@ def test_calls_without_shapes_leave_no_empty_column(tmp_path: Path) -> None:
     assert words.count("launched without an op") == words.count(told) == 1
     # Bug: the command contained a config that has nothing to do with the trace.
     assert "with configs that you write by hand, use: profharness bench CONFIG" in words
-    for example in ("4,HEADS,1,HEAD_DIM,seq_kv=CONTEXT (decode)", "4,HEADS,362,HEAD_DIM,causal"):
+    for example in ("4,HEADS,1,HEAD_DIM,seq_kv=364 (decode)", "4,HEADS,362,HEAD_DIM,causal"):
         assert example in words
+
+
+def test_an_engine_has_a_switch_for_cuda_graphs(tmp_path: Path) -> None:
+    """Bug: the users of an engine were told to call torch.compile."""
+    layers = layers_of("serving/eager.json.gz", tmp_path)
+    remedies = {
+        "step[DECODE bs=4]": "let SGLang use CUDA graphs (do not set --disable-cuda-graph).",
+        "execute_context_0(0)_generation_4(4)": "let vLLM use CUDA graphs (do not set "
+        "--enforce-eager).",
+        "decode[bs=4 tok=4 d=4]": "enable CUDA graphs in the engine.",
+    }
+    for name, remedy in remedies.items():
+        steps = tuple(each._replace(name=name) for each in layers.steps)
+        rows = tuple(replace(row, sdpa_op=None) for row in layers.rows)
+        told = layers_answer(replace(layers, steps=steps, rows=rows))
+        assert told[-1].endswith(f"is the limit; {remedy}")
+    logged = replace(layers, engine=EngineLog(engine="vLLM"))
+    assert "do not set --enforce-eager" in layers_answer(logged)[-1]
+    # The annotation with all sums is written by several engines, so the op decides.
+    sums = "execute_4_context_0(sq0sk0sqsq0sqsk0)_generation_4(sq4sk9sqsq4sqsk9)"
+    steps = tuple(each._replace(name=sums) for each in layers.steps)
+    rows = tuple(replace(row, sdpa_op="vllm::unified_attention") for row in layers.rows)
+    assert "let vLLM use" in layers_answer(replace(layers, steps=steps, rows=rows))[-1]
+
+
+def test_paged_calls_have_configs_with_the_mean_lengths(tmp_path: Path) -> None:
+    """Bug: the column `config` contained sizes of tensors, which no command accepts."""
+    layers = layers_of("serving/shapes.json.gz", tmp_path)
+    configs = [
+        "b4-h32-kv8-sq1-skv364-d128-bf16-page=16",
+        "b4-h32-kv8-s362-d128-bf16-causal-page=16",
+    ]
+    assert [row.mean_config for row in layers.rows] == configs
+    assert [row.config for row in layers.rows] == [None, None]  # as docs/contracts.md says
+    assert [[label for label, _ in phase.points] for phase in layers.phases] == [
+        [config] for config in configs
+    ]
+    words = " ".join(render_table(layers_document(layers), width=200).split())
+    assert "dims" not in words and all(words.count(config) == 2 for config in configs)
+    told = "The lengths in the configs are the mean lengths of the requests in a step."
+    assert words.count(told) == 1
+    # Without annotations, the lengths are unknown.
+    rows = tuple(replace(row, mean_config=None) for row in layers.rows)
+    words = " ".join(render_table(layers_document(replace(layers, rows=rows)), width=200).split())
+    assert "dims q 4x32x128, k v 93x16x8x128" in words and told not in words
+
+
+def test_an_example_of_a_config_has_the_context_that_is_known(tmp_path: Path) -> None:
+    """Bug: the user had to look up the context, which the annotations contain."""
+    layers = layers_of("serving/eager.json.gz", tmp_path)
+
+    def hint(keys: dict[str, float | None]) -> str:
+        phases = tuple(replace(each, mean_keys=keys[each.phase]) for each in layers.phases)
+        blocks = layers_document(replace(layers, phases=phases)).blocks
+        return next(
+            each.text for each in blocks if isinstance(each, Note) and "HEAD_DIM" in each.text
+        )
+
+    assert hint({"decode": 1454, "prefill": 1450}).endswith(
+        "4,HEADS,1,HEAD_DIM,seq_kv=364 (decode) and 4,HEADS,362,HEAD_DIM,causal (prefill); replace "
+        "the words in capitals with the sizes of the model"
+    )
+    # the prefix of a prompt may be cached
+    assert "4,HEADS,362,HEAD_DIM,seq_kv=600,page=16,causal" in hint({"decode": 4, "prefill": 2400})
+    unknown = hint({"decode": None, "prefill": None})
+    assert "seq_kv=CONTEXT (decode) and 4,HEADS,362,HEAD_DIM,causal (prefill)" in unknown
+    assert unknown.endswith("with the context and the sizes of the model")

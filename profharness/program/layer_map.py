@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -40,6 +40,7 @@ from profharness.program.phases import (
     Place,
     attention_kind,
     find_phases,
+    mean_config,
     merged_doubts,
     phase_of,
     step_phases,
@@ -80,6 +81,9 @@ NO_CHOICE = {
     "replay": "the shapes of the replayed calls are unknown",
 }
 """Maps a kind of call to the reason why the dispatch rules do not apply to it (see `no_choice`)."""
+FP32_PRODUCTS, FOREACH = "fp32 products", "foreach"  # kinds of OtherWork
+# ranges around the steps of the optimizers that accept fused=True on a GPU
+_FUSED_OPTIMIZER = re.compile(r"Optimizer\.step#(Adam|AdamW|SGD)\.step")
 MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
 UNFUSED = "flex_attention without torch.compile computes and stores all scores"
 FUSE = "compile flex_attention, as in torch.compile(flex_attention), to get one fused kernel"
@@ -337,6 +341,13 @@ class LayerRow:
             "unknown or there is one query. Tables without `cross` leave out this column",
         ),
     ] = None
+    mean_config: Annotated[
+        Text,
+        column(
+            meaning="config with the mean lengths of the requests in a step, from the annotations of a "
+            "serving engine, if no config describes the calls; tables show it as `config`"
+        ),
+    ] = None
 
     @property
     def kernel_ns(self) -> float:
@@ -568,6 +579,15 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherWork:
+    """Kernels outside attention for which a faster way is known, and their time per step."""
+
+    kind: str  # FP32_PRODUCTS or FOREACH
+    ns: float
+    optimizer: str = ""  # the class in torch.optim whose steps launch the foreach kernels
+
+
+@dataclass(frozen=True, slots=True)
 class StepGroup(StepTimes):
     """The steps of one phase, and the rows that refer to them.
 
@@ -604,8 +624,8 @@ class LayerMap(StepTimes):
     benched: str | None = None  # the bench run that the phases are compared with
     engine: EngineLog | None = None  # the contents of the engine's log
     assumed: str = ""  # a sentence about the release of `platform`, if the run does not record it
-    # time per step of the fp32 matrix products outside attention, 0 if bf16 is not known to be faster
-    fp32_products_ns: float = 0.0
+    other_work: tuple[OtherWork, ...] = ()  # kernels outside attention that could be faster
+    detailed: bool = False  # whether torch.profiler recorded shapes or stacks, which slows the CPU
     reference: str = ""  # the text that selects the run in a command line
     store: Path | None = None  # the store that contains the run
 
@@ -736,10 +756,27 @@ def find_layers(
         step_phases=of_steps,
         engine=store.engine(run),
         assumed=_assumption(assumed) if assumed is not None else "",
-        fp32_products_ns=_fp32_products_ns(store, steps, calls, peaks),
+        other_work=tuple(_other_work(store, steps, calls, peaks)),
+        detailed=store.has_detailed_trace(run),
         reference=store.run_reference(run),
         store=store.path,
     )
+
+
+def _other_work(
+    store: Store, steps: Sequence[StepRow], calls: Iterable[CallRow], peaks: Peaks | None
+) -> Iterator[OtherWork]:
+    """Yield the kinds of kernels outside attention for which a faster way is known."""
+    if not steps:
+        return
+    if products := _fp32_products_ns(store, steps, calls, peaks):
+        yield OtherWork(FP32_PRODUCTS, products)
+    spent: Counter[str] = Counter()
+    for name, ns in store.foreach_ns(steps).items():
+        if match := _FUSED_OPTIMIZER.fullmatch(name):
+            spent[match[1]] += ns
+    for optimizer, ns in spent.items():
+        yield OtherWork(FOREACH, ns / len(steps), optimizer)
 
 
 def _fp32_products_ns(
@@ -750,7 +787,7 @@ def _fp32_products_ns(
     Return 0 if the GPU is not known to have a higher rate in bf16.
     """
     rates = peaks.flops_per_s if peaks else {}
-    if not steps or rates.get("bf16", 0) <= rates.get("fp32", math.inf):
+    if rates.get("bf16", 0) <= rates.get("fp32", math.inf):
         return 0.0
     of_attention = sum(
         kernel.total_ns
@@ -1030,6 +1067,7 @@ def _row(
         step_phase=phase,
         steps=count if traced else None,
         attention=attention_kind(middle.label) if middle else None,
+        mean_config=average.label if (average := mean_config(group, steps)) else None,
     )
 
 

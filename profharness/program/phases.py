@@ -56,6 +56,12 @@ class PhaseRow:
     mean_new_tokens: Annotated[
         Number, column(meaning="mean number of tokens that a step processes")
     ]
+    mean_keys: Annotated[
+        Number,
+        column(
+            meaning="mean number of tokens per step that the requests attend to, including new ones"
+        ),
+    ]
     median_step_requests: Annotated[
         Number, column("requests", "tenths", meaning="number of requests in the median step")
     ]
@@ -419,6 +425,7 @@ def _phase(
         new_tokens=median(tokens) if tokens else None,
         mean_requests=fmean(requests) if requests else None,
         mean_new_tokens=fmean(tokens) if tokens else None,
+        mean_keys=_mean([batch.keys for batch in batches]),
         median_step_requests=_mean([batch.requests for batch in of_middle]),
         median_step_new_tokens=middle_tokens,
         step_ns=median(durations),
@@ -508,6 +515,21 @@ def described_calls(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> list[
         config = part_config(parts[0], call) if len(parts) == 1 else None
         made.append(replace(call, config=config.label, reason=None) if config else call)
     return made
+
+
+def mean_config(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> Config | None:
+    """Return the config of the median call if the lengths in each step were the mean lengths.
+
+    Return None if a call has a config, or if `described_calls` does not describe all calls.
+    """
+    if any(call.config for call in calls):
+        return None
+    labels = [call.config for call in described_calls(calls, steps)]
+    configs = [parse_config(label) for label in labels if label]
+    if not configs or len(configs) < len(labels):
+        return None
+    ordered = sorted(configs, key=lambda config: config.seq_len_kv)
+    return ordered[len(ordered) // 2]
 
 
 def mean_work(calls: Sequence[CallRow], steps: Sequence[StepRow]) -> Work | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields, replace
@@ -573,17 +574,47 @@ class Store(RunFinder):
 
     def products_ns(self, steps: Sequence[StepRow], dtype: str) -> int:
         """Return the total time, in ns, of the matrix products in a dtype that start in the steps."""
-        total = 0
+        products = f"k.family IN {PRODUCT_FAMILIES} AND k.dtype = '{dtype}'"
+        return self._kernels_ns(steps, products).total()
+
+    def foreach_ns(self, steps: Sequence[StepRow]) -> Counter[str]:
+        """Return the total times, in ns, of the foreach kernels that start in the steps, by the
+        range around their launch, such as `Optimizer.step#AdamW.step`.
+
+        The kernels of fused optimizers have the same name, but other functors.
+        """
+        return self._kernels_ns(
+            steps, "k.short LIKE 'multi_tensor_apply%' AND k.short NOT LIKE '%fused%'"
+        )
+
+    def _kernels_ns(self, steps: Sequence[StepRow], kernels: str) -> Counter[str]:
+        """Return the total times, in ns, of kernels that start in the steps, by the range around
+        their launch, or "" if there is none. `kernels` is a condition in SQL.
+        """
+        totals: Counter[str] = Counter()
         for trace, group in groupby(steps, key=attrgetter("trace")):
             launches = self._in_steps(
-                f"SELECT l.start_ns, l.duration_ns FROM {_ON_GPUS} AND l.start_ns >= ? "
-                f"AND l.start_ns < ? AND k.family IN {PRODUCT_FAMILIES} AND k.dtype = '{dtype}' "
+                "SELECT l.start_ns, l.duration_ns, coalesce((SELECT n.name FROM ranges r "
+                "JOIN range_names n ON n.id = r.name_id WHERE r.id = l.range_id), '') "
+                f"FROM {_ON_GPUS} AND l.start_ns >= ? AND l.start_ns < ? AND {kernels} "
                 "ORDER BY l.start_ns, l.id",
                 trace,
                 list(group),
             )
-            total += sum(duration for of_step in launches for _, duration in of_step)
-        return total
+            for _, duration, name in chain.from_iterable(launches):
+                totals[name] += duration
+        return totals
+
+    def has_detailed_trace(self, run: str) -> bool:
+        """Return whether torch.profiler recorded shapes or stacks, which slows the CPU."""
+        details = " OR ".join(
+            f"json_extract(t.environment, '$.{key}')" for key in ("record_shapes", "with_stack")
+        )
+        query = (
+            "SELECT EXISTS (SELECT 1 FROM traces t JOIN runs r ON r.id = t.run_id "
+            f"WHERE r.run = ? AND t.profiler = 'torch' AND ({details}))"
+        )
+        return bool(self.connection.execute(query, (self.resolve(run),)).fetchone()[0])
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
         """Return the longest periods within the steps in which a device was idle."""

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from profharness.traces.engine_log import SGLANG, VLLM
+
 PREFILL, DECODE, MIXED, VERIFY = "prefill", "decode", "mixed", "verify"
 DRAFT, DIFFUSION, STEP_IDLE, CAPTURE = "draft", "diffusion", "idle", "capture"
 
@@ -20,7 +22,8 @@ class BatchPart:
     """The requests of a step that are prefilled, or the requests that are decoded.
 
     A request computes q new tokens, and attends to k tokens, which include the new ones. A field is
-    None if the annotation does not contain it.
+    None if the annotation does not contain it. SGLang computes k as `extend_prefix_lens +
+    extend_seq_lens` when it prefills and as `seq_lens` when it decodes (sgl-project/sglang#24911).
     """
 
     requests: int | None
@@ -69,6 +72,11 @@ class EngineStep:
         """The number of tokens that the step computes, or None if it is unknown."""
         return self._sum("queries")
 
+    @property
+    def keys(self) -> int | None:
+        """The number of tokens that the requests attend to, or None if it is unknown."""
+        return self._sum("keys")
+
     def _sum(self, field: str) -> int | None:
         parts = [getattr(part, field) for part in (self.prefill, self.decode) if part]
         return None if not parts or None in parts else sum(parts)
@@ -105,10 +113,15 @@ _WORDS = frozenset(
 
 def parse_engine_step(name: str) -> EngineStep | None:
     """Parse the name of a range. Return None if it is not the name of an engine's step."""
-    for form, build in _FORMS:
+    for form, build, _ in _FORMS:
         if match := form.fullmatch(name):
             return build(match)
     return None
+
+
+def engine_of_step(name: str) -> str | None:
+    """Return the engine that gives its steps such a name, or None if this is not certain."""
+    return next((engine for form, _, engine in _FORMS if form.fullmatch(name)), None)
 
 
 def is_engine_step(name: str) -> bool:
@@ -188,16 +201,28 @@ def _batch_of(phase: str) -> Callable[[re.Match[str]], EngineStep]:
     return lambda match: EngineStep(phase, BatchPart(int(match[1])))
 
 
-_FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], EngineStep]], ...] = tuple(
-    (re.compile(form), build)
-    for form, build in (
-        (rf"execute_\d+_context_(\d+)\({_SUMS}\)_generation_(\d+)\({_SUMS}\)", _sums),
-        (rf"(?:execute_)?context_(\d+)\({_TOKENS}\)_generation_(\d+)\({_TOKENS}\)", _tokens),
-        (r"execute_new_(\d+)_cached_(\d+)", _requests),
-        (r"\[Executor\] _forward_step \d+: (\d+) ctx reqs, (\d+) gen reqs.*", _requests),
-        (r"step\[([A-Z_0-9]+)((?: [^\]]*)?)\]", _sglang),
-        (r"(prefill|decode)\[(bs=.*)\]", _atom),
-        (r"execute_diffusion_(\d+)_\d+x\d+", _batch_of(DIFFUSION)),
-        (r"capture_(\d+)_\w+", _batch_of(CAPTURE)),
+_FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], EngineStep], str | None], ...] = (
+    tuple(
+        (re.compile(form), build, engine)
+        for form, build, engine in (
+            # vLLM, and SGLang with a patch of TraceLens
+            (rf"execute_\d+_context_(\d+)\({_SUMS}\)_generation_(\d+)\({_SUMS}\)", _sums, None),
+            (
+                rf"(?:execute_)?context_(\d+)\({_TOKENS}\)_generation_(\d+)\({_TOKENS}\)",
+                _tokens,
+                VLLM,
+            ),
+            (r"execute_new_(\d+)_cached_(\d+)", _requests, VLLM),
+            (
+                r"\[Executor\] _forward_step \d+: (\d+) ctx reqs, (\d+) gen reqs.*",
+                _requests,
+                "TensorRT-LLM",
+            ),
+            (r"step\[([A-Z_0-9]+)((?: [^\]]*)?)\]", _sglang, SGLANG),
+            (r"(prefill|decode)\[(bs=.*)\]", _atom, "ATOM"),
+            (r"execute_diffusion_(\d+)_\d+x\d+", _batch_of(DIFFUSION), "xDiT"),
+            (r"capture_(\d+)_\w+", _batch_of(CAPTURE), None),
+        )
     )
 )
+"""The forms of names, each with the function that reads them and the engine that writes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
@@ -27,6 +28,12 @@ from profharness.render.terminal import render_table
 from profharness.store import Selection, ingest_path, open_store
 
 MODELS = Path(__file__).parents[2] / "traces" / "models"
+SLOWED = " (under the profiler, which slows the CPU)"
+FUSED = (
+    '"void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous '
+    "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::"
+    'FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>>(int)"'
+)
 REMEDY = "; capture the step into a CUDA graph, or compile the model with mode='reduce-overhead'."
 
 
@@ -54,7 +61,7 @@ def ask(store: Path, *words: str) -> Any:
                 "Eager attention in LlamaAttention_{0-2} takes 58 % of the GPU time (2.36 ms of 4.08 "
                 "ms): use scaled_dot_product_attention (in transformers: attn_implementation='sdpa'), "
                 "predicted to save about 2.23 ms of GPU time per step.",
-                "The GPU is idle for 58 % of the traced step: launch overhead is a limit too, so the "
+                f"The GPU is idle for 58 % of the traced step{SLOWED}: launch overhead is a limit too, so the "
                 f"step itself may not get shorter{REMEDY}",
             ],
         ),
@@ -63,7 +70,7 @@ def ask(store: Path, *words: str) -> Any:
             [
                 "Attention takes 6 % of the GPU time (104 µs of 1.70 ms); all 3 layers run on cudnn, "
                 "none on math.",
-                "The GPU is idle for 82 % of the traced step: launch overhead, not attention, is the "
+                f"The GPU is idle for 82 % of the traced step{SLOWED}: launch overhead, not attention, is the "
                 f"limit{REMEDY}",
             ],
         ),
@@ -79,8 +86,8 @@ def ask(store: Path, *words: str) -> Any:
             [
                 "Attention takes 11 % of the GPU time (482 µs of 4.49 ms); all 3 layers run on "
                 "efficient, none on math.",
-                "The GPU is idle for 58 % of the traced step, mostly in one gap of 3.37 ms before the "
-                "first kernel.",
+                f"The GPU is idle for 58 % of the traced step{SLOWED}, mostly in one gap of 3.37 ms before "
+                "the first kernel.",
             ],
         ),
         (
@@ -88,7 +95,7 @@ def ask(store: Path, *words: str) -> Any:
             [
                 "Attention takes 61 % of the GPU time (210 µs of 343 µs); all 6 layers run on cudnn, "
                 "none on math.",
-                "The GPU is idle for 95 % of the traced step: launch overhead, not attention, is the "
+                f"The GPU is idle for 95 % of the traced step{SLOWED}: launch overhead, not attention, is the "
                 f"limit{REMEDY}",
             ],
         ),
@@ -97,7 +104,7 @@ def ask(store: Path, *words: str) -> Any:
             [
                 "Attention takes 17 % of the GPU time (120 µs of 700 µs); all 6 layers run on cudnn, "
                 "none on math.",
-                "The GPU is idle for 95 % of the traced step: launch overhead, not attention, is the "
+                f"The GPU is idle for 95 % of the traced step{SLOWED}: launch overhead, not attention, is the "
                 f"limit{REMEDY}",
             ],
         ),
@@ -328,3 +335,59 @@ def test_a_program_with_phases_has_one_column_of_phases(store: Path) -> None:
     done = ask(store, str(MODELS.parent / "serving" / "shapes.json.gz"), "--format", "md")
     (titles,) = (line for line in done.stdout.splitlines() if line.startswith("| module"))
     assert titles.count(" phase ") == 1 and "step phase" not in titles
+
+
+def test_the_foreach_kernels_of_an_optimizer(store: Path) -> None:
+    """Bug: a table of attention at 6 % of the GPU time did not mention an optimizer at 27 %."""
+    layers = the_map(store, "llama_train")
+    told = (
+        "The optimizer's foreach kernels take 27 % of the GPU time; use fused=True "
+        "(torch.optim.AdamW(…, fused=True))."
+    )
+    assert told in layers_document(layers).answer
+    (work,) = (each for each in layers.other_work if each.kind == "foreach")
+    for other in (
+        replace(layers, other_work=(replace(work, ns=0.09 * layers.gpu_ns),)),  # too little
+        replace(layers, other_work=(replace(work, ns=0.99 * layers.attention_ns),)),
+    ):
+        assert not any("optimizer" in text for text in layers_document(other).answer)
+    assert all(each.kind != "foreach" for each in the_map(store, "bert_fp32").other_work)
+
+
+def test_fused_kernels_and_other_optimizers_are_not_foreach(tmp_path: Path) -> None:
+    trace = gzip.decompress((MODELS / "llama_train.json.gz").read_bytes()).decode()
+    for change in (
+        lambda text: re.sub(
+            r'"void at::native::[^"]*?multi_tensor_apply_kernel<[^"]*"', FUSED, text
+        ),
+        lambda text: text.replace("Optimizer.step#AdamW", "Optimizer.step#NAdam"),
+    ):
+        (tmp_path / "t.json").write_text(change(trace))
+        (ingested,) = ingest_path(tmp_path / "s.db", tmp_path / "t.json")
+        with open_store(tmp_path / "s.db") as opened:
+            found = find_layers(opened, ingested.run).other_work
+        assert all(each.kind != "foreach" for each in found)
+
+
+def test_only_a_detailed_trace_has_a_slow_cpu(tmp_path: Path) -> None:
+    trace = json.loads(gzip.decompress((MODELS / "unet.json.gz").read_bytes()))
+    assert trace.pop("with_stack") and trace.pop("record_shapes")
+    (tmp_path / "plain.json").write_text(json.dumps(trace))
+    (ingested,) = ingest_path(tmp_path / "s.db", tmp_path / "plain.json")
+    with open_store(tmp_path / "s.db") as opened:
+        assert not any(
+            "slows the CPU" in text for text in layers_answer(find_layers(opened, ingested.run))
+        )
+
+
+def test_advice_with_code_has_a_hint(store: Path) -> None:
+    """Bug: the answer on eager attention did not say that `explain` has the code."""
+    for name in ("llama_eager", "bert_fp32"):
+        layers = the_map(store, name, torch="2.11")
+        document = layers_document(layers, full=True)
+        hint = f"To see the code, use: {layers.command('explain')}"
+        assert [block.text for block in document.blocks if isinstance(block, Note)].count(hint) == 1
+        words = " ".join(
+            CliRunner().invoke(cli, ["explain", layers.run, "--store", str(store)]).stdout.split()
+        )
+        assert "The following code makes the advised change" in words

@@ -197,7 +197,6 @@ def test_gates_apply_to_each_run(store: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("whisper", "configs"), "leave this run out"),
         (("whisper", "slower", "--step", "0"), "apply to one run"),
         (("whisper", "slower", "--gpu", "H200"), "apply to one run"),
         (("whisper", "--gpu", "H200,H200"), "the same GPU"),
@@ -219,6 +218,16 @@ def test_layers_refuses_a_captured_run(store: dict[str, str]) -> None:
         assert isinstance(error, NotFoundError)
         remedy = "to show them, use: profharness kernels h200-torch2.11"
         assert f"contains configs, not a program; {remedy}" in str(error)
+
+
+def test_a_comparison_leaves_captured_runs_out(store: dict[str, str]) -> None:
+    """Bug: `layers FOLDER` ingested all runs of a folder, and then failed because of one of them."""
+    done = ask(store, "whisper", "slower", "configs")
+    assert done.exit_code == 0 and "Runs compared" in done.stdout
+    told = "h200-torch2.11 contains no attention call of a program and cannot be compared."
+    assert told in done.stdout.splitlines()
+    error = ask(store, "whisper", "configs", "--fail-on", "math-fallback").exception
+    assert isinstance(error, GateError) and "cannot check the gates" in str(error)
 
 
 def test_predictions_and_measured_times_share_a_table(store: dict[str, str]) -> None:
@@ -826,7 +835,7 @@ def test_a_run_without_attention_does_not_end_a_comparison(tmp_path: Path) -> No
     assert "profharness kernels bare.json" in alone.output + str(alone.exception)
     text = ask(store, str(bare), str(model), str(other)).stdout
     assert "Runs compared" in text
-    assert "bare.json contains no attention call and cannot be compared" in text
+    assert "bare.json contains no attention call of a program and cannot be compared" in text
     one = ask(store, str(bare), str(model))
     assert one.exit_code == 0 and one.stdout.startswith("Attention takes 17 % of the GPU time")
     assert "bare.json contains no attention call" in one.stdout

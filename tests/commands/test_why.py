@@ -25,7 +25,7 @@ from profharness.attention.dispatch.predict import TABLES
 from profharness.cli import cli
 from profharness.commands.explain.calls import Call, ProgramCalls, find_calls, mean_ns
 from profharness.commands.explain.faster import explained_calls
-from profharness.commands.explain.tables import program_document
+from profharness.commands.explain.tables import explain_document, program_document
 from profharness.commands.layers.tables import faster_change, layers_document
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.program.layer_map import LayerMap, find_layers
@@ -134,7 +134,7 @@ def test_layers_names_the_config_that_a_change_is_for(store: Path) -> None:
     layers = the_map(store, "bert_fp32.json.gz")
     (row,) = layers.rows
     other = replace(row, config="b8-h12-s384-d64-bf16", ran="cudnn", why=None)
-    (told,), code = faster_change(replace(layers, rows=(row, other)))
+    (told,), (code,) = faster_change(replace(layers, rows=(row, other)))
     assert told.startswith(f"To run cudnn on {row.config}, compute in bf16")
     assert code.text == f"To see the code, use: {layers.command('explain', '--full')}"
 
@@ -543,3 +543,35 @@ def test_a_capture_is_explained_like_a_trace(tmp_path: Path) -> None:
     shown = render_table(page, width=80, cut=True)
     assert "refused\n" in shown and "efficient: num_heads" in shown
     assert shown.count("--full") == 1
+
+
+def test_the_source_of_all_reasons_is_said_once(store: Path) -> None:
+    """Bug: each row repeated the source that the heading names."""
+    text = run_cli(
+        store, "explain", "2,8,512,64,fp32", "--gpu", "H200", "--torch", "2.11", "--full"
+    )
+    assert ", by rule" in text and not re.search(r"\bsource\b", text)
+    (answer,) = explained_calls(the_map(store, "bert_fp32.json.gz"))
+    first, *others = answer.backends
+    inferred = replace(
+        first, reasons=tuple(replace(each, source="inferred") for each in first.reasons)
+    )
+    mixed = replace(answer, backends=(inferred, *others))
+    assert re.search(r"\bsource\b.*\n.*\binferred\b", render_table(explain_document([mixed])))
+
+
+def test_the_verdicts_have_the_predicted_times_of_backends_that_could_run(store: Path) -> None:
+    """Bug: only the chosen backend and the advised changes had times."""
+    words = ("explain", "2,8,512,64", "--gpu", "H200", "--torch", "2.11")
+    (row,) = json.loads(run_cli(store, *words, "--format", "json"))["rows"]
+    times = {each["backend"]: each["predicted_ns"] for each in row["backends"]}
+    assert times["cudnn"] == row["prediction"]["kernel_ns"] and all(times.values())
+    text = run_cli(store, *words)
+    for backend, ns in times.items():
+        shown = re.escape(time_text(ns).removesuffix(" µs"))
+        assert re.search(rf" {backend} (could run|runs) {shown} ", text)
+    text = run_cli(store, "explain", "2,8,512,64,fp32", "--gpu", "H200", "--torch", "2.11")
+    assert " flash refused dtype fp32 is not supported " in text
+    assert re.search(r" math could run [\d.]+ to run cudnn ", text)
+    without_atlas = run_cli(store, "explain", "2,8,512,64", "--gpu", "A100", "--torch", "2.11")
+    assert "predicted µs/call" not in without_atlas

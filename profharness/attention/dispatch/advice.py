@@ -875,6 +875,17 @@ class BackendAnswer:
     """The result of `can_use_*_attention`. None if PyTorch has no such function or if it was not
     called.
     """
+    predicted_ns: Annotated[
+        float | None,
+        column(
+            "predicted µs/call",
+            "time",
+            repeat=False,
+            scale="prediction",
+            meaning="the predicted time of a call; null if the backend does not support the config, or "
+            "if its time is unknown",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from profharness.commands.explain.savings import main_change, matters, saving_te
 from profharness.errors import NotFoundError, join_few
 from profharness.measurements.agreement import backend_seen, times_of_auto
 from profharness.program.layer_map import (
-    CHANGE_CODE,
     LayerMap,
     LayerRow,
     allowed_setting,
@@ -141,8 +140,7 @@ def find_calls(store: Path, run: str, configs: Sequence[Config] = ()) -> Program
         if not matters(layers):
             share = share_text(layers.attention_ns / layers.gpu_ns)
             saves = f"; it would save little, because attention takes {share} of the GPU time"
-        code = CHANGE_CODE.get(change.text, "")
-        return replace(program, change=f"{change.text}{saves}", code=code)
+        return replace(program, change=f"{change.text}{saves}", code=change.code)
     if not program.calls and not all(row.kind in WITHOUT_CHOICE for row in layers.rows):
         raise NotFoundError(
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "

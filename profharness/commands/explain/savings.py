@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from profharness.atlas.predictions import Place, find_place, known_atlases, place_estimates
 from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
+from profharness.attention.dispatch.advice import Advice
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import predict
 from profharness.devices import short_device_name
 from profharness.errors import ProfharnessError, join_and
 from profharness.program.gates import falls_back, is_unfused
-from profharness.program.layer_map import LayerMap, LayerRow, suggestions
+from profharness.program.layer_map import CHANGE_CODE, LayerMap, LayerRow, is_explained, suggestions
 from profharness.units import time_text
 
 Saves = Sequence[tuple[str | None, float]]
@@ -29,6 +30,7 @@ class Change:
     rows: tuple[LayerRow, ...]
     saves: Saves | None
     why_unknown: str = ""  # the reason why no time is predicted, if it is known
+    code: str = ""  # the code of the change, as `explain` shows it
 
 
 def matters(layers: LayerMap) -> bool:
@@ -46,13 +48,31 @@ def main_change(layers: LayerMap) -> Change | None:
     rows = tuple(row for row in slow if text in row.advice)
     place = own_place(layers)
     saved = [saved_ns(row, text, layers, place) for row in rows]
+    code = _code(rows[0], text, layers)
     known = [ns for ns in saved if ns is not None]
     if len(known) == len(rows):
         saves: dict[str | None, float] = {}
         for row, ns in zip(rows, known, strict=True):
             saves[row.step_phase] = saves.get(row.step_phase, 0) + ns
-        return Change(text, rows, tuple(saves.items()))
-    return Change(text, rows, None, _why_unknown(layers, rows, place))
+        return Change(text, rows, tuple(saves.items()), code=code)
+    return Change(text, rows, None, _why_unknown(layers, rows, place), code)
+
+
+def _code(row: LayerRow, text: str, layers: LayerMap) -> str:
+    """Return the code of a change that `explain` shows for the run, or ""."""
+    if is_explained(row):
+        return next((advice.code for advice in _suggested(row, text, layers)), "")
+    # If the rules apply to other calls, `explain` shows only those.
+    return "" if any(map(is_explained, layers.rows)) else CHANGE_CODE.get(text, "")
+
+
+def _suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
+    """Yield the change that a text of advice describes, if the rules suggest it for a row."""
+    if layers.platform is None or row.config is None:
+        return
+    for backend, advice in suggestions(parse_config(row.config), layers.platform):
+        if advice and f"{backend}: {advice.change}" == text:
+            yield advice
 
 
 def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], place: Place | None) -> str:

@@ -63,6 +63,7 @@ RUNS = "runs"
 COLUMNS = (
     *pick(BackendAnswer, "backend"),
     replace(pick(BackendAnswer, "eligible")[0], title="verdict"),
+    *pick(BackendAnswer, "predicted_ns"),
     *pick(Refusal, "code", "source", "message"),
 )
 LIST_COLUMNS = (
@@ -83,6 +84,8 @@ GENERAL = (COMPILED, ALLOW_SET, LEGACY)
 """Caveats that apply to every config."""
 CODE_FOLLOWS = "The following code makes the advised change:"
 NO_REASON = {"code": "", "source": "", "message": ""}
+SOURCES = {"rules": "rule"}
+"""Maps the source of an explanation to the source of its reasons if they have different names."""
 
 
 def explain_document(
@@ -127,14 +130,19 @@ def answer_blocks(
         rows: list[tuple[Any, ...]] = []
         for side in answer.backends:
             runs = side.backend == chosen(answer)
-            state = {"eligible": RUNS if runs else VERDICTS[side.eligible]}
+            state: dict[str, Any] = {"eligible": RUNS if runs else VERDICTS[side.eligible]}
+            if side.predicted_ns is None:
+                state["predicted_ns"] = ""  # a refused backend has no time that is missing
             texts = conditions(parse_config(answer.config), side)
             reasons = [
                 each if full else replace(each, message=text)
                 for each, text in zip(side.reasons, texts, strict=True)
             ]
             rows += [(state, side, reason) for reason in reasons or (NO_REASON,)]
-        yield Table.of(filled_columns(COLUMNS, rows, NO_REASON), rows)
+        source = SOURCES.get(answer.source, answer.source)  # the heading names it
+        same = all(each.source == source for side in answer.backends for each in side.reasons)
+        columns = [each for each in COLUMNS if not (same and each.key == "source")]
+        yield Table.of(filled_columns(columns, rows, ("predicted_ns", *NO_REASON)), rows)
     yield from _agreement(answer, full=full)
     yield from _advice(answer, named, full=full, told=told)
     caveats = [text for text in answer.caveats if full or text not in GENERAL]

@@ -24,7 +24,8 @@ Rows = Mapping[str, Predicted]
 def with_times(answers: Sequence[Explanation], platform: Platform) -> tuple[list[Explanation], str]:
     """Return the explanations with predicted times, and the reason if there are none.
 
-    Each verified advice gets the times before and after its change. The explanation of a single
+    Each backend that supports a config gets the time of a call, and each verified advice gets the
+    times before and after its change. The explanation of a single
     config also gets the prediction for `auto`. The reason is "" if there are times, or if the GPU
     has no atlas at all.
     """
@@ -101,7 +102,11 @@ def _timed(answer: Explanation, rows: Mapping[str, Rows], *, single: bool) -> Ex
         return replace(advice, predicted=saving(before, after))
 
     backends = tuple(
-        replace(side, advice=tuple(times(each, side.backend) for each in side.advice))
+        replace(
+            side,
+            advice=tuple(times(each, side.backend) for each in side.advice),
+            predicted_ns=own[side.backend].kernel_ns if side.eligible else None,
+        )
         for side in answer.backends
     )
     if answer.asked == AUTO:

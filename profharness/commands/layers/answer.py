@@ -13,11 +13,21 @@ from profharness.devices import with_article
 from profharness.errors import counted, join_and, join_few
 from profharness.measurements.agreement import ANOTHER_PACKAGE, backend_text
 from profharness.program.gates import falls_back, is_unfused
-from profharness.program.layer_map import Forecast, LayerMap, LayerRow, PredictedTime, StepGroup
+from profharness.program.layer_map import (
+    FOREACH,
+    FP32_PRODUCTS,
+    Forecast,
+    LayerMap,
+    LayerRow,
+    PredictedTime,
+    StepGroup,
+)
 from profharness.program.phases import PhaseRow, in_phase, slow_steps
 from profharness.program.regret import is_launch_bound, saved
 from profharness.render.document import FORMATS
 from profharness.rows import STEP_END, WHOLE_TRACE, GapRow, StepRow
+from profharness.traces.engine_log import SGLANG, VLLM
+from profharness.traces.engine_steps import engine_of_step, parse_engine_step
 from profharness.units import share_text, time_text
 
 EAGER_FLEX = "flex_attention without torch.compile"
@@ -25,10 +35,18 @@ LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that lau
 LIMITING = 0.1  # minimum share of attention in a step that attention limits
 ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
 NOTABLE_PRODUCTS = 0.2  # minimum share of the fp32 matrix products that the answer names
+NOTABLE_FOREACH = 0.1  # the same for the foreach kernels of an optimizer
 IDLE = 0.1  # minimum idle share that the answer reports
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
 STEPS_NAMED = 3  # maximum number of slow steps that the answer names
 USE_SDPA = "use scaled_dot_product_attention"
+ENGINE_REMEDIES = {
+    VLLM: "let vLLM use CUDA graphs (do not set --enforce-eager)",
+    SGLANG: "let SGLang use CUDA graphs (do not set --disable-cuda-graph)",
+}
+"""Maps an engine to the remedy if the GPU waits for the CPU to launch kernels."""
+OP_ENGINES = {"vllm": VLLM, "sgl_kernel": SGLANG, "sglang": SGLANG}
+"""Maps the namespaces of attention ops to engines."""
 
 
 def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, ...]:
@@ -54,16 +72,25 @@ def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, 
     return (*lead, *saving, *_slow(layers), *_idle(layers, change))
 
 
-def products_answer(layers: LayerMap) -> tuple[str, ...]:
-    """Return a sentence on the fp32 matrix products of a GPU if they take a large share of its time."""
-    share = layers.fp32_products_ns / layers.gpu_ns if layers.gpu_ns else 0
-    if share < NOTABLE_PRODUCTS:
-        return ()
-    too = ", too" if any("fp32" in (row.config or "").split("-") for row in layers.rows) else ""
-    return (
-        f"The fp32 matrix products outside attention take {share_text(min(share, 1))} of the GPU "
-        f"time; bf16 (torch.autocast) speeds these up{too}.",
-    )
+def other_work_answer(layers: LayerMap) -> Iterator[str]:
+    """Yield a sentence on each kind of kernels outside attention that could be faster, if they take
+    a large share of the GPU time.
+    """
+    for work in layers.other_work:
+        share = min(work.ns / layers.gpu_ns, 1) if layers.gpu_ns else 0
+        takes = f"take {share_text(share)} of the GPU time"
+        if work.kind == FP32_PRODUCTS and share >= NOTABLE_PRODUCTS:
+            in_fp32 = any("fp32" in (row.config or "").split("-") for row in layers.rows)
+            too = ", too" if in_fp32 else ""
+            yield (
+                f"The fp32 matrix products outside attention {takes}; bf16 (torch.autocast) speeds "
+                f"these up{too}."
+            )
+        if work.kind == FOREACH and share >= NOTABLE_FOREACH and work.ns > layers.attention_ns:
+            yield (
+                f"The optimizer's foreach kernels {takes}; use fused=True "
+                f"(torch.optim.{work.optimizer}(…, fused=True))."
+            )
 
 
 def several_phases(layers: LayerMap) -> bool:
@@ -299,14 +326,15 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     idle = 1 - busy_ns / whole_ns
     whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
     whole = f"{'other' if slow else 'traced'} steps" if len(steps) > 1 else whole
-    text = f"The GPU is idle for {share_text(idle)} of the {whole}"
+    slowed = " (under the profiler, which slows the CPU)" if layers.detailed else ""
+    text = f"The GPU is idle for {share_text(idle)} of the {whole}{slowed}"
     gaps = [gap for gap in layers.gaps if not any(_is_in(gap, step) for step in slow)]
     one = max(gaps, key=lambda gap: gap.duration_ns, default=None)
     if one and one.duration_ns > ONE_GAP * (whole_ns - busy_ns):
         yield f"{text}, mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}."
         return
     graphs = any(row.mode == "graph" for row in layers.rows)
-    remedy = "" if graphs else f"; capture the step {LAUNCH_REMEDY}"
+    remedy = "" if graphs else f"; {_launch_remedy(layers)}"
     known = [gap for gap in gaps if gap.launch_ns is not None]
     late = sum(gap.duration_ns for gap in known if (gap.launch_ns or 0) > gap.start_ns)
     if 2 * late < sum(gap.duration_ns for gap in known) or not known:
@@ -320,6 +348,18 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     else:
         so = ", so the step itself may not get shorter" if change and change.saves else ""
         yield f"{text}: launch overhead is a limit too{so}{remedy}."
+
+
+def _launch_remedy(layers: LayerMap) -> str:
+    """Return the change after which the GPU waits less for the CPU to launch kernels."""
+    logged = layers.engine.engine if layers.engine else None
+    if not logged and not any(parse_engine_step(step.name) for step in layers.steps):
+        return f"capture the step {LAUNCH_REMEDY}"
+    known = {engine_of_step(step.name) for step in layers.steps}
+    known |= {OP_ENGINES.get((row.sdpa_op or "").partition("::")[0]) for row in layers.rows}
+    named = sorted({logged} if logged else known - {None}, key=str)
+    engine = named[0] if len(named) == 1 else None
+    return ENGINE_REMEDIES.get(str(engine), "enable CUDA graphs in the engine")
 
 
 def _is_in(gap: GapRow, step: StepRow) -> bool:

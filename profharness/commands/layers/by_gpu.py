@@ -94,7 +94,7 @@ class LayersByGpu:
 
     classes: tuple[GpuLayers, ...]
     rows: tuple[MatchedLayers, ...]
-    left_out: tuple[str, ...] = ()  # names of runs without attention calls
+    left_out: tuple[str, ...] = ()  # names of runs without a program that calls attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +143,15 @@ def find_layers_by_gpu(
 ) -> LayersByGpu:
     """Compare the attention layers of several runs with the layers of the first run.
 
-    A run without attention calls is left out, which a caveat of the first map says. Raise
-    NotFoundError if no run has attention calls, and UsageError for a run that captured configs.
+    A run without attention calls, or of configs, is left out, which a caveat of the first map says.
+    Raise NotFoundError if no run has attention calls, and UsageError if all runs captured configs.
     """
-    if captures := [run for run in runs if store.cells(run)]:
-        remedy = "leave this run out"
-        if len(captures) == len(runs):
-            remedy = f"to compare such runs, use: profharness report {' '.join(runs)}"
-        name = store.run_name(captures[0])
-        raise UsageError(f"run {name} contains configs, but layers shows programs; {remedy}")
+    captures = [run for run in runs if store.cells(run)]
+    if len(captures) == len(runs):
+        raise UsageError(
+            f"run {store.run_name(captures[0])} contains configs, but layers shows programs; to "
+            f"compare such runs, use: profharness report {' '.join(runs)}"
+        )
     maps: list[LayerMap] = []
     errors: dict[str, NotFoundError] = {}
     for run in runs:
@@ -168,7 +168,7 @@ def find_layers_by_gpu(
 
 def left_out_text(names: Sequence[str]) -> str:
     verb = "contains" if len(names) == 1 else "contain"
-    return f"{join_and(list(names))} {verb} no attention call and cannot be compared"
+    return f"{join_and(list(names))} {verb} no attention call of a program and cannot be compared"
 
 
 def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
@@ -412,9 +412,10 @@ def overview_blocks(answer: LayersByGpu) -> Iterator[Block]:
     if len({row["gpu"] for row in rows}) == 1:
         columns = [column for column in columns if column.key != "gpu"]
     yield Table.of(columns, rows)
+    left_out = left_out_text(answer.left_out) if answer.left_out else ""
     yield from merged_notes(
         [
-            Note(text, each.layers.name, "warning")
+            Note(text, "" if text == left_out else each.layers.name, "warning")
             for each in answer.classes
             for text in each.layers.caveats
         ]

@@ -10,11 +10,11 @@ from profharness.atlas.predictions import BOUND
 from profharness.attention.dispatch.machine import release_text
 from profharness.columns import Column, pick
 from profharness.commands.explain.faster import faster_changes, faster_text
-from profharness.commands.explain.savings import matters
+from profharness.commands.explain.savings import Change, matters
 from profharness.commands.layers.answer import (
     layers_answer,
     lead_length,
-    products_answer,
+    other_work_answer,
     told_change,
     what_to_change,
 )
@@ -33,6 +33,7 @@ from profharness.program.layer_map import (
 )
 from profharness.program.matching import ran_text
 from profharness.program.phases import (
+    USUAL_PAGE,
     PhaseRow,
     busy_share,
     middle_steps,
@@ -64,6 +65,7 @@ BOTH_IN_A_STEP = (
     "Each step consists of a prefill and the decoding that follows. The numbers "
     "of calls and the times in each row are means over these steps."
 )
+CONTEXT = "CONTEXT"  # the word for an unknown context length in the example of a config
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
 _OF_ROW = field_names(LayerRow)
@@ -134,6 +136,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         columns = tuple(each for each in columns if each.key != "step_share")
     blocks: list[Block] = [Heading(f"Attention of run {layers.name}", _summary(layers))]
     blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
+    if any(row.mean_config for row in layers.rows):
+        blocks.append(Note(_mean_lengths(layers.rows)))
     if layers.engine:
         blocks += _engine_notes(layers.engine)
     if not layers.step_phases and {PREFILL, DECODE} <= {row.phase for row in layers.rows}:
@@ -150,12 +154,11 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     faster: tuple[str, ...] = ()
-    advised = not of_several and _forecast_of_same_gpu(layers)
-    if advised and any(map(is_explained, layers.rows)):
-        faster, hint = faster_change(layers)
-        blocks.append(hint)
+    if not of_several and _forecast_of_same_gpu(layers):
+        faster, hints = faster_change(layers, change)
+        blocks += hints
     if not of_several and not layers.forecasts:
-        faster = (*faster, *products_answer(layers))
+        faster = (*faster, *other_work_answer(layers))
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of first launch", 3)]
@@ -208,17 +211,24 @@ def _forecast_of_same_gpu(layers: LayerMap) -> bool:
     return same_gpu and forecast.torch == release_text(layers.platform.machine.torch)
 
 
-def faster_change(layers: LayerMap) -> tuple[tuple[str, ...], Note]:
-    """Return a sentence on the change that makes the costliest call faster, and a note on its code.
+def faster_change(
+    layers: LayerMap, change: Change | None = None
+) -> tuple[tuple[str, ...], tuple[Note, ...]]:
+    """Return a sentence on the change that makes the costliest call faster, and the command that
+    shows the code of this change or of `change`, or otherwise why the backends ran.
 
-    Without such a change, return no sentence, and the command that says why the backends ran.
+    Return no sentence without such a change, and no command without code and reasons.
     """
-    for answer, way in faster_changes(layers):
-        of_one = len({row.config for row in layers.rows}) == 1
-        command = layers.command("explain", *(() if of_one else ("--full",)))
-        hint = f"To see the {'code' if way.advice.code else 'reasons'}, use: {command}"
-        return (faster_text(layers, answer, way),), Note(hint, level="hint")
-    return (), Note(f"To see the reasons, use: {layers.command('explain')}", level="hint")
+    explained = {row.config for row in layers.rows if is_explained(row)}
+    found = next(iter(faster_changes(layers)), None) if explained else None
+    code = found[1].advice.code if found else change.code if change else ""
+    told = (faster_text(layers, *found),) if found else ()
+    if not explained and not code:
+        return told, ()
+    # For several configs, only the full explanations have code.
+    full = ("--full",) if len(explained) > 1 and (found or code) else ()
+    what, command = "code" if code else "reasons", layers.command("explain", *full)
+    return told, (Note(f"To see the {what}, use: {command}", level="hint"),)
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:
@@ -390,10 +400,17 @@ def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:
 
 def _config(row: LayerRow) -> str | None:
     if row.config is None:
-        return _dims_text(row.dims)
+        return row.mean_config or _dims_text(row.dims)
     if row.lengths is None or row.lengths[0] == row.lengths[1]:
         return row.config
     return f"{row.config} (seq_kv {row.lengths[0]} to {row.lengths[1]})"
+
+
+def _mean_lengths(rows: Sequence[LayerRow]) -> str:
+    """Return a sentence on the configs of rows whose calls no config describes."""
+    # Only these configs have a page size.
+    which = "with page= " if any(row.config for row in rows) else ""
+    return f"The lengths in the configs {which}are the mean lengths of the requests in a step."
 
 
 def _summary(layers: LayerMap) -> str:
@@ -464,22 +481,29 @@ def _hand_written(layers: LayerMap) -> Iterator[Note]:
     yield Note(f"{lead}{command}", level="hint")
     if not configs and (examples := list(filter(None, map(_example, layers.phases)))):
         yield Note(
-            f"for example, the mean requests and tokens of the steps give {join_and(examples)}; "
-            "replace the words in capitals with the sizes of the model and the context",
+            f"for example, the mean requests and lengths of the steps give {join_and(examples)}; "
+            f"replace the words in capitals with {'the context and ' * (CONTEXT in str(examples))}the "
+            "sizes of the model",
             level="hint",
         )
 
 
 def _example(phase: PhaseRow) -> str:
-    """Return the start of a config with the mean requests and tokens of a phase, or ""."""
-    requests, tokens = phase.mean_requests, phase.mean_new_tokens
+    """Return a config with the mean requests and lengths of a phase, or "".
+
+    Words in capitals replace the numbers that the annotations of the engine do not contain.
+    """
+    requests, tokens, keys = phase.mean_requests, phase.mean_new_tokens, phase.mean_keys
     if not requests or not tokens:
         return ""
-    batch = round(requests)
+    batch, length = round(requests), round(tokens / requests)
+    context = CONTEXT if keys is None else str(round(keys / requests))
     if phase.phase == DECODE:
-        return f"{batch},HEADS,1,HEAD_DIM,seq_kv=CONTEXT ({phase.phase})"
+        return f"{batch},HEADS,1,HEAD_DIM,seq_kv={context} ({phase.phase})"
     if phase.phase == PREFILL:
-        return f"{batch},HEADS,{round(tokens / requests)},HEAD_DIM,causal ({phase.phase})"
+        # Without a known context, assume that no token was computed before.
+        cached = "" if context in (CONTEXT, str(length)) else f"seq_kv={context},page={USUAL_PAGE},"
+        return f"{batch},HEADS,{length},HEAD_DIM,{cached}causal ({phase.phase})"
     return ""
 
 
