@@ -49,6 +49,7 @@ from profharness.measurements.measurements import (
     dtype_pairs,
     run_cells,
     sweeps,
+    without_choice,
 )
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION
@@ -387,7 +388,8 @@ def evaluate_bench(
     rank_by = plan.get("measurements", MEASUREMENTS) if rank_by is None else rank_by
     cells = run_cells(store, name, configs, backends, baseline)
     samples = all_samples(store, name, cells)
-    rows = bench_rows(store, name, cells, samples, convention, precision, baseline)
+    ran = {(cell.config, cell.backend): backend_of_cell(cell) for cell in cells}
+    rows = bench_rows(store, name, cells, samples, convention, precision, baseline, ran)
     held = {row.measurement for row in rows}
     ranking = next((name for name in (*rank_by, *MEASUREMENTS) if name in held), MEASUREMENTS[0])
 
@@ -395,7 +397,6 @@ def evaluate_bench(
         return samples[row.config, row.backend][ranking]
 
     figures = [row for row in rows if row.measurement == ranking]
-    ran = {(cell.config, cell.backend): backend_of_cell(cell) for cell in cells}
     winners, losses = [], []
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
@@ -443,7 +444,8 @@ def _verdict(base: BenchRow, row: BenchRow, samples_of: SamplesOf, ran: Ran) -> 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> Winner:
     named = {row.backend: row for row in alike}
     named = {name: named[name] for name in contenders(named)}
-    best = _best([*named.values()])
+    choice = ran.get((alike[0].config, CHOSEN))
+    best = _best([named[name] for name in without_choice(named, choice)])
     rows: dict[str, list[BenchRow]] = {}
     for row in named.values():
         if row is not best:

@@ -231,6 +231,7 @@ CHOSEN = "auto"
 # Samples in nanoseconds per call, by (config, backend) and then by measurement.
 Samples = dict[tuple[str, str], dict[str, tuple[int, ...]]]
 Baseline = Config | str  # a config, or the name of a backend
+Ran = Mapping[tuple[str, str], str | None]  # the backend that ran, by config and requested backend
 # Without a baseline, speed-ups are relative to the first of these backends that was measured.
 REFERENCES = ("naive", "math")
 
@@ -486,6 +487,7 @@ def bench_rows(
     convention: str,
     precision: float,
     baseline: Baseline | None,
+    ran: Ran,
 ) -> list[BenchRow]:
     """Return the rows of cells, in the order of the cells. See `with_speedup` for `baseline`."""
     peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
@@ -528,7 +530,7 @@ def bench_rows(
             )
             doubts = _doubts(measured, values, cell, peaks, rate, precision)
             rows.append(replace(measured, doubts=doubts))
-    return with_regret(with_speedup(rows, baseline))
+    return with_regret(with_speedup(rows, baseline), ran)
 
 
 def run_cells(
@@ -643,17 +645,24 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
     return result
 
 
-def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
+def with_regret(rows: Sequence[BenchRow], ran: Ran) -> list[BenchRow]:
     """Return the rows with the `regret` field filled in.
 
     The regret is relative to the fastest correct backend on the same config, among the `contenders`.
+    It is negative for `auto` if the backend that `auto` ran was slower in its own cell.
     """
     medians: dict[tuple[str, str | None], dict[str, float]] = {}
     for row in rows:
         if row.ranked and row.median_ns:
             medians.setdefault((row.config, row.measurement), {})[row.backend] = row.median_ns
     names = {key: contenders(own) for key, own in medians.items()}
-    fastest = {key: min(medians[key][name] for name in own) for key, own in names.items()}
+    fastest = {
+        (config, measurement): min(
+            medians[config, measurement][name]
+            for name in without_choice(own, ran.get((config, CHOSEN)))
+        )
+        for (config, measurement), own in names.items()
+    }
     return [
         replace(row, regret=row.median_ns / fastest[row.config, row.measurement] - 1)
         if row.median_ns and row.backend in names.get((row.config, row.measurement), ())
@@ -671,8 +680,15 @@ def contenders(backends: Collection[str]) -> Collection[str]:
     return [name for name in backends if name != ALL_DISABLED] or backends
 
 
+def without_choice(backends: Collection[str], choice: str | None) -> Collection[str]:
+    """Return the backends without `auto` if the backend that it ran is one of them.
+
+    Both cells then measure the same kernels, so `auto` cannot be faster than this backend.
+    """
+    return [name for name in backends if name != CHOSEN] if choice in backends else backends
+
+
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
-Ran = Mapping[tuple[str, str], str | None]  # the backend that ran, by config and requested backend
 DROP = 1.5  # a drop is reported if the rate falls by at least this factor
 BENT = 0.3  # both exponents of a Growth are shown if they differ by more than this value
 

@@ -325,7 +325,7 @@ def test_codes_of_winners_run() -> None:
 def test_bench_shows_wrong_backends_but_does_not_rank_them() -> None:
     right = BenchRow("r", "b1-h1-s8-d8-fp16", "math", "ok", None, "event", 9, 100.0)
     wrong = replace(right, backend="mine.py", median_ns=10.0, verified=False)
-    rows = with_regret(with_speedup([right, wrong]))
+    rows = with_regret(with_speedup([right, wrong]), {})
     assert (rows[0].regret, rows[0].speedup) == (0, 1)
     assert (rows[1].regret, rows[1].speedup, rows[1].median_ns) == (None, None, 10.0)
 
