@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Their output on stderr is a part of the example.
 WITH_STDERR = ("profharness capture", "profharness ingest")
 # Their output is that of a terminal with 100 columns, because the full table is wider than a page.
-IN_TERMINAL = ("profharness layers traces/models/bert_fp32.json.gz",)
+IN_TERMINAL = ("profharness layers traces/models/bert_fp32.json.gz --torch 2.11",)
 PICTURES = (  # arguments of scripts/make_pictures.py
     (
         "terminal",
