@@ -58,8 +58,10 @@ if sys.argv[1] == "-c":
 folder = sys.argv[-1]
 plan = json.load(open(folder + "/plan.json"))
 def leave():
-    select.select([os.pidfd_open(plan["parent"])], [], [])
-    os._exit(71)
+    try:
+        select.select([os.pidfd_open(plan["parent"])], [], [])
+    finally:  # the parent may have ended before
+        os._exit(71)
 threading.Thread(target=leave, daemon=True).start()
 journal = open(folder + "/journal.jsonl", "a", buffering=1)
 def write(**entry):

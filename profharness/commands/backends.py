@@ -55,7 +55,7 @@ def show(states: list[BackendState], *, full: Full = False) -> Document:
     columns = (
         Column("backend", "backend"),
         Column("runs", "runs here", importance="answer"),
-        Column("summary", "what it is", wrap=full, shrink=not full),
+        Column("summary", "what it is", wrap=True),
     )
     rows = tuple((state.backend, _runs(state), state.summary) for state in states)
     notes = [

@@ -28,6 +28,7 @@ MOST_LINES = (
     3  # most lines of READABLE width for a name in a block of columns; longer names are cut
 )
 MOST_HEIGHT = 2  # mean number of lines of a row above which other columns are hidden instead
+MOST_CUT = 1 / 3  # share of shortened names above which names have lines of their own
 LEAST_NAME = 8  # minimum width of a kernel's name before its functor
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 WHOLE_WORD = 20  # maximum width of a word that is moved to the next line instead of being split
@@ -46,7 +47,9 @@ _MODULE = re.compile(r"[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
 _ARGUMENT = re.compile(r"[^\s,<>…][^,<>…]*")  # a template argument of a kernel's name
-_PLAIN_ARGUMENT = re.compile(r"[a-z]*\d\w*|bool|true|false")  # a number, a tile, a flag or a dtype
+_PLAIN_ARGUMENT = re.compile(
+    r"[a-z]*\d[\dx]*|bool|true|false"
+)  # a number, a tile, a flag or a dtype
 _KERNEL = re.compile(r"([-+=] )?([a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>)")
 _MARK = re.compile(r"[-+=] (?=\S)")  # which side of a comparison has a kernel
 _WORD_END = re.compile(r"[^\W_]*$")
@@ -411,6 +414,8 @@ def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) ->
         key=lambda layout: (
             _height(layout, rows) > MOST_HEIGHT,
             _hidden(columns, layout),
+            _share_of_cut_names(columns, layout) > MOST_CUT,
+            _height(layout, rows),
             _lost_names(columns, layout),
         ),
     )
@@ -427,6 +432,17 @@ def _height(layout: Layout, rows: Sequence[Texts]) -> float:
 def _hidden(columns: Sequence[Column], layout: Layout) -> int:
     """Return the number of hidden columns that are not details."""
     return sum(_importance(columns[at], at) == "normal" for at in layout.hidden)
+
+
+def _share_of_cut_names(columns: Sequence[Column], layout: Layout) -> float:
+    """Return the share of the texts that identify rows, of those in a table, that are shortened."""
+    cuts = [
+        text != cut
+        for at, own in layout.cuts.items()
+        if is_key(columns[at], at)
+        for text, cut in own.items()
+    ]
+    return sum(cuts) / max(len(cuts), 1)
 
 
 def _lost_names(columns: Sequence[Column], layout: Layout) -> int:
@@ -592,11 +608,13 @@ def _stackings(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the sets of columns that may have lines of their own, starting with the empty set.
 
-    They are the columns whose values repeat, and the columns of configs and modules.
+    They are the columns whose values repeat, and the columns of configs, modules and kernels,
+    together with the columns before them that identify rows.
     """
-    names = [at for at, own in enumerate(texts) if _has_names(own)]
-    prefixes = itertools.accumulate((at,) for at in names)
-    return tuple(dict.fromkeys(((), *_groups(columns, rows), *prefixes)))
+    keys = [at for at, own in enumerate(texts) if is_key(columns[at], at) or _has_names(own)]
+    names = [at for at in keys if _has_names(texts[at]) or any(map(_KERNEL.fullmatch, texts[at]))]
+    until_names = (tuple(at for at in keys if at <= name) for name in names)
+    return tuple(dict.fromkeys(((), *_groups(columns, rows), *until_names)))
 
 
 def _has_names(texts: Texts) -> bool:

@@ -327,6 +327,7 @@ def test_records_have_the_promised_keys() -> None:
         "eligible": False,
         "reasons": [{"code": "mask", "message": NO_MASK.message, "source": "live"}],
         "advice": [],
+        "predicted_ns": None,
     }
     flat = flat_record(made)
     assert (flat["cudnn_eligible"], flat["cudnn_reasons"]) == (False, "mask")

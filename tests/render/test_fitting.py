@@ -451,7 +451,7 @@ def test_a_wider_terminal_shows_no_less_of_a_kernels_name(
         cuts = layout.cuts.get(at, {})
         wider = {row[at]: cuts.get(row[at], row[at]) for row in formatted_rows(table)}
         assert not [cut for text, cut in shown.items() if len(wider[text]) < len(cut)]
-        shown = wider
+        shown = wider if len(layout.lines) == 1 else {}  # names on their own lines are whole
         hidden = {keys[place] for place in layout.hidden}
         assert "launches" not in hidden or "block" in hidden
 
@@ -719,6 +719,19 @@ def test_names_have_a_line_of_their_own_before_they_are_cut() -> None:
         assert all(lines.count(name) == 1 for name in modules)
         assert all(any(config in line for line in lines) for config in configs)
     assert all("cudnn" in line for line in fitted(columns, *rows, width=120)[1:])
+
+
+def test_names_of_kernels_have_their_own_lines_if_most_would_be_cut() -> None:
+    """Bug: at 80 columns, the tiles and functors of nearly all kernels of a program were cut."""
+    columns = pick(KernelRow, "kernel_short", "grid", "duration_ns")
+    names = [f"nvjet_sm90_tst_{tile}_64x4_1x2_h_bz_coopA_TNT" for tile in ("256x128", "64x512")]
+    rows = [(name, (at, 66, 1), 7_440) for at, name in enumerate((*names, "gemm", "softmax"))]
+    lines = fitted(columns, *rows, width=50)
+    assert all(name in lines for name in names)
+    lines = fitted(
+        columns, *rows, *((f"gemm_{at}", (at, 1, 1), 7_440) for at in range(9)), width=56
+    )
+    assert len(lines) == 2 + 13 + 1  # a few names are cut instead
 
 
 def test_short_names_share_a_line_above_the_figures() -> None:
