@@ -262,8 +262,8 @@ def verify(
     The allowed error of a result is twice the error of plain attention in the same dtype on the
     same inputs. Each result is computed twice, once in memory filled with NaN and once in memory
     filled with other values. --cases standard also tests each config with odd lengths, different
-    head counts, different layouts and extreme values. The store records wrong results, and bench does not
-    rank them.
+    head counts, different layouts and extreme values. Wrong results are stored, but bench does not rank
+    them.
 
     The exit code is 3 if any result is wrong. Refused calls are not failures.
 

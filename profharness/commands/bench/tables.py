@@ -662,9 +662,9 @@ def rate_blocks(
         rates = [rate for dtype in dtypes if (rate := flop_peak(peaks, dtype, tf32=tf32))]
         roofs = [(f"{name}, {peaks.source}", peaks, rate) for name, rate in rates]
         caption = (
-            "The bytes are compulsory, and the FLOPs are exact. The roofs are the "
-            f"{peaks.source} peaks of {short_device_name(peaks.device)}. Points can lie above the slope if the data "
-            "is in the L2 cache."
+            "The byte counts include only the compulsory memory traffic, and the FLOP counts are "
+            f"exact. The roofs are the {peaks.source} peaks of {short_device_name(peaks.device)}. "
+            "Points can lie above the sloped roof if the data is in the L2 cache."
         )
         blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
     if wrong:

@@ -113,7 +113,7 @@ PART = Column(
     "role, kernel",
     shrink=True,
     meaning="the role, followed by its kernels: `-` marks a kernel of the baseline, `+` a kernel of "
-    "the candidate, and `=` a kernel that both sides launch alike",
+    "the candidate, and `=` a kernel that both sides launch in the same way",
 )
 OF_A_ROLE = dict.fromkeys(OF_A_KERNEL, "")  # values that only kernels have
 OF_ONE_KERNEL = dict.fromkeys(("speedup", "verdict"), "")  # values that only roles have
@@ -448,7 +448,7 @@ def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[t
 
 
 def _marked(row: DiffRow) -> Iterator[tuple[str, tuple[KernelRow, ...]]]:
-    """Yield each kernel with its mark. A kernel that both sides launch alike has a row for each side."""
+    """Yield each kernel with its mark. A kernel that both sides launch in the same way has a row for each side."""
     added: dict[tuple[Any, ...], list[KernelRow]] = {}
     for kernel in row.candidate:
         added.setdefault(_launch(kernel), []).append(kernel)
@@ -567,7 +567,7 @@ def diff(
     configs are compared.
 
     Two kernels are paired if they compute the same thing. In the table of kernels, `-` marks a kernel
-    of the baseline, `+` a kernel of the candidate, and `=` a kernel that both sides launch alike. The
+    of the baseline, `+` a kernel of the candidate, and `=` a kernel that both sides launch in the same way. The
     speed-up is the time of the baseline divided by the time of the candidate, so above 1 if the
     candidate is faster. A gate (--fail-on) also fails if there is nothing to compare. Traces of two
     programs are also compared layer by layer.
