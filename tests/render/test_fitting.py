@@ -54,6 +54,7 @@ from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import KernelRow
 from profharness.store import Selection, ingest_path, open_store
+from profharness.traces.kernel_names import parse_kernel_name
 from profharness.units import UNITS, common_unit, time_text
 
 ROOT = Path(__file__).parents[2]
@@ -1172,6 +1173,23 @@ def test_kernels_of_the_same_name_in_other_namespaces_are_numbered(traces: Path)
         "a::k<1>(int)": "k<1>(int) #1",
         "b::k<1>(int)": "k<1>(int) #2",
     }
+
+
+def test_kernels_whose_short_names_leave_out_the_type_are_told_apart(traces: Path) -> None:
+    with open_store(traces) as opened:
+        row = opened.rows(Selection("h200-torch2.11"))[0][0]
+    names = [
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<"
+        "(flashinfer::MaskMode)0, 16u, 1u, 2u, 8u, 8u, 1u, 4u, (flashinfer::PosEncodingMode)0, "
+        f"{dtype}, {dtype}, {dtype}, float, int, flashinfer::DefaultAttention<false, false, false, "
+        "false> >, PagedParams>(PagedParams)"
+        for dtype in ("__half", "__nv_bfloat16")
+    ]
+    shorts = {parse_kernel_name(name).short for name in names}
+    assert shorts == {"BatchPrefillWithPagedKVCacheKernel<128,16x128,w4>"}
+    rows = [replace(row, kernel=name, kernel_short=next(iter(shorts))) for name in names]
+    shown = longer_names(rows)
+    assert "__half" in shown[names[0]] and "bfloat16" in shown[names[1]]
 
 
 def test_negligible_kernels_of_a_call_share_a_line(traces: Path) -> None:

@@ -14,7 +14,12 @@ from nsys_spelling import as_nsys
 
 from profharness.cli import cli
 from profharness.traces.kernel_names import FAMILIES, parse_kernel_name
-from profharness.traces.kernel_names.meanings import FA2_FLAGS, FA3_FLAGS, LIBRARIES
+from profharness.traces.kernel_names.meanings import (
+    FA2_FLAGS,
+    FA3_FLAGS,
+    FLASHINFER_FLAGS,
+    LIBRARIES,
+)
 from profharness.traces.kernel_names.parts import Description, describe
 
 TABLE = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
@@ -147,7 +152,7 @@ def test_a_number_too_long_for_python_is_a_word() -> None:
 
 
 def test_short_words_of_flags_are_unique() -> None:
-    for table in (FA2_FLAGS, FA3_FLAGS):
+    for table in (FA2_FLAGS, FA3_FLAGS, FLASHINFER_FLAGS):
         words = [word for flag in table for word in (flag.shown, flag.unset) if word]
         assert len(set(words)) == len(words)
 

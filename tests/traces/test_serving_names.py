@@ -8,6 +8,7 @@ import pytest
 from nsys_spelling import as_nsys
 
 from profharness.traces.kernel_names import FAMILIES, canonical, parse_kernel_name
+from profharness.traces.kernel_names.parts import describe
 
 RAGGED = (
     "void flashinfer::BatchPrefillWithRaggedKVCacheKernel<flashinfer::KernelTraits<"
@@ -21,6 +22,16 @@ PAGED = (
     " (unsigned int)8, (unsigned int)4, (unsigned int)1, (flashinfer::PosEncodingMode)0, "
     "__nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, int, flashinfer::DefaultAttention<(bool)0,"
     " (bool)0, (bool)0, (bool)0>>, PagedParams>(T2)"
+)
+_HOPPER = (
+    "flashinfer::AttentionKernelTraits<false, 128, 128, 128, 96, 2, cutlass::bfloat16_t, "
+    "cutlass::bfloat16_t, cutlass::bfloat16_t, int, flashinfer::StandardAttention>"
+)
+HOPPER = (
+    "void flashinfer::PrefillWithKVCacheKernel<flashinfer::SparseCollectiveMainloop<"
+    f"PagedParams::AdditionalParams, {_HOPPER}, true, false>, flashinfer::CollectiveEpilogue<"
+    f"{_HOPPER} >, {_HOPPER}, false, true, flashinfer::BatchPrefillPersistentTileScheduler<int>, "
+    "false>(int)"
 )
 DECODE = (
     "void flashinfer::BatchDecodeWithPagedKVCacheKernel<(flashinfer::PosEncodingMode)0, 2u, 1u, 8u,"
@@ -63,7 +74,8 @@ GROUPED = (
     [
         (RAGGED, "flashinfer", "bf16", 64, "128x64", True),
         (PAGED, "flashinfer", "bf16", 128, "128x32", True),
-        (DECODE, "flashinfer", None, 128, None, None),
+        (HOPPER, "flashinfer", "bf16", 128, "128x96", True),
+        (DECODE, "flashinfer", None, 128, "2x8", None),
         ("flashinfer::PrefillWithKVCacheKernel", "flashinfer", None, None, None, None),
         (
             "void cutlass::device_kernel<flashinfer::PrefillWithKVCacheKernel<int> >(int)",
@@ -325,3 +337,55 @@ def test_a_kernel_of_composable_kernel_with_two_numbers_is_attention() -> None:
         assert (kernel.family, kernel.backend, kernel.direction) == ("ck", "ck", "fwd")
         assert (kernel.head_dim, kernel.tile_m, kernel.tile_n) == (128, 128, 128)
         assert kernel.dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("name", "short", "stages", "warps"),
+    [
+        (RAGGED, "BatchPrefillWithRaggedKVCacheKernel<64,128x64,w4,causal>", None, 4),
+        (PAGED, "BatchPrefillWithPagedKVCacheKernel<128,128x32,w4,causal>", None, 4),
+        (
+            PAGED.replace("MaskMode)1", "MaskMode)0"),
+            "BatchPrefillWithPagedKVCacheKernel<128,128x32,w4>",
+            *(None, 4),
+        ),
+        (
+            PAGED.replace("MaskMode)1", "MaskMode)2").replace("<(bool)0", "<(bool)1"),
+            "BatchPrefillWithPagedKVCacheKernel<128,128x32,w4,custom>",
+            *(None, 4),
+        ),
+        (HOPPER, "PrefillWithKVCacheKernel<128,128x96,s2,causal>", 2, None),
+        (
+            HOPPER.replace("StandardAttention", "LogitsSoftCap").replace(
+                ">, false, true, f", ">, true, false, f"
+            ),
+            "PrefillWithKVCacheKernel<128,128x96,s2,local,softcap>",
+            *(2, None),
+        ),
+        (DECODE, "BatchDecodeWithPagedKVCacheKernel<128,2x8,s2,w4>", 2, 4),
+    ],
+)
+def test_short_names_of_flashinfer_show_the_sizes(
+    name: str, short: str, stages: int | None, warps: int | None
+) -> None:
+    kernel = parse_kernel_name(name)
+    assert (kernel.short, kernel.stages, kernel.warps) == (short, stages, warps)
+    whole, of_short = describe(name), describe(short)
+    assert not of_short.unknown
+    assert whole.unknown == ()
+    assert whole.by_source == of_short.by_source != ()
+    for field in ("head_dim", "tile", "stages", "warps", "family", "backend"):
+        assert getattr(of_short.kernel, field) == getattr(kernel, field)
+    # a short name shows a causal mask only if there is one
+    assert of_short.kernel.causal is (kernel.causal or None)
+
+
+def test_a_template_of_another_release_has_no_sizes() -> None:
+    """FlashInfer 0.2.0 has one head dimension in the traits, and no traits for other GPUs."""
+    hopper = HOPPER.replace("128, 128, 128, 96, 2", "128, 128, 96, 2")
+    older = "void flashinfer::BatchPrefillWithPagedKVCacheKernel<(flashinfer::MaskMode)1, 2u>(int)"
+    for name in (hopper, older):
+        kernel = parse_kernel_name(name)
+        assert (kernel.backend, kernel.family) == ("flashinfer", "fmha")
+        assert (kernel.head_dim, kernel.tile, kernel.stages, kernel.warps) == (None,) * 4
+        assert "CTA_KV" not in {part.parameter for part in describe(name).parts}

@@ -1,14 +1,14 @@
 """Parse kernel names that start like the names of a known library.
 
-The rules cover attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN,
-flex_attention, Triton, AOTriton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS,
+The rules cover attention kernels (FlashAttention 2, 3 and 4, FlashInfer, efficient attention,
+cuDNN, flex_attention, Triton, AOTriton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS,
 TensorRT-LLM, Tensile and rocBLAS) and the kernels of CUB, rocPRIM and the HIP runtime.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from profharness.dtypes import OF_CPP_TYPE
@@ -22,14 +22,19 @@ from profharness.traces.kernel_names.meanings import (
     FA3_FWD80,
     FA3_FWD90,
     FAMILIES,
+    FLASHINFER_FLAGS,
+    FLASHINFER_VARIANT,
+    LAYOUTS,
     flag_words,
 )
 from profharness.traces.kernel_names.text import (
     Head,
     KernelName,
     generic_short,
+    integer,
     integers,
     join_short,
+    short_type,
     template_arguments,
 )
 
@@ -182,6 +187,110 @@ def _fa4(text: str, _head: Head, match: re.Match[str]) -> Fields:
         "dtype": {"bf16": "bf16", "f16": "fp16", "f32": None}[dtype[1]] if dtype else None,
         "direction": match["direction"],
         **({"family": "flash_combine"} if is_combine else {}),
+    }
+
+
+def _flashinfer_warps(numbers: Mapping[str, int]) -> Fields:
+    """Compute the sizes of a kernel in attention/prefill.cuh."""
+    return {
+        "head_dim": numbers["NUM_MMA_D_QK"] * 16,
+        "tile_m": numbers["CTA_TILE_Q"],
+        "tile_n": numbers["NUM_MMA_KV"] * numbers["NUM_WARPS_KV"] * 16,
+        "warps": numbers["NUM_WARPS_Q"] * numbers["NUM_WARPS_KV"],
+    }
+
+
+def _flashinfer_hopper(numbers: Mapping[str, int]) -> Fields:
+    """Return the sizes of a kernel in attention/hopper."""
+    return {
+        "head_dim": numbers["HEAD_DIM_QK" if "HEAD_DIM_QK" in numbers else "HEAD_DIM"],
+        "tile_m": numbers["CTA_Q"],
+        "tile_n": numbers["CTA_KV"],
+        "stages": numbers["NUM_STAGES"],
+    }
+
+
+def _flashinfer_decode(numbers: Mapping[str, int]) -> Fields:
+    """Compute the sizes of a kernel in attention/decode.cuh, which computes the attention of the
+    query heads that share a head of keys.
+    """
+    threads = numbers["bdx"] * numbers["bdy"] * numbers["bdz"]
+    return {
+        "head_dim": numbers["vec_size"] * numbers["bdx"],
+        "tile_m": numbers["bdy"],
+        "tile_n": numbers["tile_size_per_bdx"] * numbers["bdy"] * numbers["bdz"],
+        "stages": numbers["num_stages_smem"],
+        "warps": -(-threads // 32),
+    }
+
+
+# The functions that compute the sizes of a FlashInfer kernel from its parameters in LAYOUTS
+_FLASHINFER_SIZES = {
+    "flashinfer::KernelTraits<": _flashinfer_warps,
+    "flashinfer::AttentionKernelTraits<": _flashinfer_hopper,
+    "flashinfer::FP8AttentionKernelTraits<": _flashinfer_hopper,
+    "BatchDecodeWithPagedKVCacheKernel<": _flashinfer_decode,
+    "SingleDecodeWithKVCacheKernel<": _flashinfer_decode,
+}
+_COUNTS = (("stages", "s"), ("warps", "w"))
+_FLASHINFER_HOPPER = re.compile(r"(?<![a-z])(?:FP8)?PrefillWithKVCacheKernel(?=<)")
+_FLASHINFER_SCORES = re.compile(r"flashinfer::(?:LogitsSoftCap|StandardAttention)\b")
+_FLASHINFER_MASK = re.compile(r"KernelTraits<\(flashinfer::MaskMode\)([01]),")
+
+
+def flashinfer_flags(text: str) -> dict[str, bool]:
+    """Return the compile-time flags of a FlashInfer kernel by name."""
+    variant, names = "flashinfer::DefaultAttention<", FLASHINFER_VARIANT.split()
+    flags: dict[str, bool] = {}
+    if (at := text.find(variant)) >= 0:
+        arguments = template_arguments(text, at + len(variant) - 1)
+        flags |= {name: word == "true" for name, word in zip(names, arguments, strict=False)}
+    if mask := _FLASHINFER_MASK.search(text):
+        flags["causal"] = mask[1] == "1"
+    if kernel := _FLASHINFER_HOPPER.search(text):
+        local_and_causal = template_arguments(text, kernel.end())[3:5]
+        flags |= {
+            name: word == "true"
+            for name, word in zip(("local", "causal"), local_and_causal, strict=False)
+        }
+        if scores := _FLASHINFER_SCORES.search(text):
+            flags["softcap"] = scores[0] == "flashinfer::LogitsSoftCap"
+    return flags
+
+
+def _flashinfer_parameters(text: str) -> tuple[str, dict[str, str]]:
+    """Return the opening of the template in LAYOUTS that a FlashInfer kernel has, and the value of
+    each parameter.
+    """
+    opening = next((opening for opening in _FLASHINFER_SIZES if opening in text), "")
+    arguments = template_arguments(text, text.find(opening) + len(opening) - 1) if opening else []
+    parameters = LAYOUTS.get(opening, {})
+    return opening, dict(zip(parameters, map(short_type, arguments), strict=False))
+
+
+def _flashinfer(text: str, head: Head, match: re.Match[str]) -> Fields:
+    """Parse a name such as `flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::
+    KernelTraits<…>, …>`. The sizes remain unknown if the template is not that of the releases 0.2.1
+    to 0.6.18.
+    """
+    opening, words = _flashinfer_parameters(text)
+    values = {name: integer(word) for name, word in words.items() if len(word) < 7}
+    numbers = {name: value for name, value in values.items() if value is not None}
+    try:
+        sizes = _FLASHINFER_SIZES[opening](numbers)
+    except KeyError:
+        return {"short": generic_short(text, head), "direction": "fwd"}
+    flags = flashinfer_flags(text)
+    shown = [f"{sizes['tile_m']}x{sizes['tile_n']}"]
+    shown += [f"{letter}{sizes[name]}" for name, letter in _COUNTS if name in sizes]
+    shown += flag_words(FLASHINFER_FLAGS, flags)
+    dtype = words.get("DTypeQ")
+    return {
+        "short": join_short(match["name"], sizes["head_dim"], *shown),
+        "dtype": dtype if dtype in OF_CPP_TYPE.values() else None,
+        "direction": "fwd",
+        "causal": flags.get("causal"),
+        **sizes,
     }
 
 
@@ -445,6 +554,10 @@ _ATTENTION = _rules(
     (
         r"(?:kernel_cutlass_)?(?:kernel_)?flash_attn\w{0,20}?(?:cute)?flash_(?P<direction>fwd|bwd)\w*",
         *("flash", "fa4", _fa4),
+    ),
+    (
+        r"flashinfer::(?P<name>(?:FP8|Batch|Single)?(?:Prefill|Decode)With\w*KVCacheKernel)(?=[<(]|$)",
+        *("fmha", "flashinfer", _flashinfer),
     ),
     (
         r"fmha_cutlass(?P<side>[FB])_(?P<dtype>f16|bf16|f32)_(?:not)?aligned_(?P<m>\d+)x(?P<n>\d+)"

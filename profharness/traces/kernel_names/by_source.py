@@ -27,6 +27,7 @@ class SourceFact:
 
 _FA2 = "flash-attention 2.8, csrc/flash_attn/src"
 _FA3 = "flash-attention 2.8, hopper"
+_FLASHINFER = "FlashInfer 0.6.18, include/flashinfer/attention"
 _MEM_EFF = "PyTorch 2.13, ATen/native/transformers/cuda/mem_eff_attention"
 _ALIKE = "every warp both loads data and computes"
 
@@ -101,6 +102,28 @@ FACTS = (
                 "flash-attention, flash_attn/cute/flash_fwd_sm100.py",
             ),
         ),
+    ),
+    (
+        "flashinfer",
+        r"PrefillWithKVCacheKernel",
+        (
+            (
+                ROLES,
+                "warp group 0 is the producer, which loads data; the other warp groups are the "
+                "consumers, which compute",
+                f"{_FLASHINFER}/hopper/prefill_sm90.cuh",
+            ),
+        ),
+    ),
+    (
+        "flashinfer",
+        r"(?:Batch|Single)PrefillWith(?:Paged|Ragged)?KVCacheKernel",
+        ((ROLES, _ALIKE, f"{_FLASHINFER}/prefill.cuh"),),
+    ),
+    (
+        "flashinfer",
+        r"(?:BatchDecodeWithPaged|SingleDecodeWith)KVCacheKernel(?!MLA)",
+        ((ROLES, _ALIKE, f"{_FLASHINFER}/decode.cuh"),),
     ),
     (
         "efficient",

@@ -3,8 +3,8 @@ parameters.
 
 Both the short names of kernels and the descriptions of names are derived from these tables.
 Parameters and flags have the same names as in the source code of flash-attention 2.8
-(csrc/flash_attn/src and hopper), of PyTorch (ATen/native/transformers/cuda/mem_eff_attention) and
-of kernels/tiled.cu.
+(csrc/flash_attn/src and hopper), of FlashInfer 0.6.18 (include/flashinfer/attention), of PyTorch
+(ATen/native/transformers/cuda/mem_eff_attention) and of kernels/tiled.cu.
 """
 
 from __future__ import annotations
@@ -195,7 +195,19 @@ FA3_FLAGS = (
         "gradients are not summed in a fixed order",
     ),
 )
-FLAG_TABLES = {"flash2": FA2_FLAGS, "flash2_pip": FA2_FLAGS, "fa3": FA3_FLAGS}
+FLASHINFER_FLAGS = (
+    _CAUSAL,
+    Flag("custom", "a mask that the caller passes", "no mask that the caller passes", "custom"),
+    _LOCAL,
+    Flag("alibi", "ALiBi position biases", "no ALiBi", "alibi"),
+    _SOFTCAP,
+)
+FLAG_TABLES = {
+    "flash2": FA2_FLAGS,
+    "flash2_pip": FA2_FLAGS,
+    "fa3": FA3_FLAGS,
+    "flashinfer": FLASHINFER_FLAGS,
+}
 # The order in which the full name of a kernel contains the flags.
 FA2_FWD = "dropout causal local alibi even_mn even_k softcap return_softmax"
 FA2_SPLIT = "causal local alibi even_mn even_k softcap split append"
@@ -203,6 +215,7 @@ FA2_BWD = "dropout causal local alibi even_mn even_k softcap"
 FA3_FWD90 = "causal local softcap varlen paged append qv rs overlap packgqa split v_col"
 FA3_FWD80 = "causal local softcap varlen paged append packgqa split"
 FA3_BWD = "causal local softcap varlen deterministic"
+FLASHINFER_VARIANT = "custom local softcap alibi"  # the arguments of DefaultAttention
 
 
 def flag_words(table: tuple[Flag, ...], flags: Mapping[str, bool]) -> list[str]:
@@ -284,6 +297,36 @@ _PARAMETERS = {
     "is_log_softmax": "logarithm of the softmax: {}",
     "is_masked": "with a mask: {}",
     "WARP_SIZE": "{} threads per warp",
+    "MASK_MODE": "mask: {} (0 is no mask, 1 causal, 2 from the caller, 3 multi-item scoring)",
+    "CTA_TILE_Q": "tile: {} queries",
+    "CTA_Q": "tile: {} queries",
+    "CTA_KV": "tile: {} keys",
+    "NUM_MMA_Q": "each warp computes {} x 16 queries",
+    "NUM_MMA_KV": "each warp computes {} x 16 keys of a tile",
+    "NUM_MMA_D_QK": "head dimension of queries and keys: {} x 16",
+    "NUM_MMA_D_VO": "head dimension of the values: {} x 16",
+    "NUM_WARPS_Q": "warps along the queries: {}",
+    "NUM_WARPS_KV": "warps along the keys: {}",
+    "POS_ENCODING_MODE": (
+        "position encoding in the kernel: {} (0 is none, 1 rotary embedding, 2 ALiBi)"
+    ),
+    "USE_TMA_LOAD_KV": "TMA loads keys and values: {}",
+    "HEAD_DIM": "head dimension: {}",
+    "HEAD_DIM_QK": "head dimension of queries and keys: {}",
+    "HEAD_DIM_VO": "head dimension of the values: {}",
+    "NUM_STAGES": "{} buffers for keys and values in shared memory",
+    "num_stages_smem": "{} buffers for keys and values in shared memory",
+    "tile_size_per_bdx": "keys that a row of threads loads at once: {}",
+    "vec_size": "each thread computes {} elements of the head dimension",
+    "bdx": "{} threads along the head dimension",
+    "bdy": "query heads per block, which share a head of keys: {}",
+    "bdz": "groups of threads along the keys: {}",
+    "DTypeQ": "type of the queries: {}",
+    "DTypeKV": "type of the keys and values: {}",
+    "DTypeO": "type of the output: {}",
+    "DTypeQKAccum": "type of the scores: {}",
+    "IdType": "type of the indices: {}",
+    "AttentionVariant": "how scores are computed from products: {}",
 }
 
 
@@ -297,6 +340,10 @@ _ATOMS = "AtomLayoutMSdP AtomLayoutNdKV AtomLayoutMdQ"
 _FA3_TYPES = f"Element ElementAccum ArchTag {FLAGS}"
 _SWAPS = "SdP_swapAB dKV_swapAB dQ_swapAB"
 _QUERY_BUFFERS = "{} buffers for queries in shared memory"
+_FLASHINFER_TYPES = "DTypeQ DTypeKV DTypeO"
+_FLASHINFER_DECODE = _layout(
+    "POS_ENCODING_MODE num_stages_smem tile_size_per_bdx vec_size bdx bdy bdz AttentionVariant"
+)
 _SOFTMAX = _layout("input_t output_t acc_t log2_elements is_log_softmax is_masked WARP_SIZE")
 # The template parameters of each kernel, in order. A key is the name of the template with the
 # opening bracket.
@@ -328,6 +375,20 @@ LAYOUTS = {
         "ArchTag scalar_t kIsAligned kApplyDropout kPreload kBlockSizeI kBlockSizeJ kMaxK "
         "kKeysQueriesAlignedToBlockSize"
     ),
+    "flashinfer::KernelTraits<": _layout(
+        "MASK_MODE CTA_TILE_Q NUM_MMA_Q NUM_MMA_KV NUM_MMA_D_QK NUM_MMA_D_VO NUM_WARPS_Q "
+        f"NUM_WARPS_KV POS_ENCODING_MODE {_FLASHINFER_TYPES} DTypeQKAccum IdType AttentionVariant"
+    ),
+    "flashinfer::AttentionKernelTraits<": _layout(
+        "USE_TMA_LOAD_KV HEAD_DIM_QK HEAD_DIM_VO CTA_Q CTA_KV NUM_STAGES "
+        f"{_FLASHINFER_TYPES} IdType AttentionVariant"
+    ),
+    "flashinfer::FP8AttentionKernelTraits<": _layout(
+        "USE_TMA_LOAD_KV HEAD_DIM CTA_Q CTA_KV NUM_STAGES "
+        f"{_FLASHINFER_TYPES} IdType AttentionVariant"
+    ),
+    "BatchDecodeWithPagedKVCacheKernel<": _FLASHINFER_DECODE,
+    "SingleDecodeWithKVCacheKernel<": _FLASHINFER_DECODE,
     "tiled_attention<": TILED,
     "softmax_warp_forward<": _SOFTMAX,
     "softmax_warp_backward<": _SOFTMAX,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from profharness.columns import column
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, canonical, parse_kernel_name
-from profharness.traces.kernel_names.attention import fa2_flags, fa3_flags
+from profharness.traces.kernel_names.attention import fa2_flags, fa3_flags, flashinfer_flags
 from profharness.traces.kernel_names.by_source import SourceFact, facts_by_source
 from profharness.traces.kernel_names.meanings import (
     FA2_COMBINE,
@@ -330,8 +330,10 @@ WORDS["fa3"] = _words(
 SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
 CAMEL = frozenset({"fa3", "trtllm", "ck"})  # libraries whose words begin with a capital letter
 _FLASH = r"flash_|FlashAttn"
+_FLASHINFER = r"(?:FP8|Batch|Single)?(?:Prefill|Decode)With\w*KVCache"
 _ATTENTION_WORDS = _words(
     (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
+    (r"s(?P<stages>\d+)", "{1} buffers for keys and values in shared memory"),
     (r"w(?P<warps>\d+)", "{1} warps per block"),
     (r"m(\d+)", "{1} rows per block"),
     (r"split(\d+)", "combines the outputs for at most {1} parts of the keys"),
@@ -351,6 +353,7 @@ _COMPUTED = "the operation, or the type of its operands"
 # meaning of all other tokens.
 BRACKETS: tuple[tuple[str, tuple[str, ...], tuple[Word, ...], str | None], ...] = (
     (_FLASH, ("head dimension: up to {0}",), _ATTENTION_WORDS, None),
+    (_FLASHINFER, ("head dimension: {0}",), _ATTENTION_WORDS, None),
     (r"tiled_attention", _TILED_NUMBERS, _TILED_WORDS, None),
     (r"(?:vectorized|unrolled)_elementwise", ("{0} elements per thread at once",), (), _COMPUTED),
     (r"\w*elementwise", ("{0} threads per block", "{0} elements per thread"), (), _COMPUTED),
@@ -377,7 +380,7 @@ WHOLE = tuple(
     for pattern, text in (
         (r"(Flash_(fwd|bwd)_kernel_traits<.*>)$", r"flash_\2_kernel<\1>"),
         (r"(?=FlashAttn(?:Fwd|Bwd)|prepare_varlen_num_blocks)", "flash::"),
-        (r"(?=(?:Batch|Single)?(?:Prefill|Decode)With\w*KVCache)", "flashinfer::"),
+        (rf"(?={_FLASHINFER})", "flashinfer::"),
         (r"(?=FlashAttention(?:Forward|Decode))", "flash_attn_cute_flash_fwd_"),
         (r"(?=FlashAttentionBackward)", "flash_attn_cute_flash_bwd_"),
         (r"fmha_sm(1\d\d[a-z]?)_", r"fmhaSm\1Kernel_"),
@@ -527,12 +530,16 @@ def _parsed(name: str) -> tuple[KernelName, str]:
 
 def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
     """Yield the template parameters in a name. Yield nothing if no layout matches the name."""
-    is_fa2 = kernel.backend.startswith("flash2")
+    is_fa2, is_flashinfer = kernel.backend.startswith("flash2"), kernel.backend == "flashinfer"
+    if is_flashinfer and kernel.tile is None:
+        return  # the layouts are those of other releases
     head = split_head(text, "")
     table = {flag.name: flag for flag in FLAG_TABLES.get(kernel.backend, ())}
+    read_flags = flashinfer_flags if is_flashinfer else fa3_flags
+    states = fa2_flags(head.base, text) if is_fa2 else read_flags(text)
     flags = [
         NamePart("true" if is_set else "false", name, table[name].on if is_set else table[name].off)
-        for name, is_set in (fa2_flags(head.base, text) if is_fa2 else fa3_flags(text)).items()
+        for name, is_set in states.items()
     ]
     for opening, parameters in LAYOUTS.items():
         at = text.find(opening)
@@ -544,7 +551,7 @@ def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
         yield from _arguments(arguments, parameters, flags)
         if kernel.family == "flash_combine" and is_fa2:
             yield from _arguments(template_arguments(text, head.end)[1:], FA2_COMBINE, flags)
-        elif is_fa2:
+        elif FLAGS not in parameters:
             yield from flags
         return
 
@@ -627,7 +634,7 @@ def _bracket(short: str, values: dict[str, object]) -> Iterator[NamePart]:
     """
     at = short.find("<")
     base, numbers, words, rest = next(row for row in BRACKETS if re.match(row[0], short, re.ASCII))
-    is_flash = base == _FLASH
+    is_flash = base in (_FLASH, _FLASHINFER)
     meanings = iter(numbers)
     flags = [flag for table in FLAG_TABLES.values() for flag in table] if is_flash else []
     states = {flag.shown: flag.on for flag in flags} | {flag.unset: flag.off for flag in flags}

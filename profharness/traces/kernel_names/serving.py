@@ -297,17 +297,6 @@ def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
     return "fp32" if arguments[:1] == ["float"] else None
 
 
-# The template in FlashInfer 0.6 is KernelTraits<mask, rows of Q, MMAs of Q, MMAs of KV, MMAs of D,
-# MMAs of the D of V, warps of Q, warps of KV>.
-_FLASHINFER = re.compile(
-    r"KernelTraits<\(flashinfer::MaskMode\)(?P<mask>\d), (?P<m>\d{1,6})u?, \d+u?, (?P<kv>\d{1,6})u?, "
-    r"(?P<d>\d{1,6})u?, \d+u?, (?P<wq>\d{1,6})u?, (?P<wkv>\d{1,6})u?,"
-)
-# The template of decode kernels is <…, stages, tile, vector elements, threads per row, …>. D is the
-# number of vector elements times the number of threads per row.
-_FLASHINFER_DECODE = re.compile(
-    r"<\(flashinfer::PosEncodingMode\)\d, (?P<stages>\d{1,6})u?, \d+u?, (?P<vec>\d{1,6})u?, (?P<row>\d{1,6})u?, \d"
-)
 # The template in SageAttention 2.2 is <rows of Q, rows of K, rows of Q and K per warp, D, …>. On
 # sm90, it contains the number of threads in place of the rows per warp.
 _SAGE = re.compile(r"<(?P<m>\d+)u?, (?P<n>\d+)u?, \d+u?, (?:(\d+)u?, )?(?P<d>\d+)u?, \(")
@@ -322,7 +311,7 @@ _CK = re.compile(
 _FMHA_V2 = re.compile(r"_(?P<m>\d+)_(?P<n>\d+)_s_[a-z_]+?_(?P<d>\d+)(?=_|x)(?:\w*?_sm(?P<sm>\d+))?")
 # The template in llama.cpp is <D of K, D of V, …>.
 _GGML = re.compile(r"flash_attn_(?:tile|vec|ext_f16|combine_results)<(\d+)")
-_MASK = re.compile(r"\((?:flashinfer::)?MaskMode\)(\d)")
+_MASK = re.compile(r"\(MaskMode\)(\d)")
 _HEAD_DIM = re.compile(r"_hd(\d+)")
 _TILE = re.compile(r"(?<![a-z\d])(\d+)x(\d+)(?:x(\d+))?(?=_|x\d|$)")
 
@@ -339,16 +328,7 @@ def _fields(text: str, head: Head, words: str, family: str) -> dict[str, Any]:
         fields["causal"] = {"0": False, "1": True}.get(mask[1])
     elif re.search(r"_causal(?!0)", words):
         fields["causal"] = True
-    if match := _FLASHINFER.search(text):
-        kv, d, wq, wkv = (int(match[name]) for name in ("kv", "d", "wq", "wkv"))
-        sizes = {"tile_m": int(match["m"]), "tile_n": kv * wkv * 16, "head_dim": d * 16}
-        fields |= {**sizes, "warps": wq * wkv}
-    elif match := _FLASHINFER_DECODE.match(text, head.end):
-        fields |= {
-            "head_dim": int(match["vec"]) * int(match["row"]),
-            "stages": int(match["stages"]),
-        }
-    elif "qk_int" in words:
+    if "qk_int" in words:
         fields |= integers(_SAGE.match(text, head.end), head_dim="d", tile_m="m", tile_n="n")
     elif match := _CK.search(text):
         fields |= integers(match, tile_m=1, tile_n=2, head_dim=3)
