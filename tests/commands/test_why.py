@@ -100,6 +100,20 @@ def test_a_release_that_the_user_gives_is_not_assumed(store: Path, gpu: str) -> 
     assert "does not record its PyTorch release" not in text
 
 
+def test_analyze_names_the_assumed_release_below_the_tables(store: Path) -> None:
+    """Bug: stderr named the release before the answer, where `layers` names it in its last note."""
+    path = str(MODELS / "bert_fp32.json.gz")
+    done = CliRunner().invoke(cli, ["analyze", path, "--store", str(store)])
+    assumed = "The run does not record its PyTorch release, so 2.11.0 is assumed"
+    assert done.exit_code == 0 and assumed not in done.stderr
+    last = " ".join(done.stdout[done.stdout.rindex("Data sheet peaks") :].split())
+    assert f"{assumed}; to see the code of the change, use: profharness explain" in last
+    (caveat,) = json.loads(run_cli(store, "analyze", path, "--format", "json"))["caveats"]
+    assert caveat.startswith(assumed)
+    frame = profharness.analyze(run=path, store=store)
+    assert frame.attrs["caveats"] == [caveat]
+
+
 OF_CUDNN = (
     "To run cudnn, compute in bf16 instead of fp32: predicted to save about 381 µs of GPU time "
     "per step (33.6 µs instead of 161 µs per call)."
