@@ -215,7 +215,8 @@ def faster_change(
     layers: LayerMap, change: Change | None = None
 ) -> tuple[tuple[str, ...], tuple[Note, ...]]:
     """Return a sentence on the change that makes the costliest call faster, and the command that
-    shows the code of this change or of `change`, or otherwise why the backends ran.
+    shows the code of this change or of `change`, or otherwise the reasons for the backends and
+    any advice.
 
     Return no sentence without such a change, and no command without code and reasons.
     """
@@ -227,7 +228,7 @@ def faster_change(
         return told, ()
     # For several configs, only the full explanations have code.
     full = ("--full",) if len(explained) > 1 and (found or code) else ()
-    what, command = "code" if code else "reasons", layers.command("explain", *full)
+    what, command = "code" if code else "reasons and any advice", layers.command("explain", *full)
     return told, (Note(f"To see the {what}, use: {command}", level="hint"),)
 
 
