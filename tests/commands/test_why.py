@@ -114,6 +114,14 @@ def test_analyze_names_the_assumed_release_below_the_tables(store: Path) -> None
     assert frame.attrs["caveats"] == [caveat]
 
 
+@pytest.mark.parametrize("command", ["layers", "explain", "analyze"])
+def test_the_assumed_mask_of_eager_attention_is_told(store: Path, command: str) -> None:
+    """Bug: a saving was predicted without a word on the mask, which the trace does not show."""
+    text = run_cli(store, command, str(MODELS / "llama_eager.json.gz"))
+    assert "2.23 ms of GPU time per step" in text
+    assert text.count("The predicted saving assumes attention without a mask.") == 1
+
+
 OF_CUDNN = (
     "To run cudnn, compute in bf16 instead of fp32: predicted to save about 381 µs of GPU time "
     "per step (33.6 µs instead of 161 µs per call)."

@@ -370,6 +370,7 @@ def analyze_program(
         left_out.append(
             f"{assumed}; to see the code of the change, use: {layers.command('explain')}"
         )
+    left_out += dict.fromkeys(each.assumes for each in changes.values() if each.assumes)
     return Analyses(analyses, tuple(left_out))
 
 

@@ -150,6 +150,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
     blocks += _notes(layers, full, change.text if change else None, advise=matters(layers))
+    if change and change.assumes:
+        blocks.append(Note(change.assumes))
     blocks += _hand_written(layers)
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
