@@ -24,11 +24,12 @@ from profharness.attention.dispatch.by_rule import (
 from profharness.attention.dispatch.predict import TABLES
 from profharness.cli import cli
 from profharness.commands.explain.calls import Call, ProgramCalls, find_calls, mean_ns
-from profharness.commands.explain.faster import explained_calls
+from profharness.commands.explain.faster import explained_calls, faster_changes
 from profharness.commands.explain.tables import explain_document, program_document
 from profharness.commands.layers.tables import faster_change, layers_document
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.program.layer_map import LayerMap, find_layers
+from profharness.render.document import Note
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
 from profharness.units import as_fast, time_text
@@ -128,6 +129,21 @@ OF_CUDNN = (
 )
 
 
+def the_faster_change(layers: LayerMap) -> tuple[tuple[str, ...], tuple[Note, ...]]:
+    return faster_change(layers, faster_changes(layers))
+
+
+def test_the_advice_of_a_row_contains_the_change_that_the_answer_advises(store: Path) -> None:
+    """Bug: the answer advised bf16, but the `advice` of the row was empty."""
+    path = str(MODELS / "bert_fp32.json.gz")
+    found = json.loads(run_cli(store, "layers", path, "--format", "json"))
+    assert OF_CUDNN in found["answer"]
+    (advice,) = found["rows"][0]["advice"]
+    assert advice.startswith("cudnn: compute in bf16 instead of fp32")
+    frame = profharness.layers(path, store=store)
+    assert list(frame["advice"][0]) == [advice]
+
+
 def test_layers_has_the_change_and_the_saving_of_a_report(store: Path) -> None:
     """Bug: the saving was per call, below the table, and compared with a predicted time."""
     layers = the_map(store, "bert_fp32.json.gz")
@@ -135,7 +151,7 @@ def test_layers_has_the_change_and_the_saving_of_a_report(store: Path) -> None:
     assert layers_document(layers).answer[1] == OF_CUDNN
     assert text.index(OF_CUDNN) < text.index("Attention of run")
     unknown = replace(layers.rows[0], lengths=(1, 2))  # no measured time describes all its calls
-    (told,), _ = faster_change(replace(layers, rows=(unknown,)))
+    (told,), _ = the_faster_change(replace(layers, rows=(unknown,)))
     assert told.endswith("387 µs of GPU time per step (33.6 µs instead of 163 µs per call).")
     assert "To see the reasons and any advice, use: profharness explain" not in text
     # The times of a benchmark are better than predictions.
@@ -161,7 +177,7 @@ def test_layers_names_the_config_that_a_change_is_for(store: Path) -> None:
     layers = the_map(store, "bert_fp32.json.gz")
     (row,) = layers.rows
     other = replace(row, config="b8-h12-s384-d64-bf16", ran="cudnn", why=None)
-    (told,), (code,) = faster_change(replace(layers, rows=(row, other)))
+    (told,), (code,) = the_faster_change(replace(layers, rows=(row, other)))
     assert told.startswith(f"To run cudnn on {row.config}, compute in bf16")
     assert code.text == f"To see the code, use: {layers.command('explain', '--full')}"
 
