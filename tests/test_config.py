@@ -157,6 +157,11 @@ def test_sets_and_ranges_expand_to_their_product() -> None:
         ("2,8,512,64,kv=4", "did you mean kv_heads="),
         ("2,8,512,64,h=4", "heads is one of the four numbers at the start"),
         ("2,8,512,64,h4", "'h4' sets heads a second time"),
+        ("4,32,kv8,s2048,128", "'kv8' is not a number; write kv_heads=8 after the four numbers"),
+        (
+            "4,32,s2048,128,kv8",
+            "'s2048' is not a number; write 2048, or .* as a label, as in b4-h32",
+        ),
         ("b2,h8,d64", "label"),
         ("", "0 of the 4"),
     ],

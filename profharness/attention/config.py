@@ -553,6 +553,9 @@ def _expand(text: str) -> list[Config]:
             f"found only {len(tokens)} of the 4 numbers batch,heads,seq_len,head_dim; for example "
             f"{EXAMPLE}. {ALL_OPTIONS}"
         )
+    for token in tokens[:4]:
+        if match := _SHORT_TOKEN.fullmatch(token):
+            raise UsageError(_of_label(token, SHORT[match[1]].name, match[2]))
     positions = ("batch", "num_heads", "seq", "head_dim")
     fields: dict[str, list[Any]] = {
         name: list(_numbers(token)) for name, token in zip(positions, tokens[:4], strict=True)
@@ -718,6 +721,16 @@ def _unknown(token: str) -> str:
         return f"cannot read {token!r}. {ALL_OPTIONS}"
     written = f"{name}={value or '…'}" if name in KEYED else name
     return f"cannot read {token!r}; did you mean {written}? {ALL_OPTIONS}"
+
+
+def _of_label(token: str, name: str, number: str) -> str:
+    """Return the error text for a part of a label, such as `kv8`, in place of one of four numbers."""
+    after = "after the four numbers batch,heads,seq_len,head_dim"
+    written = number if name in POSITIONS else f"{name}={number} {after}"
+    return (
+        f"{token!r} is not a number; write {written}, or write the whole config as a label, as in "
+        "b4-h32-kv8-s2048-d128"
+    )
 
 
 def _elements(value: str) -> list[str]:

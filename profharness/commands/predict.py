@@ -32,7 +32,7 @@ from profharness.columns import Column, pick
 from profharness.commands._answers import split_text
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
-from profharness.commands._output import chosen_format, hint, hint_sentence, shared_release
+from profharness.commands._output import chosen_format, hint, shared_release
 from profharness.commands._types import (
     AtlasFolder,
     Backends,
@@ -534,8 +534,6 @@ def predict(
         hint(f"The prediction is for {place}. Choose another GPU with --gpu.")
     else:
         require_distinct(gpu_names(gpu), [each.place.gpu for each in found])
-    for doubt in dict.fromkeys(_texts(found)[1]):
-        hint_sentence(doubt)
     return found
 
 
@@ -547,9 +545,13 @@ def show(
     path = None if output is None else Path(output)
     charts = chosen_format(format, path) in ("html", "md")
     if len(found) > 1:
-        return places_document(found, full=full, charts=charts)
-    (only,) = found
-    return predict_document(only.answers, only.place, only.backends, full=full, charts=charts)
+        shown = places_document(found, full=full, charts=charts)
+    else:
+        (only,) = found
+        shown = predict_document(only.answers, only.place, only.backends, full=full, charts=charts)
+    doubts = [*dict.fromkeys(line for text in _texts(found)[1] for line in text.splitlines())]
+    notes = (Note(text, level="warning") for text in doubts)
+    return replace(shown, blocks=(*shown.blocks, *notes), extra={**shown.extra, "caveats": doubts})
 
 
 DECLARATION = declaration_of(predict)

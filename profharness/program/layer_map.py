@@ -682,7 +682,7 @@ def find_layers(
     observed = ObservedCalls(store.templates(run), calls)
     if not calls and not observed:
         name = store.run_name(run)
-        own = shell_command("kernels", store.run_reference(run), store=store.path)
+        own = store.shown_by(run)
         if store.cells(run):
             raise NotFoundError(
                 f"run {name} contains configs, not a program; to show them, use: {own}"

@@ -55,6 +55,7 @@ LATEST = "latest"
 ALL_RUNS = "all"
 _BACK = re.compile(rf"{LATEST}(?:~([0-9]{{1,9}}))?")
 CHECKED, EXPLAINED = "verify", "explain"  # kinds of runs that `latest` skips
+BENCHED = "bench"
 # `created` has a resolution of one second, so ids order the runs of the same second
 NEWEST_FIRST = "ORDER BY r.created DESC, r.id DESC"
 
@@ -198,11 +199,14 @@ class RunFinder:
     def shown_by(self, run: str) -> str:
         """Return the command that shows the contents of a run.
 
-        Choose the first of `layers`, `kernels`, `bench` and `report` for which the run has data.
+        Choose `bench` for the times of a benchmark. For other runs, choose the first of `layers`,
+        `kernels`, `bench` and `report` for which the run has data.
         """
         command = "report"
         if self.has(run, "attention calls"):
             command = "layers"
+        elif self._is(run, f"r.kind = '{BENCHED}'") and self.has(run, "times"):
+            command = "bench"
         elif self.has(run, "kernels"):
             command = "kernels"
         elif self.has(run, "times") and not self._is(run, f"r.kind = '{CHECKED}'"):

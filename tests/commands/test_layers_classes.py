@@ -220,6 +220,14 @@ def test_layers_refuses_a_captured_run(store: dict[str, str]) -> None:
         assert f"contains configs, not a program; {remedy}" in str(error)
 
 
+def test_layers_names_bench_for_a_benchmark(tmp_path: Path) -> None:
+    """Bug: the error named `kernels`, which does not compare the times of a benchmark."""
+    path, run = tmp_path / "s.db", str(TRACES / "serving_bench")
+    error = CliRunner().invoke(cli, ["layers", run, "--store", str(path)]).exception
+    assert isinstance(error, NotFoundError)
+    assert "to show them, use: profharness bench serving_bench" in str(error)
+
+
 def test_a_comparison_leaves_captured_runs_out(store: dict[str, str]) -> None:
     """Bug: `layers FOLDER` ingested all runs of a folder, and then failed because of one of them."""
     done = ask(store, "whisper", "slower", "configs")

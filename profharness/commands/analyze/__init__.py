@@ -23,7 +23,7 @@ from profharness.commands.analyze.cells import (
     prepare_peaks,
     selected_program,
 )
-from profharness.commands.analyze.figures import FIELDS, CellAnalysis, analyze_record
+from profharness.commands.analyze.figures import FIELDS, Analyses, analyze_record
 from profharness.commands.analyze.tables import analyze_document
 from profharness.commands.kernels import find_rows, select
 from profharness.devices import DATA_SHEET
@@ -49,9 +49,10 @@ Peaks = Annotated[
 Full = Annotated[bool, Option(("--full",), help="Show every finding, with its evidence.")]
 
 
-def _to_frame(analyses: list[CellAnalysis]) -> pd.DataFrame:
-    made = frame(list(map(analyze_record, analyses)), list(FIELDS))
-    made.attrs["analyses"] = analyses
+def _to_frame(found: Analyses) -> pd.DataFrame:
+    made = frame(list(map(analyze_record, found.cells)), list(FIELDS))
+    made.attrs["analyses"] = list(found.cells)
+    made.attrs["caveats"] = list(found.caveats)
     return made
 
 
@@ -63,7 +64,7 @@ def analyze(
     run: RunOrConfigs = None,
     peaks: Peaks = None,
     store: Store = None,
-) -> list[CellAnalysis]:
+) -> Analyses:
     """Find the bottleneck of each backend, with evidence.
 
     RUN is a trace file, a run folder or a stored run. Without RUN, analyze the latest run. Without
@@ -93,7 +94,8 @@ def analyze(
 
     In Python, nothing is captured, and nothing is measured unless `peaks` is "measure". The result has
     one row per cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
-    `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`.
+    `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`,
+    and sentences on what they assume or leave out are in `attrs["caveats"]`.
     """
     path = store_path(store)
     selection = select(run_text(run), config_list(configs), split_names(backends))
@@ -109,13 +111,13 @@ def analyze(
             "record_shapes=True; for any other trace, use `profharness kernels`"
         )
     prepare_peaks(path, [cell.run for cell in cells], peaks)
-    return analyze_rows(path, cells, rows, source)
+    return Analyses(analyze_rows(path, cells, rows, source))
 
 
 @document(analyze)
-def show(analyses: list[CellAnalysis], *, full: Full = False) -> Document:
+def show(found: Analyses, *, full: Full = False) -> Document:
     """Return the document that shows the analyses, with every finding if `full` is set."""
-    return analyze_document(analyses, full=full)
+    return analyze_document(found.cells, found.caveats, full=full)
 
 
 DECLARATION = declaration_of(analyze)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from profharness.commands.analyze.changes import config_changes, program_changes
 from profharness.commands.analyze.figures import (
     FASTER,
     SEVERITIES,
+    Analyses,
     CellAnalysis,
     Evidence,
     Finding,
@@ -308,11 +308,11 @@ def analyze_program(
     run: str,
     selection: Selection,
     source: str | None,
-) -> list[CellAnalysis]:
+) -> Analyses:
     """Analyze the groups of a program's calls that match the selected configs and backends.
 
-    `source` is the source of the peak rates. If it is None, measured peaks are preferred. Warn
-    about groups that cannot be analyzed. Raise NotFoundError if no group can be analyzed.
+    `source` is the source of the peak rates. If it is None, measured peaks are preferred. The
+    caveats name the groups that cannot be analyzed. Raise NotFoundError if no group can be analyzed.
     """
     configs, backends = selection.configs, selection.backends
     with open_store(path) as store:
@@ -370,12 +370,8 @@ def analyze_program(
         left_out.append(
             f"{assumed}; to see the code of the change, use: {layers.command('explain')}"
         )
-    for text in left_out:
-        if is_command_line():
-            hint(text)
-        else:
-            warnings.warn(text, stacklevel=2)
-    return analyses
+    left_out += dict.fromkeys(each.assumes for each in changes.values() if each.assumes)
+    return Analyses(analyses, tuple(left_out))
 
 
 def _analyze_calls(

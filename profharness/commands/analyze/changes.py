@@ -31,6 +31,8 @@ class ProgramChange:
     """Whether another backend then computes the calls."""
     assumes_release: bool
     """Whether the change depends on a PyTorch release that the run does not record."""
+    assumes: str = ""
+    """A sentence on what the predicted saving assumes, or ""."""
 
 
 Changes = dict[tuple[str | None, str | None], ProgramChange]
@@ -44,7 +46,11 @@ def program_changes(layers: LayerMap) -> Changes:
         text = advised_text(told)
         for row in told.rows:
             changes[row.config, row.ran] = ProgramChange(
-                f"{text[0].upper()}{text[1:]}.", None, True, row.kind != "eager"
+                f"{text[0].upper()}{text[1:]}.",
+                None,
+                True,
+                bool(layers.assumed) and row.kind != "eager",
+                told.assumes,
             )
     for answer, way in faster_changes(layers):
         changes.setdefault(

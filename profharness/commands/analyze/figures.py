@@ -396,6 +396,14 @@ class CellAnalysis:
         return next((finding for finding in self.findings if finding.code == code), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Analyses:
+    """The analyses of several cells, and sentences on what they assume or leave out."""
+
+    cells: Sequence[CellAnalysis]
+    caveats: tuple[str, ...] = ()
+
+
 SCHEMA = "profharness.analyze/1"
 _CELL = ("run", "cell", "config", "backend", "status", "message", "bottleneck")
 _LISTS = ("kernels", "phases", "findings", "remedies")

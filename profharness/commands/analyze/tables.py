@@ -104,7 +104,9 @@ MOST_SHARED = 2  # maximum number of findings, and of remedies, of many cells wi
 COUNTED_SHARE = 0.01  # Kernels with a smaller share of the kernel time are not listed.
 
 
-def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
+def analyze_document(
+    analyses: Sequence[CellAnalysis], caveats: Sequence[str] = (), *, full: bool = False
+) -> Document:
     """Return the document of `analyze`: a table of the cells, their findings and remedies.
 
     If there are many cells, only the findings that most configs share are shown. If `full` is set,
@@ -134,13 +136,14 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
                 Table.of(pick(DeviceFact), facts),
             ]
     busy = dict.fromkeys(each.machine.busy for each in analyses if each.machine.busy)
-    blocks += [Note(text, level="warning") for text in busy]
+    blocks += [Note(text, level="warning") for text in (*busy, *caveats)]
     extra = {
         "peaks": [asdict(peaks) for peaks in known],
         "devices": [
             {"device": name, "facts": [fact._asdict() for fact in facts]}
             for name, facts in devices.items()
         ],
+        "caveats": list(caveats),
     }
     records = tuple(map(analyze_record, analyses))
     return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra, answer=answer)

@@ -103,7 +103,7 @@ from profharness.measurements.agreement import (
     replaced_by,
     replacement_text,
 )
-from profharness.render.document import Document
+from profharness.render.document import Document, Note
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow, Refusal
 from profharness.run import CaptureOptions, Protocol, gpu_names, require_distinct
 from profharness.store import frame
@@ -915,29 +915,31 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)
+    doubt = ""
     if platforms and is_gpu(platforms[0].device) and (single or full):
         # Imported here because it loads numpy, which a map does not need.
         from profharness.commands.explain.times import with_times
 
         answers, doubt = with_times(answers, platforms[0])
-        if doubt:
-            hint_sentence(doubt)
     question.explanations.extend(answers)
     if not platforms:
         remedy = "the answer applies to the CPU. Name a GPU with --gpu, such as --gpu H200."
         hint_cpu(answers[0].environment, question.device, remedy)
     if question.program is not None:
         page = program_document(question.program, answers, full=full, named=backends)
-        return page if single else _with_changes(page, question, full=full)
-    if single:
+    elif single:
         # What was measured is shown, even if it is slower.
         named = backends or (SDPA_BACKENDS if measure else ())
-        return explain_document(answers, full=full, named=named)
-    maps = draw_maps(
-        [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
-    )
-    page = map_document(maps, answers, where=environment_text(answers[0]), full=full)
-    return _with_changes(page, question, full=full)
+        page = explain_document(answers, full=full, named=named)
+    else:
+        maps = draw_maps(
+            [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
+        )
+        page = map_document(maps, answers, where=environment_text(answers[0]), full=full)
+    if not single:
+        page = _with_changes(page, question, full=full)
+    notes = [Note(doubt, level="warning")] if doubt else []
+    return replace(page, blocks=(*page.blocks, *notes))
 
 
 def _with_changes(page: Document, question: Question, *, full: bool) -> Document:

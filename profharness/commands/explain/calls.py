@@ -83,6 +83,8 @@ class ProgramCalls:
     """The reasons why other calls are not explained."""
     change: str = ""
     """The change after which PyTorch chooses the backends of calls that are not explained."""
+    assumes: str = ""
+    """A sentence on what the saving in `change` assumes, or ""."""
     code: str = ""
     """The code of the change."""
     shown_by: str = ""
@@ -136,11 +138,13 @@ def find_calls(store: Path, run: str, configs: Sequence[Config] = ()) -> Program
         layers = find_layers(opened, name, assume=assumed_release)
     program = program_calls(layers)
     if not program.calls and (change := main_change(layers)):
-        saves = f", {saving_text(change.saves)}" if change.saves else ""
+        saves, assumes = f", {saving_text(change.saves)}" if change.saves else "", change.assumes
         if not matters(layers):
             share = share_text(layers.attention_ns / layers.gpu_ns)
             saves = f"; it would save little, because attention takes {share} of the GPU time"
-        return replace(program, change=f"{change.text}{saves}", code=change.code)
+            assumes = ""
+        text = f"{change.text}{saves}"
+        return replace(program, change=text, assumes=assumes, code=change.code)
     if not program.calls and not all(row.kind in WITHOUT_CHOICE for row in layers.rows):
         raise NotFoundError(
             f"the dispatch rules explain no call of run {layers.name}: {'; '.join(program.left_out)}; "

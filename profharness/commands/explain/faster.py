@@ -30,6 +30,8 @@ def explained_calls(layers: LayerMap) -> list[Explanation]:
     for row in layers.rows:
         spent[row.config] = spent.get(row.config, 0) + row.total_ns
     program = program_calls(layers)
+    if not program.calls:
+        return []
     calls = sorted(program.calls, key=lambda call: -spent.get(call.config.label, 0))
     answers = replace(program, calls=tuple(calls[:MOST_EXPLAINED])).explain(layers.platform)
     return with_times(answers, layers.platform)[0]

@@ -19,6 +19,8 @@ from profharness.units import time_text
 Saves = Sequence[tuple[str | None, float]]
 """The phases of a program, or None if it has none, each with the time saved per step."""
 
+# Traces do not show the mask of eager attention, so the config of an eager call has no mask.
+ASSUMED_MASK = "The predicted saving assumes attention without a mask."
 NEGLIGIBLE = 0.01  # minimum share of attention in the GPU time for advice
 
 
@@ -31,6 +33,12 @@ class Change:
     saves: Saves | None
     why_unknown: str = ""  # the reason why no time is predicted, if it is known
     code: str = ""  # the code of the change, as `explain` shows it
+
+    @property
+    def assumes(self) -> str:
+        """A sentence on the mask that the predicted saving assumes, or "" if the mask is known."""
+        eager = any(row.kind == "eager" for row in self.rows)
+        return ASSUMED_MASK if eager and self.saves is not None else ""
 
 
 def matters(layers: LayerMap) -> bool:

@@ -410,6 +410,8 @@ def unexplained_document(program: ProgramCalls) -> Document:
         *([f"{change[0].upper()}{change[1:]}."] if change else []),
     )
     blocks: tuple[Block, ...] = (Note(CODE_FOLLOWS), Code(program.code)) if program.code else ()
+    if program.assumes:
+        blocks = (*blocks, Note(program.assumes))
     if not change:
         blocks = (Note(f"to show its attention, use: {program.shown_by}", level="hint"),)
     fields, extra = (*FIELDS, "modules"), {"run": program.run}

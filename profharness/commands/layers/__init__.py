@@ -274,9 +274,8 @@ def layers(
     path, several = store_path(store), len(run) > 1
     if gpu is not None and not several:
         places = find_places(gpu, torch, driver, atlas)
-        return LayersFound(
-            path, (forecast(path, run_text(run[0]) if run else None, places, step=step),)
-        )
+        selected = run_text(run[0]) if run else None
+        return LayersFound(path, (forecast(path, selected, places, step=step, torch=torch),))
     with open_store(path) as opened:
         names = [
             opened.find_run(Selection(run_text(each)), "attention calls") for each in run or (None,)
@@ -409,17 +408,22 @@ def _show_several(
 
 
 def forecast(
-    store: Path, run: str | None, places: Sequence[tuple[Place, str]], *, step: int | None = None
+    store: Path,
+    run: str | None,
+    places: Sequence[tuple[Place, str]],
+    *,
+    step: int | None = None,
+    torch: str | None = None,
 ) -> LayerMap:
     """Return the layer map of a run with predictions for the GPUs in `places`.
 
-    If the run does not record its release, assume the release of the predictions, so that only the
-    GPUs differ. Raise NotFoundError if the run has no attention calls, or if none of them can be
-    predicted.
+    If the run does not record its release, use the release of the predictions, so that only the
+    GPUs differ. This release is an assumption unless the user gave it as `torch`. Raise
+    NotFoundError if the run has no attention calls, or if none of them can be predicted.
     """
+    predicted = places[0][0].release
 
     def assume(gpu: str | None) -> str:
-        predicted = places[0][0].release
         with contextlib.suppress(UsageError):  # the rules of the GPU may end at an older release
             named_platforms(predicted, gpu or CPU)
             return predicted
@@ -427,7 +431,11 @@ def forecast(
 
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
-        own = find_layers(opened, name, step=step, assume=assume)
+        own = None
+        if torch is not None and not opened.environment(name).get("torch"):
+            with contextlib.suppress(UsageError):  # the rules of the run's GPU may end earlier
+                own = find_layers(opened, name, step=step, torch=predicted)
+        own = own or find_layers(opened, name, step=step, assume=assume)
     for place, doubt in places:
         own = forecast_map(own, place, doubt)
     return own

@@ -7,8 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from profharness.atlas.predictions import BOUND
+from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.machine import release_text
 from profharness.columns import Column, pick
+from profharness.commands.explain.answer import Way
 from profharness.commands.explain.faster import faster_changes, faster_text
 from profharness.commands.explain.savings import Change, matters
 from profharness.commands.layers.answer import (
@@ -150,12 +152,16 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += [Heading("Savings", timed, 3), *map(Note, layers.regret.conclusions)]
     change = None if of_several else told_change(layers)
     blocks += _notes(layers, full, change.text if change else None, advise=matters(layers))
+    if change and change.assumes:
+        blocks.append(Note(change.assumes))
     blocks += _hand_written(layers)
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     faster: tuple[str, ...] = ()
+    ways: list[tuple[Explanation, Way]] = []
     if not of_several and _forecast_of_same_gpu(layers):
-        faster, hints = faster_change(layers, change)
+        ways = faster_changes(layers)
+        faster, hints = faster_change(layers, ways, change)
         blocks += hints
     if not of_several and not layers.forecasts:
         faster = (*faster, *other_work_answer(layers))
@@ -182,8 +188,14 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
         blocks += _forecast_table(layers, lines)
         extra["classes"] = [record(forecast, OF_FORECAST) for forecast in layers.forecasts]
     predictions = [forecast.rows for forecast in layers.forecasts]
+    advised: dict[tuple[str | None, str | None], str] = {
+        (answer.config, answer.observed): f"{way.backend}: {way.advice.change}"
+        for answer, way in ways
+    }
     records = tuple(
-        record(row) | {"run_name": layers.name} | record(prediction)
+        record(_with_advice(row, advised.get((row.config, row.ran))))
+        | {"run_name": layers.name}
+        | record(prediction)
         for rows in predictions or [(LayerForecast(),) * len(layers.rows)]
         for row, prediction in zip(layers.rows, rows, strict=True)
     )
@@ -200,6 +212,11 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     )
 
 
+def _with_advice(row: LayerRow, text: str | None) -> LayerRow:
+    """Return a row with another piece of advice, if there is one."""
+    return replace(row, advice=(*row.advice, text)) if text else row
+
+
 def _forecast_of_same_gpu(layers: LayerMap) -> bool:
     """Return whether predictions, if there are any, are for the GPU and release of the run."""
     if not layers.forecasts:
@@ -212,22 +229,24 @@ def _forecast_of_same_gpu(layers: LayerMap) -> bool:
 
 
 def faster_change(
-    layers: LayerMap, change: Change | None = None
+    layers: LayerMap, ways: Sequence[tuple[Explanation, Way]], change: Change | None = None
 ) -> tuple[tuple[str, ...], tuple[Note, ...]]:
     """Return a sentence on the change that makes the costliest call faster, and the command that
-    shows the code of this change or of `change`, or otherwise why the backends ran.
+    shows the code of this change or of `change`, or otherwise the reasons for the backends and
+    any advice.
 
-    Return no sentence without such a change, and no command without code and reasons.
+    `ways` are the results of `faster_changes`. Return no sentence if there are none, and no command
+    without code and reasons.
     """
     explained = {row.config for row in layers.rows if is_explained(row)}
-    found = next(iter(faster_changes(layers)), None) if explained else None
+    found = next(iter(ways), None)
     code = found[1].advice.code if found else change.code if change else ""
     told = (faster_text(layers, *found),) if found else ()
     if not explained and not code:
         return told, ()
     # For several configs, only the full explanations have code.
     full = ("--full",) if len(explained) > 1 and (found or code) else ()
-    what, command = "code" if code else "reasons", layers.command("explain", *full)
+    what, command = "code" if code else "reasons and any advice", layers.command("explain", *full)
     return told, (Note(f"To see the {what}, use: {command}", level="hint"),)
 
 
