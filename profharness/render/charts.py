@@ -9,6 +9,7 @@ import html
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,7 @@ STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 LABEL_LETTERS, NARROW_LETTERS = 46, 20  # maximum number of letters in a line of a label
 LABEL_LINE = 20  # height that each further line of a label adds to its row in pixels
+NARROW_TITLE = 42  # maximum number of letters in a line of the title of a narrow chart
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 _THEME_STYLE = (
@@ -78,7 +80,9 @@ def altair_chart(chart: Chart, *, narrow: bool = False) -> alt.LayerChart | alt.
         room = NARROW if fitted else NARROW - NARROW_LABEL
         drawn = drawn.properties(width=min(drawn.width, room))
     side = 2 if narrow else 24
-    return drawn.properties(title=chart.title, **fitted).configure(
+    lines = textwrap.wrap(chart.title, NARROW_TITLE, break_on_hyphens=False)
+    title = "\n".join(lines) if narrow else chart.title
+    return drawn.properties(title=title, **fitted).configure(
         background="transparent",
         padding={"left": side, "right": min(side, 16), "top": 5, "bottom": 5},
         font=FONT,

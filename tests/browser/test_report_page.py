@@ -111,6 +111,17 @@ def test_nothing_crosses_the_texts_of_a_roofline(
         assert found == []
 
 
+def test_a_phone_shows_the_whole_title_of_each_chart(new_browser: Any, report_page: Path) -> None:
+    """Bug: a title was cut: `Time per call by config and backend (CUDA-graph`."""
+    phone = new_browser(390, 844)
+    phone.get(report_page.as_uri())
+    sides = phone.execute_script(
+        "return [...document.querySelectorAll('figure .narrow svg')].map((svg) => [svg.parentElement,"
+        "svg.querySelector('.role-title-text text')].map((each) => each.getBoundingClientRect().right))"
+    )
+    assert sides and all(title <= frame for frame, title in sides)
+
+
 def test_the_reason_for_a_blank_ratio_is_below_its_table(report: Any) -> None:
     """Bug: `time vs fastest` was blank for all-disabled, and the next line was about another subject."""
     below = report.execute_script(
