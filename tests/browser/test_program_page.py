@@ -94,7 +94,7 @@ def test_the_sections_stand_in_their_order(page: Any, program_pages: dict[str, P
     )
     shown = order[: order.index("timeline") + 1]
     assert shown == [
-        *("answer", "The step", "bar", "Layers", "table", "table"),
+        *("answer", "Advice", "The step", "bar", "Layers", "table", "table"),
         *("Top kernels", "table"),
         *("Timeline", "timeline"),
     ]

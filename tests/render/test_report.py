@@ -611,6 +611,16 @@ def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
         assert line in text
 
 
+def test_the_advice_for_an_optimizer_has_its_code(tmp_path: Path) -> None:
+    """Bug: the change with the largest effect was only in the answer, without code."""
+    ingest_path(tmp_path / "s.db", TRACES / "models" / "llama_train.json.gz")
+    document = report(tmp_path / "s.db")
+    advice, change, code = document.blocks[:3]
+    assert advice == Heading("Advice")
+    assert isinstance(change, Heading) and f"{change.text}." in document.answer
+    assert code == Code("optimizer = torch.optim.AdamW(model.parameters(), fused=True)")
+
+
 def test_a_single_layer_has_no_chart(tmp_path: Path) -> None:
     """Bug: its bar said 100 %, beside its share of the GPU's busy time."""
     trace = Path(__file__).parents[2] / "traces" / "models" / "llama_graph.json.gz"
