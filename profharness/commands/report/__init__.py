@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -759,12 +759,24 @@ def _limits(
 def _bottleneck_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
     """Return the first section of the document of `analyze`: the bottlenecks of all cells.
 
-    Return an empty list if no cell has figures. The page has its own charts of the rates.
+    Return an empty list if no cell has figures. The page has its own charts of the rates, and the
+    section on all kernels has the details of the main kernels.
     """
     blocks = analyze_document(analyses).blocks
     section = takewhile(lambda block: not isinstance(block, Heading), blocks[1:])
-    shown = [block for block in section if isinstance(block, Table | Note)]
+    shown = [
+        _without_details(block) if isinstance(block, Table) else block
+        for block in section
+        if isinstance(block, Table | Note)
+    ]
     return [blocks[0], *shown] if any(isinstance(block, Table) for block in shown) else []
+
+
+def _without_details(table: Table) -> Table:
+    """Return a table without the columns that narrow terminals hide first."""
+    kept = [column.importance != "detail" for column in table.columns]
+    rows = tuple(tuple(compress(row, kept)) for row in table.rows)
+    return replace(table, columns=tuple(compress(table.columns, kept)), rows=rows)
 
 
 def _summarize_run(
