@@ -687,6 +687,7 @@ class StepLaunch(NamedTuple):
     op_path: str | None
     call: int | None  # number of the attention call in its trace, or None for other launches
     direction: str | None  # `forward`, `recompute` or `backward` for a launch of an attention call
+    range: str | None = None  # name of the innermost range around the launch
 
 
 STEP_END = "the end of the step"

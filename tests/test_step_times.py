@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from chart_samples import NASTY
 
-from profharness.program.step_times import ATTENTION, IDLE, PRODUCTS, split_step, times_by_phase
+from profharness.program.step_times import (
+    ATTENTION,
+    IDLE,
+    OPTIMIZER,
+    OTHER,
+    PRODUCTS,
+    kind_of,
+    split_step,
+    times_by_phase,
+)
 from profharness.render.document import Document, Lane, Span, Timeline
 from profharness.render.html import render_html
 from profharness.render.timeline import MOST_SPANS, draw_timeline
@@ -100,6 +109,39 @@ def test_time_at_once_counts_for_the_first_kind() -> None:
         ("communication", None): 10,  # the step ends before the kernel
         (IDLE, None): 20,
     }
+
+
+@pytest.mark.parametrize(
+    ("around", "family", "kind"),
+    [
+        ("Optimizer.step#AdamW.step", "other", OPTIMIZER),
+        ("Optimizer.step#AdamW.step", "gemm", PRODUCTS),
+        ("Optimizer.step#AdamW.step", "memcpy", "memory copies"),
+        ("Optimizer.zero_grad#AdamW.zero_grad", "other", OTHER),
+        ("Optimizer.step#LBFGS.step", "other", OTHER),  # runs the model in its steps
+        (None, "other", OTHER),
+    ],
+)
+def test_the_range_around_a_launch_tells_an_optimizer(
+    around: str | None, family: str, kind: str
+) -> None:
+    assert kind_of(launch(0, 10, family)._replace(range=around)) == kind
+
+
+@pytest.mark.parametrize("name", ["llama_train.json.gz", "llama_train_nsys"])
+def test_the_kernels_of_an_optimizer_have_their_own_kind(name: str, tmp_path: Path) -> None:
+    """Bug: the optimizer took 27 % of the GPU time, and the bar of the step had `other kernels`."""
+    ingest_path(tmp_path / "store.db", MODELS / name)
+    with open_store(tmp_path / "store.db") as store:
+        steps = store.steps()
+        times = times_by_phase(store, steps, store.calls(), {})[None]
+        foreach = sum(store.foreach_ns(steps).values())
+    own = [row for row in times.kernels if row.kind == OPTIMIZER]
+    assert times.parts[OPTIMIZER, None] == pytest.approx(sum(row.total_ns for row in own))
+    assert foreach <= sum(row.total_ns for row in own) * len(times.steps) < 1.1 * foreach
+    assert all(
+        "multi_tensor_apply" not in row.kernel_short for row in times.kernels if row.kind == OTHER
+    )
 
 
 def test_data_of_a_timeline_stay_data() -> None:

@@ -586,6 +586,13 @@ class OtherWork:
     ns: float
     optimizer: str = ""  # the class in torch.optim whose steps launch the foreach kernels
 
+    @property
+    def code(self) -> str:
+        """The code of the faster way, or "" if it depends on the program."""
+        if not self.optimizer:
+            return ""
+        return f"optimizer = torch.optim.{self.optimizer}(model.parameters(), fused=True)"
+
 
 @dataclass(frozen=True, slots=True)
 class StepGroup(StepTimes):

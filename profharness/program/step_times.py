@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,20 @@ from profharness.program.phases import Place, step_place, steps_by_phase
 from profharness.rows import PRODUCT_FAMILIES, CallRow, StepLaunch, StepRow
 from profharness.store import Store
 from profharness.traces.kernel_names import COLLECTIVE
+from profharness.traces.steps import OPTIMIZER_STEP
 
 ATTENTION = "attention"
-PRODUCTS, OTHER = "matrix products", "other kernels"
+PRODUCTS, OPTIMIZER, OTHER = "matrix products", "optimizer", "other kernels"
 COMMUNICATION, COPIES, IDLE = "communication", "memory copies", "idle"
-KINDS = (ATTENTION, PRODUCTS, OTHER, COMMUNICATION, COPIES, IDLE)
+KINDS = (ATTENTION, PRODUCTS, OPTIMIZER, OTHER, COMMUNICATION, COPIES, IDLE)
 """The kinds of work. If several kinds run at once, the time counts for the first kind."""
 _KINDS_OF_FAMILIES = {
     **dict.fromkeys((*PRODUCT_FAMILIES, "moe"), PRODUCTS),
     COLLECTIVE: COMMUNICATION,
     **dict.fromkeys(("memcpy", "memset"), COPIES),
 }
+# LBFGS runs the model in its steps
+_OPTIMIZER_STEP = re.compile(rf"{OPTIMIZER_STEP}(?!LBFGS\.)")
 UNKNOWN = "unknown backend"
 
 
@@ -37,7 +41,8 @@ class KernelTime:
         str,
         column(
             "kind",
-            meaning="`attention`, `matrix products`, `other kernels`, `communication` or `memory copies`",
+            meaning="`attention`, `matrix products`, `optimizer`, `other kernels`, `communication` or "
+            "`memory copies`",
         ),
     ]
     layer: Annotated[
@@ -195,7 +200,9 @@ def kind_of(launch: StepLaunch) -> str:
     """Return the kind of work of a launch. Every launch of an attention call is attention."""
     if launch.call is not None or computes_attention(launch.family, launch.kernel_short):
         return ATTENTION
-    return _KINDS_OF_FAMILIES.get(launch.family, OTHER)
+    known = _KINDS_OF_FAMILIES.get(launch.family)
+    optimizes = known is None and _OPTIMIZER_STEP.match(launch.range or "")
+    return known or (OPTIMIZER if optimizes else OTHER)
 
 
 def split_step(

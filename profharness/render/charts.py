@@ -9,6 +9,7 @@ import html
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,16 +47,18 @@ TIME_LABEL = (
     "datum.value >= 1e6 ? format(datum.value / 1e6, '~g') + ' s' : "
     "datum.value >= 1e3 ? format(datum.value / 1e3, '~g') + ' ms' : format(datum.value, '~g') + ' µs'"
 )  # the text of a tick on an axis in µs
-TERA_LABEL = "format(datum.value / 1e12, '~g')"  # the text of a tick on an axis in FLOP/s
+TERA_LABEL = "format(datum.value / 1e12, ',~g')"  # the text of a tick on an axis in FLOP/s
 MOST_DECADES = 4  # maximum number of powers of 10 on an axis that also has ticks at 2 and 5
 APART = {"labelOverlap": "greedy", "labelSeparation": 8}  # hides labels of ticks that would collide
 DECADE = 60  # height of a power of 10 in a roofline chart in pixels
 MOST_COLUMNS = 8  # maximum number of intensities in a roofline chart that have numbers
 LIST_LETTERS = 48  # maximum number of letters in a line of the list in a roofline chart
-NEAR = 1.2  # ratio of two intensities below which their numbers would collide at the same height
+NEAR = 0.08  # share of the x axis of a roofline below which two numbers would collide
+MARK_ROOM = 9  # pixels between the middle of a mark and the line to its number
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL, NARROW_LABEL = 320, 130
 LABEL_LETTERS, NARROW_LETTERS = 46, 20  # maximum number of letters in a line of a label
+NARROW_TITLE = 42  # maximum number of letters in a line of the title of a narrow chart
 LABEL_LINE = 20  # height that each further line of a label adds to its row in pixels
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
@@ -78,7 +81,9 @@ def altair_chart(chart: Chart, *, narrow: bool = False) -> alt.LayerChart | alt.
         room = NARROW if fitted else NARROW - NARROW_LABEL
         drawn = drawn.properties(width=min(drawn.width, room))
     side = 2 if narrow else 24
-    return drawn.properties(title=chart.title, **fitted).configure(
+    lines = textwrap.wrap(chart.title, NARROW_TITLE, break_on_hyphens=False)
+    title = "\n".join(lines) if narrow else chart.title
+    return drawn.properties(title=title, **fitted).configure(
         background="transparent",
         padding={"left": side, "right": min(side, 16), "top": 5, "bottom": 5},
         font=FONT,
@@ -230,7 +235,7 @@ def _log(
     If `values` is given, place ticks only at these values. `ends` contains the start and the end of
     the axis, and `shown` the values on an axis without `ends`.
     """
-    axis: dict[str, Any] = {"format": "d" if values else "~g", **APART}
+    axis: dict[str, Any] = {"format": "d" if values else ",~g", **APART}
     scale: dict[str, Any] = {"type": "log", "nice": False}
     if not values and ends is None:
         ends = _round_ends(min(shown, default=1), max(shown, default=1))
@@ -457,7 +462,7 @@ def _roofline(chart: Chart) -> Any:
     )
     shape = _backend_shape(chart) if in_place else _config_shape(chart)
     points = _points(chart, alt.Chart(DATA).encode(**axes), 60, growth=25, shape=shape)
-    numbers = _column_numbers(columns, axes)
+    numbers = _column_numbers(columns, axes, ends)
     names = _list_layers(listed, height - space)
     drawn = alt.layer(lines, texts, *names, points, *numbers)
     return drawn.properties(width=WIDTH, height=round(height))
@@ -481,10 +486,10 @@ def _columns(chart: Chart) -> list[tuple[float, float, list[str]]]:
 
 
 def _column_list(columns: Sequence[tuple[float, float, list[str]]]) -> Iterator[str]:
-    """Yield the lines of a list that names the configs of each column."""
-    for number, (*_, configs) in enumerate(columns, 1):
-        for config in configs:
-            yield from wrapped_label(f"{number}: {config}", LIST_LETTERS).split("\n")
+    """Yield the lines of a list that gives each config of the columns a number."""
+    configs = [config for *_, own in columns for config in own]
+    for number, config in enumerate(configs, 1):
+        yield from wrapped_label(f"{number}: {config}", LIST_LETTERS).split("\n")
 
 
 def _list_layers(lines: Sequence[str], top: float) -> Iterator[Any]:
@@ -498,20 +503,52 @@ def _list_layers(lines: Sequence[str], top: float) -> Iterator[Any]:
 
 
 def _column_numbers(
-    columns: Sequence[tuple[float, float, list[str]]], axes: Mapping[str, Any]
+    columns: Sequence[tuple[float, float, list[str]]],
+    axes: Mapping[str, Any],
+    ends: tuple[float, float],
 ) -> Iterator[Any]:
-    """Yield the number of each column of marks above the marks.
+    """Yield the numbers of the configs of each column of marks above the marks.
 
-    The number of a column near to the previous column is drawn higher.
+    Of columns side by side, the numbers of the first are to the left of it, and the numbers of the
+    others to the right and at different heights. A line leads from them to their column. `ends`
+    contains the start and the end of the x axis.
     """
-    before, level = 0.0, 0
-    for number, (x, top, _) in enumerate(columns, 1):
-        level = level + 1 if x < NEAR * before else 0
-        before = x
-        base = alt.Chart(alt.Data(values=[{"x": x, "y": top, "number": str(number)}]))
-        shift = -TEXT_HEIGHT * (level + 1)
-        text = base.mark_text(color=INK, dy=shift, fontSize=11, fontWeight="bold", aria=False)
-        yield text.encode(**axes, text="number:N")
+    near = (ends[1] / ends[0]) ** NEAR
+    number = 0
+    for group in _side_by_side(columns, near):
+        highest = max(top for _, top, _ in group)
+        for place, (x, top, configs) in enumerate(group):
+            text = ", ".join(str(number + each) for each in range(1, len(configs) + 1))
+            number += len(configs)
+            row = {"x": x, "y": highest, "top": top, "number": text}
+            base = alt.Chart(alt.Data(values=[row])).encode(**axes)
+            # Numbers further to the right are lower, so that no line crosses a number.
+            shift = -TEXT_HEIGHT * (len(group) - 1 - place) if place else 0
+            if shift or top < highest:
+                line = base.mark_rule(
+                    color=INK,
+                    opacity=0.5,
+                    yOffset=shift - MARK_ROOM,
+                    y2Offset=-MARK_ROOM,
+                    aria=False,
+                )
+                yield line.encode(y2="top:Q")
+            align, dx = ("left", 2) if place else ("right", -2) if group[1:] else ("center", 0)
+            style = {"fontSize": 11, "fontWeight": "bold", "align": align, "dx": dx}
+            drawn = base.mark_text(color=INK, dy=shift - TEXT_HEIGHT, aria=False, **style)
+            yield drawn.encode(text="number:N")
+
+
+def _side_by_side(
+    columns: Sequence[tuple[float, float, list[str]]], near: float
+) -> list[list[tuple[float, float, list[str]]]]:
+    """Group the columns of which each has less than `near` times the intensity of the previous one."""
+    groups: list[list[tuple[float, float, list[str]]]] = []
+    for column in columns:
+        if not groups or column[0] >= near * groups[-1][-1][0]:
+            groups.append([])
+        groups[-1].append(column)
+    return groups
 
 
 def _config_shape(chart: Chart) -> Any:

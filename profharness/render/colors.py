@@ -66,6 +66,7 @@ OTHER_STYLES = tuple(
 IDLE = "idle"
 TIMES = {
     "matrix products": "#4f6d8a",
+    "optimizer": "#9a6b5e",
     "other kernels": "#8b8f97",
     "communication": "#a37700",
     "memory copies": "#6b7d3a",

@@ -88,6 +88,9 @@ _KERNEL_FIELDS = tuple(field.name for field in fields(KernelRow))
 _ON_GPUS = """traces t JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
     JOIN kernels k ON k.id = l.kernel_id LEFT JOIN op_paths o ON o.id = l.op_path_id
     WHERE t.id = ? AND l.duration_ns IS NOT NULL AND l.device >= 0"""
+# the innermost range around a launch l, such as `Optimizer.step#AdamW.step`
+_RANGE = """(SELECT n.name FROM ranges r JOIN range_names n ON n.id = r.name_id
+    WHERE r.id = l.range_id)"""
 
 
 class Store(RunFinder):
@@ -558,7 +561,7 @@ class Store(RunFinder):
             own = list(group)
             launches = self._in_steps(
                 "SELECT l.start_ns, l.kernel_id, l.launch_config_id, l.device, l.stream, l.start_ns, "
-                "l.duration_ns, k.short, k.family, k.kind, o.path, NULL, NULL "
+                f"l.duration_ns, k.short, k.family, k.kind, o.path, NULL, NULL, {_RANGE} "
                 f"FROM {_ON_GPUS} AND l.start_ns >= ? AND l.start_ns < ? ORDER BY l.start_ns, l.id",
                 trace,
                 own,
@@ -594,8 +597,7 @@ class Store(RunFinder):
         totals: Counter[str] = Counter()
         for trace, group in groupby(steps, key=attrgetter("trace")):
             launches = self._in_steps(
-                "SELECT l.start_ns, l.duration_ns, coalesce((SELECT n.name FROM ranges r "
-                "JOIN range_names n ON n.id = r.name_id WHERE r.id = l.range_id), '') "
+                f"SELECT l.start_ns, l.duration_ns, coalesce({_RANGE}, '') "
                 f"FROM {_ON_GPUS} AND l.start_ns >= ? AND l.start_ns < ? AND {kernels} "
                 "ORDER BY l.start_ns, l.id",
                 trace,

@@ -94,7 +94,7 @@ def test_the_sections_stand_in_their_order(page: Any, program_pages: dict[str, P
     )
     shown = order[: order.index("timeline") + 1]
     assert shown == [
-        *("answer", "The step", "bar", "Layers", "table", "table"),
+        *("answer", "Advice", "The step", "bar", "Layers", "table", "table"),
         *("Top kernels", "table"),
         *("Timeline", "timeline"),
     ]
@@ -108,8 +108,10 @@ def test_the_parts_of_the_step_add_up(page: Any) -> None:
     )
     assert sum(float(width.rstrip("%")) for width in widths) == pytest.approx(100, abs=0.1)
     legend = page.find_element("css selector", ".legend.parts").text
-    for word in ("attention: cudnn", "matrix products", "other kernels", "idle"):
+    for word in ("attention: cudnn", "matrix products", "optimizer", "other kernels", "idle"):
         assert word in legend
+    timeline = page.find_element("css selector", "figure.timeline .legend").text
+    assert "optimizer" in timeline.splitlines()
 
 
 def test_a_backend_has_one_color_on_the_whole_page(page: Any) -> None:

@@ -111,6 +111,29 @@ def test_nothing_crosses_the_texts_of_a_roofline(
         assert found == []
 
 
+def test_a_phone_shows_the_whole_title_of_each_chart(new_browser: Any, report_page: Path) -> None:
+    """Bug: a title was cut: `Time per call by config and backend (CUDA-graph`."""
+    phone = new_browser(390, 844)
+    phone.get(report_page.as_uri())
+    sides = phone.execute_script(
+        "return [...document.querySelectorAll('figure .narrow svg')].map((svg) => [svg.parentElement,"
+        "svg.querySelector('.role-title-text text')].map((each) => each.getBoundingClientRect().right))"
+    )
+    assert sides and all(title <= frame for frame, title in sides)
+
+
+def test_the_bottlenecks_of_all_backends_are_in_a_folded_section(report: Any) -> None:
+    folds = report.find_elements("css selector", "details.fold")
+    own = [each for each in folds if each.text.startswith("Bottlenecks")]
+    assert own
+    for fold in own:
+        table = fold.find_element("tag name", "table")
+        assert not table.is_displayed()
+        report.execute_script("arguments[0].open = true", fold)
+        assert table.is_displayed()
+        assert "% of peak FLOP/s" in table.text and "few blocks" in table.text
+
+
 def test_the_reason_for_a_blank_ratio_is_below_its_table(report: Any) -> None:
     """Bug: `time vs fastest` was blank for all-disabled, and the next line was about another subject."""
     below = report.execute_script(

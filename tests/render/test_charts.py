@@ -300,6 +300,32 @@ def test_a_roofline_shows_tflops() -> None:
     assert "100 TFLOP/s" in svg  # in the text of a mark
 
 
+def test_the_ticks_of_a_roofline_are_written_like_numbers_in_tables() -> None:
+    """Bug: the ticks said `1000`, and the tables `1,000`."""
+    rows = tuple({"x": x, "y": y, "b": "flash"} for x, y in ((2.0, 1e12), (3e3, 1e15)))
+    svg = draw_svg(Chart("roofline", "t", rows, "x", "y", "b", y_title="FLOP/s"))
+    assert svg.count(">1,000</text>") == 2 and ">1000</text>" not in svg
+
+
+def test_numbers_of_columns_side_by_side_are_linked_to_their_columns() -> None:
+    """Bug: a number floated above its column, and was nearer to the marks of another config."""
+    rows = tuple(
+        {"x": x, "y": y, "backend": "flash", "config": f"{x}"}
+        for x, y in ((4.0, 1e13), (250.0, 1e14), (270.0, 5e13), (290.0, 2e14))
+    )
+    chart = Chart("roofline", "t", rows, "x", "y", "backend", label="config")
+    svg = draw_svg(replace(chart, roofs=SAMPLES["roofline"].roofs))
+    bold = r'<text[^>]*translate\(([\d.]+),([\d.]+)\)"[^>]*font-weight="bold"[^>]*>(\d)</text>'
+    numbers = {number: (float(x), float(y)) for x, y, number in re.findall(bold, svg)}
+    assert numbers["3"][1] < numbers["4"][1] == numbers["2"][1]
+    line = r'<line transform="translate\(([\d.]+),([\d.]+)\)"[^>]* y2="([\d.]+)"[^>]* opacity="0.5"'
+    lines = [tuple(map(float, each)) for each in re.findall(line, svg)]
+    assert len(lines) == 2  # the number of the last column is on top of its marks
+    for number, (x, y, _) in zip("23", lines, strict=True):
+        assert abs(x - numbers[number][0]) < 4
+        assert 0 < y - numbers[number][1] < 8
+
+
 def test_labels_are_broken_instead_of_cut() -> None:
     """Bug: on a phone, a config was shown as `b1-h32-kv8-sq1-skv4…`."""
     label = "b1-h32-kv8-sq1-skv4096-d128-bf16"
@@ -353,7 +379,7 @@ def test_a_roofline_names_its_configs_and_is_as_tall_as_its_data() -> None:
     chart = replace(chart, roofs=SAMPLES["roofline"].roofs)
     for narrow in (False, True):
         svg = draw_svg(chart, narrow=narrow)
-        for line in ("1: b1-s1", "2: b1-s512", "2: b1-s9"):
+        for line in ("1: b1-s1", "2: b1-s512", "3: b1-s9", "2, 3"):
             assert f">{line}</text>" in svg
     low, tall = (
         altair_chart(replace(chart, rows=(*rows, {**rows[0], "y": y}))).to_dict(validate=False)

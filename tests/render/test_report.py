@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from profharness.cli import find_command
 from profharness.columns import Column
 from profharness.commands._answers import OF_ALL_DISABLED
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS
+from profharness.commands.analyze import analyze
+from profharness.commands.analyze.tables import analyze_document
 from profharness.commands.bench.tables import latency_charts, rate_blocks
 from profharness.commands.diff.compare import Diff, DiffRow
 from profharness.commands.report import (
@@ -112,6 +115,7 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
             "Top kernels",
             "Cells",
             "All times per call",
+            "Bottlenecks",
             "Disagreements",
         ),
         *("Steps of math", "All kernels", "Compared with the atlas", "Device", "Environment"),
@@ -119,7 +123,7 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
     ]
     folded = [each for each in document.blocks if isinstance(each, Heading) and each.folded]
     assert folded[0].text == "Cells"
-    assert len(folded) == 9
+    assert len(folded) == 10
     assert {chart.kind for chart in charts(document).values()} == {
         "map",
         "dots",
@@ -611,6 +615,16 @@ def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
         assert line in text
 
 
+def test_the_advice_for_an_optimizer_has_its_code(tmp_path: Path) -> None:
+    """Bug: the change with the largest effect was only in the answer, without code."""
+    ingest_path(tmp_path / "s.db", TRACES / "models" / "llama_train.json.gz")
+    document = report(tmp_path / "s.db")
+    advice, change, code = document.blocks[:3]
+    assert advice == Heading("Advice")
+    assert isinstance(change, Heading) and f"{change.text}." in document.answer
+    assert code == Code("optimizer = torch.optim.AdamW(model.parameters(), fused=True)")
+
+
 def test_a_single_layer_has_no_chart(tmp_path: Path) -> None:
     """Bug: its bar said 100 %, beside its share of the GPU's busy time."""
     trace = Path(__file__).parents[2] / "traces" / "models" / "llama_graph.json.gz"
@@ -813,6 +827,28 @@ def test_a_report_on_many_programs_begins_with_their_overview(tmp_path: Path) ->
     assert document.answer[0].startswith(f"{len(models)} programs: attention takes")
     assert headings(document)[0] == "The programs compared"
     assert "Runs compared" not in headings(document)
+
+
+def test_a_folded_table_has_the_bottleneck_of_each_backend(tmp_path: Path) -> None:
+    """Bug: the answer said what limits 2 configs, but nothing on the page named these configs."""
+    ingest_path(tmp_path / "s.db", TRACES / "h200-torch2.11")
+    document = report(tmp_path / "s.db")
+    at = next(
+        at for at, each in enumerate(document.blocks) if getattr(each, "text", "") == "Bottlenecks"
+    )
+    head, table = document.blocks[at : at + 2]
+    assert isinstance(head, Heading) and head.folded
+    analyzed = analyze_document(analyze(store=tmp_path / "s.db").attrs["analyses"])
+    (whole,) = (each for each in analyzed.blocks if isinstance(each, Table))
+    assert isinstance(table, Table) and len(table.rows) == 20
+    count = len(table.columns)  # the kernels are in another section
+    assert whole.columns[:count] == table.columns and whole.columns[count].key == "kernel"
+    assert [row[:count] for row in whole.rows] == [*table.rows]
+    places = [[each.key for each in table.columns].index(key) for key in ("backend", "bottleneck")]
+    found = Counter(row[places[1]] for row in table.rows if row[places[0]] == "cudnn")
+    assert found == {"few blocks": 1, "launch": 1, "latency": 1}
+    (sentence,) = (each for each in document.answer if "is limited by" in each)
+    assert sentence.startswith("On 2 configs, the fastest backend is limited by latency")
 
 
 def test_the_answer_on_a_capture_has_the_verdict_on_auto(tmp_path: Path) -> None:

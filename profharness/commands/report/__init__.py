@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +37,8 @@ from profharness.commands._types import (
 from profharness.commands._types import Store as StorePath
 from profharness.commands.analyze.answer import limits_text
 from profharness.commands.analyze.cells import analyze_all
-from profharness.commands.analyze.figures import run_machine
+from profharness.commands.analyze.figures import CellAnalysis, run_machine
+from profharness.commands.analyze.tables import analyze_document
 from profharness.commands.bench.answer import bench_answer, noise_of_auto
 from profharness.commands.bench.tables import (
     MEANS,
@@ -93,6 +95,7 @@ from profharness.measurements.measurements import (
 )
 from profharness.program.changes import OF_A_FILE, EnvChange, with_short_devices
 from profharness.program.layer_map import LayerMap, short_module
+from profharness.program.roles import split_passes
 from profharness.render.document import (
     MISSING,
     Block,
@@ -390,13 +393,17 @@ def _run_blocks(
     if cells and problems:
         broken = [f"{_count(len(problems), 'profiler or GPU problem')}: see below."]
     extra["summary"].append({"run": run, "sentences": [*sentences, *verdict, *broken]})
+    machine = run_machine(store, run, cells=cells)
+    analyses: list[CellAnalysis] = []
     summary: list[str] = []  # sentences for the details
     changes: list[tuple[Explanation, Way]] = []
     if evaluated:
         first, *others = bench_answer(evaluated)
         # The answer of `bench` already tells notable losses.
         notable = any(loss.real and loss.regret > NOTABLE_LOSS for loss in evaluated.losses)
-        limits = _limits(store, run, cells, kernels, evaluated)
+        passes = split_passes(kernels, store.kernels(run, by_op=True))
+        analyses = analyze_all(cells, passes, machine, wrong)
+        limits = _limits(cells, analyses, evaluated)
         changes = list(changes_of(evaluated))
         # The answer of `bench` also tells that no backend is faster than auto.
         enough = notable or not any(loss.real for loss in evaluated.losses)
@@ -477,6 +484,7 @@ def _run_blocks(
     blocks += told if apart else []
     latency = _latency_blocks(cells, evaluated.rows) if evaluated else []
     details += [*_cell_blocks(cells), *map(Note, summary), *latency]
+    details += _bottleneck_blocks(analyses)
     details += [] if apart else told
     details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     if kernels:
@@ -493,7 +501,6 @@ def _run_blocks(
         ]
         details.append(Table.of(ATLAS_COLUMNS, compared))
         extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in compared)
-    machine = run_machine(store, run, cells=cells)
     if facts := machine.facts():
         details += [
             Heading("Device", short_device_name(machine.name or "")),
@@ -740,18 +747,36 @@ def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
 
 
 def _limits(
-    store: Store,
-    run: str,
-    cells: Sequence[CellRow],
-    kernels: Sequence[KernelRow],
-    evaluated: BenchResult,
+    cells: Sequence[CellRow], analyses: Sequence[CellAnalysis], evaluated: BenchResult
 ) -> list[str]:
     """Return a sentence on what limits the fastest backend of each config, if this is known."""
     winners = {(each.config, each.backend) for each in evaluated.sound_winners()}
-    fastest = [cell for cell in cells if (cell.config, cell.backend) in winners]
-    machine = run_machine(store, run, None, fastest)
-    text = limits_text(analyze_all(fastest, kernels, machine, rivals=()))
+    analyzed = zip(cells, analyses, strict=True)
+    text = limits_text([each for cell, each in analyzed if (cell.config, cell.backend) in winners])
     return [text] if text else []
+
+
+def _bottleneck_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
+    """Return the first section of the document of `analyze`: the bottlenecks of all cells.
+
+    Return an empty list if no cell has figures. The page has its own charts of the rates, and the
+    section on all kernels has the details of the main kernels.
+    """
+    blocks = analyze_document(analyses).blocks
+    section = takewhile(lambda block: not isinstance(block, Heading), blocks[1:])
+    shown = [
+        _without_details(block) if isinstance(block, Table) else block
+        for block in section
+        if isinstance(block, Table | Note)
+    ]
+    return [blocks[0], *shown] if any(isinstance(block, Table) for block in shown) else []
+
+
+def _without_details(table: Table) -> Table:
+    """Return a table without the columns that narrow terminals hide first."""
+    kept = [column.importance != "detail" for column in table.columns]
+    rows = tuple(tuple(compress(row, kept)) for row in table.rows)
+    return replace(table, columns=tuple(compress(table.columns, kept)), rows=rows)
 
 
 def _summarize_run(

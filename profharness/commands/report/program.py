@@ -20,7 +20,7 @@ from profharness.commands.explain.answer import (
 )
 from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
 from profharness.commands.explain.savings import matters, own_place, saved_ns, saving_text
-from profharness.commands.layers.answer import what_to_change
+from profharness.commands.layers.answer import other_work_answer, what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
     CHANGE_CODE,
@@ -406,10 +406,19 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
         told.add(_key(way))
         text, code = faster_text(layers, answer, way).rstrip("."), way.advice.code
         blocks += [Heading(text, answer.config, level=3), *([Code(code)] if code else [])]
+    blocks += _other_work_advice(layers)
     others = tuple(_other_changes(explained, told))
     if not blocks:
         return ProgramAdvice(tuple(reasons), details=others)
     return ProgramAdvice(tuple(reasons), (Heading("Advice"), *blocks, *others))
+
+
+def _other_work_advice(layers: LayerMap) -> Iterator[Block]:
+    """Yield the changes to kernels outside attention that the answer names and that have code."""
+    for work in layers.other_work:
+        for text in other_work_answer(replace(layers, other_work=(work,))):
+            if work.code:
+                yield from (Heading(text.rstrip("."), level=3), Code(work.code))
 
 
 def _key(way: Way) -> str:
