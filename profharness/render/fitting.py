@@ -780,15 +780,17 @@ def _shortened_template(text: str, width: int) -> str:
     Keep the functor among the arguments, because it says what the kernel computes.
     """
     name, _, arguments = text.partition("<")
-    for tail in _tails(arguments, width // 2):
+    tails = [*_tails(arguments, width // 2)]
+    for tail in tails:
         lead = "" if tail == arguments else "…"
         if len(name) + 1 + len(lead) + cell_len(tail) <= width:
             room = width - 1 - cell_len(tail)
             head = _head(text, room)
             # An argument that would leave much room if it were left out is cut instead.
             return f"{head if len(head) + LEAST_NAME > room else fitting(text, room)}…{tail}"
-        if not _IDENTIFIER.fullmatch(name):
-            continue
+    whole = [arguments] if cell_len(arguments) <= width // 2 else []
+    for tail in (*whole, *tails) if _IDENTIFIER.fullmatch(name) else ():
+        lead = "" if tail == arguments else "…"
         room = width - len("<") - len(lead) - cell_len(tail)
         if _names_functor(tail) and room >= LEAST_NAME:
             return f"{_without_middle(name, room)}<{lead}{tail}"
@@ -811,7 +813,9 @@ def _tails(arguments: str, width: int) -> Iterator[str]:
         yield arguments[arguments.rfind(",") + 1 :].lstrip()
         return
     functor = functors[-1]
-    yield arguments[functor.start() :]
+    tail = arguments[functor.start() :]
+    closed = tail.count(">") - tail.count("<") - 1  # templates around the functor
+    yield tail.removesuffix(">" * closed) if closed > 0 else tail
     if functor is not found[-1]:
         yield f"{functor[0]}…>"
     if cell_len(functor[0]) + len("…>") > width:

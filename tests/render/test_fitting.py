@@ -412,9 +412,11 @@ def test_template_arguments_of_a_kernel_are_cut_in_the_middle() -> None:
     assert distinct_cuts(names, 30)[names[1]] == "elementwise<128,…where, bf16>"
     others = ("vectorized_elementwise<8, f16_copy>", "vectorized_elementwise<8, f32_copy>")
     assert [*distinct_cuts(others, 28).values()] == [
-        "vectorized_…<…f16_copy>",
-        "vectorized_…<…f32_copy>",
+        "vectorized_…<8, f16_copy>",
+        "vectorized_…<8, f32_copy>",
     ]
+    nested = "vectorized_elementwise<4, AUnary<MulFunctor>>"
+    assert distinct_cuts([nested], 36) == {nested: "vectorized_elementwise<4,…MulFunctor>"}
 
 
 @pytest.mark.parametrize(
