@@ -649,7 +649,7 @@ def with_regret(rows: Sequence[BenchRow], ran: Ran) -> list[BenchRow]:
     """Return the rows with the `regret` field filled in.
 
     The regret is relative to the fastest correct backend on the same config, among the `contenders`.
-    It is negative for `auto` if the backend that `auto` ran was slower in its own cell.
+    It is negative for `auto` if `auto` is faster than all other backends, including the one it ran.
     """
     medians: dict[tuple[str, str | None], dict[str, float]] = {}
     for row in rows:

@@ -34,7 +34,6 @@ MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
 WHOLE_WORD = 20  # maximum width of a word that is moved to the next line instead of being split
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
 REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
-ELLIPSIS = "…"
 NARROWEST = 20  # minimum width that is assumed for a terminal
 ROUNDS = 5  # maximum number of attempts to make shortened texts distinct; two are usually enough
 SEPARATORS = (" ,", ".-_:")  # after which a long text continues on the next line
@@ -423,7 +422,7 @@ def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) ->
 
 def _height(layout: Layout, rows: Sequence[Texts]) -> float:
     """Return the mean number of lines of a row. A line without values is not printed."""
-    *above, _ = layout.lines
+    above = layout.lines[:-1]
     return 1 + sum(any(row[at] for at in line) for row in rows for line in above) / max(
         len(rows), 1
     )

@@ -285,7 +285,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             kind = _class(classes[at], whole_lines[at], same)
             shown = _wrapping(text) if wide[at] else _text(text)
             name_of = f' data-label="{_text(column.title)}"' if cards and column.title else ""
-            bar = _bar(number, longest, color) if barred[at] else ""
+            bar = _bar(number, longest, color) if barred[at] and number else ""
             cells.append(f"<td{kind}{sort}{name_of}>{_named(shown, full.get(text, ()))}{bar}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     search = ""
@@ -328,9 +328,9 @@ def _bar_colors(table: Table) -> list[str]:
     return [styles[name][0] for name in backends]
 
 
-def _bar(value: float | None, longest: float, color: str) -> str:
+def _bar(value: float, longest: float, color: str) -> str:
     """Return the bar that is drawn beside the value of a cell."""
-    width = 100 * (value or 0) / longest
+    width = 100 * value / longest
     style = f"width:{width:.1f}%{f';background:{color}' if color else ''}"
     return f'<span class="meter" aria-hidden="true"><i style="{style}"></i></span>'
 

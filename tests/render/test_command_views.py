@@ -333,6 +333,17 @@ def test_foreign_trace_has_totals_instead_of_times_per_call() -> None:
         assert title in [column.title for column in table.columns]
 
 
+def test_steps_rank_auto_like_bench() -> None:
+    """Bug: flash was 1.05x of the fastest here and 1.00x in `bench`, because `auto` ran flash too."""
+    cells = [
+        cell(cell=str(at), backend=name, samples={"wall": (ns, ns)})
+        for at, (name, ns) in enumerate((("auto", 9500), ("flash", 10_000), ("math", 20_000)))
+    ]
+    text = render_table(steps_document([kernel(cell="0")], cells))
+    assert re.search(r"^auto .* 0\.950x", text, re.MULTILINE)
+    assert re.search(r"^flash .* 1\.00x", text, re.MULTILINE)
+
+
 def test_times_of_a_cpu_are_named_wall() -> None:
     op = kernel(kernel_kind="op", kernel="aten::mul", op_path=None, sdpa_op=None)
     text = render_table(steps_document([op], [cell(samples={"wall": (9000, 9100)})]))

@@ -170,9 +170,8 @@ def analyze_all(
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     """Return a finding that recommends the fastest other backend.
 
-    The gain is the ratio of two medians of the first measurement that all backends have, as in
-    `bench` and `diff`. The list is empty if the samples do not show that this backend is faster, or
-    if the cell already ran it.
+    The gain is the ratio of two medians of the first measurement that all backends have. The list
+    is empty if the samples do not show that this backend is faster, or if the cell already ran it.
     """
     rivals = [rival for rival in others if rival.backend != cell.backend and rival.samples]
     # All backends must be compared by one measurement, because an eager call includes CPU time that

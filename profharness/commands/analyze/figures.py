@@ -335,7 +335,7 @@ TIMES = {KERNEL: "kernels_ns"}
 
 
 def common_basis(cells: Sequence[Figures]) -> str | None:
-    """Return the first measurement that all cells have, by which `bench` and `diff` compare too."""
+    """Return the first measurement that all cells have."""
     names = (name for name in MEASUREMENTS if all(each.time_of(name) for each in cells))
     return next(names, None)
 

@@ -13,8 +13,8 @@ from profharness.columns import VS_FASTEST, Column, column, columns_of, pick
 from profharness.commands._answers import all_disabled_notes, cell_reason
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.device_types import CPU, CUDA
-from profharness.measurements.agreement import backend_of_op
-from profharness.measurements.measurements import contenders
+from profharness.measurements.agreement import backend_of_op, backend_that_ran
+from profharness.measurements.measurements import CHOSEN, contenders, without_choice
 from profharness.program.roles import (
     MATH_OP,
     assign_roles,
@@ -351,7 +351,9 @@ def _compare_calls(
     timed = {cell: time for cell, time in basis.items() if time}
     most = max(timed.values(), default=0)
     ranked = contenders({row.backend for row in figures.values()})
-    least = min((timed[cell] for cell in timed if figures[cell].backend in ranked), default=0)
+    choice = next((backend_that_ran(cell) for cell in cells if cell.backend == CHOSEN), None)
+    rivals = without_choice(ranked, choice)
+    least = min((timed[cell] for cell in timed if figures[cell].backend in rivals), default=0)
     return {
         cell: replace(
             row,
