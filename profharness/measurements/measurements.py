@@ -160,6 +160,7 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
+AGAIN = "capture again when nothing else is running"
 SCATTERED = 1.5
 """The machine is reported as busy if the mean and the median time of ops differ by this factor."""
 
@@ -193,7 +194,7 @@ def busy_text(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> str | None
             f"the mean and the median time of the ops differ by a factor of up to {most:.1f} "
             f"({backend} on {config})"
         )
-    return f"the machine was busy: {why}; capture again when nothing else is running"
+    return f"the machine was busy: {why}; {AGAIN}"
 
 
 BASES = {

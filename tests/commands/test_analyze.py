@@ -433,7 +433,7 @@ def test_unusable_times_give_no_remedy_and_no_ranking() -> None:
     (advice,) = analyze_all([slow, few, fast], [], MACHINE)[0].remedies
     assert advice.text.startswith("Use math")
     analyses = analyze_all([busy, few, slow, fast], [], MACHINE)
-    first, *_, unusable = analyze_answer(analyses)
+    first, unusable, *_ = analyze_answer(analyses)
     assert "math, the fastest backend" in first
     assert unusable == (
         "The machine was busy, so the times of efficient and cudnn cannot be used. "
@@ -444,6 +444,14 @@ def test_unusable_times_give_no_remedy_and_no_ranking() -> None:
     alone, *_ = analyze_answer(analyze_all([busy, few, fast], [], MACHINE))
     assert "fastest" not in alone
     assert len(analyze_answer(analyze_all([busy, few], [], MACHINE))) == 1
+    # The warning of `kernels` replaces the cause and the advice.
+    waited = replace(MACHINE, busy="the machine was busy: why; capture again")
+    first, *others = analyze_answer(analyze_all([busy, slow, fast], [], waited))
+    assert "math, the fastest backend" in first
+    assert others[:2] == [
+        "The machine was busy: why; capture again.",
+        "The times of efficient cannot be used.",
+    ]
 
 
 def test_the_gain_of_a_faster_backend_is_the_ratio_in_diff(h200: Cells) -> None:

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 import profharness
 from profharness.cli import find_command
+from profharness.commands._output import sentences
 from profharness.commands.analyze.cells import analyze_rows
 from profharness.commands.analyze.figures import CellAnalysis, KernelFigures
 from profharness.commands.analyze.tables import analyze_document, traffic_points
@@ -124,12 +125,12 @@ def test_analyze_warns_of_a_busy_machine(store: Path) -> None:
         for row in rows
         if row.profiler == TORCH
     ]
-    warning = Note(str(busy_text(scattered, cells)), level="warning")
-    assert "the machine was busy" in warning.text
+    warning = sentences(str(busy_text(scattered, cells)))
+    assert "The machine was busy" in warning
     analyses = analyze_rows(store, cells, scattered, DATA_SHEET)
     for full in (False, True):
-        assert analyze_document(analyses, full=full).blocks[-1] == warning
-    assert kernels_document(scattered, cells).answer[-1] == f"The{warning.text[3:]}."
+        assert analyze_document(analyses, full=full).answer[1] == warning
+    assert kernels_document(scattered, cells).answer[-1] == warning
     calm = analyze_rows(store, cells, rows, DATA_SHEET)
     assert not any(each.machine.busy for each in calm)
 

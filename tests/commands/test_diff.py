@@ -12,7 +12,8 @@ from h200_rows import cell, kernel_rows, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.commands.diff import diff_document
+from profharness.commands.diff import check, diff_document, show
+from profharness.commands.diff.answer import diff_answer
 from profharness.commands.diff.compare import Diff, DiffRow, Side, diff_cells
 from profharness.program.changes import environment_changes
 from profharness.render.document import More, Note, Table
@@ -48,6 +49,82 @@ def one(diff: Diff, config: str, role: str) -> DiffRow:
 def slower(row: KernelRow, factor: float) -> KernelRow:
     times = {n: round(getattr(row, n) * factor) for n in ("duration_ns", "min_ns", "max_ns")}
     return replace(row, **times)  # type: ignore[arg-type]
+
+
+BUSY = (10_000, 11_000, 400_000) * 2
+
+
+def op_rows(factor: float = 1, *, scattered: bool = False) -> tuple[KernelRow, ...]:
+    """Return rows of ops. Their mean and median times differ if `scattered` is set."""
+    spread = 4 if scattered else 1
+    rows = [slower(row, factor) for row in rows_of(SQUARE, "flash") if row.duration_ns]
+    return tuple(
+        replace(
+            row,
+            kernel_kind="op",
+            launches=6,
+            launches_per_call=2.0,
+            total_ns=6 * spread * (row.duration_ns or 0),
+        )
+        for row in rows
+    )
+
+
+def test_diff_does_not_compare_times_that_bench_cannot_use() -> None:
+    """Bug: on a busy CPU, `math` took 860 times as long as `auto`, and only a note warned of it."""
+    cells = (cell(SQUARE, "flash", samples={"wall": times}) for times in (FAST, BUSY))
+    sides = tuple(
+        side("flash", cells=(each,), kernels=rows)
+        for each, rows in zip(cells, (op_rows(), op_rows(3, scattered=True)), strict=True)
+    )
+    diff = diff_cells(*sides)
+    row = one(diff, SQUARE, "call")
+    assert (row.verdict, row.ratio, row.baseline_ns, row.candidate_ns) == ("unknown", *[None] * 3)
+    assert row.reasons == ("the machine was busy, so the times of the candidate cannot be used",)
+    assert not any(row.ratio for row in diff.rows)
+    first, second, *_ = show((diff, sides)).answer
+    assert first == (
+        "The times of flash and flash cannot be compared, because the machine was busy."
+    )
+    assert second.startswith("The machine was busy: the mean and the median time of the ops differ")
+    (result,) = check((diff, sides), fail_on=("slower",))
+    assert result.findings == (
+        "nothing to compare for slower: the machine was busy, so the times of the candidate cannot "
+        "be used; capture again when nothing else is running",
+    )
+
+
+def test_diff_compares_what_is_usable_on_a_busy_machine() -> None:
+    calm = [cell(SQUARE, name, samples={"wall": BUSY}) for name in ("flash", "math")]
+    diff = diff_cells(
+        side("flash", cells=(calm[0],), kernels=op_rows()),
+        side("flash", cells=(calm[0],), kernels=op_rows(3)),
+    )
+    assert one(diff, SQUARE, "call").verdict == "unknown"
+    of_ops = [row for row in diff.rows if row.role != "call"]
+    assert {row.verdict for row in of_ops} == {"slower"}
+    assert diff_answer(diff)[1] == "Capture again when nothing else is running."
+    # Another measurement of the call, or the time of its kernels, is compared instead.
+    for name, role in (("wall", "call"), (KERNEL, "kernels")):
+        fast, slow = (
+            cell(SQUARE, backend, samples={"eager": BUSY, name: times})
+            for backend, times in (("flash", FAST), ("math", SLOW))
+        )
+        found = diff_cells(
+            side("flash", cells=(fast,), kernels=()), side("math", cells=(slow,), kernels=())
+        )
+        assert one(found, SQUARE, role).verdict == "slower"
+        assert "math takes 1.3" in diff_answer(found)[0]
+    # The other configs keep their verdicts.
+    others = [cell(TRAIN, "flash", samples={"wall": times}) for times in (FAST, SLOW)]
+    some = diff_cells(
+        side("flash", cells=(calm[0], others[0]), kernels=()),
+        side("flash", cells=(calm[0], others[1]), kernels=()),
+    )
+    first, again, which, *_ = diff_answer(some)
+    assert "slower in 1 of 2 configs" in first and "not comparable in 1 config" in first
+    assert again == "Capture again when nothing else is running."
+    assert which == "The machine was busy, so the times of 1 of 2 configs cannot be used."
 
 
 def test_fused_against_fused_is_one_row() -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import profharness
 from profharness.attention.config import parse_config
 from profharness.cli import cli
+from profharness.commands._output import sentences
 from profharness.commands.diff import diff_document, show
 from profharness.commands.diff.answer import _most, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
@@ -411,11 +412,11 @@ def test_diff_warns_of_a_busy_machine(store: Path) -> None:
     ]
     busy = replace(calm[0], kernels=tuple(rows)), calm[1]
     cells = [cell for cell in calm[0].cells if cell.backend == "flash"]
-    warning = Note(str(busy_text(rows, cells)), level="warning")
-    assert "the machine was busy" in warning.text and "(flash on " in warning.text
+    warning = sentences(str(busy_text(rows, cells)))
+    assert "The machine was busy" in warning and "(flash on " in warning
     for full in (False, True):
-        assert show((diff_cells(*busy), busy), full=full).blocks[-1] == warning
-        assert warning not in show((diff_cells(*calm), calm), full=full).blocks
+        assert show((diff_cells(*busy), busy), full=full).answer[1] == warning
+        assert warning not in show((diff_cells(*calm), calm), full=full).answer
 
 
 def test_a_kernel_of_both_passes_is_split(store: Path) -> None:

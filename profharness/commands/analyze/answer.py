@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from profharness.attention.config import ALL_DISABLED, AUTO, OWN_CHOICE, pytorch_chooses
+from profharness.commands._output import sentences
 from profharness.commands.analyze.figures import (
     FASTER,
     PREDICTED,
@@ -17,7 +18,7 @@ from profharness.commands.analyze.figures import (
 )
 from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
-from profharness.measurements.measurements import basis_text, compared_by
+from profharness.measurements.measurements import AGAIN, basis_text, compared_by
 from profharness.program.layer_map import short_module
 from profharness.units import as_fast, time_text
 
@@ -40,39 +41,48 @@ def analyze_answer(analyses: Sequence[CellAnalysis]) -> tuple[str, ...]:
     """Return sentences on the bottleneck and the first remedy.
 
     They describe the cell that matters most. If there are many configs, they describe most cells.
-    Cells with unusable times are named at the end.
+    The second sentence says if the machine was too busy for reliable times.
     """
     right = [each for each in analyses if each.status == "ok" and each.figures and not each.wrong]
     usable = [each for each in right if not each.busy]
-    busy = _unusable([each for each in right if each.busy], right)
+    busy = _busy(analyses, [each for each in right if each.busy], right)
     ran = separate(usable)
+    if not ran and len(usable) < len(right):
+        return busy
     if not ran:
-        if busy:
-            return busy
-        return ("Nothing to analyze: no backend produced usable results for these configs.",)
+        nothing = "Nothing to analyze: no backend produced usable results for these configs."
+        return (nothing, *busy)
+    first, *others = _statements(ran, usable)
+    return (first, *busy, *others)
+
+
+def _statements(ran: Sequence[CellAnalysis], usable: Sequence[CellAnalysis]) -> list[str]:
     if ran[0].module is not None:
         # analyze_program returns the longest calls first.
-        return (*_of_one(ran[0], None, ran), *busy)
+        return [*_of_one(ran[0], None, ran)]
     configs = dict.fromkeys(each.config for each in ran)
     if len(configs) >= MANY:
         without = "" if len(ran) == len(usable) else f", without {ALL_DISABLED}"
-        return (*_of_all(ran, without), *busy)
+        return [*_of_all(ran, without)]
     of_each = [[each for each in ran if each.config == config] for config in configs]
     texts = chain.from_iterable(_of_one(*_fastest(own), own) for own in of_each)
-    return (*dict.fromkeys(texts), *busy)
+    return [*dict.fromkeys(texts)]
 
 
-def _unusable(busy: Sequence[CellAnalysis], ran: Sequence[CellAnalysis]) -> tuple[str, ...]:
-    """Return sentences on the cells with unusable times, or nothing if there are none."""
+def _busy(
+    analyses: Sequence[CellAnalysis], busy: Sequence[CellAnalysis], ran: Sequence[CellAnalysis]
+) -> tuple[str, ...]:
+    """Return sentences on a busy machine and on the cells with unusable times."""
+    warnings = dict.fromkeys(each.machine.busy for each in analyses if each.machine.busy)
+    texts = [sentences(text) for text in warnings]
     if not busy:
-        return ()
+        return tuple(texts)
     names = join_and([*dict.fromkeys(each.backend for each in busy)])
     if len({each.config for each in ran}) > 1:
         names = f"{len(busy)} of {counted(len(ran), 'cell')}"
-    return (
-        f"The machine was busy, so the times of {names} cannot be used. "
-        "Capture again when nothing else is running.",
-    )
+    if texts:
+        return (*texts, f"The times of {names} cannot be used.")
+    return (f"The machine was busy, so the times of {names} cannot be used. {sentences(AGAIN)}",)
 
 
 def _fastest(own: Sequence[CellAnalysis]) -> tuple[CellAnalysis, str | None]:

@@ -135,8 +135,7 @@ def analyze_document(
                 Heading("Device", short_device_name(name)),
                 Table.of(pick(DeviceFact), facts),
             ]
-    busy = dict.fromkeys(each.machine.busy for each in analyses if each.machine.busy)
-    blocks += [Note(text, level="warning") for text in (*busy, *caveats)]
+    blocks += [Note(text, level="warning") for text in caveats]
     extra = {
         "peaks": [asdict(peaks) for peaks in known],
         "devices": [

@@ -206,11 +206,9 @@ def diff_document(
             alike.setdefault(config, []).append(_backends(*backends))
         blocks += [Note(", ".join(texts), config) for config, texts in alike.items()]
         blocks.append(More("a comparison of the kernels of configs that show no difference"))
-    if busy:
-        blocks.append(Note(busy, level="warning"))
     plain = diff.to_json()
     return Document(
-        answer=diff_answer(diff),
+        answer=diff_answer(diff, busy),
         schema=plain["schema"],
         title=f"Diff of {' and '.join(diff.names)}",
         blocks=tuple(blocks),

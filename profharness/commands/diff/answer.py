@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from profharness.attention.config import parse_config
+from profharness.commands._output import sentences
 from profharness.commands.diff.compare import (
     LAUNCHES,
     MEMORY,
@@ -19,6 +20,7 @@ from profharness.commands.diff.compare import (
     DiffRow,
 )
 from profharness.errors import counted, join_and
+from profharness.measurements.measurements import AGAIN
 from profharness.program.changes import with_short_devices
 from profharness.program.matching import (
     LayerDiff,
@@ -27,7 +29,7 @@ from profharness.program.matching import (
     ran_text,
     told_ratio,
 )
-from profharness.rows import COLD, EAGER, EVENT, GRAPH
+from profharness.rows import COLD, EAGER, EVENT, GRAPH, KERNEL
 from profharness.units import by_how_much, compared, ratio_text, time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
@@ -37,6 +39,7 @@ MEASURED_BY = {
     COLD: " in cold calls",
     EVENT: " in cold calls",
     EAGER: " in eager calls",
+    KERNEL: " by kernel time",
     PROFILED: " by kernel time",
 }
 """Maps a measurement to the words that name it after a comparison."""
@@ -46,12 +49,19 @@ WHOLE_CALL = ("call", "status", "kernels")
 """Roles of the rows that compare whole calls."""
 
 
-def diff_answer(diff: Diff) -> tuple[str, ...]:
-    """Return the answer of `diff`: sentences about times, other costs and environments."""
+def diff_answer(diff: Diff, busy: str | None = None) -> tuple[str, ...]:
+    """Return the answer of `diff`: sentences about times, other costs and environments.
+
+    `busy` is a warning that the times are unreliable. It follows the first sentence.
+    """
     if diff.phases:
-        return (*_phases(diff), *_environment(diff))
-    texts = _layers(diff, diff.layers) if diff.layers else _cells(diff)
-    return (*texts, *_steps(diff), *_environment(diff))
+        texts = [*_phases(diff)]
+    else:
+        about_times = _layers(diff, diff.layers) if diff.layers else _cells(diff)
+        texts = [*about_times, *_steps(diff)]
+    warning = busy or (AGAIN if any(row.unusable for row in compared_calls(diff)) else None)
+    texts[1:1] = [sentences(warning)] if warning else []
+    return (*texts, *_environment(diff))
 
 
 def _names(diff: Diff) -> tuple[str, str]:
@@ -271,6 +281,10 @@ def _cells(diff: Diff) -> Iterator[str]:
     noun = noun_of(rows)
     if rows:
         yield _speeds(before, after, rows, noun, that_ran=len(rows) < len(every))
+        busy = sum(row.unusable is not None for row in rows)
+        if 0 < busy < len(rows):
+            of = f"{busy:,} of {counted(len(rows), noun)}"
+            yield f"The machine was busy, so the times of {of} cannot be used."
     elif every:
         yield f"Nothing ran in {before} or in {after}."
     verbs = {MEMORY: "uses more memory in", LAUNCHES: "launches more kernels in"}
@@ -311,18 +325,23 @@ def noun_of(rows: Sequence[DiffRow]) -> str:
 def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
     """Yield one row per config and pair of backends.
 
-    Prefer the row that compares the whole call.
+    Prefer the row that compares the whole call, unless its times are unusable.
     """
     keys = lambda row: (row.config, row.backend_baseline, row.backend_candidate)  # noqa: E731
     for _, group in groupby(diff.rows, keys):
         rows = list(group)
-        yield from [row for row in rows if row.role in WHOLE_CALL][:1]
+        whole = [row for row in rows if row.role in WHOLE_CALL]
+        yield from sorted(whole, key=lambda row: row.unusable is not None)[:1]
 
 
 def _speeds(
     before: str, after: str, rows: Sequence[DiffRow], noun: str, *, that_ran: bool = False
 ) -> str:
     """Return a sentence such as `Compared with flash, math is slower in all 9 configs (3.40 to 13.00 times).`"""
+    if all(row.unusable for row in rows):
+        return (
+            f"The times of {before} and {after} cannot be compared, because the machine was busy."
+        )
     bases = {row.basis for row in rows if row.ratio}
     measured = MEASURED_BY.get(bases.pop() or "", "") if len(bases) == 1 else ""
     parts: list[str] = []

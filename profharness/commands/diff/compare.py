@@ -31,7 +31,13 @@ from profharness.errors import (
     join_few,
     near_names,
 )
-from profharness.measurements.measurements import clock_doubts, host_doubts
+from profharness.measurements.measurements import (
+    AGAIN,
+    busy_text,
+    clock_doubts,
+    host_doubts,
+    usable_times,
+)
 from profharness.program.changes import (
     MIN_LAUNCHES,
     RESOLUTION_NS,
@@ -117,6 +123,12 @@ REFUSALS = {
     ("ok", "refused"): "refused",
     ("refused", "ok"): "accepted",
 }
+UNUSABLE = {
+    (True, False): "the machine was busy, so the times of the baseline cannot be used",
+    (False, True): "the machine was busy, so the times of the candidate cannot be used",
+    (True, True): "the machine was busy, so the times of both sides cannot be used",
+}
+"""Maps whether the times of each side are unusable to the reason why they cannot be compared."""
 SHOWN = 6  # maximum number of configs that an error message lists per side
 NEEDS: tuple[Need, ...] = ("kernels", "times", "traced attention calls", "attention calls")
 OF_TIMES = ("same", "faster", "slower")
@@ -211,6 +223,11 @@ class DiffRow:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speedup", speed_up_of(self.ratio))
+
+    @property
+    def unusable(self) -> str | None:
+        """The reason in UNUSABLE why the times cannot be compared, or None."""
+        return next((text for text in self.reasons if text in UNUSABLE.values()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +496,8 @@ def nothing_compared(
     if judged and all(name in MISSING_COSTS for name in open_ones):
         why = "; ".join(MISSING_COSTS[name] for name in open_ones)
     else:
-        why = differing_kinds(sides) or "; ".join(map(_contents, sides))
+        busy = next((f"{text}; {AGAIN}" for row in diff.rows if (text := row.unusable)), None)
+        why = differing_kinds(sides) or busy or "; ".join(map(_contents, sides))
     return f"nothing to compare{what}: {why}"
 
 
@@ -672,20 +690,35 @@ def _paired_rows(
     base, cand = cells
     call = DiffRow(base.config, base.backend, cand.backend, "call")
     doubts = _incomparable(sides, cells)
+    busy = False
     if base.cell and cand.cell:
-        yield _status_or_call(call, base.cell, cand.cell, doubts, threshold)
+        compared = _status_or_call(call, base.cell, cand.cell, doubts, threshold)
+        yield compared
+        busy = compared.unusable is not None
     profilers = _common_profilers(base, cand)
     kernels = base.of(profilers[0]), cand.of(profilers[1])
     if all(profilers) and profilers[0] != profilers[1]:
         text = f"the times come from different profilers ({profilers[0]}, {profilers[1]})"
         doubts = (*doubts, text)
-    yield from _role_rows(call, cells, kernels, doubts, threshold)
+    of_roles = doubts
+    if busy and (reason := _busy_ops(cells, kernels)):
+        of_roles = (*doubts, reason)
+    yield from _role_rows(call, cells, kernels, of_roles, threshold)
     # Kernel rows may be missing because the trace was deleted.
-    if not all(kernels) and base.cell and cand.cell:
-        samples = base.cell.samples, cand.cell.samples
+    if (busy or not all(kernels)) and base.cell and cand.cell:
+        samples = usable_times(base.cell).samples, usable_times(cand.cell).samples
         if all(each.get(KERNEL) for each in samples):
             row = replace(call, role="kernels")
             yield _timed_row(row, KERNEL, *samples, doubts, threshold)
+
+
+def _busy_ops(cells: tuple[_Cell, _Cell], kernels: tuple[Kernels, Kernels]) -> str | None:
+    """Return why the times of ops cannot be compared, or None if the CPU did not disturb them."""
+    busy = tuple(
+        each.cell is not None and busy_text(rows, [each.cell]) is not None
+        for each, rows in zip(cells, kernels, strict=True)
+    )
+    return UNUSABLE.get(busy)
 
 
 def _role_rows(
@@ -806,9 +839,10 @@ def _status_or_call(
 ) -> DiffRow:
     """Compare the latency of two cells that ran, or else their statuses and refusal codes.
 
-    If only one cell ran, the row has its time.
+    If only one cell ran, the row has its time. Times that `bench` cannot use do not count.
     """
-    cells = baseline, candidate
+    recorded = baseline, candidate
+    cells = baseline, candidate = usable_times(baseline), usable_times(candidate)
     if not baseline.status == candidate.status == "ok":
         statuses, codes = [cell.status for cell in cells], list(map(_codes, cells))
         differing = [Change("status", *statuses)] if statuses[0] != statuses[1] else []
@@ -846,6 +880,9 @@ def _status_or_call(
     ]
     row = replace(row, changes=tuple(differing))
     basis = _call_measurement(cells)
+    if basis is None and (shared := _call_measurement(recorded)):
+        unusable = tuple(not cell.samples.get(shared) for cell in cells)
+        return replace(row, reasons=(*doubts, UNUSABLE[unusable]))
     if basis is None:
         return replace(
             row, reasons=(*doubts, "the two sides share no measurement made without a profiler")
