@@ -72,7 +72,7 @@ def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str,
         )
     sentences = [_choice(answer, subject, device), *_others(answer), *_time(answer)]
     way = told_way(answer, named)
-    change = change_texts(way) if way else ()
+    change = (*change_texts(way), *unpredicted_texts(answer, way)) if way else ()
     return (*sentences, *change, *_without_advice(answer, named))
 
 
@@ -189,6 +189,20 @@ def ranked_ways(answer: Explanation) -> list[Way]:
         for advice in side.advice
     ]
     return sorted(ways, key=lambda way: way.advice.rank)
+
+
+def limit_advice(answer: Explanation, named: Sequence[str]) -> Explanation:
+    """Return the explanation with only the advice that runs one of the backends in `named`.
+
+    Return the explanation as it is if `named` is empty.
+    """
+    if not named:
+        return answer
+    sides = tuple(
+        replace(side, advice=tuple(each for each in side.advice if Way(side, each).runs in named))
+        for side in answer.backends
+    )
+    return replace(answer, backends=sides)
 
 
 def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
