@@ -617,3 +617,16 @@ def test_the_verdicts_have_the_predicted_times_of_backends_that_could_run(store:
     assert re.search(r" math could run [\d.]+ to run cudnn ", text)
     without_atlas = run_cli(store, "explain", "2,8,512,64", "--gpu", "A100", "--torch", "2.11")
     assert "predicted µs/call" not in without_atlas
+
+
+def test_advice_without_a_gain_on_a_less_preferred_backend_is_shown_only_in_full(
+    store: Path,
+) -> None:
+    """Bug: flash was the first choice, but the answer explained how to run efficient."""
+    words = ("explain", str(MODELS / "llama_prefill.json.gz"), "--gpu", "A100", "--torch", "2.11")
+    text = run_cli(store, *words)
+    assert "run flash on an A100, its first choice" in text
+    assert "To run efficient" not in text and "sdpa_kernel" not in text
+    assert "--full also shows how to run efficient and cudnn." in text
+    assert "to run efficient Repeat the 8 key and value heads" in run_cli(store, *words, "--full")
+    assert "To run efficient" in run_cli(store, *words, "--backend", "efficient")
