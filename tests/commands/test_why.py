@@ -633,3 +633,17 @@ def test_advice_without_a_gain_on_a_less_preferred_backend_is_shown_only_in_full
     assert "--full also shows how to run efficient and cudnn." in text
     assert "to run efficient Repeat the 8 key and value heads" in run_cli(store, *words, "--full")
     assert "To run efficient" in run_cli(store, *words, "--backend", "efficient")
+
+
+def test_diff_and_layers_have_one_title_for_the_same_times(store: Path) -> None:
+    """Bug: `layers` of two runs called them `median µs/call`, `diff` `median forward µs/call`."""
+    for command in ("layers", "diff"):
+        words = (command, *(str(MODELS / f"llama_{name}.json.gz") for name in ("eager", "prefill")))
+        assert "median forward µs/call" in run_cli(store, *words), command
+
+
+def test_a_lower_bound_has_the_name_of_its_source(store: Path) -> None:
+    """Bug: the column was titled `roofline bound µs/call`, and the source was `floor`."""
+    path = str(MODELS / "bert_fp32.json.gz")
+    text = run_cli(store, "layers", path, "--gpu", "A100", "--torch", "2.11")
+    assert "floor µs/call source" in text and "roofline bound" not in text
