@@ -564,8 +564,8 @@ class Predicted:
         return None if self.low_ns is None else (self.low_ns, self.high_ns)
 
 
-BOUND = "roofline bound µs/call"
-"""The title of a column of intervals if no time is known, only the roofline bound."""
+BOUND = "floor µs/call"
+"""The title of a column of intervals if all times have the source `floor`."""
 FIELDS = tuple(field.name for field in fields(Predicted))
 
 

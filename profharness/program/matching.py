@@ -66,6 +66,10 @@ class Program:
     peaks: Peaks | None = None  # the limits of the program's GPU, if known
 
 
+FORWARD_TIME, CALL_TIME = "median forward µs/call", "median µs/call"
+"""Titles of columns with the times of calls: of forward passes, and of the passes that are compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSide:
     """Equal calls of equal layers in one program, represented by the call of median length."""
@@ -90,9 +94,7 @@ class LayerSide:
     sdpa_op: str | None
     forward_ns: Annotated[
         float | None,
-        column(
-            "median forward µs/call", "time", scale="call", meaning="median kernel time of one call"
-        ),
+        column(FORWARD_TIME, "time", scale="call", meaning="median kernel time of one call"),
     ]
     backward_ns: Annotated[float | None, column("median backward µs/call", "time", scale="call")]
     # Only the observer records the following values.

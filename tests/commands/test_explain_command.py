@@ -94,6 +94,18 @@ def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
     assert "Checked: cudnn accepts this. auto then runs cudnn." in plain(told(*args, "--full"))
 
 
+def test_named_backends_limit_the_table_and_the_advice() -> None:
+    """Bug: the table had all backends, and the advice also named cudnn and flex_attention."""
+    text = told(
+        "--config", "8,12,384,64,fp32,mask=bool,mask_shape=b1qk", "--backend", "flash", *ON_H200
+    )
+    table = text.partition("\nbackend")[2]
+    assert not re.search(r"^(to run )?(efficient|cudnn|math|flex)", table, re.MULTILINE)
+    lead = plain(text.partition("\n\n")[0])
+    assert "To run flash: if the mask hides only padding" in lead
+    assert "flash is predicted to take 19.9 µs if the mask is lower triangular" in lead
+
+
 def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
     args = ("--config", "2,8,512,64,bf16", "--torch", "2.5..2.15", "--gpu", "H100")
     out = told(*args)

@@ -90,8 +90,8 @@ def test_each_class_is_a_column(store: dict[str, str]) -> None:
     header, first = table.splitlines()[1:3]
     for title in (
         "ran",
-        "H100 median µs/call",
-        "H200 median µs/call",
+        "H100 median forward µs/call",
+        "H200 median forward µs/call",
         "H200 speed-up",
         "L40S speed-up",
     ):
@@ -118,7 +118,7 @@ def test_two_runs_are_compared_as_in_diff(store: dict[str, str]) -> None:
     )
     table = text[text.index("Runs compared") :].splitlines()
     assert table[0] == f"Runs compared  {' → '.join(names)}, median kernel time per call"
-    for title in ("  median µs/call  ", "  speed-up", "  % of roofline"):
+    for title in ("  median forward µs/call  ", "  speed-up", "  % of roofline"):
         assert title in table[1]
     assert table[1].index("calls/step") < table[1].index("config") < table[1].index("ran")
     for value in ("eager → cudnn", "786 → 34.8", "22.6x", "2.2 → 25.0"):
@@ -152,7 +152,7 @@ def test_programs_read_the_same_figures(store: dict[str, str]) -> None:
 def test_other_backends_and_configs_are_reported(store: dict[str, str]) -> None:
     text = ask(store, "llama", "eager", "train").stdout
     text = text[text.index("Runs compared") :]
-    assert "H100 (eager.json) median µs/call" in text  # two runs of one device
+    assert "H100 (eager.json) median forward µs/call" in text  # two runs of one device
     assert "H100 (eager.json) runs a different backend than H200 in 1 of 1 row." in text
     assert "config: b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd → b2-h32-s1024-d64-bf16" in text
     assert "Only the forward pass is compared, because not all runs have a backward pass." in text

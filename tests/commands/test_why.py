@@ -467,7 +467,10 @@ def test_explain_answers_for_eager_attention(store: Path) -> None:
     text, _, code = run_cli(store, "explain", path).partition(" The following code makes ")
     assert text == (
         "In llama_eager.json.gz, eager attention uses no backend of scaled_dot_product_attention. "
-        "Use scaled_dot_product_attention (in transformers: attn_implementation='sdpa'), " + saving
+        "Use scaled_dot_product_attention (in transformers: attn_implementation='sdpa'), "
+        + saving
+        # Bug: the answer did not say what would run after the change.
+        + " With PyTorch 2.11, scaled_dot_product_attention is predicted to run cudnn."
     )
     # Bug: the change had no code, here and in the report.
     assert "out = F.scaled_dot_product_attention(q, k, v)" in code
@@ -617,3 +620,30 @@ def test_the_verdicts_have_the_predicted_times_of_backends_that_could_run(store:
     assert re.search(r" math could run [\d.]+ to run cudnn ", text)
     without_atlas = run_cli(store, "explain", "2,8,512,64", "--gpu", "A100", "--torch", "2.11")
     assert "predicted µs/call" not in without_atlas
+
+
+def test_advice_without_a_gain_on_a_less_preferred_backend_is_shown_only_in_full(
+    store: Path,
+) -> None:
+    """Bug: flash was the first choice, but the answer explained how to run efficient."""
+    words = ("explain", str(MODELS / "llama_prefill.json.gz"), "--gpu", "A100", "--torch", "2.11")
+    text = run_cli(store, *words)
+    assert "run flash on an A100, its first choice" in text
+    assert "To run efficient" not in text and "sdpa_kernel" not in text
+    assert "--full also shows how to run efficient and cudnn." in text
+    assert "to run efficient Repeat the 8 key and value heads" in run_cli(store, *words, "--full")
+    assert "To run efficient" in run_cli(store, *words, "--backend", "efficient")
+
+
+def test_diff_and_layers_have_one_title_for_the_same_times(store: Path) -> None:
+    """Bug: `layers` of two runs called them `median µs/call`, `diff` `median forward µs/call`."""
+    for command in ("layers", "diff"):
+        words = (command, *(str(MODELS / f"llama_{name}.json.gz") for name in ("eager", "prefill")))
+        assert "median forward µs/call" in run_cli(store, *words), command
+
+
+def test_a_lower_bound_has_the_name_of_its_source(store: Path) -> None:
+    """Bug: the column was titled `roofline bound µs/call`, and the source was `floor`."""
+    path = str(MODELS / "bert_fp32.json.gz")
+    text = run_cli(store, "layers", path, "--gpu", "A100", "--torch", "2.11")
+    assert "floor µs/call source" in text and "roofline bound" not in text

@@ -84,6 +84,7 @@ from profharness.commands._types import (
     timeout_option,
     tool_backends,
 )
+from profharness.commands.explain.answer import limit_advice
 from profharness.commands.explain.engines import candidate_rows, engine_document, selections_of
 from profharness.commands.explain.maps import bisect_all, draw_maps, numeric_name
 from profharness.commands.explain.tables import (
@@ -399,13 +400,13 @@ Backend = Annotated[
         multiple=True,
         metavar="NAME",
         complete=complete_backends,
-        help="Limit the advice to these backends. With a set (flash+math) or an order "
+        help="Limit the advice and the table to these backends. With a set (flash+math) or an order "
         "(cudnn-then-flash, or 'cudnn>flash' in quotes), explain which of its backends PyTorch "
         "chooses, rather than which one auto chooses. "
         "Separate several values by commas, or repeat the option.",
         tool=(
             "A set of backends or a backend order to which the call is restricted, or single backends to "
-            "which the advice is limited. Files and modules are not accepted."
+            "which the advice and the table are limited. Files and modules are not accepted."
         ),
         tool_value=tool_backends,
         tool_examples=("flash+math", "cudnn-then-flash", "flash"),
@@ -689,9 +690,9 @@ def explain(
     the release, the output for a single config includes the predicted kernel time, the best
     backend, and the time that each advised change saves.
 
-    --backend limits the advice and the columns of the table to the named backends. If --backend
-    names a set (flash+math) or an order (cudnn-then-flash), the command explains which backend that
-    setting selects, rather than which one auto selects.
+    --backend limits the advice and the table to the named backends. If --backend names a set
+    (flash+math) or an order (cudnn-then-flash), the command explains which backend that setting
+    selects, rather than which one auto selects.
 
     With --engine, explain which attention backend a release of vLLM or SGLang chooses. The output
     lists the candidate backends in the order of the engine's rules, the first reason why each
@@ -921,6 +922,8 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
         from profharness.commands.explain.times import with_times
 
         answers, doubt = with_times(answers, platforms[0])
+    # The advice on a backend may also let others run, such as flex_attention.
+    answers = [limit_advice(answer, backends) for answer in answers]
     question.explanations.extend(answers)
     if not platforms:
         remedy = "the answer applies to the CPU. Name a GPU with --gpu, such as --gpu H200."

@@ -72,7 +72,7 @@ def explain_answer(answer: Explanation, named: Sequence[str] = ()) -> tuple[str,
         )
     sentences = [_choice(answer, subject, device), *_others(answer), *_time(answer)]
     way = told_way(answer, named)
-    change = change_texts(way) if way else ()
+    change = (*change_texts(way), *unpredicted_texts(answer, way)) if way else ()
     return (*sentences, *change, *_without_advice(answer, named))
 
 
@@ -191,26 +191,57 @@ def ranked_ways(answer: Explanation) -> list[Way]:
     return sorted(ways, key=lambda way: way.advice.rank)
 
 
+def limit_advice(answer: Explanation, named: Sequence[str]) -> Explanation:
+    """Return the explanation with only the advice that runs one of the backends in `named`.
+
+    Return the explanation as it is if `named` is empty.
+    """
+    if not named:
+        return answer
+    sides = tuple(
+        replace(side, advice=tuple(each for each in side.advice if Way(side, each).runs in named))
+        for side in answer.backends
+    )
+    return replace(answer, backends=sides)
+
+
 def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
     """Return the best change after which another fused backend runs, or the same one is faster.
 
-    Return None if it makes the call slower and its backend is not in `named`.
+    Leave out changes that make the call slower, or that run a backend which PyTorch prefers less and
+    whose time is unknown, unless their backends are in `named`.
     """
     for way in ranked_ways(answer):
         changed = way.side.eligible is False or way.advice.config not in (None, answer.config)
         if changed and way.backend in FUSED_BACKENDS:
-            if way.is_slower and way.backend not in named:
-                return None
-            return way
+            hidden = way.is_slower or _without_gain(answer, way)
+            if way.backend in named or not hidden:
+                return way
     return None
+
+
+def _without_gain(answer: Explanation, way: Way) -> bool:
+    """Return whether a change of unknown time runs a backend that PyTorch prefers less than the chosen
+    one.
+
+    PyTorch's order does not apply to changes that replace the call with another function. If math is
+    chosen, any fused backend may be faster.
+    """
+    choice, order = chosen(answer), answer.priority_order
+    if way.speed_up is not None or way.advice.steps in NOT_PREDICTED:
+        return False
+    if choice not in FUSED_BACKENDS or not {choice, way.backend} <= {*order}:
+        return False
+    return order.index(way.backend) > order.index(choice)
 
 
 def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list[Way]:
     """Return the advice to show: first the change that the answer describes, if there is one.
 
     The rest is sorted by gain, and advice whose gain is unknown comes last. By default, leave out
-    advice that makes the call slower, advice on an eligible backend whose time is unknown, and the
-    same change for a backend that is slower than one that is shown.
+    advice that makes the call slower, advice of unknown time on a backend that is eligible or that
+    PyTorch prefers less than the chosen one, and the same change for a backend that is slower than
+    one that is shown.
     """
     first = told_way(answer, named)
     shown: list[Way] = []
@@ -218,6 +249,7 @@ def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list
     for way in ranked_ways(answer):
         known = way.speed_up is not None
         better = not way.is_slower and (known or way.side.eligible is not True)
+        better = better and not _without_gain(answer, way)
         again = known and way.advice.config in configs
         if full or way.backend in named or (better and not again):
             shown.append(way)

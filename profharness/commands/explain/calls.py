@@ -143,7 +143,7 @@ def find_calls(store: Path, run: str, configs: Sequence[Config] = ()) -> Program
             share = share_text(layers.attention_ns / layers.gpu_ns)
             saves = f"; it would save little, because attention takes {share} of the GPU time"
             assumes = ""
-        text = f"{change.text}{saves}"
+        text = ". ".join(filter(None, [f"{change.text}{saves}", change.then]))
         return replace(program, change=text, assumes=assumes, code=change.code)
     if not program.calls and not all(row.kind in WITHOUT_CHOICE for row in layers.rows):
         raise NotFoundError(

@@ -9,8 +9,8 @@ from profharness.atlas.predictions import Place, find_place, known_atlases, plac
 from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.advice import Advice
 from profharness.attention.dispatch.machine import from_config
-from profharness.attention.dispatch.predict import predict
-from profharness.devices import short_device_name
+from profharness.attention.dispatch.predict import Prediction, predict
+from profharness.devices import pytorch_text, short_device_name
 from profharness.errors import ProfharnessError, join_and
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import CHANGE_CODE, LayerMap, LayerRow, is_explained, suggestions
@@ -33,6 +33,7 @@ class Change:
     saves: Saves | None
     why_unknown: str = ""  # the reason why no time is predicted, if it is known
     code: str = ""  # the code of the change, as `explain` shows it
+    then: str = ""  # what SDPA runs instead of eager attention, without a full stop
 
     @property
     def assumes(self) -> str:
@@ -62,8 +63,23 @@ def main_change(layers: LayerMap) -> Change | None:
         saves: dict[str | None, float] = {}
         for row, ns in zip(rows, known, strict=True):
             saves[row.step_phase] = saves.get(row.step_phase, 0) + ns
-        return Change(text, rows, tuple(saves.items()), code=code)
-    return Change(text, rows, None, _why_unknown(layers, rows, place), code)
+        return Change(text, rows, tuple(saves.items()), code=code, then=_then(rows, place))
+    return Change(text, rows, None, _why_unknown(layers, rows, place), code, _then(rows, place))
+
+
+def _then(rows: Sequence[LayerRow], place: Place | None) -> str:
+    """Return a sentence, without a full stop, on what SDPA runs instead of eager attention, or ""."""
+    configs = [row.config for row in rows if row.kind == "eager"]
+    if place is None or not configs:
+        return ""
+    chosen = {
+        _predict(_as_measured(parse_config(config)), place).choice if config else "unknown"
+        for config in configs
+    }
+    if not chosen <= {*SDPA_BACKENDS}:
+        return ""
+    names = join_and([name for name in SDPA_BACKENDS if name in chosen])
+    return f"With {pytorch_text(place.release)}, scaled_dot_product_attention is predicted to run {names}"
 
 
 def _code(row: LayerRow, text: str, layers: LayerMap) -> str:
@@ -124,7 +140,6 @@ def saved_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) ->
     if row.backward_ns or row.saves_ns is not None or not row.calls:
         return None
     config = parse_config(row.config)
-    backends: Sequence[str] = [name for name in SDPA_BACKENDS if name != "math"]
     if row.ran == "math":
         changes = suggestions(config, layers.platform) if layers.platform else []
         found = [
@@ -134,18 +149,24 @@ def saved_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) ->
         ]
         if not found:
             return None
-        backends, config = [found[0][0]], parse_config(str(found[0][1]))
-    elif row.kind != "eager":
+        backend, plain = found[0][0], _as_measured(parse_config(str(found[0][1])))
+    elif row.kind == "eager":
+        plain = _as_measured(config)
+        backend = _predict(plain, place).choice
+    else:
         return None
-    plain = _as_measured(config)
-    eligible = predict(from_config(plain), place.rules).backends
-    timed = [
-        estimate.kernel_us
-        for name, estimate in zip(backends, place_estimates(place, [plain], backends), strict=True)
-        if eligible[name].eligible and estimate.kernel_us is not None
-    ]
-    least = min(timed) * 1e3 * row.calls if timed else row.kernel_ns
-    return row.kernel_ns - least if least < row.kernel_ns else None
+    verdict = _predict(plain, place).backends.get(backend)
+    if verdict is None or not verdict.eligible:
+        return None
+    (estimate,) = place_estimates(place, [plain], [backend])
+    if estimate.kernel_us is None:
+        return None
+    saved = row.kernel_ns - estimate.kernel_us * 1e3 * row.calls
+    return saved if saved > 0 else None
+
+
+def _predict(config: Config, place: Place) -> Prediction:
+    return predict(from_config(config), place.rules)
 
 
 def _as_measured(config: Config) -> Config:

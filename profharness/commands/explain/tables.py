@@ -94,7 +94,7 @@ def explain_document(
     """Return the document of `explain` that explains each config separately.
 
     If `full` is set, messages are not truncated. `named` contains the backends of --backend, whose
-    advice is always shown.
+    advice is always shown. If it is not empty, the tables have only these backends.
     """
     several = len(answers) > 1
     blocks = [
@@ -119,16 +119,18 @@ def answer_blocks(
 
     If `summary` is set, also yield the sentences of `explain_answer`. `told` says whether the reader
     sees these sentences, here or at the top of the document. If `full` is set, yield the complete
-    messages of PyTorch, all advice, and the caveats that apply to every config.
+    messages of PyTorch, all advice, and the caveats that apply to every config. If `named` is not
+    empty, the table has only these backends.
     """
     yield Heading(answer.config, environment_text(answer))
     if summary:
         yield Note(" ".join(explain_answer(answer, named)))
     if answer.error:
         yield Note(answer.error, "error", "error")
-    if answer.backends and not _nothing_known(answer):
+    sides = [side for side in answer.backends if not named or side.backend in named]
+    if sides and not _nothing_known(answer):
         rows: list[tuple[Any, ...]] = []
-        for side in answer.backends:
+        for side in sides:
             runs = side.backend == chosen(answer)
             state: dict[str, Any] = {"eligible": RUNS if runs else VERDICTS[side.eligible]}
             if side.predicted_ns is None:
@@ -140,7 +142,7 @@ def answer_blocks(
             ]
             rows += [(state, side, reason) for reason in reasons or (NO_REASON,)]
         source = SOURCES.get(answer.source, answer.source)  # the heading names it
-        same = all(each.source == source for side in answer.backends for each in side.reasons)
+        same = all(each.source == source for side in sides for each in side.reasons)
         columns = [each for each in COLUMNS if not (same and each.key == "source")]
         yield Table.of(filled_columns(columns, rows, ("predicted_ns", *NO_REASON)), rows)
     yield from _agreement(answer, full=full)
@@ -199,13 +201,13 @@ def _advice(
     shown = shown_ways(answer, named, full=full)
     without_code = False
     for at, way in enumerate(shown):
-        texts = list(unpredicted_texts(answer, way))
         if way == first and not full:
-            texts.append(CODE_FOLLOWS)
+            texts = [CODE_FOLLOWS]
         else:
             savings = list(saving_texts(way, caveat=caveat))
             caveat = caveat and not savings
-            texts = [_way_text(way, answer.asked, said, full=full), *savings, *texts]
+            texts = [_way_text(way, answer.asked, said, full=full), *savings]
+            texts += unpredicted_texts(answer, way)
         yield Note(" ".join(texts), f"to run {way.runs}")
         if way.advice.code and (full or at == 0 or way.backend in named):
             yield Code(way.advice.code)

@@ -27,6 +27,8 @@ from profharness.program.changes import environment_changes
 from profharness.program.gates import falls_back, is_unfused
 from profharness.program.layer_map import LayerMap, LayerRow, find_layers
 from profharness.program.matching import (
+    CALL_TIME,
+    FORWARD_TIME,
     LayerSide,
     MatchedLayers,
     find_program,
@@ -61,7 +63,7 @@ FEW_RUNS = 4  # if more runs are named, one row for each replaces their layers
 NAMES_SHOWN = 3
 PAIR = (
     Column("ran", "ran", importance="answer"),
-    Column("us", "median µs/call", "time", importance="answer"),
+    Column("us", CALL_TIME, "time", importance="answer"),
     Column("times1", "speed-up", "ratio", importance="answer", meaning=SPEED_UP),
     Column("roofline", "% of roofline", right=True, importance="detail"),
 )
@@ -497,6 +499,10 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
             line |= {"us": row.call_ns, "roofline": _change(shares)}
         rows.append(line | {f"roofline{at}": share for at, share in enumerate(shares)})
     titles = PAIR if pair else _titles(names)
+    if all(row.basis in (None, "forward") for row in answer.rows):
+        titles = tuple(
+            replace(each, title=each.title.replace(CALL_TIME, FORWARD_TIME)) for each in titles
+        )
     optional = [each.key for each in titles if each.importance == "detail"]
     yield Table.of(filled_columns((*GPU_LAYER, *titles), rows, optional), rows)
     if full:
@@ -533,7 +539,7 @@ def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dic
 def _titles(names: Sequence[str]) -> tuple[Column, ...]:
     """Return the columns that compare several runs."""
     return (
-        *figure_columns(names, "ran", "median µs/call"),
+        *figure_columns(names, "ran", CALL_TIME),
         *(
             Column(f"roofline{at}", f"{name} % of roofline", "percent", importance="detail")
             for at, name in enumerate(names)
