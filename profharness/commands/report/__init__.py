@@ -77,6 +77,7 @@ from profharness.commands.layers.tables import layers_document, phase_blocks
 from profharness.commands.report.program import (
     ProgramAdvice,
     ProgramParts,
+    change_blocks,
     compared_steps,
     program_advice,
     program_parts,
@@ -843,16 +844,14 @@ def _advice_blocks(
         use = f"Select {loss.best}" if sdpa_setting(loss.best) else f"Call {loss.best} directly"
         blocks += [Heading(use, loss.config, level=3), Code(loss.code)]
     for answer, way in changes:
-        blocks.append(Heading(faster_config_text(way).rstrip("."), answer.config, level=3))
-        blocks += [Code(way.advice.code)] if way.advice.code else []
         measured = medians.get(answer.config)
+        beside = ""
         if measured and evaluated.ranking != KERNEL:
-            blocks.append(
-                Note(
-                    f"Both times are kernel times. In this run, the median of {basis} is "
-                    f"{time_text(measured)} for auto, which includes more than the kernels."
-                )
+            beside = (
+                f"Both times are kernel times. In this run, the median of {basis} is "
+                f"{time_text(measured)} for auto, which includes more than the kernels."
             )
+        blocks += change_blocks(faster_config_text(way), answer.config, way.advice.code, beside)
     return [Heading("Advice"), *blocks] if blocks else []
 
 
