@@ -689,10 +689,13 @@ def test_a_capture_does_not_rank_all_disabled(tmp_path: Path) -> None:
     for chart in drawn:
         series = {row[chart.series] for row in chart.rows}
         assert "cudnn" in series and "all-disabled" not in series
-    # Bug: another note was between the table and the reason for its blank cells.
-    for table in ranked:
-        note = document.blocks[document.blocks.index(table) + 1]
-        assert note == Note(OF_ALL_DISABLED, "all-disabled")
+    # Bug: another note was between the table and the reason for its blank cells. Later bug: the
+    # notes on the figures of a table stood below its 20 rows.
+    places = [document.blocks.index(table) for table in ranked]
+    for at in places:
+        assert document.blocks[at - 1] == Note(OF_ALL_DISABLED, "all-disabled")
+    noise = document.blocks[min(places) - 2]
+    assert isinstance(noise, Note) and "(0.974x to 1.01x) are noise" in noise.text
 
 
 def test_a_note_beside_the_charts_explains_missing_marks(captured: Path) -> None:

@@ -462,8 +462,8 @@ def _run_blocks(
         drawn += _refused(cells) if charted and not bench else []
         # The document of `bench` has this table too.
         if not bench:
-            drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
             drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
+            drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
         drawn += _deeper(document.blocks)
@@ -657,7 +657,7 @@ def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> 
 def _latency_tables(
     cells: Sequence[CellRow], evaluated: Sequence[BenchRow], measurements: Collection[str]
 ) -> list[Block]:
-    """Return a table of the latencies of cells by some measurements, or no blocks.
+    """Return a table of the latencies of cells by some measurements under a note, or no blocks.
 
     The rows of the evaluated benchmark say how each latency compares with the fastest backend.
     """
@@ -679,8 +679,8 @@ def _latency_tables(
         return []
     old = not hidden and any(row.measurement == EVENT for _, row, _ in rows)
     return [
-        Table.of(columns, rows),
         *all_disabled_notes(cell.backend for _, _, cell in rows),
+        Table.of(columns, rows),
         *([Note(MEANS[EVENT], ALIASES[EVENT])] if old else []),
     ]
 
