@@ -470,6 +470,7 @@ def _run_blocks(
         extra.setdefault("bench", []).extend(document.records)
     if evaluated and drawn:
         blocks += [Heading("Time per call", basis_detail(evaluated.ranking)), *drawn]
+    blocks += _folded(_bottleneck_blocks(analyses))
     if checks := store.verifications(run):
         document = verify_document(checks)
         blocks += [Heading("Verification"), *_deeper(document.blocks)]
@@ -485,7 +486,6 @@ def _run_blocks(
     blocks += told if apart else []
     latency = _latency_blocks(cells, evaluated.rows) if evaluated else []
     details += [*_cell_blocks(cells), *map(Note, summary), *latency]
-    details += _bottleneck_blocks(analyses)
     details += [] if apart else told
     details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     if kernels:
