@@ -194,7 +194,7 @@ def test_a_prediction_is_no_upper_bound(store: Path) -> None:
     layers = the_map(store, "llama_eager")
     saving = "predicted to save about 2.23 ms of GPU time per step"
     assert saving in layers_answer(layers, told_change(layers))[0]
-    _, note, code = program_advice(layers).blocks
+    _, note, code, *_ = program_advice(layers).blocks
     assert isinstance(code, Code)
     assert isinstance(note, Note)
     assert f"P{saving[1:]} (55 % of GPU time)." in note.text

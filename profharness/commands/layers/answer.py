@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from profharness.attention.config import SDPA_BACKENDS
@@ -47,6 +48,19 @@ ENGINE_REMEDIES = {
 """Maps an engine to the remedy if the GPU waits for the CPU to launch kernels."""
 OP_ENGINES = {"vllm": VLLM, "sgl_kernel": SGLANG, "sglang": SGLANG}
 """Maps the namespaces of attention ops to engines."""
+COMPILE_CODE = 'model = torch.compile(model, mode="reduce-overhead")'
+"""The code of LAUNCH_REMEDY."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleTime:
+    """The time in which the GPU is idle, and what to do if it waits for the CPU to launch kernels."""
+
+    ns: float  # per step
+    share: str  # such as `77 % of the traced step`
+    text: str  # a sentence with its cause, without the remedy and the full stop
+    remedy: str = ""
+    code: str = ""  # the code of the remedy; "" for an engine, which has a switch of its own
 
 
 def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, ...]:
@@ -315,6 +329,13 @@ def _slow(layers: LayerMap) -> Iterator[str]:
 
 def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     """Yield a sentence about the idle time in the steps that are not slow."""
+    if idle := idle_time(layers, change):
+        remedy = f"; {idle.remedy}" if idle.remedy else ""
+        yield f"{idle.text}{remedy}."
+
+
+def idle_time(layers: LayerMap, change: Change | None = None) -> IdleTime | None:
+    """Return the idle time in the steps that are not slow, or None if it is short."""
     slow = {step for group in layers.groups for step in slow_steps(group.steps)}
     steps = [step for step in layers.steps if step not in slow]
     whole_ns, busy_ns = (
@@ -322,39 +343,47 @@ def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
         sum(step.busy_ns for step in steps),
     )
     if not busy_ns or busy_ns > (1 - IDLE) * whole_ns:
-        return
+        return None
     idle = 1 - busy_ns / whole_ns
     whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
     whole = f"{'other' if slow else 'traced'} steps" if len(steps) > 1 else whole
+    share = f"{share_text(idle)} of the {whole}"
     slowed = " (under the profiler, which slows the CPU)" if layers.detailed else ""
-    text = f"The GPU is idle for {share_text(idle)} of the {whole}{slowed}"
+    text = f"The GPU is idle for {share}{slowed}"
+    found = IdleTime((whole_ns - busy_ns) / len(steps), share, text)
     gaps = [gap for gap in layers.gaps if not any(_is_in(gap, step) for step in slow)]
     one = max(gaps, key=lambda gap: gap.duration_ns, default=None)
     if one and one.duration_ns > ONE_GAP * (whole_ns - busy_ns):
-        yield f"{text}, mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}."
-        return
-    graphs = any(row.mode == "graph" for row in layers.rows)
-    remedy = "" if graphs else f"; {_launch_remedy(layers)}"
+        where = f"mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}"
+        return replace(found, text=f"{text}, {where}")
     known = [gap for gap in gaps if gap.launch_ns is not None]
     late = sum(gap.duration_ns for gap in known if (gap.launch_ns or 0) > gap.start_ns)
     if 2 * late < sum(gap.duration_ns for gap in known) or not known:
-        yield f"{text}."
-    elif all(row.mode == "graph" for row in layers.rows):
-        yield f"{text}, where it waits for the CPU to launch CUDA graphs."
-    elif idle < LAUNCH_BOUND:
-        yield f"{text}, where it waits for the CPU to launch kernels."
-    elif layers.attention_ns < LIMITING * layers.gpu_step_ns:
-        yield f"{text}: launch overhead, not attention, is the limit{remedy}."
+        return found
+    if all(row.mode == "graph" for row in layers.rows):
+        return replace(found, text=f"{text}, where it waits for the CPU to launch CUDA graphs")
+    if idle < LAUNCH_BOUND:
+        return replace(found, text=f"{text}, where it waits for the CPU to launch kernels")
+    if layers.attention_ns < LIMITING * layers.gpu_step_ns:
+        text = f"{text}: launch overhead, not attention, is the limit"
     else:
         so = ", so the step itself may not get shorter" if change and change.saves else ""
-        yield f"{text}: launch overhead is a limit too{so}{remedy}."
+        text = f"{text}: launch overhead is a limit too{so}"
+    if any(row.mode == "graph" for row in layers.rows):
+        return replace(found, text=text)
+    remedy = _engine_remedy(layers)
+    if remedy is None:
+        return replace(
+            found, text=text, remedy=f"capture the step {LAUNCH_REMEDY}", code=COMPILE_CODE
+        )
+    return replace(found, text=text, remedy=remedy)
 
 
-def _launch_remedy(layers: LayerMap) -> str:
-    """Return the change after which the GPU waits less for the CPU to launch kernels."""
+def _engine_remedy(layers: LayerMap) -> str | None:
+    """Return how to use CUDA graphs in the engine that runs the program. Return None if none does."""
     logged = layers.engine.engine if layers.engine else None
     if not logged and not any(parse_engine_step(step.name) for step in layers.steps):
-        return f"capture the step {LAUNCH_REMEDY}"
+        return None
     known = {engine_of_step(step.name) for step in layers.steps}
     known |= {OP_ENGINES.get((row.sdpa_op or "").partition("::")[0]) for row in layers.rows}
     named = sorted({logged} if logged else known - {None}, key=str)

@@ -77,6 +77,7 @@ from profharness.commands.layers.tables import layers_document, phase_blocks
 from profharness.commands.report.program import (
     ProgramAdvice,
     ProgramParts,
+    change_blocks,
     compared_steps,
     program_advice,
     program_parts,
@@ -461,14 +462,15 @@ def _run_blocks(
         drawn += _refused(cells) if charted and not bench else []
         # The document of `bench` has this table too.
         if not bench:
-            drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
             drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
+            drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
         drawn += _deeper(document.blocks)
         extra.setdefault("bench", []).extend(document.records)
     if evaluated and drawn:
         blocks += [Heading("Time per call", basis_detail(evaluated.ranking)), *drawn]
+    blocks += _folded(_bottleneck_blocks(analyses))
     if checks := store.verifications(run):
         document = verify_document(checks)
         blocks += [Heading("Verification"), *_deeper(document.blocks)]
@@ -484,7 +486,6 @@ def _run_blocks(
     blocks += told if apart else []
     latency = _latency_blocks(cells, evaluated.rows) if evaluated else []
     details += [*_cell_blocks(cells), *map(Note, summary), *latency]
-    details += _bottleneck_blocks(analyses)
     details += [] if apart else told
     details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     if kernels:
@@ -656,7 +657,7 @@ def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> 
 def _latency_tables(
     cells: Sequence[CellRow], evaluated: Sequence[BenchRow], measurements: Collection[str]
 ) -> list[Block]:
-    """Return a table of the latencies of cells by some measurements, or no blocks.
+    """Return a table of the latencies of cells by some measurements under a note, or no blocks.
 
     The rows of the evaluated benchmark say how each latency compares with the fastest backend.
     """
@@ -678,8 +679,8 @@ def _latency_tables(
         return []
     old = not hidden and any(row.measurement == EVENT for _, row, _ in rows)
     return [
-        Table.of(columns, rows),
         *all_disabled_notes(cell.backend for _, _, cell in rows),
+        Table.of(columns, rows),
         *([Note(MEANS[EVENT], ALIASES[EVENT])] if old else []),
     ]
 
@@ -843,16 +844,14 @@ def _advice_blocks(
         use = f"Select {loss.best}" if sdpa_setting(loss.best) else f"Call {loss.best} directly"
         blocks += [Heading(use, loss.config, level=3), Code(loss.code)]
     for answer, way in changes:
-        blocks.append(Heading(faster_config_text(way).rstrip("."), answer.config, level=3))
-        blocks += [Code(way.advice.code)] if way.advice.code else []
         measured = medians.get(answer.config)
+        beside = ""
         if measured and evaluated.ranking != KERNEL:
-            blocks.append(
-                Note(
-                    f"Both times are kernel times. In this run, the median of {basis} is "
-                    f"{time_text(measured)} for auto, which includes more than the kernels."
-                )
+            beside = (
+                f"Both times are kernel times. In this run, the median of {basis} is "
+                f"{time_text(measured)} for auto, which includes more than the kernels."
             )
+        blocks += change_blocks(faster_config_text(way), answer.config, way.advice.code, beside)
     return [Heading("Advice"), *blocks] if blocks else []
 
 

@@ -20,7 +20,7 @@ from profharness.commands.explain.answer import (
 )
 from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
 from profharness.commands.explain.savings import matters, own_place, saved_ns, saving_text
-from profharness.commands.layers.answer import other_work_answer, what_to_change
+from profharness.commands.layers.answer import idle_time, other_work_answer, what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
     CHANGE_CODE,
@@ -378,14 +378,15 @@ class ProgramAdvice:
     """Sentences for the answer: the reasons of the costliest layers."""
     blocks: tuple[Block, ...] = ()
     details: tuple[Block, ...] = ()
-    """A folded section with the possible changes of a program for which there is no other advice."""
+    """A folded section with the possible changes of a program without other advice on attention."""
 
 
 def program_advice(layers: LayerMap) -> ProgramAdvice:
     """Return the reasons for the backends of a program, and the advice with its code.
 
     The advice of `layers` is for layers that math or eager attention computes. For the other layers,
-    only a change after which another backend is faster is given, as `explain` finds it.
+    only a change after which another backend is faster is given, as `explain` finds it. The changes
+    to the work that takes the most time per step come first.
     """
     ordered = sorted(layers.rows, key=lambda row: -row.total_ns)
     whys = dict.fromkeys(row.why for row in ordered if row.why)
@@ -402,23 +403,53 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
         if code := codes.pop(text, ""):
             blocks.append(Code(code))
     told = {text for _, text in notes}
+    faster: list[Block] = []
     for answer, way in faster_ways(explained):
         told.add(_key(way))
-        text, code = faster_text(layers, answer, way).rstrip("."), way.advice.code
-        blocks += [Heading(text, answer.config, level=3), *([Code(code)] if code else [])]
-    blocks += _other_work_advice(layers)
+        faster += change_blocks(faster_text(layers, answer, way), answer.config, way.advice.code)
+    by_time = [(layers.attention_ns, faster), *_other_work_advice(layers), *_idle_advice(layers)]
+    for _, own in sorted(by_time, key=lambda each: -each[0]):
+        blocks += own
     others = tuple(_other_changes(explained, told))
-    if not blocks:
-        return ProgramAdvice(tuple(reasons), details=others)
-    return ProgramAdvice(tuple(reasons), (Heading("Advice"), *blocks, *others))
+    head = (Heading("Advice"),) if blocks else ()
+    if not told:
+        return ProgramAdvice(tuple(reasons), (*head, *blocks), others)
+    return ProgramAdvice(tuple(reasons), (*head, *blocks, *others))
 
 
-def _other_work_advice(layers: LayerMap) -> Iterator[Block]:
-    """Yield the changes to kernels outside attention that the answer names and that have code."""
+def change_blocks(sentence: str, config: str, code: str, more: str = "") -> Iterator[Block]:
+    """Yield a change of a config under a heading, with its code and a note on what it saves.
+
+    `sentence` is the change, a colon and what it saves. `more` is another sentence for the note.
+    """
+    change, _, saving = sentence.partition(": ")
+    yield Heading(change, config, level=3)
+    if code:
+        yield Code(code)
+    yield Note(f"{saving[0].upper()}{saving[1:]} {more}".rstrip())
+
+
+def _idle_advice(layers: LayerMap) -> Iterator[tuple[float, list[Block]]]:
+    """Yield the idle time per step and its remedy, if the GPU waits for the CPU to launch kernels."""
+    idle = idle_time(layers)
+    if idle is None or not idle.remedy:
+        return
+    remedy = f"{idle.remedy[0].upper()}{idle.remedy[1:]}."
+    how = Code(idle.code) if idle.code else Note(remedy)
+    heading = Heading("Reduce the launch overhead", f"the GPU is idle for {idle.share}", level=3)
+    yield idle.ns, [heading, how]
+
+
+def _other_work_advice(layers: LayerMap) -> Iterator[tuple[float, list[Block]]]:
+    """Yield the time per step of kernels outside attention, and the change to them.
+
+    Leave out the changes that the answer does not name and those that have no code.
+    """
     for work in layers.other_work:
-        for text in other_work_answer(replace(layers, other_work=(work,))):
+        for _ in other_work_answer(replace(layers, other_work=(work,))):
             if work.code:
-                yield from (Heading(text.rstrip("."), level=3), Code(work.code))
+                share = f"{share_text(min(work.ns / layers.gpu_ns, 1))} of the GPU time"
+                yield work.ns, [Heading("Use a fused optimizer", share, level=3), Code(work.code)]
 
 
 def _key(way: Way) -> str:
