@@ -123,7 +123,7 @@ REFUSALS = {
     ("ok", "refused"): "refused",
     ("refused", "ok"): "accepted",
 }
-UNUSABLE = {
+UNUSABLE: dict[tuple[bool, ...], str] = {
     (True, False): "the machine was busy, so the times of the baseline cannot be used",
     (False, True): "the machine was busy, so the times of the candidate cannot be used",
     (True, True): "the machine was busy, so the times of both sides cannot be used",
