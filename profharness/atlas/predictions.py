@@ -268,11 +268,10 @@ def find_place(
 
 
 def release_for(entries: Sequence[Entry], gpus: Sequence[str]) -> tuple[Release, str]:
-    """Return the default release for GPUs, and the reason if it differs from the installed release.
+    """Return the default release for GPUs, and a clause that says why it is used.
 
     Several GPUs get the same release, so that only the GPUs differ: a release with an atlas for at
-    least one of them, if possible. The reason is "" if both releases are the same, or if PyTorch is
-    not installed.
+    least one of them, if possible.
     """
     measured = {gpu: _releases(entries, gpu) for gpu in gpus}
     usable = []  # of each GPU: releases whose rules are known, or that have an atlas
@@ -282,19 +281,21 @@ def release_for(entries: Sequence[Entry], gpus: Sequence[str]) -> tuple[Release,
         usable.append({*known} | measured[gpu])
     common = set.intersection(*usable)
     release = default_release(common & set().union(*measured.values()) or common)
-    installed = installed_release()
-    if installed in (None, release):
-        return release, ""
     with_atlas = [
         short_device_name(gpu) for gpu, releases in measured.items() if release in releases
     ]
-    newest = (
+    why = (
         f"the newest release with an atlas for {join_and(with_atlas)}"
         if with_atlas
         else "the newest release whose dispatch rules are known"
     )
-    chosen, other = (pytorch_text(release_text(each)) for each in (release, installed))
-    return release, f"Using {chosen}, {newest} (installed: {other})"
+    installed = installed_release()
+    if installed == release:
+        why = "which is installed"
+    elif installed is not None:
+        why += f" (installed: {pytorch_text(release_text(installed))})"
+    chosen = pytorch_text(release_text(release))
+    return release, f"Using {chosen}, {why}; specify another with --torch"
 
 
 def _releases(entries: Sequence[Entry], gpu: str) -> set[Release]:

@@ -146,7 +146,7 @@ def shared_release(
 ) -> str | None:
     """Return the release to use for all GPUs of a call: `torch`, or else their default release.
 
-    Print why the default release is not the installed one. Return None if no GPU is named.
+    Print the default release and why it is used. Return None if no GPU is named.
     """
     named = [gpu for gpu in gpus if gpu.lower() != CPU]
     if torch is not None or not named:
@@ -155,8 +155,7 @@ def shared_release(
     from profharness.attention.dispatch.machine import release_text
 
     release, note = release_for(known_atlases(atlas), named)
-    if note:
-        hint_sentence(note)
+    hint_sentence(note)
     return release_text(release)
 
 
