@@ -361,6 +361,9 @@ def test_why_there_is_no_time_is_told_of_a_gpu_with_an_atlas(
     told = " ".join(done.stdout.split())
     assert said in told if said else "No time can be predicted" not in told
     assert not done.stderr
+    # Bug: JSON had no reason why `prediction` is null.
+    (row,) = rows("--config", "1,16,1024,64,bf16", *place)
+    assert said in " ".join(row["caveats"])
 
 
 def test_live_on_the_cpu_with_the_gain_measured(tmp_path: Path) -> None:

@@ -922,6 +922,9 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
         from profharness.commands.explain.times import with_times
 
         answers, doubt = with_times(answers, platforms[0])
+        if doubt and single:  # JSON has the caveats of an answer, too
+            answers = [replace(each, caveats=(*each.caveats, doubt)) for each in answers]
+            doubt = ""
     # The advice on a backend may also let others run, such as flex_attention.
     answers = [limit_advice(answer, backends) for answer in answers]
     question.explanations.extend(answers)
