@@ -41,7 +41,7 @@ def table(heading: str) -> list[list[str]]:
 
 LAYERS = [set(cell.split()) for _, cell in table("Layers")]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-ONLY_IN = {library: set(units.split()) for library, units in table("Libraries with a home")}
+ONLY_IN = {library: set(units.split()) for library, units in table("Restricted libraries")}
 
 
 def unit_of(place: Path | str) -> str:

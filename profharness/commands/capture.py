@@ -107,7 +107,7 @@ Samples = Annotated[
         click={"show_default": True},
     ),
 ]
-Timeout = Annotated[float, timeout_option("Time limit of one cell.")]
+Timeout = Annotated[float, timeout_option("Time limit for each cell.")]
 Metrics = Annotated[
     Names,
     Option(

@@ -1029,7 +1029,7 @@ def _dtype_pair(
         own = verdicts.get(verdict, [])
         if not own:
             continue
-        text = f"{words} in {len(own)}"
+        text = f"{words} in {'all' if len(own) == len(both) > 1 else len(own)}"
         if verdict in ("faster", "slower"):
             old, new = max(own, key=lambda pair: abs(math.log(_ns(pair[1]) / _ns(pair[0]))))
             speed_up = by_how_much(_ns(old) / _ns(new))

@@ -265,7 +265,7 @@ def _peak_notes(
         kind = peaks.source[0].upper() + peaks.source[1:]  # data sheet or measured
         yield Note(f"{kind} peaks of {short_device_name(peaks.device)}: {text}{origin}")
     if not known:
-        yield Note("The peaks of this device are unknown, so no shares of the peaks are shown.")
+        yield Note("The peaks of this device are unknown, so no percentages of peak are shown.")
         yield Note(
             "To measure the peaks, run analyze with --peaks measure on the device of the run.",
             level="hint",
