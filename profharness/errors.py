@@ -57,14 +57,21 @@ def wrapped_for(stream: TextIO, text: str) -> str:
     return "\n".join(lines).replace(NO_BREAK, " ")
 
 
-def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Break a text into lines at blanks, but not between a number and its unit.
+def wrapped(text: str, width: int, indent: str = "", lead: str = "") -> list[str]:
+    """Break a text into lines at blanks, but not between a number and its unit, and not within a
+    command that fits on a line.
 
-    Lines after the first begin with `indent`.
+    The first line begins with `lead`, and the others begin with `indent`.
     """
+
+    def unbroken(command: re.Match[str]) -> str:
+        fits = len(indent) + len(command[0]) <= width
+        return command[0].replace(" ", NO_BREAK) if fits else command[0]
+
     lines = textwrap.wrap(
-        _UNIT.sub(NO_BREAK, text),
+        _UNIT.sub(NO_BREAK, _COMMAND.sub(unbroken, text)),
         width,
+        initial_indent=lead,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,

@@ -121,9 +121,9 @@ def separate_sides(
     sides = [each for each in texts if each not in as_configs]
     if not runs and len(sides) > 2:
         found = {each for each in sides if _is_run_of_backends(os.fspath(each), store)}
-        others = [each for each in sides if each not in found]
-        if len(found) == 1 and len(others) > 1:
-            runs, sides = [*found], others
+        if len(found) == 1:
+            runs = [*found]
+            sides = [each for each in sides if each not in found]
     if len(sides) < 2:
         return baseline, candidate, runs, configs
     return sides[:1], sides[1:2], runs, [*as_configs, *sides[2:]]

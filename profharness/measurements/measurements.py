@@ -650,7 +650,7 @@ def with_regret(rows: Sequence[BenchRow], ran: Ran) -> list[BenchRow]:
     """Return the rows with the `regret` field filled in.
 
     The regret is relative to the fastest correct backend on the same config, among the `contenders`.
-    It is negative for `auto` if `auto` is faster than all other backends, including the one it ran.
+    It is 0 for `auto` if `auto` is faster than all other backends, as it ran one of them.
     """
     medians: dict[tuple[str, str | None], dict[str, float]] = {}
     for row in rows:
@@ -665,7 +665,7 @@ def with_regret(rows: Sequence[BenchRow], ran: Ran) -> list[BenchRow]:
         for (config, measurement), own in names.items()
     }
     return [
-        replace(row, regret=row.median_ns / fastest[row.config, row.measurement] - 1)
+        replace(row, regret=max(0.0, row.median_ns / fastest[row.config, row.measurement] - 1))
         if row.median_ns and row.backend in names.get((row.config, row.measurement), ())
         else row
         for row in rows

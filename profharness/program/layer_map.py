@@ -140,14 +140,13 @@ class LayerRow:
     ]
     calls: Annotated[
         Number,
-        column(
-            "calls/step", "count", importance="normal", spare=1, meaning="number of calls per step"
-        ),
+        column("calls/step", "count", importance="normal", meaning="number of calls per step"),
     ]
     phase: Annotated[
         Text,
         column(
             "phase",
+            spare=1,
             meaning="`train`, `decode` (one query), `prefill` (causal), `self` (not causal) or "
             "`cross` (different lengths). Tables show `train` as `training`, or as `recompute` if "
             "this is the direction, and leave out `self` and `cross`, which `attention` contains. "
@@ -337,6 +336,7 @@ class LayerRow:
         Text,
         column(
             "attention",
+            spare=1,
             meaning="`self` or `cross` (not causal, different lengths); empty if the shapes are "
             "unknown or there is one query. Tables without `cross` leave out this column",
         ),

@@ -27,7 +27,6 @@ READABLE = 24  # width to which texts are shortened before other columns are hid
 MOST_LINES = (
     3  # most lines of READABLE width for a name in a block of columns; longer names are cut
 )
-MOST_HEIGHT = 2  # mean number of lines of a row above which other columns are hidden instead
 MOST_CUT = 1 / 3  # share of shortened names above which names have lines of their own
 LEAST_NAME = 8  # minimum width of a kernel's name before its functor
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
@@ -42,7 +41,7 @@ CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
 _TITLE_END = re.compile(r" |(?<=\w/)(?=\w{4})")  # where a title may be broken: `calls/` `step`
 _DIMENSIONS = re.compile(r"dims .*")  # the sizes of a call that no config describes
 _TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as 1e-05
-_MODULE = re.compile(r"[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")
+_MODULE = re.compile(r"(?!.*\.(gz|json|db)$)[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")  # no file
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
 _TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
 _ARGUMENT = re.compile(r"[^\s,<>…][^,<>…]*")  # a template argument of a kernel's name
@@ -411,7 +410,6 @@ def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) ->
     return min(
         layouts,
         key=lambda layout: (
-            _height(layout, rows) > MOST_HEIGHT,
             _hidden(columns, layout),
             _share_of_cut_names(columns, layout) > MOST_CUT,
             _height(layout, rows),
@@ -562,10 +560,14 @@ def _choices(
         return _Choice(tuple(sorted(kept)), tuple(at for at in stacked if at in kept), shrunk)
 
     groups = ((), *_groups(columns, rows))
+    named = [each for each in _stackings(columns, rows, texts) if each not in groups]
     for floor in (READABLE, MIN_SHRUNK):
         shrunk = shrink(floor)
-        choices = [with_optional(stacked, shrunk) for stacked in _stackings(columns, rows, texts)]
-        if found := [choice for choice in choices if choice is not None]:
+        found = [choice for group in groups if (choice := with_optional(group, shrunk))]
+        # All tables that fit have lines of their own for as few names as possible.
+        names = (with_optional(stacked, shrunk) for stacked in named)
+        found += list(itertools.islice(filter(None, names), 1))
+        if found:
             return found
     stacked = _widest(columns, required, [each.width for each in shrunk], width)
     choice = with_optional(stacked, shrunk)
@@ -881,7 +883,7 @@ def _from_different_word(name: str, shared: str, width: int) -> str:
     if 0 <= bracket < start:
         arguments, lead = name[start:], "<" if start == bracket + 1 else "<…"
         if len(arguments) > width // 2:
-            arguments = f"{_head(arguments, width // 3 - len('…>'))}…>"
+            arguments = f"{_head(arguments, width // 3 - len('…>')).rstrip('<')}…>"
         room = width - len(lead) - len(arguments)
         own = name[:bracket] if bracket <= room else _without_middle(name[:bracket], room)
         return f"{own}{lead}{arguments}"

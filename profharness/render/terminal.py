@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -407,14 +406,6 @@ def _print_note(console: Console, note: Note, label_width: int, width: int) -> N
         indent, lead = 2 * GAP, f"{label}{' ' * GAP}"
         if len(lead) + len(text) > width:
             lines, lead = _wrapped(label, width), " " * indent
-    lines += textwrap.wrap(
-        text,
-        width=max(width, indent + 20),
-        initial_indent=lead,
-        subsequent_indent=" " * indent,
-        # A path that is broken into lines cannot be copied.
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [lead]
+    lines += wrapped(text, max(width, indent + 20), " " * indent, lead) or [lead]
     style = NOTE_STYLES.get(note.level, "")
     console.print(Text("\n".join(lines), style=style), soft_wrap=True)

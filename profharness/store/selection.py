@@ -185,12 +185,17 @@ class RunFinder:
         """Return the text with which a user can select a run.
 
         Return the name of the run, or the id if another file in the working folder has this name.
+        If the user typed a file that is stored under another name, return the typed path.
         """
-        name = self.run_name(run)
-        if name == run or not Path(name).exists():
+        name, typed = self.run_name(run), typed_path(run, self.path_of(run))
+        if name == run:
+            return run
+        path = Path(typed)
+        if Path(name).exists():
+            return name if path.exists() and path.samefile(name) else run
+        if run in match_path(name, self.stored_runs()):
             return name
-        path = Path(typed_path(run, self.path_of(run)))
-        return name if path.exists() and path.samefile(name) else run
+        return typed if path.exists() else run
 
     def has(self, run: str, need: Need) -> bool:
         """Return whether a run satisfies a need for any config."""

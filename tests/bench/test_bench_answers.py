@@ -243,7 +243,8 @@ def test_the_lowest_median_is_that_of_its_row(tmp_path: Path) -> None:
     )
     ratios = {row.backend: row.regret for row in found.figures()}
     assert ratios["efficient"] == pytest.approx(113 / 112 - 1)
-    assert (ratios["flash"], ratios["auto"]) == (0, pytest.approx(111 / 112 - 1))
+    # Bug: auto had 0.991x of the fastest backend, which it ran.
+    assert (ratios["flash"], ratios["auto"]) == (0, 0)
 
 
 def test_a_time_that_cannot_be_used_is_not_comparable(tmp_path: Path) -> None:
@@ -451,5 +452,5 @@ def test_auto_agrees_with_the_table_if_its_backend_was_timed_twice(tmp_path: Pat
     assert bench_answer(found)[0] == "auto already runs flash, the fastest on both configs."
     assert tuple(noise_of_auto(found.losses)) == (
         "On both configs, auto ran the same kernels as the fastest backend, so the differences "
-        "between their times (1.18x) are noise between measurements.",
+        "between their times (up to 1.18x) are noise between measurements.",
     )

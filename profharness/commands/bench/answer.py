@@ -27,7 +27,6 @@ TRUST = {
     "excludes the launch cost.",
 }
 """Maps each measurement to a sentence on what to use it for."""
-SEEMS_FASTER = 0.99  # ratio below which `auto` seems to be faster than the fastest backend
 WIDE_INTERVAL = 0.25
 """Sentences contain the half-width of an interval if it is at least this share of the median."""
 
@@ -95,22 +94,18 @@ def _good_choice(answer: BenchResult, loss: Loss) -> str:
 
 
 def noise_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
-    """Yield a sentence if the times of `auto` and of the backend that it ran differ visibly.
-
-    A small difference also needs this sentence if `auto` seems to be faster than the fastest backend.
-    """
-    same = [loss.chosen_ns / loss.best_ns for loss in losses if loss.same_backend and loss.best_ns]
-    if max(same, default=1) <= 1 + THRESHOLD and min(same, default=1) > SEEMS_FASTER:
+    """Yield a sentence if the times of `auto` and of the backend that it ran differ visibly."""
+    same = [loss.regret for loss in losses if loss.same_backend]
+    if max(same, default=0) <= THRESHOLD:
         return
     ran = "auto ran the same kernels as the fastest backend, so the"
-    bounds = dict.fromkeys(map(ratio_text, (min(same), max(same))))
-    ratio, noise = " to ".join(bounds), "noise between measurements"
+    ratio, noise = ratio_text(1 + max(same)), "noise between measurements"
     if len(losses) == 1:
         yield f"{ran} difference between their times ({ratio}) is {noise}."
         return
     some = f"{len(same)} of {counted(len(losses), 'config')}"
     where = _all(len(losses)) if len(same) == len(losses) else some
-    yield f"On {where}, {ran} differences between their times ({ratio}) are {noise}."
+    yield f"On {where}, {ran} differences between their times (up to {ratio}) are {noise}."
 
 
 def _all(count: int) -> str:

@@ -358,7 +358,7 @@ def _compare_calls(
         cell: replace(
             row,
             speedup=most / timed[cell],
-            vs_fastest=timed[cell] / least if least and row.backend in ranked else None,
+            vs_fastest=max(1.0, timed[cell] / least) if least and row.backend in ranked else None,
         )
         if cell in timed
         else row

@@ -244,8 +244,8 @@ def faster_change(
     told = (faster_text(layers, *found),) if found else ()
     if not explained and not code:
         return told, ()
-    # For several configs, only the full explanations have code.
-    full = ("--full",) if len(explained) > 1 and (found or code) else ()
+    # For several configs, only the full explanations have code and reasons.
+    full = ("--full",) if len(explained) > 1 else ()
     what, command = "code" if code else "reasons and any advice", layers.command("explain", *full)
     return told, (Note(f"To see the {what}, use: {command}", level="hint"),)
 
