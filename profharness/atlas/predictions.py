@@ -271,11 +271,13 @@ def release_for(entries: Sequence[Entry], gpus: Sequence[str]) -> tuple[Release,
     """Return the default release for GPUs, and a clause that says why it is used.
 
     Several GPUs get the same release, so that only the GPUs differ: a release with an atlas for at
-    least one of them, if possible.
+    least one of them, if possible. Raise UsageError for an unknown GPU without an atlas.
     """
     measured = {gpu: _releases(entries, gpu) for gpu in gpus}
     usable = []  # of each GPU: releases whose rules are known, or that have an atlas
     for gpu in gpus:
+        if not measured[gpu]:
+            gpu_title(gpu)
         amd = rocm.find_amd_gpu(gpu)
         known = known_releases(None if amd is None else amd.architecture)
         usable.append({*known} | measured[gpu])

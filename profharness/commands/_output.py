@@ -152,10 +152,8 @@ def shared_release(
     if torch is not None or not named:
         return torch
     from profharness.atlas.predictions import known_atlases, release_for  # loads numpy
-    from profharness.attention.dispatch.machine import gpu_title, release_text
+    from profharness.attention.dispatch.machine import release_text
 
-    for gpu in named:
-        gpu_title(gpu)  # an unknown GPU is an error, before a release is chosen for it
     release, note = release_for(known_atlases(atlas), named)
     hint_sentence(note)
     return release_text(release)

@@ -337,7 +337,8 @@ class BenchRow:
             importance="answer",
             optional=True,
             meaning="how much longer the median is than the median of the fastest backend with "
-            "correct output (not counting `all-disabled`); tables show the ratio of the medians",
+            "correct output (not counting `all-disabled`, nor `auto` if the backend that it ran was "
+            "measured, too); tables show the ratio of the medians",
         ),
     ] = None
     verified: Annotated[

@@ -116,7 +116,7 @@ def _of_one(cell: CellAnalysis, basis: str | None, own: Sequence[CellAnalysis]) 
         subject = f"{name} on {cell.config.label}{took}"
     subject = subject[0].upper() + subject[1:] if subject.startswith("the ") else subject
     if cell.bottleneck:
-        yield f"{subject} is limited by {_limit(cell.bottleneck)}."
+        yield f"{subject} is limited by {_limit(cell.bottleneck)}{_without_graph(cell)}."
     else:
         yield f"These measurements show no bottleneck for {subject.removesuffix(',')}."
     # The change to the costliest call that has one, as in `layers`.
@@ -124,6 +124,15 @@ def _of_one(cell: CellAnalysis, basis: str | None, own: Sequence[CellAnalysis]) 
     others = [each for each in cell.remedies if each.grade != PREDICTED]
     for remedy in (*changes[:1], *others[:1]):
         yield _remedy([remedy])
+
+
+def _without_graph(cell: CellAnalysis) -> str:
+    """Return a clause with the time that the launches take part in, which a graph would save."""
+    figures = cell.figures
+    time = figures and (figures.eager_ns or figures.event_ns)
+    if cell.bottleneck != "launch" or not time:
+        return ""
+    return f" if no CUDA graph is used; a call then takes {time_text(time)}"
 
 
 def limits_text(fastest: Sequence[CellAnalysis]) -> str:

@@ -207,7 +207,7 @@ def _measurement(answer: BenchResult) -> str:
     """Return a sentence on what was measured, how often and where."""
     counts = [row.samples for row in answer.figures()]
     least, most = min(counts), max(counts)
-    number = f"{least}" if least == most else f"{least} to {most}"
+    number = f"{least:,}" if least == most else f"{least:,} to {most:,}"
     what = basis_text(answer.ranking, conditions=True)
     environment = answer.environment
     torch = environment.get("torch")

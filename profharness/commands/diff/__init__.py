@@ -440,8 +440,9 @@ def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[t
     yield OF_A_ROLE | whole, row
     for mark, kernels in _marked(row):
         name = names.get(kernels[0].kernel, kernels[0].kernel_short)
-        own = tuple(_kernel_ns(kernel, of_calls) for kernel in kernels)
-        values = {"part": f"{mark} {name}", "duration_ns": own if len(own) > 1 else own[0]}
+        own = [_kernel_ns(kernel, of_calls) for kernel in kernels]
+        sides = (own[0], None) if mark == REMOVED else (None, own[0]) if mark == ADDED else own
+        values = {"part": f"{mark} {name}", "duration_ns": tuple(sides)}
         yield OF_ONE_KERNEL | values, kernels[0]
 
 
