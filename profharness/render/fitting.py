@@ -560,7 +560,7 @@ def _choices(
         return _Choice(tuple(sorted(kept)), tuple(at for at in stacked if at in kept), shrunk)
 
     groups = ((), *_groups(columns, rows))
-    named = [each for each in _stackings(columns, rows, texts) if each not in groups]
+    named = [each for each in _name_stackings(columns, texts) if each not in groups]
     for floor in (READABLE, MIN_SHRUNK):
         shrunk = shrink(floor)
         found = [choice for group in groups if (choice := with_optional(group, shrunk))]
@@ -609,13 +609,17 @@ def _stackings(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the sets of columns that may have lines of their own, starting with the empty set.
 
-    They are the columns whose values repeat, and the columns of configs, modules and kernels,
-    together with the columns before them that identify rows.
+    They are the columns whose values repeat, and those of `_name_stackings`.
     """
+    names = _name_stackings(columns, texts)
+    return tuple(dict.fromkeys(((), *_groups(columns, rows), *names)))
+
+
+def _name_stackings(columns: Sequence[Column], texts: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
+    """Yield each column of configs, modules or kernels, with the columns before it that identify rows."""
     keys = [at for at, own in enumerate(texts) if is_key(columns[at], at) or _has_names(own)]
     names = [at for at in keys if _has_names(texts[at]) or any(map(_KERNEL.fullmatch, texts[at]))]
-    until_names = (tuple(at for at in keys if at <= name) for name in names)
-    return tuple(dict.fromkeys(((), *_groups(columns, rows), *until_names)))
+    yield from (tuple(at for at in keys if at <= name) for name in names)
 
 
 def _has_names(texts: Texts) -> bool:

@@ -447,7 +447,10 @@ def _lines(row: DiffRow, of_calls: bool, names: Mapping[str, str]) -> Iterator[t
 
 
 def _marked(row: DiffRow) -> Iterator[tuple[str, tuple[KernelRow, ...]]]:
-    """Yield each kernel with its mark. A kernel that both sides launch in the same way has a row for each side."""
+    """Yield each kernel with its mark.
+
+    A kernel that both sides launch in the same way comes with its rows of both sides.
+    """
     added: dict[tuple[Any, ...], list[KernelRow]] = {}
     for kernel in row.candidate:
         added.setdefault(_launch(kernel), []).append(kernel)
@@ -463,7 +466,7 @@ def marked_names(names: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]
 
 
 def _launch(kernel: KernelRow) -> tuple[Any, ...]:
-    """Return what two kernels that are launched alike have in common."""
+    """Return what two kernels that are launched in the same way have in common."""
     return (kernel.kernel, *(getattr(kernel, name) for name in OF_A_KERNEL))
 
 
@@ -566,10 +569,10 @@ def diff(
     configs are compared.
 
     Two kernels are paired if they compute the same thing. In the table of kernels, `-` marks a kernel
-    of the baseline, `+` a kernel of the candidate, and `=` a kernel that both sides launch in the same way. The
-    speed-up is the time of the baseline divided by the time of the candidate, so above 1 if the
-    candidate is faster. A gate (--fail-on) also fails if there is nothing to compare. Traces of two
-    programs are also compared layer by layer.
+    of the baseline, `+` a kernel of the candidate, and `=` a kernel that both sides launch in the
+    same way. The speed-up is the time of the baseline divided by the time of the candidate, so above
+    1 if the candidate is faster. A gate (--fail-on) also fails if there is nothing to compare. Traces
+    of two programs are also compared layer by layer.
 
     \b
     Examples:

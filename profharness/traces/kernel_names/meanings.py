@@ -117,6 +117,7 @@ class Flag:
 
 _CAUSAL = Flag("causal", "a query does not attend to later keys", "no causal mask", "causal")
 _LOCAL = Flag("local", "a sliding window of keys", "no sliding window", "local")
+_ALIBI = Flag("alibi", "ALiBi position biases", "no ALiBi", "alibi")
 _SOFTCAP = Flag("softcap", "scores are capped by a tanh", "scores are not capped", "softcap")
 _APPEND = Flag(
     "append", "new keys and values are appended to the cache", "no keys to append", "append"
@@ -126,7 +127,7 @@ FA2_FLAGS = (
     _CAUSAL,
     Flag("dropout", "dropout of the weights", "no dropout", "dropout"),
     _LOCAL,
-    Flag("alibi", "ALiBi position biases", "no ALiBi", "alibi"),
+    _ALIBI,
     _SOFTCAP,
     _APPEND,
     Flag(
@@ -199,7 +200,7 @@ FLASHINFER_FLAGS = (
     _CAUSAL,
     Flag("custom", "a mask that the caller passes", "no mask that the caller passes", "custom"),
     _LOCAL,
-    Flag("alibi", "ALiBi position biases", "no ALiBi", "alibi"),
+    _ALIBI,
     _SOFTCAP,
 )
 FLAG_TABLES = {
