@@ -92,15 +92,21 @@ CHANGE_CODE = {
 import torch.nn.functional as F
 
 # q, k, v: [batch, heads, seq_len, head_dim]
-# causal attention: pass is_causal=True; another mask: pass attn_mask
-out = F.scaled_dot_product_attention(q, k, v)""",
+out = F.scaled_dot_product_attention(
+    q, k, v,
+    is_causal=...,  # replace ... by True if the mask is causal, else by False
+    # attn_mask=mask,  # if there is another mask
+)""",
     FUSE: """\
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 flex_attention = torch.compile(flex_attention)  # once, for all calls""",
 }
-"""Maps a change that does not depend on the config to its code."""
+"""Maps a change that does not depend on the config to its code.
+
+Traces do not show the mask of eager attention, so its code does not run until the reader fills it in.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from profharness.commands.explain.faster import explained_calls, faster_changes
 from profharness.commands.explain.tables import explain_document, program_document
 from profharness.commands.layers.tables import faster_change, layers_document
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
-from profharness.program.layer_map import LayerMap, find_layers
+from profharness.program.layer_map import CHANGE_CODE, EAGER, LayerMap, find_layers
 from profharness.render.document import Note
 from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
@@ -489,12 +489,24 @@ def test_explain_answers_for_eager_attention(store: Path) -> None:
         + " With PyTorch 2.11, scaled_dot_product_attention is predicted to run cudnn."
     )
     # Bug: the change had no code, here and in the report.
-    assert "out = F.scaled_dot_product_attention(q, k, v)" in code
-    assert "out = F.scaled_dot_product_attention(q, k, v)" in run_cli(
-        store, "report", path, "--format", "md", "-o", "-"
-    )
+    call = "out = F.scaled_dot_product_attention( q, k, v, is_causal=..., "
+    assert call in code
+    assert call in run_cli(store, "report", path, "--format", "md", "-o", "-")
     assert explained(store, "llama_eager.json.gz", "--gpu", "H100")["rows"] == []
     assert profharness.explain(path, store=store).empty
+
+
+def test_the_code_for_eager_attention_runs_only_after_the_mask_is_known() -> None:
+    """Bug: pasted into a causal model, the code computed attention without a mask."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 2, 8, 16)
+    code = CHANGE_CODE[EAGER]
+    with pytest.raises(TypeError):
+        exec(code, {"q": q, "k": q, "v": q})
+    names = {"q": q, "k": q, "v": q}
+    exec(code.replace("is_causal=...", "is_causal=True"), names)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(names["out"], sdpa(q, q, q, is_causal=True))
 
 
 @pytest.mark.parametrize(
