@@ -18,7 +18,7 @@ from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands.explain import savings
 from profharness.commands.layers.answer import layers_answer, told_change
-from profharness.commands.layers.tables import layers_document
+from profharness.commands.layers.tables import SEE_ADVICE, layers_document
 from profharness.commands.report.program import program_advice
 from profharness.errors import GateError
 from profharness.measurements.agreement import computes_attention
@@ -385,7 +385,7 @@ def test_advice_with_code_has_a_hint(store: Path) -> None:
     for name in ("llama_eager", "bert_fp32"):
         layers = the_map(store, name, torch="2.11")
         document = layers_document(layers, full=True)
-        hint = f"To see the code, use: {layers.command('explain')}"
+        hint = f"{SEE_ADVICE}: {layers.command('explain')}"
         assert [block.text for block in document.blocks if isinstance(block, Note)].count(hint) == 1
         words = " ".join(
             CliRunner().invoke(cli, ["explain", layers.run, "--store", str(store)]).stdout.split()

@@ -774,7 +774,7 @@ def test_layers_that_have_rows_of_their_own_have_one_table(tmp_path: Path) -> No
 
 def test_possible_changes_of_attention_without_advice_are_folded_at_the_end(tmp_path: Path) -> None:
     """Bug: a page began with the heading `Advice` above a folded section only."""
-    ingest_path(tmp_path / "s.db", TRACES / "models" / "whisper.json.gz")
+    ingest_path(tmp_path / "s.db", TRACES / "models" / "unet.json.gz")
     found = [block for block in report(tmp_path / "s.db").blocks if isinstance(block, Heading)]
     titles = [heading.text for heading in found]
     assert titles[:3] == ["Advice", "Reduce the launch overhead", "The step"]

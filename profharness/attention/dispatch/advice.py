@@ -543,6 +543,8 @@ seen = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 FLEX, PACK = ("flex",), ("pack",)
 """The steps of advice that replaces the call with another function."""
+SELECT = ("name it",)
+"""The steps of advice that only selects a backend, which accepts the call as it is."""
 
 
 @dataclass(frozen=True)
@@ -661,7 +663,7 @@ def advise(
                 config=config.label,
                 verified=True,
                 choice=backend,
-                steps=("name it",),
+                steps=SELECT,
             ),
         )
     start = _State(config, answer)

@@ -84,10 +84,11 @@ from profharness.commands._types import (
     timeout_option,
     tool_backends,
 )
-from profharness.commands.explain.answer import limit_advice
+from profharness.commands.explain.answer import Way, advised_way, limit_advice
 from profharness.commands.explain.engines import candidate_rows, engine_document, selections_of
 from profharness.commands.explain.maps import bisect_all, draw_maps, numeric_name
 from profharness.commands.explain.tables import (
+    CODE_FOLLOWS,
     bisect_document,
     explain_document,
     map_document,
@@ -104,7 +105,7 @@ from profharness.measurements.agreement import (
     replaced_by,
     replacement_text,
 )
-from profharness.render.document import Document, Note
+from profharness.render.document import Block, Code, Document, Note
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow, Refusal
 from profharness.run import CaptureOptions, Protocol, gpu_names, require_distinct
 from profharness.store import frame
@@ -681,9 +682,9 @@ def explain(
     CONFIG|RUN is one or more configs, or a single trace file or stored run, or a run and some of
     its configs. The default is the latest run with attention calls or configs. For a program, the
     command applies the dispatch rules for the run's PyTorch release and GPU to each distinct config
-    of the attention calls, and compares the expected choice with the backend that ran. For a run
-    created by `capture`, the command explains the run's configs for the PyTorch release and the GPU
-    of that run.
+    of the attention calls, compares the expected choice with the backend that ran, and names the
+    changes that are predicted to make the calls faster. For a run created by `capture`, the
+    command explains the run's configs for the PyTorch release and the GPU of that run.
 
     With several configs, the output is a map of PyTorch's choices. With several releases or GPUs,
     the output is a table that marks where the choice changes. If there is an atlas for the GPU and
@@ -912,16 +913,19 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if not platforms and not single:
         hint(f"asking PyTorch about {counted(len(configs), 'config')}")
     # several configs are shown as a map, which does not include advice
-    answers = question.explain(advice=single or full or measure)
+    of_run = question.program is not None or question.captured is not None
+    answers = question.explain(advice=single or full or measure or of_run)
     if measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)
     doubt = ""
-    if platforms and is_gpu(platforms[0].device) and (single or full):
+    if platforms and is_gpu(platforms[0].device) and (single or full or of_run):
         # Imported here because it loads numpy, which a map does not need.
         from profharness.commands.explain.times import with_times
 
         answers, doubt = with_times(answers, platforms[0])
+        if not (single or full):
+            doubt = ""  # nothing in the answer depends on times
         if doubt and single:  # JSON has the caveats of an answer, too
             answers = [replace(each, caveats=(*each.caveats, doubt)) for each in answers]
             doubt = ""
@@ -931,8 +935,16 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if not platforms:
         remedy = "the answer applies to the CPU. Name a GPU with --gpu, such as --gpu H200."
         hint_cpu(answers[0].environment, question.device, remedy)
+    ways: list[tuple[Explanation, Way]] = []
+    if of_run and not single and not backends:
+        times = question.captured.times_of_auto if question.captured else {}
+        for answer in answers:
+            known = answer.observed_ns or times.get(answer.config)
+            if way := advised_way(replace(answer, observed_ns=known)):
+                ways.append((answer, way))
     if question.program is not None:
-        page = program_document(question.program, answers, full=full, named=backends)
+        advised = {answer.config: way for answer, way in ways}
+        page = program_document(question.program, answers, full=full, named=backends, ways=advised)
     elif single:
         # What was measured is shown, even if it is slower.
         named = backends or (SDPA_BACKENDS if measure else ())
@@ -942,26 +954,35 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
             [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
         )
         page = map_document(maps, answers, where=environment_text(answers[0]), full=full)
-    if not single:
-        page = _with_changes(page, question, full=full)
+    if ways:
+        page = _with_changes(page, ways, len(answers), full=full)
     notes = [Note(doubt, level="warning")] if doubt else []
     return replace(page, blocks=(*page.blocks, *notes))
 
 
-def _with_changes(page: Document, question: Question, *, full: bool) -> Document:
-    """Return the document of a captured run with the changes that `bench` and `analyze` advise.
+def _with_changes(
+    page: Document, ways: Sequence[tuple[Explanation, Way]], count: int, *, full: bool
+) -> Document:
+    """Return the document of a run of `count` configs with the changes that it needs.
 
-    The answer has the change with the largest speed-up, and the other changes are notes. If `full`
-    is set, the explanations of the configs already contain them.
+    The answer has the change with the largest speed-up, whose code follows the tables. The other
+    changes are notes. If `full` is set, the explanations of the configs already contain both.
     """
-    if question.captured is None or question.backends:
-        return page
     # Imported here because it loads numpy, which a map does not need.
-    from profharness.commands.explain.faster import faster_configs, summarize_changes
+    from profharness.commands.explain.faster import largest_change, summarize_changes
 
-    change, notes = summarize_changes(faster_configs(question.captured))
-    blocks = page.blocks if full else (*page.blocks, *notes)
-    return replace(page, blocks=blocks, answer=(*page.answer[:1], *change, *page.answer[1:]))
+    told, notes = summarize_changes(ways, count)
+    largest = largest_change(ways)
+    answer = (*page.answer[:1], *told, *page.answer[1:])
+    if full:
+        return replace(page, answer=answer)
+    more: list[Block] = [*notes]
+    if largest and (code := largest[1].advice.code):
+        more += [Note(CODE_FOLLOWS, f"to run {largest[1].runs}"), Code(code)]
+    # Caveats come last.
+    caveats = (isinstance(each, Note) and each.level == "warning" for each in page.blocks)
+    at = next(itertools.compress(itertools.count(), caveats), len(page.blocks))
+    return replace(page, blocks=(*page.blocks[:at], *more, *page.blocks[at:]), answer=answer)
 
 
 def _groups(platforms: Sequence[Platform]) -> list[list[Platform]]:

@@ -19,6 +19,7 @@ from profharness.attention.config import (
 from profharness.attention.dispatch.advice import (
     FLEX,
     PACK,
+    SELECT,
     Advice,
     BackendAnswer,
     PredictedTimes,
@@ -218,6 +219,33 @@ def told_way(answer: Explanation, named: Sequence[str]) -> Way | None:
             if way.backend in named or not hidden:
                 return way
     return None
+
+
+def faster_way(answer: Explanation) -> Way | None:
+    """Return the best change that is predicted to make a call faster, beyond the error of
+    predictions.
+
+    The change is that of `told_way`, or it only selects the fastest backend that accepts the call.
+    """
+    selected = [way for way in ranked_ways(answer) if way.advice.steps == SELECT]
+    ways = [*filter(None, [told_way(answer, ())]), *selected[:1]]
+    return next(filter(_is_faster, sorted(ways, key=lambda way: way.advice.rank)), None)
+
+
+def _is_faster(way: Way) -> bool:
+    times = way.advice.predicted
+    if times is None or not times.certain or (times.speed_up or 0) <= 1:
+        return False
+    # A call that took less time than predicted may already be as fast.
+    return (way.speed_up or 0) > 1
+
+
+def advised_way(answer: Explanation) -> Way | None:
+    """Return the change of `faster_way`, or that of `told_way` for a call that math computes."""
+    way = faster_way(answer)
+    if way is None and (answer.observed or chosen(answer)) == "math":
+        return told_way(answer, ())
+    return way
 
 
 def _without_gain(answer: Explanation, way: Way) -> bool:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
+from profharness.attention.dispatch.advice import SELECT
 from profharness.attention.dispatch.by_rule import Explanation, explain_by_rule
-from profharness.commands.explain.answer import WITHOUT_PREPARING, Way, told_way
+from profharness.commands.explain.answer import WITHOUT_PREPARING, Way, faster_way
 from profharness.commands.explain.calls import RunConfigs, program_calls
 from profharness.commands.explain.savings import matters, saving_text
 from profharness.commands.explain.times import with_times
 from profharness.device_types import is_gpu
+from profharness.errors import counted
 from profharness.program.layer_map import LayerMap
 from profharness.render.document import Note
 from profharness.rows import MEASURED
 from profharness.units import by_how_much, time_text
 
+SELECT_IT = "select it with sdpa_kernel"
 MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
 
 
@@ -56,14 +60,15 @@ def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, W
     for answer in answers:
         if answer.observed in (None, "math"):
             continue
-        if way := _faster_way(answer):
+        if way := faster_way(answer):
             yield answer, way
 
 
 def faster_configs(run: RunConfigs) -> Iterator[tuple[Explanation, Way]]:
     """Yield the changes that are predicted to make configs of a run faster on `auto`.
 
-    The time before the change is the measured time of `auto` if the run has it.
+    The time before the change is the measured time of `auto` if the run has it. A change that only
+    selects another backend is left out, because `bench` measures the backends.
     """
     if run.platform is None or not is_gpu(run.platform.device):
         return
@@ -74,63 +79,84 @@ def faster_configs(run: RunConfigs) -> Iterator[tuple[Explanation, Way]]:
         for config in run.configs[:MOST_EXPLAINED]
     ]
     for answer in with_times(answers, run.platform)[0]:
-        if way := _faster_way(answer):
+        way = faster_way(answer)
+        if way and way.advice.steps != SELECT:
             yield answer, way
 
 
-def _faster_way(answer: Explanation) -> Way | None:
-    """Return the change that is predicted to make a call faster, beyond the error of predictions."""
-    way = told_way(answer, ())
-    times = way.advice.predicted if way else None
-    if way is None or times is None or not times.certain or (times.speed_up or 0) <= 1:
-        return None
-    # A call that took less time than predicted may already be as fast.
-    return way if (way.speed_up or 0) > 1 else None
-
-
-def _change_lead(way: Way, where: str) -> str:
+def _change_lead(way: Way, where: str = "") -> str:
     """Return the start of a sentence on a change, such as `To run cudnn on CONFIG, pad …`.
 
-    `where` names the config, or is "".
+    `where` names the configs, or is "".
     """
+    select = way.advice.steps == SELECT
     # The call may already run on the backend that the change makes faster.
-    to = "" if way.side.eligible else f"to run {way.backend}"
+    to = f"to run {way.runs}" if select or not way.side.eligible else ""
     lead = " ".join(filter(None, [to, f"on {where}" if where else ""]))
     # The explanation of a step follows its colon.
     steps = (step.partition(": ")[0] for step in way.advice.change.rstrip(".").split("; "))
-    change = f"{lead}{', ' if lead else ''}{'; '.join(steps)}"
-    return f"{change[0].upper()}{change[1:]}"
+    change = SELECT_IT if select else "; ".join(steps)
+    text = ", ".join(filter(None, [lead, change]))
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _without_preparing(way: Way) -> str:
+    """Return what a predicted time does not include. To select a backend, no input changes."""
+    return "" if way.advice.steps == SELECT else WITHOUT_PREPARING
 
 
 def faster_config_text(way: Way, where: str = "") -> str:
-    """Return a sentence on a change of `faster_configs`, with the kernel times that it saves.
+    """Return a sentence on a change, with the kernel times that it saves if they are known.
 
     `where` names the config. It is "" if the config is already named.
     """
-    times = way.times
-    assert times is not None and times.before_ns is not None
+    times, change = way.times, _change_lead(way, where)
+    if times is None or times.before_ns is None:
+        return f"{change}."
     how = "according to the atlas, it takes" if times.source == MEASURED else "predicted to take"
     each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
     ratio = by_how_much(times.speed_up or 0)
-    return f"{_change_lead(way, where)}: {how} {each} ({ratio}){WITHOUT_PREPARING}."
+    return f"{change}: {how} {each} ({ratio}){_without_preparing(way)}."
+
+
+def _configs_text(ways: Sequence[Way], count: int) -> str:
+    """Return a sentence on one change of several of `count` configs, with the range of speed-ups."""
+    change = _change_lead(ways[0], f"{len(ways)} of {counted(count, 'config')}")
+    known = [way.speed_up for way in ways if way.speed_up is not None]
+    if len(known) < len(ways):
+        return f"{change}."
+    ratio = by_how_much(min(known), most=max(known))
+    return f"{change}: predicted to be {ratio}{_without_preparing(ways[0])}."
 
 
 def summarize_changes(
-    changes: Iterable[tuple[Explanation, Way]],
+    changes: Iterable[tuple[Explanation, Way]], count: int = 0
 ) -> tuple[list[str], list[Note]]:
-    """Return a sentence on the change of `faster_configs` with the largest predicted speed-up, and a
-    note on each other change.
+    """Return a sentence on the change with the largest predicted speed-up, and a note on each other
+    change.
 
-    The label of a note is the config. Without changes, both lists are empty.
+    The label of a note is the config. If `count`, the number of configs, is given, the sentence or
+    note on a change describes all configs that it applies to. Without changes, both lists are empty.
     """
-    changes = list(changes)
-    if not changes:
-        return [], []
-    largest = max(changes, key=lambda each: each[1].speed_up or 0)
-    others = (each for each in changes if each is not largest)
-    return [faster_config_text(largest[1], largest[0].config)], [
-        Note(faster_config_text(way), answer.config) for answer, way in others
-    ]
+    groups: dict[object, list[tuple[Explanation, Way]]] = {}
+    for answer, way in changes:
+        groups.setdefault(_change_lead(way) if count else answer.config, []).append((answer, way))
+    first = largest_change(list(chain.from_iterable(groups.values())))
+    told, notes = [], []
+    for group in groups.values():
+        answer, way = group[0]
+        several = len(group) > 1
+        whole = _configs_text([way for _, way in group], count) if several else ""
+        if first in group:
+            told.append(whole or faster_config_text(way, answer.config))
+        else:
+            notes.append(Note(whole or faster_config_text(way), "" if several else answer.config))
+    return told, notes
+
+
+def largest_change(changes: Sequence[tuple[Explanation, Way]]) -> tuple[Explanation, Way] | None:
+    """Return the change with the largest speed-up, or None if there are no changes."""
+    return max(changes, key=lambda each: each[1].speed_up or 0, default=None)
 
 
 def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,8 @@ PROGRAM_COLUMNS = (
     Column("ran", "ran", importance="answer"),
     Column("mean", "mean µs/call", "time", importance="answer"),
     LIST_COLUMNS[1],
+    Column("faster", "faster", importance="answer", optional=True),
+    Column("faster_ns", "predicted µs/call", "time", importance="detail", optional=True),
     *LIST_COLUMNS[2:],
 )
 FULL_HINT = More("an explanation of each config")
@@ -365,11 +367,12 @@ def program_document(
     *,
     full: bool = False,
     named: Sequence[str] = (),
+    ways: Mapping[str, Way] | None = None,
 ) -> Document:
     """Return the document that explains the backends of a program, with one record per explanation.
 
     A single config is explained in detail. Several configs are shown as a list, with a sentence for
-    each distinct reason.
+    each distinct reason. `ways` maps configs to the changes that make them faster.
     """
     if len(answers) == 1:
         unlike = answers[0].agree is False
@@ -378,10 +381,12 @@ def program_document(
         blocks = list(answer_blocks(only, full=full, named=named, told=not unlike))
     else:
         where = environment_text(replace(answers[0], asked=AUTO))
-        blocks = list(_list_blocks(answers, where, predicted=True, of_program=True, full=full))
+        blocks = list(
+            _list_blocks(answers, where, predicted=True, of_program=True, full=full, ways=ways)
+        )
         whys: dict[str, list[str]] = {}
         for answer in answers:
-            if why := why_ran(answer, answer.observed):
+            if why := why_ran(answer, answer.observed) or _first_choice(answer):
                 whys.setdefault(why, []).append(answer.config)
         blocks += [
             Note(why, "" if len(configs) == len(answers) else join_few(configs, CONFIGS_NAMED))
@@ -402,6 +407,12 @@ def program_document(
     told = program_answer(program, answers, named)
     fields = (*FIELDS, "modules")
     return Document(SCHEMA, "Why these kernels", tuple(blocks), fields, records, extra, answer=told)
+
+
+def _first_choice(answer: Explanation) -> str:
+    """Return a sentence that PyTorch prefers the backend that ran, or "" if it does not."""
+    first = answer.priority_order[:1] == (answer.observed,)
+    return f"{answer.observed} is PyTorch's first choice." if first else ""
 
 
 def unexplained_document(program: ProgramCalls) -> Document:
@@ -432,11 +443,12 @@ def _list_blocks(
     predicted: bool,
     of_program: bool = False,
     full: bool = False,
+    ways: Mapping[str, Way] | None = None,
 ) -> Iterator[Block]:
     """Yield a table with the choice for each config, and the backends that are refused.
 
     If `full` is set, the table also has the other backends that could run. For a program, the table
-    also has the backend that ran.
+    also has the backend that ran, and the one that is faster after a change in `ways`.
     """
     yield Heading("Predicted backends" if predicted else "Backends", where)
     lines = []
@@ -446,12 +458,15 @@ def _list_blocks(
             for state in VERDICTS
         }
         choice = chosen(answer)
+        way = (ways or {}).get(answer.config)
         lines.append(
             {
                 "config": answer.config,
                 "ran": answer.observed,
                 "mean": answer.observed_ns,
                 "choice": choice,
+                "faster": way.runs if way and way.times else None,
+                "faster_ns": way.times.after_ns if way and way.times else None,
                 "others": ", ".join(side.backend for side in sides[True] if side.backend != choice),
                 "refused": ", ".join(map(_refused, sides[False])),
             }

@@ -68,6 +68,7 @@ BOTH_IN_A_STEP = (
     "of calls and the times in each row are means over these steps."
 )
 CONTEXT = "CONTEXT"  # the word for an unknown context length in the example of a config
+SEE_ADVICE = "To see the reasons and any advice with its code, use"
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
 _OF_ROW = field_names(LayerRow)
@@ -232,22 +233,15 @@ def faster_change(
     layers: LayerMap, ways: Sequence[tuple[Explanation, Way]], change: Change | None = None
 ) -> tuple[tuple[str, ...], tuple[Note, ...]]:
     """Return a sentence on the change that makes the costliest call faster, and the command that
-    shows the code of this change or of `change`, or otherwise the reasons for the backends and
-    any advice.
+    explains the backends, with the code of this change or of `change`.
 
     `ways` are the results of `faster_changes`. Return no sentence if there are none, and no command
-    without code and reasons.
+    if `explain` has neither reasons nor code.
     """
-    explained = {row.config for row in layers.rows if is_explained(row)}
-    found = next(iter(ways), None)
-    code = found[1].advice.code if found else change.code if change else ""
-    told = (faster_text(layers, *found),) if found else ()
-    if not explained and not code:
-        return told, ()
-    # For several configs, only the full explanations have code and reasons.
-    full = ("--full",) if len(explained) > 1 else ()
-    what, command = "code" if code else "reasons and any advice", layers.command("explain", *full)
-    return told, (Note(f"To see the {what}, use: {command}", level="hint"),)
+    told = tuple(faster_text(layers, *found) for found in ways[:1])
+    if not told and not (change and change.code) and not any(map(is_explained, layers.rows)):
+        return (), ()
+    return told, (Note(f"{SEE_ADVICE}: {layers.command('explain')}", level="hint"),)
 
 
 def _engine_notes(log: EngineLog) -> Iterator[Note]:
