@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from profharness.attention.config import ALL_DISABLED, in_usual_order
+from profharness.attention.config import ALL_DISABLED, AUTO, in_usual_order
+from profharness.columns import VS_FASTEST
 from profharness.errors import counted, join_and
-from profharness.render.document import Note, status_note
+from profharness.measurements.agreement import backend_that_ran
+from profharness.render.document import Note, Table, status_note
 from profharness.rows import CellRow
 
 LAUNCH_REMEDY = "into a CUDA graph, or compile the model with mode='reduce-overhead'"
@@ -22,6 +24,7 @@ OF_ALL_DISABLED = (
     "the legacy sdp_kernel with flash, efficient and math off, which leaves only cudnn, so it is "
     "not ranked"
 )
+SAME = "= "
 NOT_FAILED = ("ok", "refused", "unknown")
 
 
@@ -78,6 +81,29 @@ def all_disabled_notes(backends: Iterable[str | None]) -> Iterator[Note]:
     """Yield a note on `all-disabled` if it is among the backends of a table."""
     if ALL_DISABLED in backends:
         yield Note(OF_ALL_DISABLED, ALL_DISABLED)
+
+
+def choices_of_auto(cells: Iterable[CellRow]) -> dict[str, str | None]:
+    """Return the backend that `auto` ran for each config."""
+    return {cell.config: backend_that_ran(cell) for cell in cells if cell.backend == AUTO}
+
+
+def same_as_fastest(backend: str, choice: str | None, fastest: Collection[str]) -> str | None:
+    """Return `= cudnn` for `auto` if it ran cudnn and cudnn is the fastest, and else None.
+
+    A table shows this text in place of a ratio. `fastest` are the fastest backends of the config.
+    """
+    return f"{SAME}{choice}" if backend == AUTO and choice in fastest else None
+
+
+def same_kernels_notes(table: Table) -> Iterator[Note]:
+    """Yield a note on what `= cudnn` means if a table contains such a text."""
+    values = (value for row in table.rows for value in row if isinstance(value, str))
+    if text := next((value for value in values if value.startswith(SAME)), None):
+        ran = text.removeprefix(SAME)
+        yield Note(
+            f"{text} means that auto ran {ran}, so both rows time the same kernels", VS_FASTEST
+        )
 
 
 def refused_and_failed(cells: Sequence[CellRow], *, several: bool) -> Iterator[str]:

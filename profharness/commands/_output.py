@@ -161,7 +161,7 @@ def shared_release(
 
 def hint_warning(source: str, text: str) -> None:
     """Print a warning about a source to stderr. A table that follows does not repeat the warning."""
-    hint(f"warning: {source}{text}")
+    hint(f"warning: {source}{sentences(text)}")
     if is_command_line():
         click.get_current_context().meta.setdefault(WARNED, set()).add(text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +29,7 @@ from profharness.attention.config import AUTO, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
 from profharness.attention.dispatch.by_rule import condition
 from profharness.columns import Column, pick
-from profharness.commands._answers import split_text
+from profharness.commands._answers import same_as_fastest, split_text
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import chosen_format, hint, shared_release
@@ -269,6 +269,7 @@ def _config_blocks(
     some = {AUTO, auto.best} if len(backends) == len(answer) and not full else {*backends}
     shown = [row for row in answer if row.backend in backends]
     ran = [row for row in shown if row.status == "ok"]
+    fastest = {row.backend for row in ran if row.regret == 0}
     where = place.described(full=full)
     yield Heading(
         auto.config, f"{'measured on' if _all_measured(ran) else 'predicted for'} {where}"
@@ -276,8 +277,7 @@ def _config_blocks(
     if several:
         yield Note(statement(answer))
     if ran:
-        # PyTorch runs the backend that is forced.
-        lines = [({"choice": row.choice or row.backend}, row) for row in ran]
+        lines = [_line(row, fastest) for row in shown]
         columns = _of_sources(BACKEND_COLUMNS, ran)
         yield Table.of(filled_columns(columns, lines), lines)
     yield from merged_notes(_status_note(row) for row in shown if row.status != "ok")
@@ -301,6 +301,19 @@ def _config_blocks(
             yield Note(f"No time is predicted: {text}", level="warning")
     if parse_config(auto.config).window is not None:
         yield Note(WINDOW)
+
+
+def _line(row: Predicted, fastest: Collection[str]) -> tuple[Any, ...]:
+    """Return a line of the table of backends.
+
+    The line of a backend that does not run the config shows its status in place of its time.
+    """
+    if row.status != "ok":
+        return ({"backend": row.backend, "kernel_ns": row.status},)
+    # PyTorch runs the backend that is forced.
+    choice = row.choice or row.backend
+    same = same_as_fastest(row.backend, choice, fastest)
+    return {"choice": choice, "regret": same or row.regret}, row
 
 
 def _status_note(row: Predicted) -> Note:

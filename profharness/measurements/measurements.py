@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import linear_regression
@@ -244,15 +244,7 @@ class BenchRow:
     run: Annotated[str, column(meaning="id of the run")]
     config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
     backend: Annotated[str, column("backend", importance="key", meaning="the requested backend")]
-    status: Annotated[
-        str,
-        column(
-            "status",
-            importance="answer",
-            optional=True,
-            meaning="`ok`, `refused`, or the kind of failure",
-        ),
-    ]
+    status: Annotated[str, column(meaning="`ok`, `refused`, or the kind of failure")]
     message: Annotated[str | None, column(meaning="why the cell failed")]
     measurement: Annotated[str | None, column(meaning="the measurement, such as `cold`")] = None
     samples: Annotated[int, column(meaning="number of samples")] = 0
@@ -338,7 +330,8 @@ class BenchRow:
             optional=True,
             meaning="how much longer the median is than the median of the fastest backend with "
             "correct output (not counting `all-disabled`, nor `auto` if the backend that it ran was "
-            "measured, too); tables show the ratio of the medians",
+            "measured, too); tables show the ratio of the medians, or `= cudnn` for `auto` if it ran "
+            "cudnn and cudnn is the fastest",
         ),
     ] = None
     verified: Annotated[
@@ -671,6 +664,15 @@ def with_regret(rows: Sequence[BenchRow], ran: Ran) -> list[BenchRow]:
         else row
         for row in rows
     ]
+
+
+def fastest_backends(rows: Iterable[BenchRow]) -> dict[str, set[str]]:
+    """Return the fastest backends of each config. The rows have one measurement."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        if row.regret == 0:
+            found.setdefault(row.config, set()).add(row.backend)
+    return found
 
 
 def contenders(backends: Collection[str]) -> Collection[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from profharness.errors import one_line
 from profharness.render.colors import IDLE, ink_on, series_colors
 from profharness.render.document import Chart, axis_text
-from profharness.units import share_figure
+from profharness.units import share_text
 
 LETTERED = 0.03  # minimum share of a bar for which a text is drawn inside; CSS hides longer texts
 
@@ -74,7 +74,7 @@ def _listed(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str], length
     for row in rows:
         name, share = row["series"], row["x"] / whole
         color, text = colors[name], f"{name}: {row['label']}"
-        inside = f"<b>{share_figure(share)} %</b>" if share >= LETTERED else ""
+        inside = f"<b>{share_text(share)}</b>" if share >= LETTERED else ""
         parts.append(
             f'<i class="{_class(name)}" title="{_text(text)}" style="width:{100 * share:.3f}%;'
             f'background-color:{color};color:{ink_on(color)}">{inside}</i>'

@@ -294,6 +294,18 @@ def _label_axis(chart: Chart, *, separated: bool = False) -> tuple[Any, int]:
     return axis, (STEP + LABEL_LINE * (lines - 1)) * max(len(labels), 2)
 
 
+def _bands(chart: Chart, labels: Any) -> Any:
+    """Return a shade behind every second label of the y axis, so that marks belong to one label."""
+    shaded = list(dict.fromkeys(row["y"] for row in chart.plain_rows()))[::2]
+    return (
+        alt.Chart(DATA)
+        .transform_aggregate(groupby=["y"])
+        .transform_filter(f"indexof({shaded!r}, datum.y) >= 0")
+        .mark_rect(color=INK, opacity=0.06, aria=False, height=alt.expr("bandwidth('y')"))
+        .encode(y=labels)
+    )
+
+
 def _points(chart: Chart, base: Any, size: int, growth: int = 50, **encoding: Any) -> Any:
     """Return outlined marks with a separate colour and shape for each series.
 
@@ -382,7 +394,9 @@ def _dots(chart: Chart) -> Any:
     base = alt.Chart(DATA).encode(
         x=_log("X", "x", chart.x_title, shown=_shown(chart, "x")), y=labels, yOffset=lane
     )
-    layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 50, growth=0))
+    layers = alt.layer(
+        _bands(chart, labels), *_intervals(chart, base, "x"), _points(chart, base, 50, growth=0)
+    )
     return layers.properties(width=WIDTH, height=height * max(1, LANE * len(names) / STEP))
 
 

@@ -46,6 +46,9 @@ DEEPEST = 3  # deepest heading level in the table of contents
 MOST_SECTIONS = 8  # maximum number of unfolded sections on a page without a table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
+PAGE_LETTERS = 150  # maximum number of letters in a row of a table on a wide page
+COLUMN_LETTERS, WRAPPED_LETTERS = 2, 26  # room between columns, and of a text that may wrap
+MANY_CARDS = 10  # minimum number of cards of which a phone shows only the first 5 (page.css)
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
 _BREAK = re.compile(r"(?<=[.,_<])(?=\w)")
 _SPAN = re.compile(r"(\{[0-9]+-[0-9]+\})")
@@ -83,7 +86,7 @@ def render_html(document: Document) -> str:
             case Note():
                 level = block.level if block.level in ("warning", "error") else "note"
                 word = "" if level == "note" else f"{level}: "
-                text = block.text if word else shown_note(block).text
+                text = shown_note(block).text
                 label = f"<b>{_wrapping(block.label)}</b> " if block.label else ""
                 parts.append(f'<p class="{level}">{label}{word}{_text(text)}</p>')
             case Code(text):
@@ -297,14 +300,31 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     body = "\n".join(lines)
     groups = f' data-groups="{leading}"' if leading else ""
     grouped = form == "narrow" and leading
-    kind = _class(form, "grouped" if grouped else "")
+    whole_titles = "titles" if _fits_page(table.columns, lengths, wide) else ""
+    kind = _class(form, "grouped" if grouped else "", whole_titles)
     if grouped:
         kind += f' style="--columns:{len(table.columns) - 1}"'
     return (
         f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
         f'<table id="{ident}"{kind}{groups}><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>{_all_cards(len(lines)) if cards else ''}"
     )
+
+
+def _all_cards(count: int) -> str:
+    """Return a box below many cards. A phone shows only the first cards until it is checked."""
+    if count < MANY_CARDS:
+        return ""
+    return f'<label class="all"><input type="checkbox"> Show all {count:,} rows</label>'
+
+
+def _fits_page(columns: Sequence[Column], lengths: Sequence[int], wide: Sequence[bool]) -> bool:
+    """Return whether a wide page has room for the columns without breaks in their titles."""
+    widths = (
+        max(len(column.title), min(length, WRAPPED_LETTERS) if long else length) + COLUMN_LETTERS
+        for column, length, long in zip(columns, lengths, wide, strict=False)
+    )
+    return sum(widths) <= PAGE_LETTERS
 
 
 def _longest_bar(table: Table) -> float:

@@ -24,6 +24,7 @@ from profharness.measurements.evaluation import (
 )
 from profharness.render.document import Chart, Note, Table
 from profharness.render.renderers import RENDERERS
+from profharness.render.terminal import render_table
 from profharness.run import BenchPlan, Cell, read_run, write_run
 from profharness.store import ingest_path, open_store
 
@@ -80,10 +81,42 @@ def test_a_bench_without_times_describes_no_measurement(tmp_path: Path) -> None:
     refused = replace(cell("1,2,128,64,fp16", "cudnn", {}), status="refused", message=message)
     document = bench_document(answer(tmp_path, [refused]))
     (table,) = [block for block in document.blocks if isinstance(block, Table)]
-    assert [column.title for column in table.columns] == ["config", "backend", "status"]
+    assert [column.title for column in table.columns] == ["config", "backend", "median µs/call"]
+    assert table.rows == (("b1-h2-s128-d64-fp16", "cudnn", "refused"),)
     notes = [block for block in document.blocks if isinstance(block, Note)]
     assert [note.label for note in notes] == ["cudnn"]
     assert notes[0].text == f"refused: {message}"
+
+
+def test_auto_has_a_ratio_unless_it_ran_the_fastest_backend(tmp_path: Path) -> None:
+    """Bug: `auto` and cudnn were both 1.00x of the fastest, but their times differed."""
+    shown = {}
+    for choice in ("cudnn", "math"):
+        cells = [
+            cell("1,1,64,64,fp16", "auto", {"event": steady(9_000)}, choice=choice),
+            *timed("1,1,64,64,fp16", cudnn=10_000, math=20_000),
+        ]
+        (tmp_path / choice).mkdir()
+        (table, *_) = [
+            block
+            for block in bench_document(answer(tmp_path / choice, cells)).blocks
+            if isinstance(block, Table)
+        ]
+        at = [column.key for column in table.columns].index("regret")
+        shown[choice] = [row[at] for row in table.rows]
+    assert shown["cudnn"] == ["= cudnn", 0, 1]
+    assert not any(isinstance(value, str) for value in shown["math"])
+
+
+def test_the_number_of_samples_has_a_thousands_separator(tmp_path: Path) -> None:
+    """Bug: the note on the measurement said `584 to 2526 samples per figure`."""
+    cells = [
+        cell("1,1,64,64,fp16", "math", {"event": steady(9_000) * 120}),
+        cell("1,1,64,64,fp16", "flash", {"event": steady(9_000)}),
+    ]
+    text = render_table(bench_document(answer(tmp_path, cells), full=True), full=True, width=200)
+    counts = [len(each.samples["event"]) for each in cells]
+    assert f"{counts[1]} to {counts[0]:,} samples per figure" in text and counts[0] > 1000
 
 
 def test_charts_leave_out_all_disabled(tmp_path: Path) -> None:

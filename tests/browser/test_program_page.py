@@ -406,6 +406,40 @@ def test_a_card_is_compact(new_browser: Any, report_page: Path) -> None:
         assert len({top for _, top in short}) == (len(short) + 1) // 2
 
 
+def test_a_phone_shows_the_first_cards_of_a_long_table(
+    new_browser: Any, program_pages: dict[str, Path]
+) -> None:
+    """Bug: the table of kernels was 1,400 pixels tall on a phone."""
+    browser = new_browser(390, 844)
+    browser.get(program_pages["training"].as_uri())
+    script = (
+        "const table = [...document.querySelectorAll('.cards')].find((each) =>"
+        "  each.checkVisibility() && each.tBodies[0].rows.length >= 10);"
+        "const box = table.parentElement.nextElementSibling.querySelector('input');"
+        "const count = () => [...table.tBodies[0].rows].filter((row) => row.offsetHeight).length;"
+        "const first = count(); box.click();"
+        "return [first, count(), table.tBodies[0].rows.length]"
+    )
+    first, all_shown, rows = browser.execute_script(script)
+    assert (first, all_shown) == (5, rows)
+
+
+def test_a_wide_page_does_not_break_titles_if_the_table_fits(
+    new_browser: Any, program_pages: dict[str, Path]
+) -> None:
+    """Bug: titles such as `mean µs/step` took two lines beside wide columns of texts."""
+    browser = new_browser(1280, 900)
+    browser.get(program_pages["training"].as_uri())
+    heights, overflow = browser.execute_script(
+        "const tables = [...document.querySelectorAll('table.titles')].filter("
+        "  (each) => each.checkVisibility());"
+        "return [tables.map((each) => each.tHead.offsetHeight),"
+        "  tables.some((each) => each.parentElement.scrollWidth > each.parentElement.clientWidth)]"
+    )
+    assert len(heights) >= 2 and max(heights) < 40
+    assert not overflow
+
+
 def test_a_card_hides_when_it_is_filtered_out(new_browser: Any, report_page: Path) -> None:
     browser = new_browser(390, 844)
     browser.get(report_page.as_uri())

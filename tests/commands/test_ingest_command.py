@@ -129,7 +129,7 @@ def test_strict_fails_for_warnings_and_tells_what_was_taken_in(open_folder: Path
         done = ingest(open_folder, "--strict", "run", "good.json.gz")
         assert done.returncode == 1
         assert f"run: {state}, run 20261121-151544-59c7" in done.stdout
-        assert f"warning: run: not ingested: run/{name}" in done.stderr
+        assert f"warning: run: Not ingested: run/{name}" in done.stderr
         assert "--strict: 1 of 2 sources caused the warnings above" in done.stderr
         (open_folder / "s.db").unlink()
 

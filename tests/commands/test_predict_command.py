@@ -126,6 +126,9 @@ def test_refusals_follow_the_table_of_backends_and_alike_kernels_share_a_row() -
     text = told("2,8,512,100,fp16", "--gpu", "H200")
     backends, kernels = text.split("Kernels of a call\n")
     assert "efficient, cudnn  refused: head_dim=100 is not a multiple of 8\n" in backends
+    rows = {line.split()[0]: line.split()[1:] for line in backends.splitlines() if line}
+    assert rows["efficient"] == rows["cudnn"] == ["-", "refused", "-", "-", "-"]
+    assert rows["auto"][-2:] == ["=", "flash"] and rows["flash"][-1] == "1.00x"
     assert "refused" not in kernels
     assert kernels.count("direct_copy") == 1
     # the rows are those of `kernels`, with the same columns

@@ -195,6 +195,7 @@ def test_a_warning_names_its_file_once(tmp_path: Path) -> None:
         done = CliRunner().invoke(cli, [command, *sources, *store])
         (line,) = [each for each in done.stderr.splitlines() if "negative duration" in each]
         assert line.startswith(f"warning: {trace}: 1 event"), line
+        assert line.endswith("."), line
     # A table that follows does not repeat the warning. From the store, it has the warning.
     words = ["kernels", str(trace), "--store", str(tmp_path / "kernels.db")]
     first, second = CliRunner().invoke(cli, words), CliRunner().invoke(cli, words)

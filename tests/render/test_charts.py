@@ -141,6 +141,10 @@ def test_lines_of_the_grid_separate_the_configs() -> None:
         if line.get("y2", "0") == "0"
     ]
     assert any(heights[2] < rule < heights[3] for rule in rules), (heights, rules)
+    # Later bug: the label of a config seemed to belong to the last mark of the config above.
+    (band,) = [each for each in tree.iter(f"{SVG}path") if each.get("opacity") == "0.06"]
+    length = float(re.findall(r"v([\d.]+)", band.attrib["d"])[0])
+    assert heights[2] < length < heights[3]
 
 
 def test_map_is_sorted_by_number() -> None:

@@ -84,6 +84,13 @@ def test_any_text_stays_text(text: str) -> None:
         assert "".join(page.text_of("td")).startswith(shown)
 
 
+def test_a_warning_is_a_sentence() -> None:
+    """Bug: some warnings of a page had a capital and a full stop, and others had neither."""
+    note = Note("the kernels of 2 launches are unknown", level="warning")
+    html = render_html(Document("t/1", "t", (note,), (), ()))
+    assert "warning: The kernels of 2 launches are unknown.</p>" in html
+
+
 def test_a_shortened_name_opens_to_its_full_names() -> None:
     table = Table((Column("name", "kernel"), Column("op", "op")), (("a<…>", "x"), ("b", "a")))
     full = {"a<…>": ("void n::a<1>()", "void n::a<2>()")}

@@ -203,11 +203,15 @@ def _of_one_backend(rows: Sequence[BenchRow]) -> str:
     return f"{text} ({low.config}) to {time_text(high.median_ns or 0)} ({high.config})."
 
 
+def samples_text(figures: Sequence[BenchRow]) -> str:
+    """Return the number of samples per figure, such as `584 to 2,526`."""
+    counts = [row.samples for row in figures]
+    return " to ".join(f"{count:,}" for count in dict.fromkeys((min(counts), max(counts))))
+
+
 def _measurement(answer: BenchResult) -> str:
     """Return a sentence on what was measured, how often and where."""
-    counts = [row.samples for row in answer.figures()]
-    least, most = min(counts), max(counts)
-    number = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    number = samples_text(answer.figures())
     what = basis_text(answer.ranking, conditions=True)
     environment = answer.environment
     torch = environment.get("torch")

@@ -17,10 +17,13 @@ from profharness.commands._answers import (
     NUMBER,
     all_disabled_notes,
     cell_reason,
+    choices_of_auto,
     merged_text,
     not_run_notes,
+    same_as_fastest,
+    same_kernels_notes,
 )
-from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto
+from profharness.commands.bench.answer import TRUST, bench_answer, noise_of_auto, samples_text
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.calls import run_configs
 from profharness.commands.explain.faster import faster_configs, summarize_changes
@@ -45,6 +48,7 @@ from profharness.measurements.measurements import (
     basis_text,
     families,
     family,
+    fastest_backends,
 )
 from profharness.render.document import (
     FLOPS,
@@ -177,7 +181,7 @@ BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 """Measurements with a column of their own in the main table."""
 ONLY_FULL = ("half_between_processes", "mean_ns", "std_ns")
 COLUMNS = (
-    *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
+    *pick(BenchRow, "config", "backend", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
     *(
         Column(
@@ -223,23 +227,24 @@ def bench_document(
     change, other_changes = summarize_changes(changes_of(answer))
     first, *others = bench_answer(answer)
     facts = [*device_and_release(environment, full=full), answer.created[:10]]
+    table = _main_table(answer, full)
     blocks: list[Block] = [
         Heading(f"Benchmark of run {answer.name}", ", ".join(filter(None, facts))),
-        _main_table(answer, full),
-        *(_charts(answer) if charts else ()),
-        *_regret(answer),
-        *([Heading("Comparison")] if answer.conclusions else ()),
-        *(Note(text) for text in answer.conclusions),
-        *_axis_blocks(answer),
-        Heading("Notes"),
+        table,
         *(Note(text, AUTO) for text in noise_of_auto(answer.sound_losses())),
         *_legend(answer, full),
+        *same_kernels_notes(table),
         Note(_measured(answer), "measured") if full else More("how the times were measured"),
         # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain=explain, full=full),
         *other_changes,
         *_doubts(answer),
+        *(_charts(answer) if charts else ()),
+        *_regret(answer),
+        *([Heading("Comparison")] if answer.conclusions else ()),
+        *(Note(text) for text in answer.conclusions),
+        *_axis_blocks(answer),
     ]
     records = [record(row) for row in answer.rows]
     for plain in records if raw else ():
@@ -354,10 +359,8 @@ def _rates(answer: BenchResult) -> Note:
 
 
 def _sample_counts(answer: BenchResult) -> str:
-    counts = [row.samples for row in answer.figures()]
-    least, most = min(counts, default=0), max(counts, default=0)
-    text = f"{(least if least == most else f'{least} to {most}')} samples per figure"
-    return text if counts else ""
+    figures = answer.figures()
+    return f"{samples_text(figures)} samples per figure" if figures else ""
 
 
 def _measured(answer: BenchResult) -> str:
@@ -379,7 +382,7 @@ def _measured(answer: BenchResult) -> str:
 def _main_table(answer: BenchResult, full: bool) -> Table:
     """Return a table with one line per cell and a column for the median of each measurement.
 
-    The line of a cell without samples shows only its status.
+    The line of a cell without samples shows its status in place of the first median.
     """
     medians: dict[tuple[str, str], dict[str, float | None]] = {}
     for row in answer.rows:
@@ -397,17 +400,21 @@ def _main_table(answer: BenchResult, full: bool) -> Table:
     ranked = answer.ranking_rows()
     fastest = {row.config: (row.config, row.backend) for row in ranked if row.regret == 0}
     sound = Counter(row.config for row in answer.figures() if row.ranked and not row.busy)
-    all_ran = all(row.median_ns is not None for row in ranked)
+    choices, best = choices_of_auto(answer.cells), fastest_backends(ranked)
     lines: list[tuple[Any, ...]] = []
     for row in ranked:
         cell = row.config, row.backend
         if row.median_ns is None:
             empty = dict.fromkeys(column.key for column in COLUMNS)
-            values = {name: getattr(row, name) for name in ("config", "backend", "status")}
-            lines.append((empty | values | {"mark": ""},))
+            status = None if row.status == "ok" else row.status
+            named = {"config": row.config, "backend": row.backend, "median_ns": status}
+            lines.append((empty | named | {"mark": ""},))
             continue
         values = {
-            "status": None if all_ran else row.status,
+            "regret": same_as_fastest(
+                row.backend, choices.get(row.config), best.get(row.config, ())
+            )
+            or row.regret,
             "verified": VERIFIED[row.verified],
             **medians[cell],
         }

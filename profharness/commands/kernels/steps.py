@@ -10,7 +10,13 @@ from typing import Annotated, Any
 from profharness.attention.config import AUTO, Config, parse_config
 from profharness.attention.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.columns import VS_FASTEST, Column, column, columns_of, pick
-from profharness.commands._answers import all_disabled_notes, cell_reason
+from profharness.commands._answers import (
+    all_disabled_notes,
+    cell_reason,
+    choices_of_auto,
+    same_as_fastest,
+    same_kernels_notes,
+)
 from profharness.commands.kernels.answer import kernels_answer
 from profharness.device_types import CPU, CUDA
 from profharness.measurements.agreement import backend_of_op, backend_that_ran
@@ -425,7 +431,7 @@ def steps_document(
         figures = _compare_calls(config, own, steps, rows_of)
         if figures:
             figures_of[run, label] = [*figures.values()]
-        blocks += _call_blocks(config, figures, rows_of)
+        blocks += _call_blocks(config, figures, rows_of, choices_of_auto(own).get(label))
         for cell in own:
             if cell.status != "ok":
                 blocks.append(status_note(cell.status, cell_reason(cell, full=full), cell.backend))
@@ -460,13 +466,20 @@ def _call_blocks(
     config: Config,
     figures: Mapping[str, CallFigures],
     rows_of: Mapping[str, Sequence[KernelRow]],
+    choice: str | None,
 ) -> list[Block]:
+    """Return a table of the backends of a config. `choice` is the backend that `auto` ran."""
     if not figures:
         return []
     dtypes = [_score_dtype(config, rows_of[cell]) for cell in figures]
-    lines = list(figures.values())
+    fastest = {row.backend for row in figures.values() if row.vs_fastest == 1}
+    lines = [
+        ({"vs_fastest": same_as_fastest(row.backend, choice, fastest) or row.vs_fastest}, row)
+        for row in figures.values()
+    ]
     text = _memory_text(config, [dtype for dtype in dtypes if dtype])
-    return [Table.of(filled_columns(CALL_COLUMNS, lines, BY_CALL), lines), Note(text, "memory")]
+    table = Table.of(filled_columns(CALL_COLUMNS, lines, BY_CALL), lines)
+    return [table, Note(text, "memory"), *same_kernels_notes(table)]
 
 
 def _memory_text(config: Config, dtypes: Sequence[str]) -> str:

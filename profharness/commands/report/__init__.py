@@ -22,7 +22,14 @@ from profharness.attention.config import (
 )
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, column, pick
-from profharness.commands._answers import all_disabled_notes, cell_reason, not_run_notes
+from profharness.commands._answers import (
+    all_disabled_notes,
+    cell_reason,
+    choices_of_auto,
+    not_run_notes,
+    same_as_fastest,
+    same_kernels_notes,
+)
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format, emit
@@ -93,6 +100,7 @@ from profharness.measurements.measurements import (
     BenchRow,
     basis_detail,
     basis_text,
+    fastest_backends,
 )
 from profharness.program.changes import OF_A_FILE, EnvChange, with_short_devices
 from profharness.program.layer_map import LayerMap, short_module
@@ -167,7 +175,8 @@ RAN = Column(
     "ran",
     "ran",
     importance="answer",
-    meaning="the backend whose op and kernels appear in the trace",
+    meaning="the backend whose op and kernels appear in the trace, or the status of a cell that did "
+    "not run",
 )
 PREDICTED = replace(
     *pick(CellRow, "predicted"),
@@ -175,7 +184,7 @@ PREDICTED = replace(
     "empty if the rules do not cover the machine",
 )
 CELL_COLUMNS = (
-    *pick(CellRow, "config", "backend", "status"),
+    *pick(CellRow, "config", "backend"),
     RAN,
     PREDICTED,
     *pick(CellRow, "peak_memory_bytes", "reason"),
@@ -456,14 +465,11 @@ def _run_blocks(
             if row.median_ns is not None
         ]
         drawn += latency_charts(medians, measured)
-        charted = bool(drawn)
         drawn += rate_blocks(medians, measured, store.peaks(run), tf32=tf32, wrong=wrong)
-        # The document of `bench` has these notes too.
-        drawn += _refused(cells) if charted and not bench else []
-        # The document of `bench` has this table too.
+        # The document of `bench` has this table and its notes too.
         if not bench:
-            drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
             drawn += _latency_tables(cells, evaluated.rows, [evaluated.ranking])
+            drawn += map(Note, noise_of_auto(evaluated.sound_losses()))
     if evaluated and bench:
         document = bench_document(evaluated, charts=False)
         drawn += _deeper(document.blocks)
@@ -609,7 +615,7 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     rows: list[tuple[Any, ...]] = []
     for cell in cells:
         shown = {
-            "ran": backend_that_ran(cell) if cell.status == "ok" else "",
+            "ran": backend_that_ran(cell) if cell.status == "ok" else cell.status,
             "reason": "" if cell.status == "ok" else cell_reason(cell),
             "predicted": _predicted_text(cell),
         }
@@ -633,11 +639,6 @@ def _full_reasons(cells: Sequence[CellRow]) -> dict[str, tuple[str, ...]]:
     return {short: tuple(full) for short, full in reasons.items() if [*full] != [short]}
 
 
-def _refused(cells: Sequence[CellRow]) -> list[Block]:
-    """Return notes on the backends that have no marks in a chart because PyTorch refuses them."""
-    return [*not_run_notes([cell for cell in cells if cell.status in ("ok", "refused")])]
-
-
 def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> list[Block]:
     """Return a table of the latencies of cells under a heading, or no blocks."""
     tables = _latency_tables(cells, evaluated, CALL_MEASUREMENTS)
@@ -657,30 +658,46 @@ def _latency_blocks(cells: Sequence[CellRow], evaluated: Sequence[BenchRow]) -> 
 def _latency_tables(
     cells: Sequence[CellRow], evaluated: Sequence[BenchRow], measurements: Collection[str]
 ) -> list[Block]:
-    """Return a table of the latencies of cells by some measurements under a note, or no blocks.
+    """Return a table of the latencies of cells by some measurements with its notes, or no blocks.
 
-    The rows of the evaluated benchmark say how each latency compares with the fastest backend.
+    A cell that did not run has its status in place of the median. The rows of the evaluated
+    benchmark say how each latency compares with the fastest backend.
     """
     regrets = {(row.config, row.backend, row.measurement): row.regret for row in evaluated}
+    best = {
+        name: fastest_backends(row for row in evaluated if row.measurement == name)
+        for name in measurements
+    }
+    choices = choices_of_auto(cells)
     rows: list[tuple[Any, ...]] = []
     for cell in cells:
+        if cell.status not in ("ok", "unknown"):
+            empty = dict.fromkeys(column.key for column in LATENCY_COLUMNS)
+            named = {"config": cell.config, "backend": cell.backend, "median_ns": cell.status}
+            rows.append((empty | named, cell))
+            continue
         for each in latencies(cell):
             if each.measurement in measurements:
+                own = best[each.measurement].get(cell.config, ())
+                same = same_as_fastest(cell.backend, choices.get(cell.config), own)
                 # Put the latency before `cell`, because `samples` shows the number of samples.
                 shown = {
-                    "regret": regrets.get((cell.config, cell.backend, each.measurement)),
+                    "regret": same or regrets.get((cell.config, cell.backend, each.measurement)),
                     "measurement": ALIASES.get(each.measurement, each.measurement),
                 }
                 rows.append((shown, each, cell))
     # A heading names a single measurement, and the table of all latencies has the other values.
     hidden = ("measurement", "samples", "min_ns") if len(measurements) == 1 else ()
     columns = [column for column in LATENCY_COLUMNS if column.key not in hidden]
-    if not rows:
+    if not any(latencies(cell) for cell in cells):
         return []
+    table = Table.of(columns, rows)
     old = not hidden and any(row.measurement == EVENT for _, row, _ in rows)
     return [
-        *all_disabled_notes(cell.backend for _, _, cell in rows),
-        Table.of(columns, rows),
+        table,
+        *all_disabled_notes(row[-1].backend for row in rows),
+        *same_kernels_notes(table),
+        *not_run_notes([cell for cell in cells if cell.status != "unknown"]),
         *([Note(MEANS[EVENT], ALIASES[EVENT])] if old else []),
     ]
 

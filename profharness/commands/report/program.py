@@ -56,7 +56,7 @@ from profharness.render.document import (
 from profharness.rows import CallRow, RangeRow, StepLaunch
 from profharness.store import Store
 from profharness.traces.ops import EVALUATION
-from profharness.units import share_figure, share_text, time_text
+from profharness.units import share_text, time_text
 
 MOST_KERNELS = 15
 REASONS_TOLD = 2  # maximum number of reasons for backends in the answer
@@ -199,7 +199,7 @@ def _step_bars(phases: Mapping[str | None, ProgramTimes]) -> Iterator[Block]:
         bar = f"{phase or 'step'}, mean of {count} steps:" if count > 1 else phase or "step"
         for (kind, backend), ns in _ordered(times):
             series, share = _series(kind, backend), ns / times.step_ns
-            label = f"{time_text(ns)} · {share_figure(share)} %"
+            label = f"{time_text(ns)} · {share_text(share)}"
             bars.append({"step": bar, "µs": ns / 1e3, "kind": series, "label": label})
             parts.append({"step_phase": phase, "kind": series, "ns": ns, "step_share": share})
     yield Heading("The step" if len(phases) == 1 else "Steps by phase", "; ".join(details))

@@ -34,6 +34,7 @@
   const compare = (a, b, sign) => {
     const [x, y] = [a.dataset.v, b.dataset.v];
     if (x !== undefined && y !== undefined) return sign * (Number(x) - Number(y));
+    if ((x === undefined) !== (y === undefined)) return x === undefined ? 1 : -1; // such as `refused`
     const [s, t] = [a.textContent, b.textContent];
     if (missing(s) !== missing(t)) return missing(s) ? 1 : -1; // what is not known comes last
     return sign * s.localeCompare(t, "en", { numeric: true });
