@@ -59,8 +59,8 @@ def render_table(
 ) -> str:
     """Render headings, aligned tables and notes, wrapped at `width`.
 
-    Tables with the same columns have the same column widths, and share a header if they follow each
-    other. If `cut` is set, fit tables to `width` with `fit_columns`. If `full` is set, show every column.
+    Tables with the same columns have the same column widths, and share a header if nothing stands
+    between them. If `cut` is set, fit tables to `width` with `fit_columns`. If `full` is set, show every column.
     """
     document = for_reading(document)
     tables = [block for block in document.blocks if isinstance(block, Table)]
@@ -105,8 +105,8 @@ def render_table(
             if isinstance(previous, Note | Table):
                 console.print()
             layout = layouts[block.columns]
-            # A table with the same columns continues the table above.
-            titled = not table_count or block.columns != tables[table_count - 1].columns
+            # A table directly below a table with the same columns continues it.
+            titled = not isinstance(previous, Table) or block.columns != previous.columns
             _print_table(console, block.columns, rows[table_count], layout, width, titled=titled)
             if table_count == last_short:
                 for line in _whole_texts(shortened, width) if full else ():

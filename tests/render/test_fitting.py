@@ -1078,15 +1078,16 @@ def test_tables_with_the_same_columns_have_the_same_units() -> None:
     assert re.findall(r"^(?:attn|mlp) +(\S+)", text, re.M) == ["7.44", "744,000"]
 
 
-def test_consecutive_tables_with_the_same_columns_share_one_header() -> None:
-    """Bug: the header was repeated for each config."""
+def test_each_table_below_a_heading_or_a_text_has_a_header() -> None:
+    """Bug: tables with the same columns began with bare rows, far below their header."""
     columns = (Column("k", "kernel"), Column("t", "regs", "count"))
     first, second = (Table(columns, ((name, 7),)) for name in ("mm", "bmm"))
     other = Table((Column("m", "module"),), (("attn",),))
-    blocks = (Heading("c1"), first, Note("slow"), Heading("c2"), second, other, first)
+    blocks = (Heading("c1"), first, Note("slow"), Heading("c2"), second, first, other, first)
     lines = render_table(Document("t/1", "t", blocks, (), ())).splitlines()
     assert lines == [
-        *("c1", "kernel  regs", "mm         7", "slow.", "", "c2", "bmm        7"),
+        *("c1", "kernel  regs", "mm         7", "slow.", "", "c2", "kernel  regs", "bmm        7"),
+        *("", "mm         7"),  # continues the table above
         *("", "module", "attn", "", "kernel  regs", "mm         7"),
     ]
 
