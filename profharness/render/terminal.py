@@ -292,24 +292,16 @@ def _pair_widths(
 def _title_lines(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
     """Yield the lines with the titles.
 
-    The titles of columns on separate lines share a line. If possible, this is the first of two lines
-    of other titles.
+    The titles above the line of figures take the place of the first of two lines of other titles if
+    this has room.
     """
-    *above, last = layout.lines
-    lead = (" " * GAP).join(
-        _joined((_padded(one_line(columns[at].title), layout.widths[at], False) for at in line), 0)
-        for line in above
-    )
-    titles = list(_titles_of(columns, replace(layout, lines=((), last))))
-    room = max(map(cell_len, titles), default=0)
-    if not 0 < cell_len(lead) <= room:
-        yield from _titles_of(columns, layout)
-    elif len(titles) > 1 and not titles[0][: cell_len(lead) + GAP].strip():
-        yield f"{lead}{titles[0][cell_len(lead) :]}"
-        yield from titles[1:]
-    else:
-        yield lead
-        yield from titles
+    lines = list(_titles_of(columns, layout))
+    figures = list(_titles_of(columns, replace(layout, lines=((), layout.lines[-1]))))
+    if len(figures) > 1 and len(lines) > len(figures):
+        lead, first = lines[-3:-1]
+        if not first[: cell_len(lead) + GAP].strip():
+            lines[-3:-1] = [f"{lead}{first[cell_len(lead) :]}"]
+    yield from lines
 
 
 def _titles_of(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
