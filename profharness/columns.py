@@ -24,8 +24,8 @@ Importance = Literal["key", "answer", "normal", "detail"]
 
 A `key` column identifies a row, and an `answer` column contains the result. Both are always visible.
 If other columns do not fit, `detail` columns are hidden first and then `normal` columns, from the
-right. Of the same importance, a column with a greater `spare` is hidden before a column with a
-smaller `spare`.
+right. Rows take a second line rather than hide a `normal` column, but not for a `detail`. Of the
+same importance, a column with a greater `spare` is hidden before a column with a smaller `spare`.
 """
 
 

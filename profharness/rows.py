@@ -213,7 +213,7 @@ class RunRow:
         column(
             "duration",
             "duration",
-            importance="normal",
+            importance="detail",
             meaning="duration of the run, or the time that a trace covers, if known; a trace covers "
             "a little more than its steps",
         ),
@@ -334,7 +334,12 @@ class KernelRow:
     family: Annotated[str, column(meaning="family of the kernel, such as `flash` or `gemm`")]
     grid: Annotated[
         Triple | None,
-        column("grid", "triple", meaning="blocks per launch, in three dimensions"),
+        column(
+            "grid",
+            "triple",
+            importance="detail",
+            meaning="blocks per launch, in three dimensions",
+        ),
     ]
     block: Annotated[
         Triple | None,

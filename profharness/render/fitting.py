@@ -129,10 +129,11 @@ def fit_columns(
     Print a long text that several rows share above the table. If the table is still too wide, apply
     these steps until it fits: shorten long texts, hide details, shorten texts further, hide other
     columns by importance, and fold rows into several lines. Configs and modules are not shortened,
-    except for strides. They have lines of their own above the figures if this shows more columns, or
-    more of the other names. A wider table shows at least the details of a narrower table. Before
-    texts are shortened, also print the other texts above the table that all rows share, even the name
-    of the rows. A column without which two rows look alike is never hidden. If `full` is set, hide
+    except for strides. If not all columns other than details fit on one line, or if more than
+    MOST_CUT of the names would be cut, the texts that rows repeat, or else all names, have lines of
+    their own above the figures. Before texts are shortened, also print the other texts above the
+    table that all rows share, even the name of the rows. A column without which two rows look alike
+    is never hidden, except for a grid that would cost each row a line. If `full` is set, hide
     nothing. Instead, continue texts on further lines. If that is not enough, print the table as blocks
     of columns, the most important columns first, and shorten only long texts that identify the rows.
     Print a single row, and rows that do not fit into blocks either, as lists of names and values.
@@ -151,18 +152,28 @@ def fit_columns(
 def _best_layout(
     columns: Sequence[Column], rows: Sequence[Texts], width: int, starts: Collection[int]
 ) -> Layout:
-    """Return the layout that lacks least among those that print shared texts above the table."""
+    """Return the best layout that shows the columns without which rows look alike.
+
+    A grid is not worth another line for each row.
+    """
     own = list(columns)
-    while True:
-        layouts = (
-            _sharing_layout(own, rows, width, shared)
-            for shared in dict.fromkeys(_shared(own, rows))
-        )
-        layout = min(_until_complete(layouts), key=_lacks)
-        place = _distinguishing(own, rows, layout, starts)
-        if place is None:
-            return layout
+    layout = _least_lacking_layout(own, rows, width)
+    while (place := _distinguishing(own, rows, layout, starts)) is not None:
         own[place] = replace(own[place], importance="key")
+        other = _least_lacking_layout(own, rows, width)
+        if own[place].right and len(other.lines) > len(layout.lines):
+            break
+        layout = other
+    return layout
+
+
+def _least_lacking_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) -> Layout:
+    """Return the layout that lacks least among those that print shared texts above the table."""
+    layouts = (
+        _sharing_layout(columns, rows, width, shared)
+        for shared in dict.fromkeys(_shared(columns, rows))
+    )
+    return min(_until_complete(layouts), key=_lacks)
 
 
 def _until_complete(layouts: Iterable[Layout]) -> Iterator[Layout]:
@@ -221,11 +232,10 @@ def _distinguishing(
     count either, because they do not identify a row, except for the grid of a kernel. Rows of
     different tables need not differ.
     """
-    texts = [
-        place
-        for place, column in enumerate(columns)
-        if not column.right or (column.format == "triple" and not column.spare)
-    ]
+    every = range(len(columns))
+    grids = [at for at in every if columns[at].format == "triple" and not columns[at].spare]
+    texts = [*(at for at in every if not columns[at].right), *grids]
+    found: set[int] = set()
     seen: dict[Texts, Texts] = {}
     for number, row in enumerate(_repeated(columns, rows)):
         if number in starts:
@@ -236,10 +246,8 @@ def _distinguishing(
             if at not in layout.hidden
         )
         other = seen.setdefault(shown, row)
-        for at in layout.hidden:
-            if at in texts and row[at] != other[at]:
-                return at
-    return None
+        found |= {at for at in layout.hidden if at in texts and row[at] != other[at]}
+    return min(found, key=texts.index, default=None)
 
 
 def _repeated(columns: Sequence[Column], rows: Sequence[Texts]) -> Iterator[Texts]:
@@ -406,23 +414,13 @@ def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) ->
         _layout_of(choice, columns, texts, titles, most, width, strides)
         for choice in _choices(columns, rows, texts, titles, most, width)
     )
-    # Use separate lines only if this shows more columns, or more of the names.
+    # The first layouts have the fewest lines.
     return min(
         layouts,
         key=lambda layout: (
             _hidden(columns, layout),
             _share_of_cut_names(columns, layout) > MOST_CUT,
-            _height(layout, rows),
-            _lost_names(columns, layout),
         ),
-    )
-
-
-def _height(layout: Layout, rows: Sequence[Texts]) -> float:
-    """Return the mean number of lines of a row. A line without values is not printed."""
-    above = layout.lines[:-1]
-    return 1 + sum(any(row[at] for at in line) for row in rows for line in above) / max(
-        len(rows), 1
     )
 
 
@@ -440,16 +438,6 @@ def _share_of_cut_names(columns: Sequence[Column], layout: Layout) -> float:
         for text, cut in own.items()
     ]
     return sum(cuts) / max(len(cuts), 1)
-
-
-def _lost_names(columns: Sequence[Column], layout: Layout) -> int:
-    """Return the number of characters by which the texts that identify rows are shortened."""
-    return sum(
-        cell_len(text) - cell_len(cut)
-        for at, cuts in layout.cuts.items()
-        if is_key(columns[at], at)
-        for text, cut in cuts.items()
-    )
 
 
 def _layout_of(
@@ -476,7 +464,7 @@ def _layout_of(
         )
     # Cut texts may be shorter than their column. Give the remaining width to other columns.
     for place in sorted(choice.figures, key=lambda place: most[place] - widths[place]):
-        spare = width - (INDENT if choice.stacked else 0) - _line_width(widths, choice.figures)
+        spare = _room(choice.stacked, width) - _line_width(widths, choice.figures)
         if spare > 0 and shortened.get(place):
             widest = min(widths[place] + spare, most[place])
             widths[place], shortened[place] = _cut(
@@ -487,6 +475,13 @@ def _layout_of(
         for place, own in shortened.items()
     }
     hidden = tuple(place for place in every if place not in choice.kept)
+    # Titles have one line if there is room for all of them.
+    whole = [
+        max(size, cell_len(one_line(column.title)))
+        for size, column in zip(widths, columns, strict=True)
+    ]
+    if choice.stacked and _line_width(whole, choice.figures) <= _room(choice.stacked, width):
+        widths = [whole[at] if at in choice.figures else size for at, size in enumerate(widths)]
     return Layout(_lines(choice, widths, width), tuple(widths), hidden, cuts)
 
 
@@ -509,7 +504,7 @@ def _choices(
     most: tuple[int, ...],
     width: int,
 ) -> list[_Choice]:
-    """Choose the columns to show, with all rows on one line and with groups on separate lines.
+    """Choose the columns to show for each set of columns on separate lines, the smallest set first.
 
     Prefer readable texts and rows that are not folded.
     """
@@ -541,7 +536,7 @@ def _choices(
     def with_optional(stacked: tuple[int, ...], shrunk: tuple[_Shrunk, ...]) -> _Choice | None:
         """Add the optional columns that fit. Return None if the required columns do not fit."""
         kept = list(required)
-        room = width - (INDENT if stacked else 0)
+        room = _room(stacked, width)
 
         def fits(least: Sequence[int], places: Sequence[int]) -> bool:
             return _line_width(least, [at for at in places if at not in stacked]) <= room
@@ -553,21 +548,17 @@ def _choices(
             if fits(readable, (*kept, place)):
                 kept.append(place)
         # Stop at the first detail that does not fit. All widths then hide details in the same order.
-        for place in details if stacked in groups else ():
+        for place in details:
             if not fits(roomy, (*kept, place)):
                 break
             kept.append(place)
         return _Choice(tuple(sorted(kept)), tuple(at for at in stacked if at in kept), shrunk)
 
-    groups = ((), *_groups(columns, rows))
-    named = [each for each in _name_stackings(columns, texts) if each not in groups]
+    stackings = _stackings(columns, rows, texts)
     for floor in (READABLE, MIN_SHRUNK):
         shrunk = shrink(floor)
-        found = [choice for group in groups if (choice := with_optional(group, shrunk))]
-        # All tables that fit have lines of their own for as few names as possible.
-        names = (with_optional(stacked, shrunk) for stacked in named)
-        found += list(itertools.islice(filter(None, names), 1))
-        if found:
+        choices = (with_optional(stacked, shrunk) for stacked in stackings)
+        if found := [choice for choice in choices if choice]:
             return found
     stacked = _widest(columns, required, [each.width for each in shrunk], width)
     choice = with_optional(stacked, shrunk)
@@ -609,17 +600,16 @@ def _stackings(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the sets of columns that may have lines of their own, starting with the empty set.
 
-    They are the columns whose values repeat, and those of `_name_stackings`.
+    They are the columns whose values repeat, and those of `_names`.
     """
-    names = _name_stackings(columns, texts)
-    return tuple(dict.fromkeys(((), *_groups(columns, rows), *names)))
+    return tuple(dict.fromkeys(((), *_groups(columns, rows), _names(columns, texts))))
 
 
-def _name_stackings(columns: Sequence[Column], texts: Sequence[Texts]) -> Iterator[tuple[int, ...]]:
-    """Yield each column of configs, modules or kernels, with the columns before it that identify rows."""
+def _names(columns: Sequence[Column], texts: Sequence[Texts]) -> tuple[int, ...]:
+    """Return the columns of configs, modules and kernels, and the columns before them that identify rows."""
     keys = [at for at, own in enumerate(texts) if is_key(columns[at], at) or _has_names(own)]
-    names = [at for at in keys if _has_names(texts[at]) or any(map(_KERNEL.fullmatch, texts[at]))]
-    yield from (tuple(at for at in keys if at <= name) for name in names)
+    named = [at for at in keys if _has_names(texts[at]) or any(map(_KERNEL.fullmatch, texts[at]))]
+    return tuple(at for at in keys if at <= max(named, default=-1))
 
 
 def _has_names(texts: Texts) -> bool:
@@ -673,7 +663,7 @@ def _narrowed(most: Sequence[int], choice: _Choice, width: int) -> list[int]:
     """Narrow the widest columns until the table fits, but not below their least widths."""
     sizes = [min(size, width - INDENT) for size in most]
     figures = choice.figures
-    excess = _line_width(sizes, figures) - width + (INDENT if choice.stacked else 0)
+    excess = _line_width(sizes, figures) - _room(choice.stacked, width)
     for _ in range(max(excess, 0)):
         wide = [place for place in figures if sizes[place] > choice.shrunk[place].width]
         if not wide:

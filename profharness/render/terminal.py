@@ -59,8 +59,8 @@ def render_table(
 ) -> str:
     """Render headings, aligned tables and notes, wrapped at `width`.
 
-    Tables with the same columns have the same column widths, and share a header if they follow each
-    other. If `cut` is set, fit tables to `width` with `fit_columns`. If `full` is set, show every column.
+    Tables with the same columns have the same column widths, and share a header if nothing stands
+    between them. If `cut` is set, fit tables to `width` with `fit_columns`. If `full` is set, show every column.
     """
     document = for_reading(document)
     tables = [block for block in document.blocks if isinstance(block, Table)]
@@ -105,8 +105,8 @@ def render_table(
             if isinstance(previous, Note | Table):
                 console.print()
             layout = layouts[block.columns]
-            # A table with the same columns continues the table above.
-            titled = not table_count or block.columns != tables[table_count - 1].columns
+            # A table directly below a table with the same columns continues it.
+            titled = not isinstance(previous, Table) or block.columns != previous.columns
             _print_table(console, block.columns, rows[table_count], layout, width, titled=titled)
             if table_count == last_short:
                 for line in _whole_texts(shortened, width) if full else ():
@@ -292,24 +292,16 @@ def _pair_widths(
 def _title_lines(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
     """Yield the lines with the titles.
 
-    The titles of columns on separate lines share a line. If possible, this is the first of two lines
-    of other titles.
+    The titles above the line of figures take the place of the first of two lines of other titles if
+    this has room.
     """
-    *above, last = layout.lines
-    lead = (" " * GAP).join(
-        _joined((_padded(one_line(columns[at].title), layout.widths[at], False) for at in line), 0)
-        for line in above
-    )
-    titles = list(_titles_of(columns, replace(layout, lines=((), last))))
-    room = max(map(cell_len, titles), default=0)
-    if not 0 < cell_len(lead) <= room:
-        yield from _titles_of(columns, layout)
-    elif len(titles) > 1 and not titles[0][: cell_len(lead) + GAP].strip():
-        yield f"{lead}{titles[0][cell_len(lead) :]}"
-        yield from titles[1:]
-    else:
-        yield lead
-        yield from titles
+    lines = list(_titles_of(columns, layout))
+    figures = list(_titles_of(columns, replace(layout, lines=((), layout.lines[-1]))))
+    if len(figures) > 1 and len(lines) > len(figures):
+        lead, first = lines[-3:-1]
+        if not first[: cell_len(lead) + GAP].strip():
+            lines[-3:-1] = [f"{lead}{first[cell_len(lead) :]}"]
+    yield from lines
 
 
 def _titles_of(columns: Sequence[Column], layout: Layout) -> Iterator[str]:

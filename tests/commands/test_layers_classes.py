@@ -120,7 +120,7 @@ def test_two_runs_are_compared_as_in_diff(store: dict[str, str]) -> None:
     assert table[0] == f"Runs compared  {' → '.join(names)}, median kernel time per call"
     for title in ("  median forward µs/call  ", "  speed-up", "  % of roofline"):
         assert title in table[1]
-    assert table[1].index("calls/step") < table[1].index("config") < table[1].index("ran")
+    assert table[1].index("config") < table[1].index("calls/step") < table[1].index("ran")
     for value in ("eager → cudnn", "786 → 34.8", "22.6x", "2.2 → 25.0"):
         assert value in table[2]
 

@@ -51,7 +51,7 @@ from profharness.render.fitting import (
 )
 from profharness.render.renderers import RENDERERS, render_markdown
 from profharness.render.terminal import render_table
-from profharness.rows import KernelRow
+from profharness.rows import KernelRow, RunRow
 from profharness.store import Selection, ingest_path, open_store
 from profharness.traces.kernel_names import parse_kernel_name
 from profharness.units import UNITS, common_unit, time_text
@@ -438,13 +438,14 @@ def test_a_wider_terminal_shows_no_less_of_a_kernels_name(
 ) -> None:
     """Bug: with 120 columns, details took the width that names had with 80 columns.
 
-    `block` is the least important of the columns that tell rows apart: no table shows it while it
-    hides the number of launches.
+    A grid that tells rows apart may take width from names. `block` is the least important of the
+    columns of a launch: no table shows it while it hides the number of launches.
     """
     store, runs = models
     with open_store(store) as opened:
         document = for_reading(kernels_document(opened.rows(Selection(runs[name]))[0]))
     shown: dict[str, str] = {}
+    had_grid = False
     for width in (80, 90, 100, 120, 140, 160, 200):
         (each,) = layouts(document, width, full=False)
         table, layout = each
@@ -452,9 +453,12 @@ def test_a_wider_terminal_shows_no_less_of_a_kernels_name(
         at = keys.index("kernel_short")
         cuts = layout.cuts.get(at, {})
         wider = {row[at]: cuts.get(row[at], row[at]) for row in formatted_rows(table)}
-        assert not [cut for text, cut in shown.items() if len(wider[text]) < len(cut)]
-        shown = wider if len(layout.lines) == 1 else {}  # names on their own lines are whole
         hidden = {keys[place] for place in layout.hidden}
+        has_grid = "grid" not in hidden
+        shorter = [cut for text, cut in shown.items() if len(wider[text]) < len(cut)]
+        assert not shorter or has_grid > had_grid
+        had_grid = has_grid
+        shown = wider if len(layout.lines) == 1 else {}  # names on their own lines are whole
         assert "launches" not in hidden or "block" in hidden
 
 
@@ -602,8 +606,8 @@ def test_repeated_values_get_their_own_line_before_names_are_cut() -> None:
     rows = [("all-disabled", names[0], 1000), ("all-disabled", names[1], 2000)]
     assert fitted(columns, *rows)[-3:] == [
         "all-disabled",
-        f"  {names[0]}  1.00",
-        f"  {names[1]}  2.00",
+        f"  {names[0]}     1.00",
+        f"  {names[1]}     2.00",
     ]
     # If no name is cut, each row stays on one line.
     assert fitted(columns, *rows, width=60)[1].startswith("all-disabled  one_x")
@@ -698,7 +702,7 @@ def test_modules_and_configs_of_real_traces_are_whole(
     rows = formatted_rows(table)
     layout = fit_columns(table.columns, rows, width, full=full)
     keys = [column.key for column in table.columns]
-    assert rows and len(layout.lines) <= (3 if full else 2)
+    assert rows and len(layout.lines) <= (3 if full or width == 80 else 2)
     for row in rows:
         module, config = row[keys.index("module")], row[keys.index("config")]
         assert module in text
@@ -736,34 +740,94 @@ def test_names_of_kernels_have_their_own_lines_if_most_would_be_cut() -> None:
     assert len(lines) == 2 + 13 + 1  # a few names are cut instead
 
 
-def test_only_modules_have_lines_of_their_own_if_configs_fit_beside_the_figures() -> None:
-    """Bug: `layers` had rows of three forms at 80 columns."""
-    columns = (
-        Column("m", "module", shrink=True),
-        Column("c", "config", shrink=True, importance="key"),
-        Column("t", "median µs/call", "time", importance="answer"),
-        Column("s", "calls/step", "count"),
-    )
-    configs = [f"b2-h8-{part}-fp16-layout=bshd" for part in ("s4096-d40", "sq4096-skv77-d40")]
-    rows = [(f"Unet_0.Block_{at}", config, 7_440, at) for at, config in enumerate(configs)]
-    lines = fitted(columns, *rows, width=57)
-    assert all(f"Unet_0.Block_{at}" in lines for at in range(2))
-    assert all(any(line.startswith(f"  {config}") for line in lines) for config in configs)
+MODULES = (
+    Column("m", "module", shrink=True),
+    Column("c", "config", shrink=True, importance="key"),
+    Column("s", "calls/step", "count"),
+    Column("r", "ran", importance="answer"),
+    Column("t", "median µs/call", "time", importance="answer"),
+)
 
 
-def test_other_columns_are_hidden_before_a_row_has_three_lines() -> None:
-    columns = (
-        Column("m", "module", shrink=True),
-        Column("c", "config", shrink=True, importance="key"),
-        Column("t", "µs", "time", importance="answer"),
-        Column("a", "attention"),
-    )
+def test_modules_and_configs_stand_side_by_side_above_the_figures() -> None:
+    """Bug: the config stood between the figures, and `calls/step` above the module's line."""
     rows = [
-        (f"{part}Layer_0.{part}Attention_0", f"b2-h8-s{1500 + at}-d64-fp16-scale=1", 7_440, "self")
+        ("Unet_0.Block_0", "b2-h8-s4096-d40-fp16-layout=bshd", 1, "cudnn", 7_440),
+        ("Unet_0.Block_1", "b2-h8-sq4096-skv77-d40-fp16-layout=bshd", 2, "flash", 17_440),
+    ]
+    assert fitted(MODULES, *rows, width=60) == [
+        "module          config",
+        "  calls/step  ran    median µs/call",
+        "Unet_0.Block_0  b2-h8-s4096-d40-fp16-layout=bshd",
+        "           1  cudnn            7.44",
+        "Unet_0.Block_1  b2-h8-sq4096-skv77-d40-fp16-layout=bshd",
+        "           2  flash            17.4",
+    ]
+
+
+def test_modules_and_configs_that_do_not_fit_on_one_line_take_two() -> None:
+    rows = [
+        (
+            f"{part}Layer_0.{part}Attention_0",
+            f"b2-h8-s{1500 + at}-d64-fp16-scale=1",
+            2,
+            "cudnn",
+            7_440,
+        )
         for at, part in enumerate(("Encoder", "Decoder"))
     ]
-    lines = fitted(columns, *rows, width=40)
-    assert len(lines) == 2 + 2 * len(rows) + 1 and lines[-1] == "--full also shows: attention"
+    assert fitted(MODULES, *rows, width=40)[:6] == [
+        "module",
+        "  config",
+        "  calls/step  ran    median µs/call",
+        "EncoderLayer_0.EncoderAttention_0",
+        "  b2-h8-s1500-d64-fp16-scale=1",
+        "           2  cudnn            7.44",
+    ]
+
+
+@pytest.mark.parametrize("name", ["whisper", "unet", "llama_eager", "bert_fp32"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_layers_hide_no_column_that_fits(
+    models: tuple[Path, dict[str, str]], name: str, width: int
+) -> None:
+    """Bug: tables with names above the figures hid details that fitted."""
+    store, runs = models
+    (shown,) = documents("layers", runs[name], "--store", str(store))
+    for table, layout in layouts(for_reading(shown), width, full=False):
+        if layout.hidden:  # the column that is hidden last does not fit
+            line = [*layout.lines[-1], layout.hidden[0]]
+            assert len(layout.lines) == 1
+            assert sum(layout.widths[at] + len("  ") for at in line) - len("  ") > width
+        first = [table.columns[at].key for at in layout.lines[-1]]
+        names = {*first} & {"module", "config"}
+        assert names == {*first[: len(names)]}  # figures follow names
+
+
+def test_kernels_of_a_program_have_one_line_each_at_80_columns(
+    models: tuple[Path, dict[str, str]],
+) -> None:
+    """Bug: the grid made each row two lines long."""
+    store, runs = models
+    (shown,) = documents("kernels", runs["llama_eager"], "--store", str(store))
+    ((table, layout),) = layouts(for_reading(shown), 80, full=False)
+    keys = [table.columns[at].key for at in layout.lines[0]]
+    assert keys == ["kernel_short", "launches", "duration_ns", "total_ns", "share"]
+    assert len(layout.lines) == 1 and table.columns[layout.hidden[0]].key == "grid"
+    ((table, layout),) = layouts(for_reading(shown), 120, full=False)
+    assert "grid" in [table.columns[at].key for at in layout.lines[0]]
+
+
+def test_runs_have_one_line_each_at_80_columns() -> None:
+    """Bug: the duration made each row two lines long if a GPU had a long name."""
+    columns = pick(RunRow, "name", "kind", "created", "duration_ns", "device")
+    rows = [
+        (name, "benchmark", "2026-11-26 18:31", 7_530_000, device)
+        for name, device in (("serving_bench", "H100"), ("mi250_of_a_job", "AMD Radeon Graphics"))
+    ]
+    rows += [(f"trace_of_rank_{'0' * 10}.json", *rows[0][1:])]
+    lines = fitted(columns, *rows, width=80)
+    assert len(lines) == 1 + len(rows) + 1 and lines[-1] == "--full also shows: duration"
 
 
 def test_one_line_at_the_end_names_all_that_full_adds() -> None:
@@ -1078,15 +1142,16 @@ def test_tables_with_the_same_columns_have_the_same_units() -> None:
     assert re.findall(r"^(?:attn|mlp) +(\S+)", text, re.M) == ["7.44", "744,000"]
 
 
-def test_consecutive_tables_with_the_same_columns_share_one_header() -> None:
-    """Bug: the header was repeated for each config."""
+def test_each_table_below_a_heading_or_a_text_has_a_header() -> None:
+    """Bug: tables with the same columns began with bare rows, far below their header."""
     columns = (Column("k", "kernel"), Column("t", "regs", "count"))
     first, second = (Table(columns, ((name, 7),)) for name in ("mm", "bmm"))
     other = Table((Column("m", "module"),), (("attn",),))
-    blocks = (Heading("c1"), first, Note("slow"), Heading("c2"), second, other, first)
+    blocks = (Heading("c1"), first, Note("slow"), Heading("c2"), second, first, other, first)
     lines = render_table(Document("t/1", "t", blocks, (), ())).splitlines()
     assert lines == [
-        *("c1", "kernel  regs", "mm         7", "slow.", "", "c2", "bmm        7"),
+        *("c1", "kernel  regs", "mm         7", "slow.", "", "c2", "kernel  regs", "bmm        7"),
+        *("", "mm         7"),  # continues the table above
         *("", "module", "attn", "", "kernel  regs", "mm         7"),
     ]
 

@@ -75,7 +75,7 @@ _OF_ROW = field_names(LayerRow)
 FIELDS = (_OF_ROW[0], "run_name", *_OF_ROW[1:], *FORECAST_FIELDS)
 COLUMNS = pick(
     LayerRow,
-    *("module", "calls", "program_calls", "config", "attention", "phase"),
+    *("module", "config", "calls", "program_calls", "attention", "phase"),
     *("mode", "mask", "asked"),
     *("ran", "forward_ns", "backward_ns", "share", "step_share", "site"),
 )
@@ -103,8 +103,9 @@ REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 # first columns of a table with columns for each GPU
 GPU_LAYER = (
-    *pick(LayerRow, "module", "calls", "step_phase"),
+    *pick(LayerRow, "module"),
     *(replace(each, importance="normal") for each in pick(LayerRow, "config")),
+    *pick(LayerRow, "calls", "step_phase"),
 )
 PREDICTED = (
     *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_interval"),
