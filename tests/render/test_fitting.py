@@ -812,7 +812,7 @@ def test_kernels_of_a_program_have_one_line_each_at_80_columns(
     (shown,) = documents("kernels", runs["llama_eager"], "--store", str(store))
     ((table, layout),) = layouts(for_reading(shown), 80, full=False)
     keys = [table.columns[at].key for at in layout.lines[0]]
-    assert keys == ["kernel_short", "launches", "duration_ns", "total_ns", "share"]
+    assert keys == ["kernel_short", "launches", "mean_launch_ns", "total_ns", "share"]
     assert len(layout.lines) == 1 and table.columns[layout.hidden[0]].key == "grid"
     ((table, layout),) = layouts(for_reading(shown), 120, full=False)
     assert "grid" in [table.columns[at].key for at in layout.lines[0]]

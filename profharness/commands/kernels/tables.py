@@ -85,6 +85,14 @@ OF_PROGRAM = {
     "launches": replace(
         KERNEL["launches"], meaning="number of launches in the range, such as a step"
     ),
+    "duration_ns": Column(
+        "mean_launch_ns",
+        "mean µs/launch",
+        "time",
+        importance="answer",
+        scale="launch",
+        meaning="mean time of one launch",
+    ),
     "total_ns": replace(KERNEL["total_ns"], meaning="total time of the launches in the range"),
     "share": replace(
         KERNEL["share"],
@@ -236,14 +244,18 @@ def kernels_document(
             detail = f"{where}, from its atlas"
         if foreign := bool(own) and all(row.cell is None for row in own):
             alike = f"the longest of {ranges[scope]} similar ranges" if ranges[scope] > 1 else ""
-            few = "" if full else _few(own, most)
+            kernels = [[row] for row in own] if full else _by_kernel(own)
+            kernels.sort(key=_total_ns, reverse=True)
+            few = "" if full else _few(kernels, most)
             detail = ", ".join(filter(None, (detail, alike, few)))
         blocks.append(Heading(title, detail))
         left: list[Note] = []
         if foreign:
-            own.sort(key=lambda row: -(row.total_ns or 0))
-            blocks.append(Table.of(columns, map(line, own if full else own[:most])))
-            left = _rest(own[most:])
+            listed = kernels if full else kernels[:most]
+            blocks.append(
+                Table.of(columns, [(_line_of_kernel(each), *line(each[0])) for each in listed])
+            )
+            left = _rest(kernels[most:])
             if config is None:
                 most = FEW_KERNELS
         elif own:
@@ -402,19 +414,53 @@ def _with_shares_of_trace(rows: Sequence[KernelRow]) -> Sequence[KernelRow]:
     return [replace(row, share=share) for row, share in zip(rows, shares, strict=True)]
 
 
-def _few(rows: Sequence[KernelRow], most: int) -> str:
-    """Return a text such as `the 15 longest of 46 rows, one per kernel and grid`, or "" if all are shown."""
-    whole = f"{len(rows)} rows, one per kernel and grid"
-    return f"the {most} longest of {whole}" if len(rows) > most else ""
+def _by_kernel(rows: Iterable[KernelRow]) -> list[list[KernelRow]]:
+    """Group rows that differ only in their launch configurations."""
+    groups: dict[tuple[str, str, int], list[KernelRow]] = {}
+    for row in rows:
+        groups.setdefault((row.kernel, row.profiler, row.device), []).append(row)
+    return [*groups.values()]
 
 
-def _rest(rows: Sequence[KernelRow]) -> list[Note]:
+def _total_ns(rows: Iterable[KernelRow]) -> int:
+    return sum(row.total_ns or 0 for row in rows)
+
+
+def _line_of_kernel(rows: Sequence[KernelRow]) -> dict[str, Any]:
+    """Return the values in which a line for these rows of a kernel differs from its first row."""
+    launches = sum(row.launches for row in rows)
+    known = all(row.total_ns is not None for row in rows)
+    values = {
+        "mean_launch_ns": _total_ns(rows) / launches if known and launches else None,
+        "total_ns": _total_ns(rows) if known else None,
+        "launches": launches,
+    }
+    if len(rows) == 1:
+        return values
+    keys = [column.key for column in ROW_COLUMNS]
+    differing = [key for key in keys if len({getattr(row, key) for row in rows}) > 1]
+    shares = [row.share for row in rows]
+    return {
+        **dict.fromkeys(differing, ""),
+        **values,
+        "grid": f"{len({row.grid for row in rows})} grids",
+        "share": None if None in shares else sum(filter(None, shares)),
+    }
+
+
+def _few(kernels: Sequence[object], most: int) -> str:
+    """Return a text such as `the 15 longest of 46 kernels`, or "" if all are shown."""
+    return f"the {most} longest of {len(kernels)} kernels" if len(kernels) > most else ""
+
+
+def _rest(kernels: Sequence[Sequence[KernelRow]]) -> list[Note]:
     """Return a note on kernels of a program's trace that a table omits."""
-    if not rows:
+    if not kernels:
         return []
-    time = time_text(sum(row.total_ns or 0 for row in rows))
+    rows = [*chain.from_iterable(kernels)]
     share = share_text(sum(row.share or 0 for row in rows))
-    return [Note(f"{counted(len(rows), 'more row')} {_take(len(rows))} {time} ({share})")]
+    counts = counted(len(kernels), "more kernel")
+    return [Note(f"{counts} {_take(len(kernels))} {time_text(_total_ns(rows))} ({share})")]
 
 
 def _other_ranges(rows: Sequence[KernelRow], shown: Collection[_Scope]) -> list[Note]:
