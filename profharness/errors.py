@@ -162,7 +162,8 @@ def with_count(text: str, count: int) -> str:
 class ProfharnessError(Exception):
     """Base class of all errors with a remedy in the message.
 
-    The command line prints the message and exits with `exit_code`.
+    The command line prints the message and exits with `exit_code`: 2 if the user must change the
+    input, and 1 if the machine, a tool or profharness failed.
     """
 
     exit_code = 1
@@ -225,17 +226,23 @@ class UnwritableError(CaptureError):
 
 
 class StoreError(ProfharnessError):
-    """The store is missing, was not created by profharness, or was created by a newer version."""
+    """The store is damaged, cannot be read or written, or was created by another version."""
+
+
+class NotAStoreError(StoreError):
+    """The user named a store that profharness did not create, or a folder that does not exist."""
+
+    exit_code = 2
 
 
 class NotFoundError(StoreError):
-    """The requested data, such as a run or a cell, does not exist."""
+    """The data that the user asked for, such as a run, a config or a store, does not exist."""
+
+    exit_code = 2
 
 
 class UnknownNameError(NotFoundError):
     """The user named a run, a file or an atlas that does not exist."""
-
-    exit_code = 2
 
 
 class AmbiguousNameError(UnknownNameError):

@@ -18,7 +18,7 @@ from profharness.commands._output import sentences
 from profharness.commands.diff import diff_document, show
 from profharness.commands.diff.answer import _most, diff_answer
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
-from profharness.errors import GateError, UsageError
+from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.measurements.measurements import busy_text
 from profharness.program.matching import LayerDiff, LayerSide, layer_labels, layer_names
 from profharness.render.document import FORMATS, Note
@@ -479,7 +479,7 @@ def test_a_program_and_a_capture_are_of_different_kinds(store: Path) -> None:
     run = "20261121-151544-59c7"
     for sides in (("llama_eager", run), (run, "llama_eager")):
         done = diff(store, *sides)
-        assert isinstance(done.exception, UsageError)
+        assert isinstance(done.exception, NotFoundError) and done.exception.exit_code == 2
         assert str(done.exception) == (
             "nothing to compare: llama_eager.json.gz is the trace of a program, but h200-torch2.11 "
             "is a capture of configs; compare two traces or two captures"

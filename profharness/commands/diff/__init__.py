@@ -49,12 +49,11 @@ from profharness.commands.diff.compare import (
     Side,
     backends_of,
     diff_cells,
-    differing_kinds,
     find_sides,
     nothing_compared,
 )
 from profharness.commands.kernels.tables import full_name_notes, longer_names
-from profharness.errors import GateResult, NotFoundError, UsageError, counted, join_few
+from profharness.errors import GateResult, NotFoundError, counted, join_few
 from profharness.measurements.measurements import busy_text
 from profharness.program.changes import VERDICTS, EnvChange, with_short_devices
 from profharness.program.layer_map import LayerRow
@@ -601,12 +600,11 @@ def diff(
 def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> Document:
     """Return the document that shows the diff.
 
-    Raise an error if nothing could be compared and no gate is set: UsageError if the sides are of
-    different kinds, else NotFoundError.
+    Raise NotFoundError if nothing could be compared and no gate is set.
     """
     found, sides = comparison
     if not fail_on and (reason := nothing_compared(found, sides)):
-        raise (UsageError if differing_kinds(sides) else NotFoundError)(reason)
+        raise NotFoundError(reason)
     many = len({row.config for row in found.rows}) > FEW_CONFIGS
     rows = [row for side in sides for row in side.kernels]
     cells = [each for side in sides for each in side.cells if side.backend in (None, each.backend)]
