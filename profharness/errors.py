@@ -206,14 +206,20 @@ def require_passed(results: Iterable[GateResult]) -> list[str]:
     """Return a line for each gate, which says what it checked.
 
     Raise GateError if a gate failed. The message lists the findings of all failed gates, one on
-    each line.
+    each line. A finding of several gates is listed once, below the names of these gates.
     """
     results = list(results)
-    failed = [
-        "\n  ".join([f"{result.place}:", *result.findings]) for result in results if result.findings
-    ]
-    if failed:
-        raise GateError(f"\n{GateError.label}: ".join(failed))
+    failed: dict[tuple[str, str], list[str]] = {}  # conditions by run and finding
+    for result in results:
+        for finding in result.findings:
+            failed.setdefault((result.run, finding), []).append(result.condition)
+    findings: dict[str, list[str]] = {}  # findings by the place of their gates
+    for (run, finding), conditions in failed.items():
+        place = GateResult(join_and(dict.fromkeys(conditions)), run, (), "").place
+        findings.setdefault(place, []).append(finding)
+    if findings:
+        texts = ["\n  ".join([f"{place}:", *of]) for place, of in findings.items()]
+        raise GateError(f"\n{GateError.label}: ".join(texts))
     return [f"gate passed: {result.place}: {result.passed}" for result in results]
 
 

@@ -488,6 +488,40 @@ def test_a_program_and_a_capture_are_of_different_kinds(store: Path) -> None:
     assert isinstance(gated.exception, GateError)
 
 
+@pytest.mark.parametrize(
+    "sides",
+    [
+        ("flash", "h200-torch-nsys-ncu"),
+        ("flash", "flash"),
+        ("h200-torch-nsys-ncu:flash", "h200-torch-nsys-ncu"),
+        (RUN, f"{RUN}:flash"),
+    ],
+)
+def test_a_backend_is_not_compared_with_itself(store: Path, sides: tuple[str, str]) -> None:
+    """Bug: without a second backend, flash was compared with itself, and nothing differed."""
+    refused = diff(store, *sides).exception
+    assert isinstance(refused, UsageError) and refused.exit_code == 2
+    named = RUN if RUN in sides else "h200-torch-nsys-ncu"  # the latest run
+    assert str(refused).startswith(
+        f"both sides are flash of run {named}; name a second run, or a second backend to "
+        "compare with flash, for example: profharness diff flash efficient "
+    )
+    command = str(refused).rpartition(": profharness diff ")[2]
+    assert CliRunner().invoke(cli, ["diff", *command.split()]).exit_code == 0
+
+
+def test_a_finding_of_several_gates_is_listed_once(store: Path) -> None:
+    """Bug: each gate repeated the findings that it shares with another gate."""
+    sides = ("llama_eager", "llama_compile")
+    failed = diff(store, *sides, "--fail-on", "faster,backend-changed,launches").exception
+    assert isinstance(failed, GateError)
+    lines = str(failed).splitlines()
+    assert lines[0].startswith("--fail-on faster and --fail-on backend-changed in llama_eager")
+    assert [line for line in lines if "changed, faster: eager → cudnn" in line] == [lines[1]]
+    assert lines[2].startswith("gate failed: --fail-on launches in llama_eager")
+    assert len(lines) == 4
+
+
 def test_an_unknown_side_gets_the_nearest_backend(store: Path) -> None:
     """Bug: the error for `mth` listed runs first, and did not name `math`."""
     told = str(diff(store, "flash", "mth").exception)
