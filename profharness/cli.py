@@ -179,8 +179,8 @@ def cli() -> None:
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 success, 1 error, 2 wrong usage, 3 a gate was not met, 130 interrupted by Ctrl-C,
-    143 ended by SIGTERM, 129 ended by SIGHUP.
+    Exit codes: 0 success, 1 the machine, a tool or profharness failed, 2 wrong input, 3 a gate was
+    not met, 130 interrupted by Ctrl-C, 143 ended by SIGTERM, 129 ended by SIGHUP.
     """
     _open_streams()
     _end_in_order()

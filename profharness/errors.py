@@ -162,7 +162,8 @@ def with_count(text: str, count: int) -> str:
 class ProfharnessError(Exception):
     """Base class of all errors with a remedy in the message.
 
-    The command line prints the message and exits with `exit_code`.
+    The command line prints the message and exits with `exit_code`: 2 if the user must change the
+    input, and 1 if the machine, a tool or profharness failed.
     """
 
     exit_code = 1
@@ -205,14 +206,20 @@ def require_passed(results: Iterable[GateResult]) -> list[str]:
     """Return a line for each gate, which says what it checked.
 
     Raise GateError if a gate failed. The message lists the findings of all failed gates, one on
-    each line.
+    each line. A finding of several gates is listed once, below the names of these gates.
     """
     results = list(results)
-    failed = [
-        "\n  ".join([f"{result.place}:", *result.findings]) for result in results if result.findings
-    ]
-    if failed:
-        raise GateError(f"\n{GateError.label}: ".join(failed))
+    failed: dict[tuple[str, str], list[str]] = {}  # conditions by run and finding
+    for result in results:
+        for finding in result.findings:
+            failed.setdefault((result.run, finding), []).append(result.condition)
+    findings: dict[str, list[str]] = {}  # findings by the place of their gates
+    for (run, finding), conditions in failed.items():
+        place = GateResult(join_and(dict.fromkeys(conditions)), run, (), "").place
+        findings.setdefault(place, []).append(finding)
+    if findings:
+        texts = ["\n  ".join([f"{place}:", *of]) for place, of in findings.items()]
+        raise GateError(f"\n{GateError.label}: ".join(texts))
     return [f"gate passed: {result.place}: {result.passed}" for result in results]
 
 
@@ -225,17 +232,23 @@ class UnwritableError(CaptureError):
 
 
 class StoreError(ProfharnessError):
-    """The store is missing, was not created by profharness, or was created by a newer version."""
+    """The store is damaged, cannot be read or written, or was created by another version."""
+
+
+class NotAStoreError(StoreError):
+    """The user named a store that profharness did not create, or a folder that does not exist."""
+
+    exit_code = 2
 
 
 class NotFoundError(StoreError):
-    """The requested data, such as a run or a cell, does not exist."""
+    """The data that the user asked for, such as a run, a config or a store, does not exist."""
+
+    exit_code = 2
 
 
 class UnknownNameError(NotFoundError):
     """The user named a run, a file or an atlas that does not exist."""
-
-    exit_code = 2
 
 
 class AmbiguousNameError(UnknownNameError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -33,6 +33,19 @@ between runs of the same code. WALL is for cells on a CPU.
 """
 CALL_MEASUREMENTS = tuple(name for name in MEASUREMENTS if name != KERNEL)
 """Measurements of whole calls, in the same order. KERNEL excludes the gaps between kernels."""
+
+
+def shared_measurement(
+    times: Collection[Callable[[str], object]], among: Sequence[str] = MEASUREMENTS
+) -> str | None:
+    """Return the first of the measurements `among` that all cells have, or None.
+
+    `times` contains a function for each cell, which maps a measurement to its times, such as
+    `cell.samples.get`.
+    """
+    return next((name for name in among if all(of_cell(name) for of_cell in times)), None)
+
+
 HOSTED = (EAGER, HOST, WALL)
 """Measurements that include host time."""
 SHARED_CORES = (

@@ -157,6 +157,12 @@ def test_sets_and_ranges_expand_to_their_product() -> None:
         ("2,8,512,64,kv=4", "did you mean kv_heads="),
         ("2,8,512,64,h=4", "heads is one of the four numbers at the start"),
         ("2,8,512,64,h4", "'h4' sets heads a second time"),
+        ("2,8,512,64,sq=32", "did you mean seq_q=32"),
+        ("2,8,512,64,skv=8192", "did you mean seq_kv=8192"),
+        ("2,8,512,64,kv=3", "did you mean kv_heads=3"),
+        ("4,32/8,1024,128", "'32/8' is not a number; write 4,32,1024,128,kv_heads=8$"),
+        ("4,32/8,1024,128,bf16", "write 4,32,1024,128,kv_heads=8,bf16$"),
+        ("b=2,h=8,s=512,d=64", "'b=2' is not a number; write 2, or write the whole config as a"),
         ("4,32,kv8,s2048,128", "'kv8' is not a number; write kv_heads=8 after the four numbers"),
         (
             "4,32,s2048,128,kv8",

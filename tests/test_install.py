@@ -343,7 +343,7 @@ def test_an_empty_folder_without_any_run_gets_a_remedy(
 ) -> None:
     for command in ("kernels", "runs", "report -o r.html", "serve --port 0"):
         done = installed.run(f"profharness {command}", tmp_path)
-        assert done.returncode == 1 and done.stderr.startswith("error: ")
+        assert done.returncode == 2 and done.stderr.startswith("error: ")
         assert "profharness capture" in done.stderr or "profharness ingest" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.machine import parse_release
-from profharness.errors import ProfharnessError, UsageError, printable_path
+from profharness.errors import UsageError, printable_path
 from profharness.files import atomic_file, decode_json, open_input, read_input
 from profharness.run import NOT_A_RECORD
 
@@ -515,8 +515,8 @@ def narrowed(values: Array) -> Array:
 def read_atlas(path: Path) -> Atlas:
     """Read an atlas.
 
-    Raise UsageError if the file cannot be read, is not an atlas, or has an unsupported version.
-    Raise ProfharnessError if the file was cut short, changed or forged.
+    Raise UsageError if the file cannot be read, is not an atlas, has an unsupported version, or was
+    cut short, changed or forged.
     """
     name = printable_path(path)
     try:
@@ -536,7 +536,7 @@ def read_atlas(path: Path) -> Atlas:
             machine.require_gpu_and_release(name)
             tables = _checked_tables(header["tables"])
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, *NOT_A_RECORD):
-        raise ProfharnessError(
+        raise UsageError(
             f"{name}: the header of the atlas is invalid; get a new copy of the file"
         ) from None
     if header["version"] != VERSION:
@@ -550,7 +550,7 @@ def read_atlas(path: Path) -> Atlas:
     atlas = Atlas(machine, tables, columns, name)
     for edges, column in ((atlas.starts, "kind"), (atlas.time_starts, "time_ns")):
         if edges[-1] != len(columns[column]):
-            raise ProfharnessError(
+            raise UsageError(
                 f"{name}: the lengths in the atlas are inconsistent; get a new copy of the file"
             )
     return atlas
@@ -571,12 +571,12 @@ def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...
 def _check_columns(
     arrays: Mapping[str, Array], tables: Mapping[str, tuple[Any, ...]], source: str
 ) -> None:
-    """Raise ProfharnessError if columns have different lengths or contain values out of bounds."""
+    """Raise UsageError if columns have different lengths or contain values out of bounds."""
     counts: dict[str, int] = {}
     for name, kind in COLUMNS.items():
         count = counts.setdefault(kind, len(arrays[name]))
         if arrays[name].shape != (count,) or arrays[name].dtype.kind != "i":
-            raise ProfharnessError(
+            raise UsageError(
                 f"{source}: column {name} of the atlas is invalid; get a new copy of the file"
             )
     for name, values in arrays.items():
@@ -588,13 +588,13 @@ def _check_columns(
         elif name in ("sequence", "kind"):
             least, bound = (NOTHING if name == "sequence" else 0), counts[f"{name}s"]
         if len(values) and not least <= values.min() <= values.max() < bound:
-            raise ProfharnessError(
+            raise UsageError(
                 f"{source}: column {name} of the atlas is damaged; get a new copy of the file"
             )
     for what in ("grid", "block"):
         absent = [arrays[f"{what}_{axis}"] == NOTHING for axis in "xyz"]
         if not all(np.array_equal(absent[0], other) for other in absent[1:]):
-            raise ProfharnessError(
+            raise UsageError(
                 f"{source}: a {what} in the atlas is damaged; get a new copy of the file"
             )
 
@@ -629,7 +629,7 @@ def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
     """Read the arrays of a file.
 
     `counts` contains the names of the arrays, and the maximum number of values of each array. Raise
-    OSError if the file cannot be read. Raise ProfharnessError if the file contains other or larger
+    OSError if the file cannot be read. Raise UsageError if the file contains other or larger
     arrays, or was cut short or changed.
     """
     data = read_input(path)
@@ -647,7 +647,7 @@ def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
             return {name: _read_array(archive, members[name], counts[name]) for name in members}
     except FORGED:
         text = f"{printable_path(path)}: the file is truncated or was changed; get a new copy"
-        raise ProfharnessError(text) from None
+        raise UsageError(text) from None
 
 
 def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> Array:

@@ -24,7 +24,7 @@ from profharness.atlas.data import (
 from profharness.atlas.predictions import MAX_EXAMPLES, Entry, same_machine
 from profharness.attention.config import SDPA_BACKENDS, parse_config
 from profharness.device_types import on_gpu
-from profharness.errors import NotFoundError, ProfharnessError, UsageError
+from profharness.errors import NotFoundError, UsageError
 from profharness.rows import GRAPH, CellRow, LaunchRow, preferred_profiler_rows, triple
 from profharness.store import ALL_RUNS, Store
 
@@ -37,7 +37,7 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
     """Merge atlases of one machine.
 
     If several atlases contain a cell, prefer the first result with the status `ok` or `refused`.
-    Raise UsageError if the machines differ, and ProfharnessError if results of a cell disagree.
+    Raise UsageError if the machines differ or if results of a cell disagree.
     """
     first, *others = atlases
     for other in others:
@@ -51,7 +51,7 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
     for number, later in enumerate(atlases):
         for earlier in atlases[:number]:
             if text := conflicts(earlier, later):
-                raise ProfharnessError(f"cannot merge {earlier.source} and {later.source}: {text}")
+                raise UsageError(f"cannot merge {earlier.source} and {later.source}: {text}")
     # Iterate over the atlases twice, because a list of all cells would take far more memory than
     # columns.
     cells = (
@@ -108,9 +108,7 @@ def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | No
     same = [entry for entry in entries if same_machine(entry.atlas.machine, atlas.machine)]
     for entry in same:
         if text := conflicts(entry.atlas, atlas):
-            raise ProfharnessError(
-                f"cannot add {atlas.source} to {entry.name} ({entry.origin}): {text}"
-            )
+            raise UsageError(f"cannot add {atlas.source} to {entry.name} ({entry.origin}): {text}")
     unknown = (
         cell for cell in atlas.cells() if not any(_contains(each.atlas, cell) for each in same)
     )

@@ -50,7 +50,7 @@ from profharness.attention.dispatch.predict import predict
 from profharness.device_types import CUDA
 from profharness.devices import data_sheet, find_gpu, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.errors import ProfharnessError, UsageError, printable_path
+from profharness.errors import UsageError, printable_path
 from profharness.processes import garbage_collection_off
 
 MODEL_VERSION = 3
@@ -126,7 +126,7 @@ def write_model(model: Model, path: Path) -> None:
 
 
 def read_model(path: Path) -> Model:
-    """Read a model. Raise ProfharnessError if it is damaged or has another version."""
+    """Read a model. Raise UsageError if it is damaged or has another version."""
     counts = dict.fromkeys((dtype[1:] for dtype in DTYPES), MAX_VALUES)
     arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})
     pools: list[Array] = [arrays[dtype[1:]] for dtype in DTYPES]
@@ -141,11 +141,11 @@ def read_model(path: Path) -> Model:
     try:
         model = msgspec.msgpack.decode(arrays["header"].tobytes(), type=Model, dec_hook=decode)
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError):
-        raise ProfharnessError(
+        raise UsageError(
             f"{printable_path(path)}: the model is invalid; get a new copy of the file"
         ) from None
     if model.version != MODEL_VERSION:
-        raise ProfharnessError(
+        raise UsageError(
             f"{printable_path(path)}: the model has version {model.version}, but this profharness "
             f"reads version {MODEL_VERSION}"
         )

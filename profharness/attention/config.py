@@ -553,8 +553,12 @@ def _expand(text: str) -> list[Config]:
             f"found only {len(tokens)} of the 4 numbers batch,heads,seq_len,head_dim; for example "
             f"{EXAMPLE}. {ALL_OPTIONS}"
         )
+    if match := re.fullmatch(r"(\d+)/(\d+)", tokens[1]):
+        numbers = [tokens[0], match[1], *tokens[2:4], f"kv_heads={match[2]}"]
+        written = ",".join([*numbers, *tokens[4:]])
+        raise UsageError(f"{tokens[1]!r} is not a number; write {written}")
     for token in tokens[:4]:
-        if match := _SHORT_TOKEN.fullmatch(token):
+        if match := _SHORT_TOKEN.fullmatch(token.replace("=", "", 1)):
             raise UsageError(_of_label(token, SHORT[match[1]].name, match[2]))
     positions = ("batch", "num_heads", "seq", "head_dim")
     fields: dict[str, list[Any]] = {

@@ -283,7 +283,8 @@ def emit(
 
     If `format` is None, the suffix of the file determines the format. The default is `table`. The
     charts of a Markdown file are written to separate files in the format `images` (`svg` or `png`).
-    If `full` is set, a table shows every column.
+    If `full` is set, a table shows every column. CSV and JSON Lines contain only the records, so
+    print the caveats of the document as hints.
     """
     chosen = chosen_format(format, output)
     if output is not None or chosen == "html":
@@ -310,6 +311,9 @@ def emit(
         text = render_table(document, width=width, cut=on_terminal, color=color, full=full)
     else:
         text = RENDERERS[chosen](document)
+    if chosen in ("csv", "jsonl"):  # these formats contain only the records
+        for caveat in document.extra.get("caveats", ()):
+            hint_after(sentences(caveat))
     if output is not None:
         with atomic_file(output, force=force) as file:
             file.write(text.encode())

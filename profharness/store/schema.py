@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from profharness.errors import NotFoundError, StoreError
+from profharness.errors import NotAStoreError, NotFoundError, StoreError
 from profharness.files import DEFAULT_STORE, STORE_ID, STORE_VARIABLE
 from profharness.store.tables import TABLES, VIEWS
 
@@ -151,9 +151,9 @@ def _add_rocm(db: Any) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Raise StoreError if a store cannot be created because its folder does not exist."""
+    """Raise NotAStoreError if a store cannot be created because its folder does not exist."""
     if not path.exists() and not path.parent.is_dir():
-        raise StoreError(
+        raise NotAStoreError(
             f"{path}: the folder does not exist; create it or choose another store with --store"
         )
 
@@ -346,7 +346,7 @@ def _check_header(path: Path, write: bool) -> None:
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}; {OTHER}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise StoreError(f"{path}: not a regular file; {OTHER}")
+        raise NotAStoreError(f"{path}: not a regular file; {OTHER}")
     if not os.access(path, os.R_OK):
         raise StoreError(f"{path}: cannot be read: Permission denied; {OTHER}")
     if write and status.st_nlink > 1:
@@ -368,15 +368,15 @@ def _check_header(path: Path, write: bool) -> None:
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
                 raise
-            raise StoreError(
+            raise NotAStoreError(
                 f"{path}: the file is not an SQLite file and was not changed; {OTHER}"
             ) from None
     if application != STORE_ID and (application or objects):
         raise _foreign(path)
 
 
-def _foreign(path: Path) -> StoreError:
-    return StoreError(
+def _foreign(path: Path) -> NotAStoreError:
+    return NotAStoreError(
         f"{path}: the SQLite file belongs to another program and was not changed; {OTHER}"
     )
 

@@ -59,7 +59,7 @@ def test_however_python_buffers(folder: Path, unbuffered: str) -> None:
 def test_a_stderr_that_takes_nothing_changes_no_exit_code(folder: Path, stream: str) -> None:
     assert shell(f"{RUN}runs --format json {stream}", folder).returncode == 0
     assert shell(f"{RUN}runs --no-such {stream}", folder).returncode == 2
-    assert shell(f"{RUN}kernels --run nothing {stream}", folder).returncode == 1
+    assert shell(f"{RUN}kernels --run nothing {stream}", folder).returncode == 2
 
 
 def test_all_streams_closed(folder: Path) -> None:

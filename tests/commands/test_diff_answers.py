@@ -16,9 +16,9 @@ from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands._output import sentences
 from profharness.commands.diff import diff_document, show
-from profharness.commands.diff.answer import _most, diff_answer
+from profharness.commands.diff.answer import _most, diff_caveats
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
-from profharness.errors import GateError, UsageError
+from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.measurements.measurements import busy_text
 from profharness.program.matching import LayerDiff, LayerSide, layer_labels, layer_names
 from profharness.render.document import FORMATS, Note
@@ -69,22 +69,18 @@ def test_a_diff_counts_cells_that_ran_below_as_in_the_answer(store: Path) -> Non
             ("llama_prefill", "llama_eager"),
             "llama_eager.json.gz takes 22.6 times as long as llama_prefill.json.gz in the "
             "attention forward pass (104 µs → 2.36 ms per step): attention changed from cudnn to eager in 3 calls "
-            "per step. The compared calls may have different configs (kv8 and causal only in "
-            "llama_prefill.json.gz), which a trace of eager attention does not show. The step takes "
-            "9.68 ms → 9.63 ms, and the GPU is idle for most of that time. "
-            f"{UNTOLD}",
+            "per step. The step takes 9.68 ms → 9.63 ms. llama_prefill.json.gz → llama_eager.json.gz ",
         ),
         (
             ("llama_prefill", "llama_train"),
             "The attention forward pass takes as long in llama_train.json.gz as in "
             "llama_prefill.json.gz (104 µs → 103 µs per step); every layer runs on the same backend "
-            "on both sides. The step takes 9.68 ms → 32.9 ms, and the GPU is idle for most of that "
-            f"time. {UNTOLD}",
+            "on both sides. The step takes 9.68 ms → 32.9 ms. llama_prefill.json.gz → ",
         ),
         (
             ("llama_prefill", "unet"),
             "llama_prefill.json.gz and unet.json.gz have no attention layers of equal size in common. "
-            f"{UNTOLD}",
+            "llama_prefill.json.gz → unet.json.gz ",
         ),
         (
             ("llama_train", "llama_checkpoint"),
@@ -117,8 +113,51 @@ def test_a_single_trace_without_a_version_is_named(store: Path) -> None:
     with open_store(store) as opened:
         sides = find_sides(opened, "llama_eager.json.gz", "llama_prefill.json.gz")
     known = replace(sides[1], environment={"torch": "2.11.0"})
-    last = diff_answer(diff_cells(sides[0], known))[-1]
+    last = diff_caveats(diff_cells(sides[0], known))[-1]
     assert last.endswith("llama_eager.json.gz does not record its PyTorch version.")
+
+
+def test_caveats_are_below_the_tables(store: Path) -> None:
+    """Bug: three caveats were above the table, between the sentences of the answer."""
+    sides = ("llama_prefill", "llama_eager")
+    caveats = [
+        "The compared calls may have different configs (kv8 and causal only in "
+        "llama_prefill.json.gz), which a trace of eager attention does not show.",
+        "The GPU is idle for most of the step on both sides.",
+        UNTOLD,
+    ]
+    text = " ".join(diff(store, *sides).stdout.split())
+    assert " ".join(caveats) in text.partition(" Attention by layer ")[2]
+    answer = json.loads(diff(store, *sides, "--format", "json").stdout)
+    assert answer["caveats"] == caveats and not {*caveats} & {*answer["answer"]}
+    assert caveats[1] in diff(store, *sides, "--format", "csv").stderr
+    alike = json.loads(diff(store, RUN, "flash", "cudnn", "--format", "json").stdout)
+    assert "caveats" not in alike
+
+
+def test_a_table_of_all_configs_comes_first_and_long_kernels_need_full(store: Path) -> None:
+    """Bug: `diff flash math RUN` printed 85 lines of kernels, and no table of the configs."""
+    head = "config                            median µs/call  speed-up  verdict"
+    few = diff(store, RUN, "flash", "math").stdout
+    lines = few.splitlines()
+    at = lines.index(head)
+    assert [line.split()[0] for line in lines[at + 1 : at + 5]] == [
+        "b2-h8-s512-d64-fp16",
+        "b2-h8-s1024-d64-fp16-causal-bwd",
+        "b1-h32-kv8-sq1-skv4096-d128-bf16",
+        "b2-h8-s512-d100-fp16",
+    ]
+    assert re.fullmatch(r"b2-h8-s512-d64-fp16 +13.4 → 108 +0.125x  slower", lines[at + 1])
+    assert lines[-1] == "--full also shows the kernels of each config."
+    assert len(lines) < 20 and "softmax_warp_forward" not in few
+    full = diff(store, RUN, "flash", "math", "--full").stdout
+    assert full.index("b2-h8-s512-d100-fp16 ") < full.index("softmax_warp_forward")
+    page = diff(store, RUN, "flash", "math", "--format", "md").stdout
+    assert "softmax_warp_forward" in page  # a page has no --full
+    short = diff(store, RUN, "cudnn", "efficient").stdout
+    assert short.index(head) < short.index("fmha_cutlassF_f16") and "refused" in short
+    one = diff(store, RUN, "flash", "math", "2,8,512,64").stdout
+    assert "config  " not in one and "softmax_warp_forward" in one
 
 
 @pytest.mark.parametrize(
@@ -169,16 +208,18 @@ def test_differences_of_layers_are_one_short_note(store: Path) -> None:
     with open_store(store) as opened:
         sides = find_sides(opened, "llama_eager.json.gz", "llama_compile.json.gz")
     found = diff_cells(*sides)
-    assert (
+    caveats = diff_caveats(found)
+    assert caveats[0] == (
         "The compared calls may have different configs (mask=float and mask_shape=b1qk only in "
         "llama_compile.json.gz), which a trace of eager attention does not show."
-    ) in diff_answer(found)
+    )
     notes = [
         block.text
         for block in diff_document(found).blocks
         if isinstance(block, Note) and block.level != "hint"
     ]
-    assert notes == [
+    assert tuple(notes[-3:]) == caveats
+    assert notes[:-3] == [
         "mode: - → compile; module: …LlamaAttention_{0-2} → …LlamaForCausalLM_0; config: "
         "b2-h32-s1024-d64-bf16 → …-mask=float-mask_shape=b1qk-strides…",
     ]
@@ -468,7 +509,8 @@ def test_a_refused_config_counts_once(store: Path) -> None:
         "Compared with flash in CUDA-graph replays, cudnn is faster in 3 of 4 configs (1.37 to 1.77 "
         "times as fast) and refused in 1 config. The environments are the same."
     )
-    assert re.search(r"^cudnn +refused: head_dim=100 is not a multiple of 8$", text, re.MULTILINE)
+    told = "\ncudnn  refused on b2-h8-s512-d100-fp16: head_dim=100 is not a multiple of 8\n"
+    assert told in text
     other = " ".join(diff(store, RUN, "cudnn", "flash").stdout.split())
     assert "times as long) and the only side that runs 1 config." in other
     assert "configs: 3 slower, 1 accepted " in other
@@ -479,13 +521,47 @@ def test_a_program_and_a_capture_are_of_different_kinds(store: Path) -> None:
     run = "20261121-151544-59c7"
     for sides in (("llama_eager", run), (run, "llama_eager")):
         done = diff(store, *sides)
-        assert isinstance(done.exception, UsageError)
+        assert isinstance(done.exception, NotFoundError) and done.exception.exit_code == 2
         assert str(done.exception) == (
             "nothing to compare: llama_eager.json.gz is the trace of a program, but h200-torch2.11 "
             "is a capture of configs; compare two traces or two captures"
         )
     gated = diff(store, "llama_eager", run, "--fail-on", "slower")
     assert isinstance(gated.exception, GateError)
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [
+        ("flash", "h200-torch-nsys-ncu"),
+        ("flash", "flash"),
+        ("h200-torch-nsys-ncu:flash", "h200-torch-nsys-ncu"),
+        (RUN, f"{RUN}:flash"),
+    ],
+)
+def test_a_backend_is_not_compared_with_itself(store: Path, sides: tuple[str, str]) -> None:
+    """Bug: without a second backend, flash was compared with itself, and nothing differed."""
+    refused = diff(store, *sides).exception
+    assert isinstance(refused, UsageError) and refused.exit_code == 2
+    named = RUN if RUN in sides else "h200-torch-nsys-ncu"  # the latest run
+    assert str(refused).startswith(
+        f"both sides are flash of run {named}; name a second run, or a second backend to "
+        "compare with flash, for example: profharness diff flash efficient "
+    )
+    command = str(refused).rpartition(": profharness diff ")[2]
+    assert CliRunner().invoke(cli, ["diff", *command.split()]).exit_code == 0
+
+
+def test_a_finding_of_several_gates_is_listed_once(store: Path) -> None:
+    """Bug: each gate repeated the findings that it shares with another gate."""
+    sides = ("llama_eager", "llama_compile")
+    failed = diff(store, *sides, "--fail-on", "faster,backend-changed,launches").exception
+    assert isinstance(failed, GateError)
+    lines = str(failed).splitlines()
+    assert lines[0].startswith("--fail-on faster and --fail-on backend-changed in llama_eager")
+    assert [line for line in lines if "changed, faster: eager → cudnn" in line] == [lines[1]]
+    assert lines[2].startswith("gate failed: --fail-on launches in llama_eager")
+    assert len(lines) == 4
 
 
 def test_an_unknown_side_gets_the_nearest_backend(store: Path) -> None:

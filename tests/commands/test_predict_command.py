@@ -389,6 +389,18 @@ def test_the_line_on_a_written_file_names_the_machine(tmp_path: Path) -> None:
     assert last.startswith(f"wrote {path}: NVIDIA H200, torch 2.")
 
 
+@pytest.mark.parametrize("format", ["csv", "jsonl"])
+def test_csv_tells_on_stderr_why_no_time_is_predicted(format: str) -> None:
+    """Bug: the reason was only in the JSON."""
+    asked = ("--config", "2,8,512,64", "--gpu", "H100", "--torch", "2.9", "--format")
+    result = predict(*asked, format)
+    assert result.exit_code == 0, result.output
+    (reason,) = json.loads(predict(*asked, "json").stdout)["caveats"]
+    assert reason.startswith("no time can be predicted, because there is no atlas for H100")
+    assert result.stderr.splitlines() == [f"{reason[0].upper()}{reason[1:]}."]
+    assert "no atlas" not in result.stdout
+
+
 TIMES_OF_A_CALL = ("kernel_ns", "low_ns", "high_ns", "regret")
 
 

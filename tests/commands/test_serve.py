@@ -513,7 +513,7 @@ def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) ->
     done = ended("--store", store, program=("-c", code))
     assert done.returncode == 1 and "pip install 'profharness[web]'" in done.stderr
     done = ended("--store", tmp_path / "no.db")
-    assert done.returncode == 1 and "the store does not exist" in done.stderr
+    assert done.returncode == 2 and "the store does not exist" in done.stderr
 
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": "H200", "device_type": "cuda"}

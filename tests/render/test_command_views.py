@@ -83,7 +83,7 @@ def test_messages_are_wrapped_on_a_terminal_only() -> None:
     call = [sys.executable, "-m", "profharness", "layers", "--store", "/no/store.db"]
     text, code = on_terminal(*call, stream="stderr")
     lines = text.splitlines()
-    assert code == 1 and len(lines) > 1 and max(map(len, lines)) <= 80
+    assert code == 2 and len(lines) > 1 and max(map(len, lines)) <= 80
     piped = subprocess.run(call, capture_output=True, text=True, check=False).stderr
     assert piped.splitlines() == [" ".join(lines)]
 

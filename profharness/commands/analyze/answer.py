@@ -14,12 +14,12 @@ from profharness.commands.analyze.figures import (
     PREDICTED,
     CellAnalysis,
     Remedy,
-    common_basis,
 )
 from profharness.commands.analyze.several import separate, where
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import AGAIN, basis_text, compared_by
 from profharness.program.layer_map import short_module
+from profharness.rows import shared_measurement
 from profharness.units import as_fast, time_text
 
 LIMITS = {
@@ -90,7 +90,7 @@ def _fastest(own: Sequence[CellAnalysis]) -> tuple[CellAnalysis, str | None]:
 
     A setting such as `auto` is the fastest only if the backend that it ran has no cell.
     """
-    basis = common_basis([each.figures for each in own if each.figures])
+    basis = shared_measurement([each.figures.time_of for each in own if each.figures])
 
     def time(each: CellAnalysis) -> float:
         return (each.figures and basis and each.figures.time_of(basis)) or math.inf

@@ -49,12 +49,12 @@ from profharness.program.layer_map import (
 from profharness.program.phases import Work, described_calls, mean_work
 from profharness.program.roles import AUTOGRAD, split_passes
 from profharness.rows import (
-    MEASUREMENTS,
     TORCH,
     CallKernel,
     CallRow,
     CellRow,
     KernelRow,
+    shared_measurement,
 )
 from profharness.store import ALL_RUNS, Need, Selection, open_store
 from profharness.units import as_long, time_text
@@ -176,10 +176,7 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     rivals = [rival for rival in others if rival.backend != cell.backend and rival.samples]
     # All backends must be compared by one measurement, because an eager call includes CPU time that
     # the replay of a CUDA graph does not.
-    common = (
-        name for name in MEASUREMENTS if all(each.samples.get(name) for each in (cell, *rivals))
-    )
-    basis = next(common, None)
+    basis = shared_measurement([each.samples.get for each in (cell, *rivals)])
     if basis is None or not rivals:
         return []
     times = {each.backend: median(each.samples[basis]) for each in (cell, *rivals)}

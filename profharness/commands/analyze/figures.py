@@ -44,7 +44,6 @@ from profharness.rows import (
     HOST,
     KERNEL,
     LAUNCH_PROFILERS,
-    MEASUREMENTS,
     WALL,
     CellRow,
     KernelRow,
@@ -332,12 +331,6 @@ class Figures:
 
 TIMES = {KERNEL: "kernels_ns"}
 """Maps a measurement to the field of Figures with its time. The others are `cold_ns` and so on."""
-
-
-def common_basis(cells: Sequence[Figures]) -> str | None:
-    """Return the first measurement that all cells have."""
-    names = (name for name in MEASUREMENTS if all(each.time_of(name) for each in cells))
-    return next(names, None)
 
 
 @dataclass(frozen=True, slots=True)

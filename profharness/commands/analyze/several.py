@@ -15,10 +15,10 @@ from profharness.commands.analyze.figures import (
     Figures,
     Finding,
     Remedy,
-    common_basis,
 )
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import contenders
+from profharness.rows import shared_measurement
 from profharness.units import memory_text, time_text
 
 SEVERAL = 2  # A finding is printed once for all its configs if there are at least this many.
@@ -167,7 +167,7 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
         for (run, config), group in groups.items():
             if holds(config):
                 timed = {name: figures for name, figures in group.items() if figures.basis}
-                if basis := common_basis([*timed.values()]):
+                if basis := shared_measurement([each.time_of for each in timed.values()]):
                     times = {name: each.time_of(basis) or 0 for name, each in timed.items()}
                     made += _choice(scenario, run, config, basis, times)
     for (run, config), group in groups.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
@@ -14,10 +15,12 @@ from profharness.attention.config import split_names, without_strides
 from profharness.columns import Column, columns_of, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
-from profharness.commands._output import hint
+from profharness.commands._output import chosen_format, hint
 from profharness.commands._types import (
     SIDE_OPTION,
     ConfigOrRunArguments,
+    Format,
+    OutputFile,
     PathLike,
     RunOfBackends,
     Store,
@@ -30,8 +33,10 @@ from profharness.commands.diff.answer import (
     MEASURED_BY,
     compared_calls,
     diff_answer,
+    diff_caveats,
     noun_of,
     outcome,
+    whole_calls,
 )
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
@@ -49,12 +54,11 @@ from profharness.commands.diff.compare import (
     Side,
     backends_of,
     diff_cells,
-    differing_kinds,
     find_sides,
     nothing_compared,
 )
 from profharness.commands.kernels.tables import full_name_notes, longer_names
-from profharness.errors import GateResult, NotFoundError, UsageError, counted, join_few
+from profharness.errors import GateResult, NotFoundError, counted, join_few
 from profharness.measurements.measurements import busy_text
 from profharness.program.changes import VERDICTS, EnvChange, with_short_devices
 from profharness.program.layer_map import LayerRow
@@ -96,6 +100,7 @@ SIDE = Column("side", "side", importance="key", repeat=False)  # of the phases, 
 FEW_CONFIGS = (
     3  # if more configs are compared, the kernels of those without a difference need --full
 )
+SCREEN = 40  # if the kernels of several configs take more lines, they need --full
 LABELS_SHOWN = 3  # maximum number of names in the label of a note
 # Verdicts that the table explains.
 CLEAR = frozenset({"same", "faster", "slower", "added", "removed"})
@@ -108,6 +113,8 @@ LAUNCH = tuple(
 TIME = columns_of(KernelRow)["duration_ns"]
 CALL_TIME = "median time of a call or, for kernels, of their launches in a call"
 REMOVED, ADDED, ALIKE = MARKS = ("-", "+", "=")  # before the names of kernels, as in a unified diff
+CONFIG = Column("config", "config", importance="key", shrink=True)
+BACKEND = Column("backend", "backend", importance="key", shrink=True)
 PART = Column(
     "part",
     "role, kernel",
@@ -148,13 +155,19 @@ COMPOSITE = {
 
 
 def diff_document(
-    diff: Diff, *, full: bool = False, changed_first: bool = False, busy: str | None = None
+    diff: Diff,
+    *,
+    full: bool = False,
+    changed_first: bool = False,
+    folded: bool = False,
+    busy: str | None = None,
 ) -> Document:
     """Return the document of `diff`.
 
     Kernels that only differ in their times share a row. If `full` is set, show all rows and the full
     names of the kernels. If `changed_first` is set, list configs without differences
-    at the end, one per line. `busy` is a warning that the times are unreliable.
+    at the end, one per line. If `folded` is set, leave out the kernels of several configs if they
+    take more than a screen. `busy` is a warning that the times are unreliable.
     """
     counts = _counts(diff)
     hidden = bool(diff.layers) and not full
@@ -179,17 +192,29 @@ def diff_document(
         for key, rows in groups.items()
         if all(row.verdict == "same" and not row.changed for row in rows) and key not in costs
     ]
-    for key, rows in groups.items():
-        if not hidden and (not changed_first or key not in same):
-            blocks += _config_blocks(rows, costs.get(key, ()), full, names)
-    if not hidden and not full and any(map(_ran_on_one_side, groups.values())):
-        blocks.append(More("the kernels of configs that only one side runs"))
-    if hidden and diff.rows:
-        blocks.append(More(f"a comparison of all kernels of the traces ({counts})"))
-    # With --full, the notes of the configs contain this text.
-    if not hidden and not full:
-        used = {row.reasons[0] for row in diff.rows if row.composite}
+    shown = {} if hidden else groups
+    if changed_first:
+        shown = {key: rows for key, rows in shown.items() if key not in same}
+    details = [
+        block
+        for key, rows in shown.items()
+        for block in _config_blocks(rows, costs.get(key, ()), full, names)
+    ]
+    calls = [] if diff.layers else [row for row in whole_calls(diff) if pair(row) in shown]
+    if len(calls) > 1:
+        blocks.append(_calls_table(calls))
+    if folded and len(calls) > 1 and _height(details) > SCREEN:
+        blocks += _call_notes(calls)
+        blocks.append(More(f"the kernels of each {noun_of(calls)}"))
+    elif not hidden:
+        blocks += details
+        if not full and any(map(_ran_on_one_side, groups.values())):
+            blocks.append(More("the kernels of configs that only one side runs"))
+        # With --full, the notes of the configs contain this text.
+        used = () if full else {row.reasons[0] for row in diff.rows if row.composite}
         blocks += (Note(text) for reason, text in COMPOSITE.items() if reason in used)
+    elif diff.rows:
+        blocks.append(More(f"a comparison of all kernels of the traces ({counts})"))
     if full:
         blocks += full_name_notes(kernels, names)
     if changed_first and same and not hidden:
@@ -206,6 +231,8 @@ def diff_document(
             alike.setdefault(config, []).append(_backends(*backends))
         blocks += [Note(", ".join(texts), config) for config, texts in alike.items()]
         blocks.append(More("a comparison of the kernels of configs that show no difference"))
+    caveats = diff_caveats(diff)
+    blocks += map(Note, caveats)
     plain = diff.to_json()
     return Document(
         answer=diff_answer(diff, busy),
@@ -214,7 +241,60 @@ def diff_document(
         blocks=tuple(blocks),
         fields=FIELDS,
         records=tuple(plain["rows"]),
-        extra={key: value for key, value in plain.items() if key not in ("schema", "rows")},
+        extra={key: value for key, value in plain.items() if key not in ("schema", "rows")}
+        | ({"caveats": list(caveats)} if caveats else {}),
+    )
+
+
+def _calls_table(calls: Sequence[DiffRow]) -> Table:
+    """Return a table with the times of each call on both sides."""
+    several = noun_of(calls) == "cell"
+    bases = {row.basis for row in calls if row.basis}
+    columns = (
+        CONFIG,
+        *((BACKEND,) if several else ()),
+        *(pick(DiffRow, "basis") if len(bases) > 1 else ()),
+        replace(TIME, title="median µs/call", meaning=CALL_TIME),
+        *pick(DiffRow, "speedup", "verdict"),
+    )
+    lines = []
+    for row in calls:
+        ended = [status for _, status, _ in _endings(row)]
+        lines.append(
+            {
+                "backend": _backends(row.backend_baseline, row.backend_candidate),
+                "duration_ns": (row.baseline_ns, row.candidate_ns),
+                # Both sides may have refused the config.
+                "verdict": ended[0] if ended and len({*ended}) == 1 else outcome(row),
+            }
+        )
+    return Table.of(columns, zip(lines, calls, strict=True))
+
+
+def _call_notes(calls: Sequence[DiffRow]) -> Iterator[Note]:
+    """Yield why calls did not run, and why their times cannot be compared, each with the configs."""
+    ended: dict[tuple[str, str, str], list[str]] = {}
+    doubts: dict[str, list[str]] = {}
+    for row in calls:
+        for label, status, reason in _endings(row):
+            if status != "ok":
+                ended.setdefault((status, reason, label), []).append(row.config)
+        if row.role != "status" and row.verdict not in CLEAR:
+            doubts.setdefault("; ".join(row.reasons), []).append(row.config)
+    every = len({row.config for row in calls})
+    for key, configs in ended.items():
+        where = configs[0] if len(configs) == 1 else f"{len(configs)} of {every} configs"
+        yield status_note(*key, where=f" on {where}")
+    for text, configs in doubts.items():
+        yield Note(shown_note(Note(text)).text, join_few(configs, LABELS_SHOWN), "warning")
+
+
+def _height(blocks: Sequence[Block]) -> int:
+    """Return the number of lines that blocks take at least. A heading has a blank line above it."""
+    heights = {Heading: 2, Note: 1}
+    return sum(
+        len(block.rows) if isinstance(block, Table) else heights.get(type(block), 0)
+        for block in blocks
     )
 
 
@@ -385,16 +465,25 @@ def _ran_on_one_side(rows: Sequence[DiffRow]) -> bool:
 
 def _ending_notes(row: DiffRow) -> Iterator[Note]:
     """Yield why a call did not run on a side, and its time on the side on which it ran."""
-    backends = row.backend_baseline, row.backend_candidate
-    labels = SIDES if backends[0] == backends[1] else map(str, backends)
     times = row.baseline_ns, row.candidate_ns
-    for label, text, time_ns in zip(labels, row.endings, times, strict=True):
-        _, status, *reason = text.split(": ", 2)
+    for (label, status, reason), time_ns in zip(_endings(row), times, strict=True):
         if status != "ok":
-            yield status_note(status, "".join(reason), label)
+            yield status_note(status, reason, label)
         elif time_ns is not None:
             measured = MEASURED_BY.get(row.basis or "", "")
             yield Note(f"{time_text(time_ns)} per call{measured}", label)
+
+
+def _endings(row: DiffRow) -> Iterator[tuple[str, str, str]]:
+    """Yield the backend or the side, the status and the reason of both sides of a call.
+
+    Yield nothing if the call ran on both sides.
+    """
+    backends = row.backend_baseline, row.backend_candidate
+    labels = SIDES if backends[0] == backends[1] else map(str, backends)
+    for label, text in zip(labels, row.endings, strict=bool(row.endings)):
+        _, status, *reason = text.split(": ", 2)
+        yield label, status, "".join(reason)
 
 
 def _reason_notes(rows: Sequence[DiffRow], full: bool) -> Iterator[Note]:
@@ -598,20 +687,28 @@ def diff(
 
 
 @document(diff)
-def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> Document:
-    """Return the document that shows the diff.
+def show(
+    comparison: Comparison,
+    *,
+    fail_on: FailOn = (),
+    full: Full = False,
+    format: Format = None,
+    output: OutputFile = None,
+) -> Document:
+    """Return the document that shows the diff. Only a table leaves out kernels.
 
-    Raise an error if nothing could be compared and no gate is set: UsageError if the sides are of
-    different kinds, else NotFoundError.
+    Raise NotFoundError if nothing could be compared and no gate is set.
     """
     found, sides = comparison
     if not fail_on and (reason := nothing_compared(found, sides)):
-        raise (UsageError if differing_kinds(sides) else NotFoundError)(reason)
+        raise NotFoundError(reason)
     many = len({row.config for row in found.rows}) > FEW_CONFIGS
     rows = [row for side in sides for row in side.kernels]
     cells = [each for side in sides for each in side.cells if side.backend in (None, each.backend)]
     busy = busy_text(rows, cells)
-    return diff_document(found, full=full, changed_first=many and not full, busy=busy)
+    short = not full and chosen_format(format, None if output is None else Path(output)) == "table"
+    first = many and not full
+    return diff_document(found, full=full, changed_first=first, folded=short, busy=busy)
 
 
 @gate(diff)

@@ -18,6 +18,7 @@ from profharness.commands.diff.compare import (
     Cost,
     Diff,
     DiffRow,
+    StepTime,
 )
 from profharness.errors import counted, join_and
 from profharness.measurements.measurements import AGAIN
@@ -64,6 +65,27 @@ def diff_answer(diff: Diff, busy: str | None = None) -> tuple[str, ...]:
     return (*texts, *_environment(diff))
 
 
+def diff_caveats(diff: Diff) -> tuple[str, ...]:
+    """Return sentences about what the traces do not show, and about what limits the answer."""
+    before, after = _names(diff)
+    hidden = _only_in([row for row in _timed(diff.layers) if _has_eager(row)], before, after)
+    texts = []
+    if hidden:
+        # Such a trace shows neither the mask nor the number of key heads.
+        texts.append(
+            f"The compared calls may have different configs ({hidden}), which a trace of eager "
+            "attention does not show."
+        )
+    steps = [] if diff.phases else _compared_steps(diff)
+    if steps and all(0 < step.median_busy_ns < IDLE * step.median_ns for step in steps):
+        texts.append(f"The GPU is idle for most of the {_step_words(steps)} on both sides.")
+    return (*texts, *_unknown_environment(diff))
+
+
+def _timed(rows: Sequence[LayerDiff]) -> list[LayerDiff]:
+    return [row for row in rows if row.baseline and row.candidate and row.ratio is not None]
+
+
 def _names(diff: Diff) -> tuple[str, str]:
     """Return short names of both sides. Omit the run if both sides are backends of one run."""
     before, after = diff.names
@@ -78,7 +100,7 @@ def _layers(diff: Diff, rows: Sequence[LayerDiff], lead: str = "") -> Iterator[s
     """Yield sentences about layers. The first sentence begins with `lead`."""
     before, after = _names(diff)
     both = [row for row in rows if row.baseline and row.candidate]
-    timed = [row for row in both if row.ratio is not None]
+    timed = _timed(rows)
     # If only one side computes a forward pass again, that takes a part of its attention time.
     again = [row for row in rows if row.direction == "recompute" and row not in both]
     if not both:
@@ -108,7 +130,9 @@ def _layers(diff: Diff, rows: Sequence[LayerDiff], lead: str = "") -> Iterator[s
         text = f"the times of {before} and {after} cannot be compared"
     changes = (*_backend_changes(both), *_mode_changes(both, (before, after)))
     yield _joined(lead, f"{text}{''.join(changes)}.")
-    yield from _other_work(timed, before, after)
+    seen = [row for row in timed if not _has_eager(row)]
+    if text := _only_in(seen, before, after):
+        yield f"The compared calls have different configs ({text})."
     yield from _recomputed(again, before, after)
     unmatched = [row for row in rows if row not in again]
     gone = sum(row.candidate is None for row in unmatched)
@@ -141,22 +165,11 @@ def _recomputed(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[
             )
 
 
-def _other_work(rows: Sequence[LayerDiff], before: str, after: str) -> Iterator[str]:
-    """Yield a sentence if compared calls have, or may have, different configs. Ignore layouts."""
-    eager = [row for row in rows if _has_eager(row)]
-    others = [row for row in rows if row not in eager]
-    if text := _only_in(others, before, after):
-        yield f"The compared calls have different configs ({text})."
-    if text := _only_in(eager, before, after):
-        # Such a trace shows neither the mask nor the number of key heads.
-        yield (
-            f"The compared calls may have different configs ({text}), which a trace of eager "
-            "attention does not show."
-        )
-
-
 def _only_in(rows: Sequence[LayerDiff], before: str, after: str) -> str:
-    """Return the parts of the configs that only one side has, such as `causal only in a.json.gz`."""
+    """Return the parts of the configs that only one side has, such as `causal only in a.json.gz`.
+
+    Ignore layouts.
+    """
     found: dict[str, dict[str, None]] = {before: {}, after: {}}
     for row in rows:
         for name, own in zip(found, _config_differences(row), strict=True):
@@ -184,17 +197,24 @@ def _compared(label: str) -> str:
     return replace(parse_config(label).contiguous(), bwd=False).label
 
 
-def _steps(diff: Diff) -> Iterator[str]:
-    """Yield a sentence on the time of the step on both sides, and on whether the GPU is mostly idle."""
+def _compared_steps(diff: Diff) -> Sequence[StepTime]:
+    """Return the steps of both sides, or nothing if they cannot be compared."""
     shared = any(row.baseline and row.candidate for row in diff.layers)
-    if not shared or len({step.whole_trace for step in diff.steps}) != 1:
-        return
-    before, after = (time_text(step.median_ns) for step in diff.steps)
-    what = "whole trace" if diff.steps[0].whole_trace else "step"
-    what = "median step" if any(step.steps > 1 for step in diff.steps) else what
-    idle = all(0 < step.median_busy_ns < IDLE * step.median_ns for step in diff.steps)
-    why = ", and the GPU is idle for most of that time" if idle else ""
-    yield f"The {what} takes {before} → {after}{why}."
+    alike = len({step.whole_trace for step in diff.steps}) == 1
+    return diff.steps if shared and alike else ()
+
+
+def _step_words(steps: Sequence[StepTime]) -> str:
+    if any(step.steps > 1 for step in steps):
+        return "median step"
+    return "whole trace" if steps[0].whole_trace else "step"
+
+
+def _steps(diff: Diff) -> Iterator[str]:
+    """Yield a sentence on the time of the step on both sides."""
+    if steps := _compared_steps(diff):
+        before, after = (time_text(step.median_ns) for step in steps)
+        yield f"The {_step_words(steps)} takes {before} → {after}."
 
 
 def _phases(diff: Diff) -> Iterator[str]:
@@ -276,7 +296,7 @@ def _mode_changes(rows: Sequence[LayerDiff], names: tuple[str, str]) -> Iterator
 
 def _cells(diff: Diff) -> Iterator[str]:
     before, after = _names(diff)
-    every = list(_of_whole_calls(diff))
+    every = list(whole_calls(diff))
     rows = compared_calls(diff)
     noun = noun_of(rows)
     if rows:
@@ -307,7 +327,7 @@ def _most(costs: Sequence[Cost]) -> str:
 
 def compared_calls(diff: Diff) -> list[DiffRow]:
     """Return one row per config and pair of backends, except for those that both sides refuse."""
-    rows = _of_whole_calls(diff)
+    rows = whole_calls(diff)
     return [row for row in rows if row.role != "status" or row.verdict != "same"]
 
 
@@ -322,7 +342,7 @@ def noun_of(rows: Sequence[DiffRow]) -> str:
     return "config" if len({row.config for row in rows}) == len(rows) else "cell"
 
 
-def _of_whole_calls(diff: Diff) -> Iterator[DiffRow]:
+def whole_calls(diff: Diff) -> Iterator[DiffRow]:
     """Yield one row per config and pair of backends.
 
     Prefer the row that compares the whole call, unless its times are unusable.
@@ -393,6 +413,10 @@ def _environment(diff: Diff) -> Iterator[str]:
         yield f"The environments differ in {join_and(names)}."
     elif diff.environment_told:
         yield "The environments are the same."
+
+
+def _unknown_environment(diff: Diff) -> Iterator[str]:
+    """Yield a sentence if a side did not record its whole environment."""
     if not diff.environment_told:
         lead = (
             "The environments may also differ in other ways"

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from profharness import stats
-from profharness.attention.config import Config, setting_name
+from profharness.attention.config import Config, in_usual_order, pytorch_chooses, setting_name
 from profharness.columns import SPEED_UP, column
 from profharness.commands._answers import cell_reason
 from profharness.device_types import CPU
@@ -31,6 +31,7 @@ from profharness.errors import (
     join_few,
     near_names,
 )
+from profharness.files import shell_command
 from profharness.measurements.measurements import (
     AGAIN,
     busy_text,
@@ -62,6 +63,7 @@ from profharness.rows import (
     CellRow,
     KernelRow,
     StepRow,
+    shared_measurement,
 )
 from profharness.store import Need, Selection, Store
 from profharness.traces.kernel_names import parse_kernel_name
@@ -379,7 +381,7 @@ def find_sides(
     A backend without a run selects the latest run that has all named backends and configs.
     `latest` selects the newest run with kernels. If no run has kernels, `latest` selects the newest
     run with times, or else the newest run with attention calls. Raise NotFoundError if no run
-    matches.
+    matches, and UsageError if one side is a part of the other side.
     """
     parts = (text.rpartition(":") for text in (baseline, candidate))
     # The store has the canonical names of sets and orders of backends, such as `flash+math`.
@@ -396,17 +398,16 @@ def _find_sides(
     stored = store.backends()
     names = [text for text in dict.fromkeys(texts) if text in stored]
     run = _run_of(store, configs, names, need) if names else None
-    sides = []
+    parts: list[tuple[str, str | None]] = []
     for text in texts:
         ref, colon, backend = text.partition(":")
         if run is not None and text in names:
-            sides.append(_side(store, run, text, configs))
+            parts.append((run, text))
         elif colon:
-            found = store.find_run(Selection(ref, configs, (backend,)), need)
-            sides.append(_side(store, found, backend, configs))
+            parts.append((store.find_run(Selection(ref, configs, (backend,)), need), backend))
         else:
             try:
-                found = store.find_run(Selection(text, configs), need)
+                parts.append((store.find_run(Selection(text, configs), need), None))
             except AmbiguousNameError:
                 raise
             except UnknownNameError as error:
@@ -414,8 +415,29 @@ def _find_sides(
                 raise UnknownNameError(
                     f"{text!r} is not a stored backend ({_known(text, stored)}); {error}"
                 ) from None
-            sides.append(_side(store, found, None, configs))
-    return sides[0], sides[1]
+    baseline, candidate = (_side(store, *part, configs) for part in parts)
+    _require_two_parts(store, parts)
+    return baseline, candidate
+
+
+def _require_two_parts(store: Store, parts: Sequence[tuple[str, str | None]]) -> None:
+    """Raise UsageError if both sides would be the same backend of the same run.
+
+    A side without a backend uses the backend of the other side.
+    """
+    runs, backends = ({*values} - {None} for values in zip(*parts, strict=True))
+    if len(runs) != 1 or len(backends) != 1:
+        return
+    (run,), (backend,) = runs, backends
+    name = store.run_reference(run)
+    others = in_usual_order({cell.backend for cell in store.cells(run)} - {backend})
+    # If PyTorch chooses the backend, it may choose the same one.
+    others.sort(key=pytorch_chooses)
+    remedy = "name a second run"
+    if others:
+        command = shell_command("diff", backend, others[0], name, store=store.path)
+        remedy += f", or a second backend to compare with {backend}, for example: {command}"
+    raise UsageError(f"both sides are {backend} of run {name}; {remedy}")
 
 
 def _known(text: str, stored: Sequence[str]) -> str:
@@ -896,9 +918,8 @@ def _status_or_call(
 
 
 def _call_measurement(cells: Sequence[CellRow]) -> str | None:
-    """Return the first measurement in CALL_MEASUREMENTS that all cells have, or None."""
-    shared = (name for name in CALL_MEASUREMENTS if all(cell.samples.get(name) for cell in cells))
-    return next(shared, None)
+    """Return the first measurement of whole calls that all cells have, or None."""
+    return shared_measurement([cell.samples.get for cell in cells], CALL_MEASUREMENTS)
 
 
 def _timed_row(

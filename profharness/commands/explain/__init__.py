@@ -106,7 +106,14 @@ from profharness.measurements.agreement import (
     replacement_text,
 )
 from profharness.render.document import Block, Code, Document, Note
-from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow, Refusal
+from profharness.rows import (
+    CALL_MEASUREMENTS,
+    NAIVE_COMPILED,
+    CellRow,
+    KernelRow,
+    Refusal,
+    shared_measurement,
+)
 from profharness.run import CaptureOptions, Protocol, gpu_names, require_distinct
 from profharness.store import frame
 
@@ -214,12 +221,12 @@ class _StoredCells:
         pairs.sort(key=lambda pair: pair[0].run != pair[1].run)
         for old, new in pairs:
             devices = {device_name(self.environment(cell.run)) for cell in (old, new)}
-            for name in CALL_MEASUREMENTS if len(devices) == 1 else ():
-                if old.samples.get(name) and new.samples.get(name):
-                    gain = median(old.samples[name]) / median(new.samples[name])
-                    runs = dict.fromkeys(self.store.run_name(cell.run) for cell in (old, new))
-                    where = f"run{'s' if len(runs) > 1 else ''} {join_and(runs)}"
-                    return replace(advice, gain=gain, gain_source=f"{name} median in {where}")
+            name = shared_measurement([old.samples.get, new.samples.get], CALL_MEASUREMENTS)
+            if name and len(devices) == 1:
+                gain = median(old.samples[name]) / median(new.samples[name])
+                runs = dict.fromkeys(self.store.run_name(cell.run) for cell in (old, new))
+                where = f"run{'s' if len(runs) > 1 else ''} {join_and(runs)}"
+                return replace(advice, gain=gain, gain_source=f"{name} median in {where}")
         return advice
 
 
