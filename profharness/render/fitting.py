@@ -133,7 +133,7 @@ def fit_columns(
     MOST_CUT of the names would be cut, the texts that rows repeat, or else all names, have lines of
     their own above the figures. Before texts are shortened, also print the other texts above the
     table that all rows share, even the name of the rows. A column without which two rows look alike
-    is never hidden. If `full` is set, hide
+    is never hidden, except for a grid that would cost each row a line. If `full` is set, hide
     nothing. Instead, continue texts on further lines. If that is not enough, print the table as blocks
     of columns, the most important columns first, and shorten only long texts that identify the rows.
     Print a single row, and rows that do not fit into blocks either, as lists of names and values.
@@ -152,12 +152,18 @@ def fit_columns(
 def _best_layout(
     columns: Sequence[Column], rows: Sequence[Texts], width: int, starts: Collection[int]
 ) -> Layout:
-    """Return the best layout that shows the columns without which rows look alike."""
+    """Return the best layout that shows the columns without which rows look alike.
+
+    A grid is not worth another line for each row.
+    """
     own = list(columns)
     layout = _least_lacking_layout(own, rows, width)
     while (place := _distinguishing(own, rows, layout, starts)) is not None:
         own[place] = replace(own[place], importance="key")
-        layout = _least_lacking_layout(own, rows, width)
+        other = _least_lacking_layout(own, rows, width)
+        if own[place].right and len(other.lines) > len(layout.lines):
+            break
+        layout = other
     return layout
 
 
@@ -223,9 +229,12 @@ def _distinguishing(
     """Return the first hidden column with texts that distinguish rows which look alike without it.
 
     A shortened text does not count, because the part that differs may be missing. Figures do not
-    count either, because they do not identify a row. Rows of different tables need not differ.
+    count either, because they do not identify a row, except for the grid of a kernel. Rows of
+    different tables need not differ.
     """
-    texts = [at for at, column in enumerate(columns) if not column.right]
+    every = range(len(columns))
+    grids = [at for at in every if columns[at].format == "triple" and not columns[at].spare]
+    texts = [*(at for at in every if not columns[at].right), *grids]
     found: set[int] = set()
     seen: dict[Texts, Texts] = {}
     for number, row in enumerate(_repeated(columns, rows)):

@@ -70,7 +70,7 @@ def test_what_a_stored_run_does_not_have_is_told(
     folder: Path, arguments: tuple[str, ...], text: str
 ) -> None:
     done = bench(folder, "--run", "latest", *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert text in done.stderr
 
 

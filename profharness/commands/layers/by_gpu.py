@@ -158,7 +158,7 @@ def find_layers_by_gpu(
     errors: dict[str, NotFoundError] = {}
     for run in runs:
         try:
-            maps.append(find_layers(store, run, torch=torch))
+            maps.append(find_layers(store, run, torch=torch, assume=assumed_release))
         except NotFoundError as error:
             errors[store.run_name(run)] = error
     if not maps:
@@ -420,6 +420,8 @@ def overview_blocks(answer: LayersByGpu) -> Iterator[Block]:
             Note(text, "" if text == left_out else each.layers.name, "warning")
             for each in answer.classes
             for text in each.layers.caveats
+            if text
+            != each.layers.assumed  # the overview has no reasons, which depend on the release
         ]
     )
 

@@ -160,9 +160,8 @@ def layers_document(layers: LayerMap, *, full: bool = False, of_several: bool = 
     if change and change.why_unknown and change.saves is None:
         blocks.append(Note(f"The saving is not predicted, because {change.why_unknown}."))
     faster: tuple[str, ...] = ()
-    ways: list[tuple[Explanation, Way]] = []
+    ways = faster_changes(layers) if _forecast_of_same_gpu(layers) else []
     if not of_several and _forecast_of_same_gpu(layers):
-        ways = faster_changes(layers)
         faster, hints = faster_change(layers, ways, change)
         blocks += hints
     if not of_several and not layers.forecasts:
