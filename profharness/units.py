@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 UNITS = {"µs": 1e3, "ms": 1e6, "s": 1e9}
 """Maps each unit of time to its length in ns. A time has the largest unit in which it is 1 or more."""
@@ -35,7 +34,7 @@ def time_figure(ns: float, unit: str = "") -> str:
     if not ns or not math.isfinite(ns):
         return f"{ns:g}"
     size = UNITS[unit or time_unit(ns)]
-    value = shown_time(ns) / size
+    value = float(f"{ns:.3g}") / size
     most = round(math.log10(size))  # decimals of a nanosecond
     if abs(ns) < 0.5:
         return f"<{10.0**-most:.{most}f}"
@@ -46,42 +45,6 @@ def time_figure(ns: float, unit: str = "") -> str:
 def time_text(ns: float) -> str:
     """Format a time with its unit: `7.44 µs`, `724 µs` or `9.63 ms`."""
     return f"{time_figure(ns)} {time_unit(ns)}"
-
-
-_TIME = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?) (µs|ms|s)(?![\w/])")
-_NEXT_SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Za-z])")
-
-
-def shown_time(ns: float) -> float:
-    """Return a time as it is shown, that is, with three significant figures."""
-    return float(f"{ns:.3g}")
-
-
-def in_units_of(text: str, units: Mapping[float, str]) -> str:
-    """Return a text whose sentences have the units of the columns with the same times.
-
-    `units` maps the times in columns (see `shown_time`) to the units of the columns. If a column
-    shows 837 µs as 0.837 ms, all times in µs of a sentence with this time are converted to ms.
-    """
-    return " ".join(_sentence_in_units(each, units) for each in _NEXT_SENTENCE.split(text))
-
-
-def _sentence_in_units(sentence: str, units: Mapping[float, str]) -> str:
-    unit_of: dict[str, str] = {}
-    for found in _TIME.finditer(sentence):
-        if (time := _parsed_time(found)) in units:
-            unit_of.setdefault(found[2], units[time])
-
-    def converted(found: re.Match[str]) -> str:
-        unit = unit_of.get(found[2], found[2])
-        same = unit == found[2]
-        return found[0] if same else f"{time_figure(_parsed_time(found), unit)} {unit}"
-
-    return _TIME.sub(converted, sentence)
-
-
-def _parsed_time(found: re.Match[str]) -> float:
-    return shown_time(float(found[1].replace(",", "")) * UNITS[found[2]])
 
 
 def share_figure(share: float) -> str:

@@ -18,12 +18,10 @@ from profharness.render.colors import STYLES
 from profharness.units import (
     UNITS,
     common_unit,
-    in_units_of,
     memory_figure,
     rate_figure,
     ratio_text,
     share_figure,
-    shown_time,
     time_figure,
     time_text,
 )
@@ -457,8 +455,8 @@ def for_reading(document: Document) -> Document:
 def with_time_units(document: Document) -> Document:
     """Return the document with one unit for all times of a column, which the title names.
 
-    Tables with the same columns, and columns with the same scale, have the same unit. A sentence
-    with a time of a column has the unit of the column. Renderers for people call this function.
+    Tables with the same columns, and columns with the same scale, have the same unit. Renderers for
+    people call this function.
     """
     tables = [block for block in document.blocks if isinstance(block, Table)]
     times: dict[tuple[Column, ...], dict[str, list[float]]] = {}
@@ -469,35 +467,11 @@ def with_time_units(document: Document) -> Document:
                 column = own.setdefault(scale, [])
                 column.extend(time for row in table.rows for time in _times_of(row[place]))
     shown = {columns: _columns_in_units(columns, own) for columns, own in times.items()}
-    units = _units_of_times(tables, shown)
     blocks = (
-        replace(block, columns=shown[block.columns])
-        if isinstance(block, Table)
-        else replace(block, text=in_units_of(block.text, units))
-        if isinstance(block, Note)
-        else block
+        replace(block, columns=shown[block.columns]) if isinstance(block, Table) else block
         for block in document.blocks
     )
-    answer = tuple(in_units_of(text, units) for text in document.answer)
-    return replace(document, blocks=tuple(blocks), answer=answer)
-
-
-def _units_of_times(
-    tables: Sequence[Table], shown: Mapping[tuple[Column, ...], tuple[Column, ...]]
-) -> dict[float, str]:
-    """Map the times in tables to the units of their columns, given the columns in their units.
-
-    If columns with different units have the same time, that of the first table counts.
-    """
-    units: dict[float, str] = {}
-    for table in tables:
-        for place, column in enumerate(shown[table.columns]):
-            kind, _, unit = column.format.partition(" ")
-            if kind in ("time", "interval") and unit:
-                for row in table.rows:
-                    for time in _times_of(row[place]):
-                        units.setdefault(shown_time(time), unit)
-    return units
+    return replace(document, blocks=tuple(blocks))
 
 
 def _scales(columns: Sequence[Column]) -> list[str | None]:

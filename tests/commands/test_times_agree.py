@@ -36,7 +36,6 @@ from profharness.units import (
     as_fast,
     as_long,
     by_how_much,
-    in_units_of,
     memory_text,
     rate_figure,
     ratio_text,
@@ -96,8 +95,8 @@ def texts_of(table: Table) -> Iterator[str]:
             unit = own or unit
             for each in re.split(" → | to ", cell.rstrip("*?").removeprefix("at least ")):
                 is_time = column.format.startswith(("time ", "interval ")) and each[0].isdigit()
-                # Bug: a sentence had the time's own unit, not that of the column.
-                yield f"{each} {unit}" if is_time else each
+                # A sentence has the time's own unit, and a column has the unit of its longest time.
+                yield time_text(ns_of(f"{each} {unit}")) if is_time else each
 
 
 def shown_by(*words: str) -> Shown:
@@ -264,20 +263,3 @@ def test_a_slowdown_has_no_exponent_and_is_not_vanishing() -> None:
     assert by_how_much(1 / 1.996) == "2.00 times as long"
     assert by_how_much(0.99999) == "1.00 times as fast"
     assert time_text(0.4) == "<0.001 µs"
-
-
-def test_a_sentence_has_the_unit_of_the_column_with_its_time() -> None:
-    """Bug: the answer said 837 µs, and the column in ms 0.837."""
-    words = ("4,32,2048,128,bf16,mask=bool", *GPU, "--torch", "2.11")
-    document = document_of("explain", *words)
-    text = " ".join(for_reading(document).answer)
-    assert "run cudnn in 0.837 ms (0.681 ms to 1.03 ms)" in text
-    assert "takes 0.268 ms instead of 0.837 ms per call" in text
-    assert "µs" not in text
-    units = {482e3: "µs", 837e3: "ms", 2_360e3: "µs"}
-    kept = "Attention takes 11 % (482 µs of 4.49 ms). A step takes 500 µs."
-    assert in_units_of(kept, units) == kept
-    told = "It takes 837 µs instead of 1.20 ms. It takes 2.36 ms of 4.08 ms; 12 µs more."
-    assert in_units_of(told, units) == (
-        "It takes 0.837 ms instead of 1.20 ms. It takes 2,360 µs of 4,080 µs; 12 µs more."
-    )
