@@ -195,7 +195,7 @@ class GateResult:
     condition: str  # as the user wrote it, such as `--fail-on slower`
     run: str  # or the pair `BASELINE → CANDIDATE`
     findings: tuple[str, ...]
-    passed: str  # what was checked, such as `4 layers checked, none ran on math`
+    passed: str  # what was checked, such as `4 calls checked, none ran on math`
 
     @property
     def place(self) -> str:

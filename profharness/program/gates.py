@@ -104,24 +104,26 @@ def gate_results(layers: LayerMap, gates: Gates) -> list[GateResult]:
     A gate that checks which backend ran also fails if this backend is unknown.
     """
     rows = layers.rows
-    calls = sum(row.program_calls or round((row.calls or 0) * (row.steps or 0)) for row in rows)
-    checked = f"{counted(calls, 'call') if calls else counted(len(rows), 'layer')} checked"
     results = [
         GateResult(
             f"--fail-on {name}",
             layers.name,
             tuple(_faults(name, layers)),
-            f"{checked}, {_passed(name, layers, gates)}",
+            f"{_checked(rows)}, {_passed(name, layers, gates)}",
         )
         for name in gates.fail_on
     ]
     for text, (backends, glob) in gates.expected.items():
         found = [row for row in rows if _matches(row, glob)]
-        passed = f"{counted(len(found), 'layer')} checked, none ran on a backend other than "
+        passed = f"{_checked(found)}, none ran on a backend other than {' or '.join(backends)}"
         unmet = tuple(_unmet(backends, glob, rows))
-        passed += " or ".join(backends)
         results.append(GateResult(f"--expect {text}", layers.name, unmet, passed))
     return results
+
+
+def _checked(rows: Sequence[LayerRow]) -> str:
+    calls = sum(row.program_calls or round((row.calls or 0) * (row.steps or 0)) for row in rows)
+    return f"{counted(calls, 'call') if calls else counted(len(rows), 'layer')} checked"
 
 
 def _faults(name: str, layers: LayerMap) -> list[str]:

@@ -299,7 +299,7 @@ def test_a_gate_that_passes_says_so_and_names_eager_attention(store: Path) -> No
     assert done.stderr == (
         f"gate passed: --fail-on math-fallback in {name}: 3 calls checked, none ran on math\n"
         f"gate passed: --fail-on unseen in {name}: 3 calls checked, none has an unknown backend\n"
-        f"gate passed: --expect cudnn@LlamaAttention_* in {name}: 1 layer checked, none ran on a "
+        f"gate passed: --expect cudnn@LlamaAttention_* in {name}: 3 calls checked, none ran on a "
         "backend other than cudnn\n"
     )
     run, name = the_map(store, "llama_eager").run, "llama_eager.json.gz"
