@@ -26,6 +26,8 @@ A `key` column identifies a row, and an `answer` column contains the result. Bot
 If other columns do not fit, `detail` columns are hidden first and then `normal` columns, from the
 right. Rows take a second line rather than hide a `normal` column, but not for a `detail`. Of the
 same importance, a column with a greater `spare` is hidden before a column with a smaller `spare`.
+A detail with a `spare` above 1 is shown only in rows of one line, although a second line would have
+room for it, so that a wider terminal does not hide it.
 """
 
 

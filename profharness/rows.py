@@ -360,7 +360,7 @@ class KernelRow:
             "block",
             "triple",
             importance="detail",
-            spare=2,
+            spare=3,
             meaning="threads per block, in three dimensions",
         ),
     ]
@@ -375,7 +375,7 @@ class KernelRow:
             "smem KiB",
             "kib",
             importance="detail",
-            spare=1,
+            spare=2,
             meaning="shared memory per block, static and dynamic",
         ),
     ]
@@ -461,7 +461,7 @@ class KernelRow:
             "% of smem",
             "percent",
             importance="detail",
-            spare=3,
+            spare=4,
             meaning="share of an SM's shared memory that one block uses",
         ),
     ] = None

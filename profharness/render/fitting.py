@@ -549,7 +549,7 @@ def _choices(
                 kept.append(place)
         # Stop at the first detail that does not fit. All widths then hide details in the same order.
         for place in details:
-            if not fits(roomy, (*kept, place)):
+            if not fits(roomy, (*kept, place)) or (stacked and columns[place].spare > 1):
                 break
             kept.append(place)
         return _Choice(tuple(sorted(kept)), tuple(at for at in stacked if at in kept), shrunk)

@@ -213,8 +213,25 @@ def test_kernels_of_a_program_have_one_row_for_all_grids() -> None:
     assert merged["grid"] == "2 grids" and merged["launches"] == 4
     assert merged["total_ns"] == 950 and merged["share"] == pytest.approx(0.95)
     assert merged["mean_launch_ns"] == 950 / 4 and other["mean_launch_ns"] == 50
-    (table,) = (b for b in kernels_document(rows, full=True).blocks if isinstance(b, Table))
+    full = kernels_document(rows, full=True)
+    (table,) = (block for block in full.blocks if isinstance(block, Table))
     assert [row[keys.index("grid")] for row in table.rows][:2] == [*of_grids]
+    assert len(full.records) == len(kernels_document(rows).records) == 3
+
+
+def test_kernels_of_a_call_have_one_row_for_all_grids() -> None:
+    """Bug: two rows of a call looked alike where the terminal had no room for the grid."""
+    rows = [
+        kernel(grid=grid, launches=5 * count, launches_per_call=count, total_ns=ns, share=share)
+        for grid, count, ns, share in (((8, 1, 1), 1, 5_000, 0.25), ((4, 1, 1), 2, 15_000, 0.75))
+    ]
+    (table,) = (block for block in kernels_document(rows).blocks if isinstance(block, Table))
+    (row,) = (
+        dict(zip((each.key for each in table.columns), row, strict=True)) for row in table.rows
+    )
+    assert (row["grid"], row["launches_per_call"], row["share"]) == ("2 grids", 3, 1.0)
+    assert row["call_ns"] == 4_000
+    assert "--full also shows a row for each launch" in render_table(kernels_document(rows))
 
 
 def test_a_program_is_shown_by_its_longest_ranges() -> None:

@@ -40,6 +40,7 @@ from profharness.rows import (
     TRACE_PROFILERS,
     CellRow,
     KernelRow,
+    Triple,
     sourced,
     times_word,
 )
@@ -61,6 +62,7 @@ CELL_FIELDS = (
 )
 MINOR_SHARES = {"op": 0.005}  # the share of a call below which kernels of a kind are folded
 MINOR_SHARE = 0.01  # this share for the other kinds
+_SUMS = ("launches", "launches_per_call", "total_ns", "share")
 MAX_NOTES = 12
 MOST_KERNELS, FEW_KERNELS = 15, 5
 """The maximum numbers of kernels that are shown without --full.
@@ -226,7 +228,7 @@ def kernels_document(
     columns = kernel_columns(rows, full=full)
     shown = _with_shares_of_trace(rows)
     longer = longer_names(rows)
-    line = _line_maker(rows, longer)
+    line = _line_maker(rows, longer, full)
     blocks: list[Block] = []
     folds = False
     most = MOST_KERNELS
@@ -244,17 +246,15 @@ def kernels_document(
             detail = f"{where}, from its atlas"
         if foreign := bool(own) and all(row.cell is None for row in own):
             alike = f"the longest of {ranges[scope]} similar ranges" if ranges[scope] > 1 else ""
-            kernels = [[row] for row in own] if full else _by_kernel(own)
-            kernels.sort(key=_total_ns, reverse=True)
+            kernels = own if full else merge_grids(own)
+            kernels.sort(key=lambda row: -(row.total_ns or 0))
             few = "" if full else _few(kernels, most)
             detail = ", ".join(filter(None, (detail, alike, few)))
         blocks.append(Heading(title, detail))
         left: list[Note] = []
         if foreign:
             listed = kernels if full else kernels[:most]
-            blocks.append(
-                Table.of(columns, [(_line_of_kernel(each), *line(each[0])) for each in listed])
-            )
+            blocks.append(Table.of(columns, map(line, listed)))
             left = _rest(kernels[most:])
             if config is None:
                 most = FEW_KERNELS
@@ -265,6 +265,7 @@ def kernels_document(
             lines: list[tuple[Any, ...]] = []
             for _, group in groupby(own, key=attrgetter("backend", "profiler", "device")):
                 mine = list(group)
+                mine = mine if full else merge_grids(mine)
                 minor = [] if full else _minor(mine)
                 lines += [line(row) for row in mine if row not in minor]
                 if minor:
@@ -288,6 +289,8 @@ def kernels_document(
     blocks += others
     if folds or others:
         blocks.append(More("all kernels"))
+    if not full and len(merge_grids(rows)) < len(rows):
+        blocks.append(More("a row for each launch configuration"))
     if cells and rows:
         blocks.append(Note(_about_times(rows)))
     extra = {"cells": [cell_record(cell) for cell in cells]}
@@ -298,23 +301,32 @@ def kernels_document(
 
 def call_table(rows: Sequence[KernelRow], *, full: bool = False) -> Table:
     """Return a table of the kernels of calls, with the columns of `kernels` and without folding."""
-    lines = map(_line_maker(rows, longer_names(rows)), rows)
+    lines = map(_line_maker(rows, longer_names(rows), full), rows if full else merge_grids(rows))
     return Table.of(kernel_columns(rows, full=full), list(lines))
 
 
 def _line_maker(
-    rows: Sequence[KernelRow], longer: Mapping[str, str]
+    rows: Sequence[KernelRow], longer: Mapping[str, str], full: bool
 ) -> Callable[[KernelRow], tuple[dict[str, Any], KernelRow]]:
     """Return a function that makes a line of a table from one of these rows.
 
+    Unless `full` is set, it makes a line from a row that `merge_grids` returns.
     If the times of the rows have several sources, the name of a backend is followed by its source.
     """
     mixed = len({row.source for row in rows}) > 1
+    grids: dict[tuple[object, ...], set[Triple | None]] = {}
+    for each in rows:
+        grids.setdefault(_place(each), set()).add(each.grid)
 
     def line(row: KernelRow) -> tuple[dict[str, Any], KernelRow]:
-        name = longer.get(row.kernel, row.kernel_short)
-        backend = sourced(row.backend, row.source) if mixed else row.backend
-        return {"backend": backend, "kernel_short": name}, row
+        count = len(grids[_place(row)])
+        values = {
+            "backend": sourced(row.backend, row.source) if mixed else row.backend,
+            "kernel_short": longer.get(row.kernel, row.kernel_short),
+            "grid": f"{count} grids" if count > 1 and not full else row.grid,
+            "mean_launch_ns": row.total_ns and row.total_ns / row.launches,
+        }
+        return values, row
 
     return line
 
@@ -414,53 +426,47 @@ def _with_shares_of_trace(rows: Sequence[KernelRow]) -> Sequence[KernelRow]:
     return [replace(row, share=share) for row, share in zip(rows, shares, strict=True)]
 
 
-def _by_kernel(rows: Iterable[KernelRow]) -> list[list[KernelRow]]:
-    """Group rows that differ only in their launch configurations."""
-    groups: dict[tuple[str, str, int], list[KernelRow]] = {}
+def merge_grids(rows: Iterable[KernelRow]) -> list[KernelRow]:
+    """Merge the rows of each kernel of a call or range, which differ in their launch configurations.
+
+    A value in which they differ becomes None, except for counts, sums and limits of times.
+    """
+    groups: dict[tuple[object, ...], list[KernelRow]] = {}
     for row in rows:
-        groups.setdefault((row.kernel, row.profiler, row.device), []).append(row)
-    return [*groups.values()]
+        groups.setdefault(_place(row), []).append(row)
+    return [own[0] if len(own) == 1 else _merged(own) for own in groups.values()]
 
 
-def _total_ns(rows: Iterable[KernelRow]) -> int:
-    return sum(row.total_ns or 0 for row in rows)
+def _place(row: KernelRow) -> tuple[object, ...]:
+    place = row.run, row.config, row.backend, row.cell, row.range, row.profiler, row.device
+    return *place, row.source, row.kernel
 
 
-def _line_of_kernel(rows: Sequence[KernelRow]) -> dict[str, Any]:
-    """Return the values in which a line for these rows of a kernel differs from its first row."""
-    launches = sum(row.launches for row in rows)
-    known = all(row.total_ns is not None for row in rows)
-    values = {
-        "mean_launch_ns": _total_ns(rows) / launches if known and launches else None,
-        "total_ns": _total_ns(rows) if known else None,
-        "launches": launches,
+def _merged(rows: Sequence[KernelRow]) -> KernelRow:
+    values: dict[str, Any] = {
+        name: None if len({str(getattr(row, name)) for row in rows}) > 1 else getattr(rows[0], name)
+        for name in KERNEL
+        if name not in _COMPUTED
     }
-    if len(rows) == 1:
-        return values
-    keys = [column.key for column in ROW_COLUMNS]
-    differing = [key for key in keys if len({getattr(row, key) for row in rows}) > 1]
-    shares = [row.share for row in rows]
-    return {
-        **dict.fromkeys(differing, ""),
-        **values,
-        "grid": f"{len({row.grid for row in rows})} grids",
-        "share": None if None in shares else sum(filter(None, shares)),
-    }
+    for name in _SUMS:
+        known = [getattr(row, name) for row in rows]
+        values[name] = None if None in known else sum(known)
+    return KernelRow(**{**values, "first_ns": min(row.first_ns for row in rows), "metrics": {}})
 
 
-def _few(kernels: Sequence[object], most: int) -> str:
+def _few(kernels: Sequence[KernelRow], most: int) -> str:
     """Return a text such as `the 15 longest of 46 kernels`, or "" if all are shown."""
     return f"the {most} longest of {len(kernels)} kernels" if len(kernels) > most else ""
 
 
-def _rest(kernels: Sequence[Sequence[KernelRow]]) -> list[Note]:
+def _rest(kernels: Sequence[KernelRow]) -> list[Note]:
     """Return a note on kernels of a program's trace that a table omits."""
     if not kernels:
         return []
-    rows = [*chain.from_iterable(kernels)]
-    share = share_text(sum(row.share or 0 for row in rows))
+    time = time_text(sum(row.total_ns or 0 for row in kernels))
+    share = share_text(sum(row.share or 0 for row in kernels))
     counts = counted(len(kernels), "more kernel")
-    return [Note(f"{counts} {_take(len(kernels))} {time_text(_total_ns(rows))} ({share})")]
+    return [Note(f"{counts} {_take(len(kernels))} {time} ({share})")]
 
 
 def _other_ranges(rows: Sequence[KernelRow], shown: Collection[_Scope]) -> list[Note]:
