@@ -99,6 +99,13 @@ def llama_compile(device: str) -> Work:
     return without_gradient(lambda: compiled(ids, use_cache=False))
 
 
+def llama_reduce_overhead(device: str) -> Work:
+    """Return a step that replays the CUDA graph that torch.compile captured."""
+    model, ids = llama(device).eval(), tokens(device, 2, 1024)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    return without_gradient(lambda: compiled(ids, use_cache=False))
+
+
 def warmed(work: Work) -> None:
     """Run the work on a side stream, as a graph capture requires."""
     beside = torch.cuda.Stream()
@@ -276,6 +283,7 @@ MODELS: dict[str, Callable[[str], Work]] = {
     "llama_train": llama_train,
     "llama_checkpoint": llama_checkpoint,
     "llama_compile": llama_compile,
+    "llama_reduce_overhead": llama_reduce_overhead,
     "llama_graph": llama_graph,
     "llama_graph_train": llama_graph_train,
     "llama_eager": llama_eager,
@@ -292,7 +300,7 @@ MODELS: dict[str, Callable[[str], Work]] = {
 OBSERVED = {"llama_generate": 8, "flex": 1, "flex_compile": 1}
 RUNS = 8  # of such a program: a new kind of call, three steps without one, the recorded steps
 # Calls that compiled code and graphs do not pass through the function.
-UNTOLD = ("llama_compile", "llama_graph")
+UNTOLD = ("llama_compile", "llama_reduce_overhead", "llama_graph")
 
 
 def without_gradient(work: Work) -> Work:

@@ -642,8 +642,9 @@ def _may_pair(key: Sequence[str], sites: Sequence[_Site], others: Sequence[_Site
         return True
     one, other = sites[0], others[0]
     comparable = None not in (one.name, other.name) and one.dotted == other.dotted
-    # Compiled code has the name of the compiled module instead of those of the layers.
-    if comparable and one.calls[0].compiled == other.calls[0].compiled:
+    # Compiled code and graph replays have the name of one module instead of those of the layers.
+    whole = [call.compiled or call.kind == "replay" for call in (one.calls[0], other.calls[0])]
+    if comparable and whole[0] == whole[1]:
         return False
     if not unsized:
         return True

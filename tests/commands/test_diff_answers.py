@@ -36,7 +36,7 @@ UNTOLD = (
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("diffs") / "s.db"
-    models = ("prefill", "eager", "compile", "train", "checkpoint", "graph")
+    models = ("prefill", "eager", "compile", "reduce_overhead", "train", "checkpoint", "graph")
     names = ("unet", "whisper", *(f"llama_{name}" for name in models))
     sources = [TRACES / "models" / f"{name}.json.gz" for name in names]
     for source in (*sources, TRACES / "h200-torch2.11", TRACES / "h200-torch-nsys-ncu"):
@@ -550,6 +550,16 @@ def test_a_backend_is_not_compared_with_itself(store: Path, sides: tuple[str, st
     )
     command = str(refused).rpartition(": profharness diff ")[2]
     assert CliRunner().invoke(cli, ["diff", *command.split()]).exit_code == 0
+
+
+def test_a_graph_of_compiled_code_is_compared_with_the_layers_before(store: Path) -> None:
+    """Bug: after both changes that `layers` advises, `diff` found no layer in common."""
+    text = " ".join(diff(store, "llama_eager", "llama_reduce_overhead").stdout.split())
+    assert text.startswith("llama_reduce_overhead.json.gz is 10.5 times as fast as llama_eager")
+    assert "attention changed from eager to cudnn in 3 calls per step" in text
+    assert "The step takes 9.63 ms → 2.94 ms." in text and "1 changed" in text
+    text = " ".join(diff(store, "llama_compile", "llama_reduce_overhead").stdout.split())
+    assert "replays CUDA graphs" in text and "runs compiled code" not in text  # both run such code
 
 
 def test_a_finding_of_several_gates_is_listed_once(store: Path) -> None:

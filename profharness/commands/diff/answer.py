@@ -290,7 +290,8 @@ def _mode_changes(rows: Sequence[LayerDiff], names: tuple[str, str]) -> Iterator
     modes = [{side.mode for row in rows if (side := row.sides[at])} for at in (0, 1)]
     for mode, text in MODES.items():
         users = [name for name, own in zip(names, modes, strict=True) if mode in own]
-        if len(users) == 1:
+        unclear = mode == "compile" and any("graph" in own for own in modes)
+        if len(users) == 1 and not unclear:  # a graph may replay compiled code
             yield f"; only {users[0]} {text}"
 
 
