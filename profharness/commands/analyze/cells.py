@@ -37,7 +37,12 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import backend_that_ran, is_another, times_of_auto
-from profharness.measurements.measurements import basis_text, busy_text, usable_times
+from profharness.measurements.measurements import (
+    basis_text,
+    busy_text,
+    is_disturbed,
+    usable_times,
+)
 from profharness.program.layer_map import (
     actual_backend,
     find_layers,
@@ -92,7 +97,8 @@ def analyze_cell(
     `others` contains the cells of the same config and run that may be recommended as faster.
     Set `eager` for attention that a program implements in Python. Its matrix products and softmax
     use the same kernels as PyTorch's math backend. `exact` is that of `cell_figures`. A cell whose
-    times are all unusable has no findings.
+    times are all unusable has no findings. If the machine was busy while the cell was timed, no
+    other cell is recommended as faster.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     analysis = CellAnalysis(
@@ -119,7 +125,8 @@ def analyze_cell(
         return analysis
     rules = EAGER_RULES if eager else RULES
     findings = [finding for rule in rules for finding in rule(analysis, figures)]
-    findings += _faster(usable, others)
+    if not is_disturbed(rows, cell):
+        findings += _faster(usable, others)
     # Reversed, because a dict keeps the last value of a key, and the first finding should win.
     by_code = {finding.code: finding for finding in reversed(findings)}
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -144,6 +151,7 @@ def analyze_all(
 
     `wrong` contains pairs (config label, backend) whose results are wrong, so they are never
     recommended. `rivals` contains the cells that may be recommended. By default, these are `cells`.
+    Cells that ran while the machine was busy are not recommended.
     """
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
@@ -151,7 +159,8 @@ def analyze_all(
     ranked: dict[str, list[CellRow]] = {}
     for cell in cells if rivals is None else rivals:
         excluded = pytorch_chooses(cell.backend) or (cell.config, cell.backend) in wrong
-        if cell.status == "ok" and not excluded:
+        disturbed = is_disturbed(by_cell.get(cell.cell, []), cell)
+        if cell.status == "ok" and not excluded and not disturbed:
             ranked.setdefault(cell.config, []).append(usable_times(cell))
     return [
         replace(
