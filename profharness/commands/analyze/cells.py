@@ -10,7 +10,7 @@ from statistics import median
 
 from profharness import stats
 from profharness.atlas.predictions import assumed_release
-from profharness.attention.config import parse_config, pytorch_chooses
+from profharness.attention.config import nearest_config, parse_config, pytorch_chooses
 from profharness.attention.dispatch.by_rule import short_reason
 from profharness.commands._output import hint, is_command_line
 from profharness.commands.analyze.changes import config_changes, program_changes, with_change
@@ -34,7 +34,13 @@ from profharness.commands.explain.calls import run_configs
 from profharness.device_types import CPU, CUDA
 from profharness.devices import MEASURED, Device, launch_occupancy
 from profharness.environment import gpu_name
-from profharness.errors import CaptureError, NotFoundError, UsageError
+from profharness.errors import (
+    CaptureError,
+    NotFoundError,
+    UsageError,
+    did_you_mean,
+    with_clause,
+)
 from profharness.files import shell_command
 from profharness.measurements.agreement import backend_that_ran, is_another, times_of_auto
 from profharness.measurements.measurements import (
@@ -369,6 +375,9 @@ def analyze_program(
         show = shell_command("layers", reference, store=path)
         remedy = f"to see its attention calls, use: {show}"
         why = "; ".join([*left_out, remedy])
+        held = list(dict.fromkeys(call.config for call in described if call.config))
+        if near := next(filter(None, (nearest_config(each, held) for each in configs)), []):
+            why = with_clause(did_you_mean(near), why)
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     if layers and any(change.assumes_release for change in changes.values()):
         assumed = layers.assumed.partition(";")[0]

@@ -467,6 +467,8 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
     if store.cells(run):
         kernels = split_passes(store.rows(Selection(run, configs))[0], kernels)
     if backend is not None and backend not in {cell.backend for cell in cells}:
+        if store.cells(run):
+            store.require_cells(run, configs)
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
         raise NotFoundError(
