@@ -344,17 +344,20 @@ def platform_text(environment: Mapping[str, Any]) -> tuple[str, str]:
     return pytorch_text(environment.get("torch")), with_article(gpu) if gpu else "the CPU"
 
 
-def device_and_release(environment: Mapping[str, Any], *, full: bool = False) -> list[str]:
+def device_and_release(
+    environment: Mapping[str, Any], *, full: bool = False, vendor: bool = False
+) -> list[str]:
     """Return the device and the PyTorch release of an environment: `H100`, `torch 2.11.0`.
 
-    Omit unknown values. If `full` is set, the names are those that the environment recorded.
+    Omit unknown values. If `full` is set, the release has its build: `torch 2.11.0+cu130`. If
+    `vendor` is set, the device has the name that the environment recorded, such as `NVIDIA H200`.
     """
     device = device_name(environment)
     if device is None and environment.get("device_type") == CPU:
         device = "CPU"
     torch = str(environment.get("torch") or "")
     return [
-        *([device if full else short_device_name(device)] if device else []),
+        *([device if vendor else short_device_name(device)] if device else []),
         *([f"torch {torch if full else short_release(torch)}"] if torch else []),
     ]
 
@@ -373,7 +376,8 @@ def context_text(environment: Mapping[str, Any], *others: str, full: bool = Fals
     named = [
         f"{title} {environment[key]}" for key, title in versions.items() if environment.get(key)
     ]
-    return ", ".join([*device_and_release(environment, full=full), *named, *others])
+    whole = device_and_release(environment, full=full, vendor=full)
+    return ", ".join([*whole, *named, *others])
 
 
 def _key(text: str) -> str:
@@ -751,7 +755,9 @@ class DeviceFact(NamedTuple):
 
     name: Annotated[str, column("figure", repeat=False, meaning="name of the property")]
     value: Annotated[
-        float | str, column("value", "tenths", importance="answer", meaning="value of the property")
+        float | str,
+        # A long value, such as the name of a CPU, continues beside its unit in a narrow terminal.
+        column("value", "tenths", importance="answer", wrap=True, meaning="value of the property"),
     ]
     unit: Annotated[str, column("unit", importance="answer", meaning="unit of the value")]
     source: Annotated[str, column("source", wrap=True, meaning="source of the value")]

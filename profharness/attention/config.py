@@ -11,14 +11,21 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from profharness.device_types import CPU, DEVICE_TYPES
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
-from profharness.errors import UsageError, choose_from, join_and
+from profharness.errors import (
+    UsageError,
+    choose_from,
+    did_you_mean,
+    join_and,
+    join_few,
+    with_clause,
+)
 
 SDP_BACKENDS = {  # the backends of SDPA, and their members of torch's SDPBackend enum
     "flash": "FLASH_ATTENTION",
@@ -392,6 +399,45 @@ class Config:
         matches any dtype.
         """
         return stored == (self if self.dtype else replace(self, dtype=stored.dtype))
+
+
+MOST_DIFFERENT = 3
+"""A config is similar to another one if they differ in at most this many fields."""
+MOST_NAMED = 8
+"""Maximum number of configs or backends that an error names."""
+
+
+def nearest_config(config: Config, labels: Iterable[str]) -> list[str]:
+    """Return the label of the most similar config in a list, or an empty list if none is similar.
+
+    It has the fewest fields that differ and, of several such configs, the closest numbers.
+    """
+    ranked: list[tuple[int, float, str]] = []
+    for label in labels:
+        other = parse_config(label)
+        pairs = [
+            (mine, theirs)
+            for each in fields(Config)
+            if (mine := getattr(config, each.name)) != (theirs := getattr(other, each.name))
+            and not (each.name == "dtype" and mine is None)
+        ]
+        apart = sum(
+            abs(math.log(mine / theirs))
+            for mine, theirs in pairs
+            if isinstance(mine, int) and isinstance(theirs, int) and mine and theirs
+        )
+        if len(pairs) <= MOST_DIFFERENT:
+            ranked.append((len(pairs), apart, label))
+    return [label for _, _, label in sorted(ranked, key=lambda each: each[:2])[:1]]
+
+
+def held_configs_text(config: Config, labels: Sequence[str]) -> str:
+    """Return the end of an error about a config that a run lacks: a similar one, and all configs."""
+    held = f"it has {join_few(labels, MOST_NAMED)}"
+    near = nearest_config(config, labels)
+    if near == list(labels):
+        return did_you_mean(near)
+    return with_clause(did_you_mean(near), held) if near else held
 
 
 def outside_sdpa(config: Config) -> str | None:

@@ -197,6 +197,11 @@ def busy_text(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> str | None
     return f"the machine was busy: {why}; {AGAIN}"
 
 
+def is_disturbed(rows: Sequence[KernelRow], cell: CellRow) -> bool:
+    """Return whether the warning of `busy_text` applies to the times of a cell."""
+    return busy_text(rows, [cell]) is not None
+
+
 BASES = {
     COLD: ("cold calls", "with the caches flushed before each call"),
     GRAPH: ("CUDA-graph replays", "with warm caches and no launch cost"),

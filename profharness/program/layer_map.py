@@ -48,6 +48,7 @@ from profharness.program.phases import (
     steps_by_phase,
 )
 from profharness.rows import (
+    MEASURED,
     PRODUCT_FAMILIES,
     UNTRACED,
     CallRow,
@@ -500,11 +501,9 @@ class LayerForecast:
         ),
     ]:
         """The interval of the time, or None if the time was measured."""
-        return (
-            None
-            if self.predicted_low_ns is None
-            else (self.predicted_low_ns, self.predicted_high_ns)
-        )
+        if self.predicted_low_ns is None or self.predicted_source == MEASURED:
+            return None
+        return self.predicted_low_ns, self.predicted_high_ns
 
 
 @dataclass(frozen=True, slots=True)

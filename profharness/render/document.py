@@ -374,9 +374,14 @@ def _times(value: Any, each: Callable[[float], str]) -> str:
 
 
 def _interval(value: tuple[float, float | None], each: Callable[[float], str]) -> str:
-    """Format the ends of an interval of times. An interval without an upper end is a lower bound."""
+    """Format the ends of an interval of times, or one time if the ends look equal.
+
+    An interval without an upper end is a lower bound.
+    """
     low, high = value
-    return f"at least {each(low)}" if high is None else f"{each(low)} to {each(high)}"
+    if high is None:
+        return f"at least {each(low)}"
+    return " to ".join(dict.fromkeys((each(low), each(high))))
 
 
 def _numbers(value: Any) -> tuple[float | None, ...]:

@@ -18,7 +18,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from profharness.attention.config import Config, parse_config
+from profharness.attention.config import (
+    MOST_NAMED,
+    Config,
+    held_configs_text,
+    nearest_config,
+    parse_config,
+)
 from profharness.errors import (
     AmbiguousNameError,
     NotFoundError,
@@ -34,7 +40,6 @@ from profharness.rows import LAUNCH_PROFILERS
 from profharness.store.names import StoredRun, match_path, name_runs, newest_of, typed_path
 from profharness.store.tables import records
 
-NAMED = 8  # maximum number of configs or backends that an error names
 Need = Literal[
     "run",
     "kernels",
@@ -49,7 +54,7 @@ Need = Literal[
 
 # If no run has kernels, select any run, because its cells show why there are no kernels.
 KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")
-_some = partial(join_few, most=8)
+_some = partial(join_few, most=MOST_NAMED)
 SHOWN_RUNS = 3  # maximum number of runs that the message about an unknown run names
 LATEST = "latest"
 ALL_RUNS = "all"
@@ -262,12 +267,12 @@ class RunFinder:
         for config in configs:
             if not any(map(config.matches, stored)):
                 raise NotFoundError(
-                    f"run {name} has no cell for config {config}; it has {join_few(labels, NAMED)}"
+                    f"run {name} has no cell for config {config}; {held_configs_text(config, labels)}"
                 )
         for backend in backends:
             if backend not in held:
                 raise NotFoundError(
-                    f"run {name} has no cell for backend {backend}; it has {join_few(held, NAMED)}"
+                    f"run {name} has no cell for backend {backend}; it has {join_few(held, MOST_NAMED)}"
                 )
 
     def check_backends(self, names: Sequence[str]) -> None:
@@ -390,4 +395,14 @@ class RunFinder:
         lack = None if run is None else self.lack_of_kernels(run)
         self.check_backends(selection.backends)
         hint = lack or f"to see what is stored, use: {shell_command('runs', store=self.path)}"
+        # If a run has the configs, it lacks something else.
+        near = self._near_configs(selection.configs) if run is None else []
+        hint = with_clause(did_you_mean(near), hint) if near else hint
         raise NotFoundError(f"no stored run has {what}; {hint}")
+
+    def _near_configs(self, configs: Sequence[Config]) -> list[str]:
+        """Return the stored config that is most similar to the first config that is not stored."""
+        labels = [label for (label,) in self.connection.execute("SELECT label FROM configs")]
+        stored = list(map(parse_config, labels))
+        absent = (each for each in configs if not any(map(each.matches, stored)))
+        return next((nearest_config(each, labels) for each in absent), [])

@@ -23,6 +23,7 @@ from profharness.commands.analyze.figures import (
     MEASURED,
     SEVERITIES,
     CellAnalysis,
+    Remedy,
     RunMachine,
 )
 from profharness.commands.analyze.rules import (
@@ -452,6 +453,26 @@ def test_unusable_times_give_no_remedy_and_no_ranking() -> None:
         "The machine was busy: why; capture again.",
         "The times of efficient cannot be used.",
     ]
+
+
+def test_a_busy_machine_gives_no_measured_gain() -> None:
+    """Bug: `analyze` warned of a busy machine, and advised `math` with a measured gain."""
+    slow = replace(cell(backend="flash", wall=(90_000,) * 6), cell="c1")
+    fast = cell(backend="math", wall=(4_000,) * 6)
+    ops = [
+        replace(kernel((1, 1, 1)), cell=each.cell, kernel_kind="op", backend=each.backend)
+        for each in (slow, fast)
+    ]
+
+    def gains(*rows: KernelRow) -> list[Remedy]:
+        found = analyze_all([slow, fast], rows, MACHINE)
+        assert not found[0].finding("faster_backend") or found[0].remedies
+        return [remedy for each in found for remedy in each.remedies if remedy.measured]
+
+    assert [remedy.factor for remedy in gains(*ops)] == [22.5]
+    for at, op in enumerate(ops):  # the times of either cell
+        scattered = replace(op, total_ns=4 * (op.total_ns or 0))
+        assert gains(*ops[:at], scattered, *ops[at + 1 :]) == []
 
 
 def test_the_gain_of_a_faster_backend_is_the_ratio_in_diff(h200: Cells) -> None:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
+from profharness.attention.config import parse_config
 from profharness.cli import find_command
 from profharness.commands._output import sentences
 from profharness.commands.analyze.cells import analyze_rows
@@ -27,6 +28,7 @@ from profharness.measurements.measurements import busy_text
 from profharness.program.counters import Counters
 from profharness.recording.profilers.ncu import ACTIVE_THREADS, PRESETS, TENSOR_PIPE_OF_ADA
 from profharness.render.document import Chart, Heading, Note, Table
+from profharness.render.terminal import render_table
 from profharness.rows import TORCH
 from profharness.store import Selection, ingest_path, open_store
 
@@ -90,8 +92,9 @@ def test_many_cells_have_one_table_and_what_most_of_them_share(store: Path) -> N
     # Bug: some names of bottlenecks in the legend began with a capital, unlike in the column.
     legend = {note.label: note.text for note in notes if note.label in shown}
     assert legend.keys() == shown
-    text = "The calls are limited by too few thread blocks to fill the GPU."
-    assert legend["few blocks"] == text
+    # Bug: each line of the legend repeated "The calls are limited by".
+    assert legend["few blocks"] == "too few thread blocks to fill the GPU"
+    assert legend["latency"] == "with neither compute nor memory near its peak"
     headings = [block.text for block in full.blocks if isinstance(block, Heading)]
     assert {"Best backend for", "Device", "auto over head_dim 64 to 100"} <= {*headings}
 
@@ -133,6 +136,24 @@ def test_analyze_warns_of_a_busy_machine(store: Path) -> None:
     assert kernels_document(scattered, cells).answer[-1] == warning
     calm = analyze_rows(store, cells, rows, DATA_SHEET)
     assert not any(each.machine.busy for each in calm)
+
+
+def test_the_columns_and_the_context_of_full_have_the_order_of_the_table(store: Path) -> None:
+    """Bug: --full put the share of the peak before TFLOP/s, and named the vendor of the GPU."""
+    analyses = profharness.analyze(
+        parse_config("2,8,512,64"), peaks="data-sheet", store=store
+    ).attrs["analyses"]
+    for full in (False, True):
+        page = analyze_document(analyses, full=full)
+        text = render_table(page, width=80, cut=True, full=full)
+        words = (line.split() for line in text.splitlines())
+        titles = next(each for each in words if "backend" in each and "TFLOP/s" in each)
+        assert titles.index("TFLOP/s") < titles.index("FLOP/s")
+        assert "H200, torch 2.11.0" in text and "NVIDIA H200, torch" not in text
+    # Bug: the units of the device's figures stood in a second block of columns.
+    device = text.partition("\nDevice")[2].splitlines()
+    assert device[1].split() == ["figure", "value", "unit"]
+    assert re.search(r"^memory +139\.8  GiB$", "\n".join(device), re.MULTILINE)
 
 
 def test_a_remedy_follows_its_finding(store: Path) -> None:

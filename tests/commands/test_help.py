@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -60,6 +62,15 @@ def test_a_long_example_can_be_copied(width: int) -> None:
     copied = text.partition("Example:\n")[2].partition("\n\n")[0]
     assert shlex.split(copied.replace("\\\n", "")) == shlex.split(example)
     assert "--backend \\" not in copied  # a value stays beside its option
+
+
+def test_the_help_of_kernels_names_the_columns_of_a_program(tmp_path: Path) -> None:
+    """Bug: it said "median µs/launch" for the table of a program, which has means."""
+    trace = Path(__file__).parents[2] / "traces" / "models" / "llama_eager.json.gz"
+    shown = CliRunner().invoke(cli, ["kernels", str(trace), "--store", str(tmp_path / "s.db")])
+    _, _, told = " ".join(help_of("kernels").split()).partition("For a program's trace, ")
+    columns = re.findall('"([^"]+)"', told.partition(" instead of ")[0])
+    assert len(columns) == 3 and all(f"  {title}" in shown.stdout for title in columns)
 
 
 def test_the_legend_of_layers_has_the_columns_of_the_table() -> None:

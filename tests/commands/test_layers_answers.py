@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from profharness.attention.config import parse_config
 from profharness.cli import cli
+from profharness.columns import Column
 from profharness.commands.explain import savings
 from profharness.commands.layers.answer import layers_answer, told_change
 from profharness.commands.layers.tables import SEE_ADVICE, layers_document
@@ -149,6 +150,28 @@ def test_a_report_counts_launches_and_says_what_its_rows_are(store: Path) -> Non
     _, _, top = done.stdout.partition("## Top kernels")
     assert "the 15 longest of" in top and "rows, one per kernel and kind" in top
     assert "| launches/step |" in top
+
+
+def test_a_prediction_for_the_same_gpu_keeps_the_saving(store: Path) -> None:
+    """Bugs: --gpu left out the saving of eager attention, and printed `42.1 to 42.1`."""
+    run = the_map(store, "llama_eager").run
+    saving = "predicted to save about 2.23 ms of GPU time per step"
+    texts = [
+        " ".join(ask(store, run, *gpu).stdout.split())
+        for gpu in ((), ("--gpu", "H200", "--torch", "2.11"))
+    ]
+    assert all(saving in text for text in texts)
+    assert "90 % interval" not in texts[1] and "42.1 to 42.1" not in texts[1]
+    # On another GPU, the times before and after the change differ in more than the change.
+    assert saving not in " ".join(
+        ask(store, run, "--gpu", "A100", "--torch", "2.11").stdout.split()
+    )
+
+
+def test_an_interval_has_two_ends_that_look_different() -> None:
+    column = Column("interval", "90 % interval", "interval")
+    assert format_value(column, (42_100.0, 42_101.0)) == "42.1 µs"
+    assert format_value(column, (42_100.0, 43_100.0)) == "42.1 µs to 43.1 µs"
 
 
 def test_only_modes_other_than_eager_are_shown(store: Path) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from profharness.attention.config import nearest_config, parse_config
 from profharness.cli import cli
 from profharness.errors import ProfharnessError, near_names
+from profharness.store import ingest_path
 
 ROOT = Path(__file__).parents[2]
 EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 5, "dur": 3, "args": {}}
@@ -23,6 +25,13 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(json.dumps({"traceEvents": [EVENT | {"ts": 5 + at}] * 2}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def run_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("suggested") / "s.db"
+    ingest_path(path, ROOT / "traces" / "h200-torch2.11")
+    return path
 
 
 def told(*words: str) -> tuple[int, str]:
@@ -47,6 +56,41 @@ def test_a_misspelled_file_is_suggested(given: str, meant: str) -> None:
     assert code == 2
     assert f"no such file or folder; did you mean {meant}?" in error
     assert not Path("s.db").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("kernels", "{run}", "2,8,513,64"),
+        ("bench", "{run}", "2,8,513,64"),
+        ("analyze", "{run}", "2,8,513,64"),
+        ("explain", "{run}", "2,8,513,64"),
+        ("diff", "flash", "cudnn", "2,8,513,64", "{run}"),
+        ("diff", "flash", "cudnn", "2,8,513,64"),
+    ],
+)
+def test_the_most_similar_config_is_suggested(words: tuple[str, ...], run_store: Path) -> None:
+    """Bug: `diff` named only the backends of a run that lacks the config."""
+    run = str(ROOT / "traces" / "h200-torch2.11")
+    given = [word.format(run=run) for word in words]
+    done = CliRunner().invoke(cli, [*given, "--store", str(run_store)])
+    assert "b2-h8-s513-d64; did you mean b2-h8-s512-d64-fp16? " in str(done.exception).replace(
+        " on flash;", ";"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "near"),
+    [
+        ("1,8,900,64", ["b1-h8-s1024-d64-fp16"]),  # the closest numbers
+        ("1,8,512,64,bf16,causal", ["b1-h8-s512-d64-bf16"]),
+        ("1,8,1024,64,fp16", ["b1-h8-s1024-d64-fp16"]),
+        ("3,5,17,48", []),
+    ],
+)
+def test_a_similar_config_has_few_different_fields(config: str, near: list[str]) -> None:
+    labels = ["b1-h8-s512-d64-fp16", "b1-h8-s1024-d64-fp16", "b1-h8-s512-d64-bf16"]
+    assert nearest_config(parse_config(config), labels) == near
 
 
 def test_a_misspelled_file_in_another_folder_is_suggested(

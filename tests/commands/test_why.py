@@ -388,6 +388,20 @@ def test_the_predicted_saving_follows_the_advice(store: Path) -> None:
     assert places == sorted(places)
 
 
+def test_a_predicted_gain_precedes_a_change_without_a_prediction(store: Path) -> None:
+    """Bug: `explain` led with packing, whose time is unknown, and `layers` left the mask out."""
+    path = str(MODELS / "llama_compile.json.gz")
+    condition = "If the mask is lower triangular, pass is_causal=True instead of attn_mask"
+    saving = "32.6 µs instead of 77.3 µs per call"
+    text = run_cli(store, "explain", path)
+    assert f"{condition} (code below). Predicted: cudnn takes {saving} (2.37 times" in text
+    code = text.index("scaled_dot_product_attention(q, k, v, is_causal=True)")
+    assert code < text.index("(1.84 times as fast)") < text.index("pack the sequences")
+    assert "from torch.nn.attention.varlen import" not in text
+    told = run_cli(store, "layers", path)
+    assert f"{condition}: predicted to save about 134 µs of GPU time per step ({saving})" in told
+
+
 def test_a_change_without_a_predicted_time_gives_those_of_other_changes(store: Path) -> None:
     """Bug: only --full showed what flash would save, and nothing said that varlen_attn has no time."""
     path = str(MODELS / "bert_fp32.json.gz")
@@ -643,7 +657,8 @@ def test_a_capture_is_explained_like_a_trace(tmp_path: Path) -> None:
     assert of_two.startswith("h200-torch2.11 ran cudnn on 1 of 2 configs and flash on 1")
     on_a100 = run_cli(store, "explain", ingested.run, "2,8,512,100", "--gpu", "A100")
     assert "b2-h8-s512-d100-fp16 A100" in on_a100 and "d64" not in on_a100
-    with pytest.raises(NotFoundError, match="no cell for config b2-h8-s512-d104; it has b2-h8-s51"):
+    lacking = r"b2-h8-s512-d104; did you mean b2-h8-s512-d100-fp16\? it has b2-h8-s51"
+    with pytest.raises(NotFoundError, match=f"no cell for config {lacking}"):
         find_calls(store, ingested.run, [parse_config("2,8,512,104")])
     found = find_calls(store, ingested.run)
     assert isinstance(found, ProgramCalls) and found.platform is not None

@@ -598,25 +598,27 @@ class Advice:
     def doubt(self) -> int:
         """How doubtful it is that the advice applies to the call.
 
-        A verified change always applies. A mask with a batch dimension, which is the condition for
-        packing, probably hides padding, and probably is not causal or without effect. Advice that
-        replaces the call comes last.
+        A verified change always applies, unless it depends on the values of the mask. A mask with a
+        batch dimension, which is the condition for packing, probably hides padding, and probably is
+        not causal or without effect. Advice that replaces the call with another function is the
+        most doubtful.
         """
         if not self.verified:
             return 1 if self.steps == PACK else 3
         return 2 if _OF_MASK_VALUES.intersection(self.steps) else 0
 
     @property
-    def rank(self) -> tuple[bool, int, bool, int, float]:
+    def rank(self) -> tuple[bool, bool, int, bool, int, float]:
         """A key that sorts advice on several backends, with the best advice first.
 
-        Advice that makes the call slower comes last. Of the rest, advice that is less doubtful
-        comes first, then advice that keeps the output, then advice with fewer changes, then advice
-        that saves more time.
+        Advice that makes the call slower comes last, after advice whose gain is unknown. Of the
+        rest, advice that is less doubtful comes first, then advice that keeps the output, then
+        advice with fewer changes, then advice that saves more time.
         """
         speed_up = self.speed_up or 1.0
         inexact = any(name in _INEXACT for name in self.steps)
-        return speed_up < 1, self.doubt, inexact, len(self.steps), -speed_up
+        unknown = self.speed_up is None
+        return speed_up < 1, unknown, self.doubt, inexact, len(self.steps), -speed_up
 
 
 class _State(NamedTuple):

@@ -10,7 +10,7 @@ from statistics import median
 
 from profharness import stats
 from profharness.atlas.predictions import assumed_release
-from profharness.attention.config import parse_config, pytorch_chooses
+from profharness.attention.config import nearest_config, parse_config, pytorch_chooses
 from profharness.attention.dispatch.by_rule import short_reason
 from profharness.commands._output import hint, is_command_line
 from profharness.commands.analyze.changes import config_changes, program_changes, with_change
@@ -34,10 +34,21 @@ from profharness.commands.explain.calls import run_configs
 from profharness.device_types import CPU, CUDA
 from profharness.devices import MEASURED, Device, launch_occupancy
 from profharness.environment import gpu_name
-from profharness.errors import CaptureError, NotFoundError, UsageError
+from profharness.errors import (
+    CaptureError,
+    NotFoundError,
+    UsageError,
+    did_you_mean,
+    with_clause,
+)
 from profharness.files import shell_command
 from profharness.measurements.agreement import backend_that_ran, is_another, times_of_auto
-from profharness.measurements.measurements import basis_text, busy_text, usable_times
+from profharness.measurements.measurements import (
+    basis_text,
+    busy_text,
+    is_disturbed,
+    usable_times,
+)
 from profharness.program.layer_map import (
     actual_backend,
     find_layers,
@@ -92,7 +103,8 @@ def analyze_cell(
     `others` contains the cells of the same config and run that may be recommended as faster.
     Set `eager` for attention that a program implements in Python. Its matrix products and softmax
     use the same kernels as PyTorch's math backend. `exact` is that of `cell_figures`. A cell whose
-    times are all unusable has no findings.
+    times are all unusable has no findings. If the machine was busy while the cell was timed, no
+    other cell is recommended as faster.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     analysis = CellAnalysis(
@@ -119,7 +131,8 @@ def analyze_cell(
         return analysis
     rules = EAGER_RULES if eager else RULES
     findings = [finding for rule in rules for finding in rule(analysis, figures)]
-    findings += _faster(usable, others)
+    if not is_disturbed(rows, cell):
+        findings += _faster(usable, others)
     # Reversed, because a dict keeps the last value of a key, and the first finding should win.
     by_code = {finding.code: finding for finding in reversed(findings)}
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -144,6 +157,7 @@ def analyze_all(
 
     `wrong` contains pairs (config label, backend) whose results are wrong, so they are never
     recommended. `rivals` contains the cells that may be recommended. By default, these are `cells`.
+    Cells that ran while the machine was busy are not recommended.
     """
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
@@ -151,7 +165,8 @@ def analyze_all(
     ranked: dict[str, list[CellRow]] = {}
     for cell in cells if rivals is None else rivals:
         excluded = pytorch_chooses(cell.backend) or (cell.config, cell.backend) in wrong
-        if cell.status == "ok" and not excluded:
+        disturbed = is_disturbed(by_cell.get(cell.cell, []), cell)
+        if cell.status == "ok" and not excluded and not disturbed:
             ranked.setdefault(cell.config, []).append(usable_times(cell))
     return [
         replace(
@@ -360,6 +375,9 @@ def analyze_program(
         show = shell_command("layers", reference, store=path)
         remedy = f"to see its attention calls, use: {show}"
         why = "; ".join([*left_out, remedy])
+        held = list(dict.fromkeys(call.config for call in described if call.config))
+        if near := next(filter(None, (nearest_config(each, held) for each in configs)), []):
+            why = with_clause(did_you_mean(near), why)
         raise NotFoundError(f"run {name} has no attention call{criteria} to analyze: {why}")
     if layers and any(change.assumes_release for change in changes.values()):
         assumed = layers.assumed.partition(";")[0]

@@ -275,7 +275,12 @@ class Figures:
     ridge: float | None
     flops_per_s: Annotated[
         float | None,
-        column("TFLOP/s", "tera", meaning="FLOPs per second, from the exact number of FLOPs"),
+        column(
+            "TFLOP/s",
+            "tera",
+            importance="answer",
+            meaning="FLOPs per second, from the exact number of FLOPs",
+        ),
     ]
     flops_share: Annotated[
         float | None,

@@ -197,7 +197,7 @@ def _legend(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
     """Yield a note on the meaning of each bottleneck that occurs, the most frequent first."""
     counts = Counter(each.bottleneck for each in analyses if each.bottleneck)
     for name, _ in counts.most_common():
-        yield Note(f"The calls are limited by {LIMITS[name]}.", name)
+        yield Note(LIMITS[name].removeprefix(f"{name}, "), name)
 
 
 def _by_config(analyses: Sequence[CellAnalysis]) -> list[tuple[Heading, list[CellAnalysis]]]:

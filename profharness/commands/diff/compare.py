@@ -34,9 +34,9 @@ from profharness.errors import (
 from profharness.files import shell_command
 from profharness.measurements.measurements import (
     AGAIN,
-    busy_text,
     clock_doubts,
     host_doubts,
+    is_disturbed,
     usable_times,
 )
 from profharness.program.changes import (
@@ -467,6 +467,8 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
     if store.cells(run):
         kernels = split_passes(store.rows(Selection(run, configs))[0], kernels)
     if backend is not None and backend not in {cell.backend for cell in cells}:
+        if store.cells(run):
+            store.require_cells(run, configs)
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
         raise NotFoundError(
@@ -737,7 +739,7 @@ def _paired_rows(
 def _busy_ops(cells: tuple[_Cell, _Cell], kernels: tuple[Kernels, Kernels]) -> str | None:
     """Return why the times of ops cannot be compared, or None if the CPU did not disturb them."""
     busy = tuple(
-        each.cell is not None and busy_text(rows, [each.cell]) is not None
+        each.cell is not None and is_disturbed(rows, each.cell)
         for each, rows in zip(cells, kernels, strict=True)
     )
     return UNUSABLE.get(busy)

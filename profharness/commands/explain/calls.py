@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from profharness.atlas.predictions import assumed_release
-from profharness.attention.config import AUTO, Config, parse_config
+from profharness.attention.config import AUTO, Config, held_configs_text, parse_config
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.commands.explain.savings import main_change, matters, saving_text
-from profharness.errors import NotFoundError, join_few
+from profharness.errors import NotFoundError
 from profharness.measurements.agreement import backend_seen, times_of_auto
 from profharness.program.layer_map import (
     LayerMap,
@@ -25,7 +25,6 @@ from profharness.program.layer_map import (
 )
 from profharness.rows import CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import Selection, open_store
-from profharness.store.selection import NAMED
 from profharness.units import share_text
 
 LENGTH_SPREAD = 0.1
@@ -161,10 +160,8 @@ def _of_configs(program: ProgramCalls, configs: Sequence[Config]) -> ProgramCall
     held = list(dict.fromkeys(call.config for call in program.calls))
     for config in configs:
         if held and not any(map(config.matches, held)):
-            labels = join_few([each.label for each in held], NAMED)
-            raise NotFoundError(
-                f"run {program.name} has no attention call of {config}; it has {labels}"
-            )
+            labels = held_configs_text(config, [each.label for each in held])
+            raise NotFoundError(f"run {program.name} has no attention call of {config}; {labels}")
     calls = tuple(call for call in program.calls if _is_named(call.config, configs))
     return replace(program, calls=calls)
 

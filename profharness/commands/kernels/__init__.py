@@ -221,7 +221,7 @@ def kernels(
     --full, the column "median µs/launch" shows the median time of one launch. The column "% of
     call" shows the kernel's share of the cell's time on the device, and "% occupancy" shows the
     theoretical occupancy.
-    For a program's trace, the table has the columns "median µs/launch", "total µs" and "% of GPU
+    For a program's trace, the table has the columns "mean µs/launch", "total µs" and "% of GPU
     time" instead of "mean µs/call" and "% of call". If the trace has similar ranges, such as
     numbered steps, the share is that of the longest range, and its column is "% of range". With
     --gpu, "predicted µs/call" replaces "mean µs/call". `-` means that the profiler does not record

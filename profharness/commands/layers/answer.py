@@ -10,7 +10,7 @@ from statistics import median
 from profharness.attention.config import SDPA_BACKENDS
 from profharness.commands._answers import LAUNCH_REMEDY
 from profharness.commands.explain.savings import Change, main_change, matters, saving_text
-from profharness.devices import with_article
+from profharness.devices import short_device_name, with_article
 from profharness.errors import counted, join_and, join_few
 from profharness.measurements.agreement import ANOTHER_PACKAGE, backend_text
 from profharness.program.gates import falls_back, is_unfused
@@ -441,9 +441,9 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
         subject = "scaled_dot_product_attention"
         where = f" on {with_article(layers.gpu)}" if layers.gpu else ""
         if layers.attention_ns and forecast.of == "step":
-            eager = (
-                f" The eager attention in the trace takes {time_text(layers.attention_ns)}{where}."
-            )
+            took = time_text(layers.attention_ns)
+            saving = _eager_saving(layers, forecast)
+            eager = f" The eager attention in the trace takes {took}{where}{saving}."
     times = [
         f"{time_text(each.ns)} of {f'a {each.phase} step' if each.phase else whole}{_interval(each)}"
         for each in forecast.groups
@@ -452,6 +452,19 @@ def _forecast_sentence(layers: LayerMap, forecast: Forecast) -> str:
         f"Predicted for {with_article(forecast.gpu)}: {subject} takes {join_and(times)}, on {join_and(ran)}{saves}."
         f"{eager}"
     )
+
+
+def _eager_saving(layers: LayerMap, forecast: Forecast) -> str:
+    """Return a clause on the time that SDPA is predicted to save per step on the GPU of the trace.
+
+    Return "" if the prediction is for another GPU or does not describe all of the attention.
+    """
+    same = short_device_name(forecast.gpu) == short_device_name(layers.gpu or "")
+    backward = any(row.backward_ns for row in layers.rows)
+    if not same or backward or forecast.unpredicted_calls or len(forecast.groups) > 1:
+        return ""
+    saved_ns = layers.attention_ns - forecast.groups[0].ns
+    return f", so the change is {saving_text([(None, saved_ns)])}" if saved_ns > 0 else ""
 
 
 def _interval(times: PredictedTime) -> str:

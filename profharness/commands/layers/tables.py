@@ -276,7 +276,11 @@ def _forecast_blocks(
     ]
     rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
     faster = any(row["predicted_saves_ns"] for row in rows)
-    columns = [each for each in FORECAST if faster or each.key not in OF_BEST]
+    columns = [
+        each
+        for each in filled_columns(FORECAST, rows, ("predicted_interval",))
+        if faster or each.key not in OF_BEST
+    ]
     if all(row["predicted_ns"] is None for row in rows):
         columns = [
             replace(each, title=BOUND) if each.key == "predicted_interval" else each
