@@ -583,6 +583,17 @@ class StepTimes:
         return busy / count, long / count
 
 
+NOTABLE_WORK = {FP32_PRODUCTS: 0.2, FOREACH: 0.1}
+"""The minimum share of the GPU time at which a kind of OtherWork is worth a change."""
+AUTOCAST_CODE = """\
+import torch
+
+# attention and the matrix products outside it then compute in bf16
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    output = model(...)  # replace ... by the inputs of the model"""
+"""The code that computes a model in bf16, without its backward pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class OtherWork:
     """Kernels outside attention for which a faster way is known, and their time per step."""
@@ -593,9 +604,9 @@ class OtherWork:
 
     @property
     def code(self) -> str:
-        """The code of the faster way, or "" if it depends on the program."""
-        if not self.optimizer:
-            return ""
+        """The code of the faster way."""
+        if self.kind == FP32_PRODUCTS:
+            return AUTOCAST_CODE
         return f"optimizer = torch.optim.{self.optimizer}(model.parameters(), fused=True)"
 
 
@@ -640,6 +651,19 @@ class LayerMap(StepTimes):
     detailed: bool = False  # whether torch.profiler recorded shapes or stacks, which slows the CPU
     reference: str = ""  # the text that selects the run in a command line
     store: Path | None = None  # the store that contains the run
+
+    @property
+    def notable_work(self) -> dict[OtherWork, float]:
+        """The kernels outside attention that are worth a change, with their shares of the GPU time."""
+        shares = {
+            work: min(work.ns / self.gpu_ns, 1) if self.gpu_ns else 0.0 for work in self.other_work
+        }
+        return {
+            work: share
+            for work, share in shares.items()
+            if share >= NOTABLE_WORK[work.kind]
+            and (work.kind != FOREACH or work.ns > self.attention_ns)
+        }
 
     def command(self, name: str, *options: str) -> str:
         """Return the command line that runs a command on the run."""

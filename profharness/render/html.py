@@ -46,12 +46,10 @@ DEEPEST = 3  # deepest heading level in the table of contents
 MOST_SECTIONS = 8  # maximum number of unfolded sections on a page without a table of contents
 LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
-PAGE_LETTERS = 150  # maximum number of letters in a row of a table on a wide page
-COLUMN_LETTERS, WRAPPED_LETTERS = 2, 26  # room between columns, and of a text that may wrap
 MANY_CARDS = 10  # minimum number of cards of which a phone shows only the first 5 (page.css)
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
 _BREAK = re.compile(r"(?<=[.,_<])(?=\w)")
-_SPAN = re.compile(r"(\{[0-9]+-[0-9]+\})")
+_UNBROKEN = re.compile(r"(\{[0-9]+-[0-9]+\}|(?<![\w-])--[a-z][\w-]*)")
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
@@ -73,7 +71,7 @@ def render_html(document: Document) -> str:
                 headings[anchor] = block
                 tag = f"h{min(max(block.level, 2), 6)}"
                 link = f'<a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>'
-                title = f"{_text(block.text)}{_small(block.detail)} {link}"
+                title = f"{_prose(block.text)}{_small(block.detail)} {link}"
                 parts.append(folds.next(block, f'<{tag} id="{anchor}">{title}</{tag}>'))
             case Table(drawn=True) if after_chart:
                 pass
@@ -88,10 +86,12 @@ def render_html(document: Document) -> str:
                 word = "" if level == "note" else f"{level}: "
                 text = shown_note(block).text
                 label = f"<b>{_wrapping(block.label)}</b> " if block.label else ""
-                parts.append(f'<p class="{level}">{label}{word}{_text(text)}</p>')
+                parts.append(f'<p class="{level}">{label}{word}{_prose(text)}</p>')
             case Code(text):
                 # Unlike `_text`, this keeps the line breaks in code.
-                parts.append(f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>')
+                parts.append(
+                    f'<pre tabindex="0"><code>{_unbroken(escape(printable(text)))}</code></pre>'
+                )
             case Chart():
                 drawn = _figure(block, counts[Chart])
                 charted = bool(drawn)
@@ -153,7 +153,7 @@ def _subtitle(text: str) -> str:
 def _answer(sentences: Sequence[str]) -> str:
     if not sentences:
         return ""
-    body = "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences)
+    body = "".join(f"<p>{_prose(sentence)}</p>" for sentence in sentences)
     return f'<section class="answer" aria-label="In short"><b>In short</b>{body}</section>'
 
 
@@ -171,7 +171,7 @@ def _figure(chart: Chart, number: int) -> str:
         wide, narrow = draw_svg(chart, 2 * number), draw_svg(chart, 2 * number + 1, narrow=True)
         drawn = f'<div class="scroll wide" tabindex="0">{wide}</div>'
         drawn += f'<div class="scroll narrow" tabindex="0">{narrow}</div>'
-    caption = chart.caption and f"<figcaption>{_text(chart.caption)}</figcaption>"
+    caption = chart.caption and f"<figcaption>{_prose(chart.caption)}</figcaption>"
     return f'<figure class="{chart.kind}">{title}{drawn}{caption}</figure>'
 
 
@@ -183,14 +183,23 @@ def _text(value: str) -> str:
     return escape(one_line(value), quote=True)
 
 
+def _prose(text: str) -> str:
+    """Return the HTML of a text, which does not wrap within `{0-23}` or an option such as `--full`."""
+    return _unbroken(_text(text))
+
+
 def _wrapping(text: str) -> str:
-    """Return the HTML of a text that wraps between parts of a path, but not within `{0-23}`."""
+    """Return the HTML of a text like `_prose`, which also wraps between the parts of a path."""
     marked = _BREAK.sub("\0", one_line(text)).split("\0")
-    return _SPAN.sub(r'<span class="span">\1</span>', "<wbr>".join(map(_text, marked)))
+    return _unbroken("<wbr>".join(map(_text, marked)))
+
+
+def _unbroken(html: str) -> str:
+    return _UNBROKEN.sub(r'<span class="span">\1</span>', html)
 
 
 def _small(text: str) -> str:
-    return f" <small>{_text(text)}</small>" if text else ""
+    return f" <small>{_prose(text)}</small>" if text else ""
 
 
 def _new_anchor(text: str, used: Collection[str]) -> str:
@@ -273,7 +282,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     ]
     head = "".join(
         f'<th scope="col"{_th(column.title, own)}><button type="button"{_tip(column.meaning)}>'
-        f"{_text(column.title) or '&nbsp;'}</button></th>"
+        f"{_text(column.title).replace('/', '/<wbr>') or '&nbsp;'}</button></th>"
         for column, own in zip(table.columns, classes, strict=True)
     )
     lines = []
@@ -286,7 +295,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             sort = f' data-v="{number!r}"' if number is not None else ""
             same = "same" if text and not shown_texts[at] else ""
             kind = _class(classes[at], whole_lines[at], same)
-            shown = _wrapping(text) if wide[at] else _text(text)
+            shown = (_wrapping if wide[at] else _prose)(text)
             name_of = f' data-label="{_text(column.title)}"' if cards and column.title else ""
             bar = _bar(number, longest, color) if barred[at] and number else ""
             cells.append(f"<td{kind}{sort}{name_of}>{_named(shown, full.get(text, ()))}{bar}</td>")
@@ -300,8 +309,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     body = "\n".join(lines)
     groups = f' data-groups="{leading}"' if leading else ""
     grouped = form == "narrow" and leading
-    whole_titles = "titles" if _fits_page(table.columns, lengths, wide) else ""
-    kind = _class(form, "grouped" if grouped else "", whole_titles)
+    kind = _class(form, "grouped" if grouped else "")
     if grouped:
         kind += f' style="--columns:{len(table.columns) - 1}"'
     return (
@@ -316,15 +324,6 @@ def _all_cards(count: int) -> str:
     if count < MANY_CARDS:
         return ""
     return f'<label class="all"><input type="checkbox"> Show all {count:,} rows</label>'
-
-
-def _fits_page(columns: Sequence[Column], lengths: Sequence[int], wide: Sequence[bool]) -> bool:
-    """Return whether a wide page has room for the columns without breaks in their titles."""
-    widths = (
-        max(len(column.title), min(length, WRAPPED_LETTERS) if long else length) + COLUMN_LETTERS
-        for column, length, long in zip(columns, lengths, wide, strict=False)
-    )
-    return sum(widths) <= PAGE_LETTERS
 
 
 def _longest_bar(table: Table) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from profharness.commands.report import report_document
-from profharness.render.html import render_html
+from profharness.render.renderers import RENDERERS
 from profharness.store import ingest_path, open_store
 
 ROOT = Path(__file__).parents[2]
@@ -53,13 +53,16 @@ def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser
 
 @pytest.fixture(scope="session")
 def program_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The reports on a training step, on decoding, on two programs, and on an engine, as files."""
+    """The reports on a training step, on decoding, on two programs, on an engine, and on a run of
+    `bench`, as files.
+    """
     folder = tmp_path_factory.mktemp("program pages")
     files = {
         "training": ["models/llama_train.json.gz"],
         "decoding": ["models/llama_generate"],
         "two": ["models/llama_eager.json.gz", "models/llama_prefill.json.gz"],
         "serving": ["serving/eager.json.gz"],
+        "bench": ["h200-torch2.11"],
     }
     pages = {}
     for name, traces in files.items():
@@ -69,7 +72,7 @@ def program_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with open_store(store) as opened:
             document = report_document(opened, [row.run for row in opened.runs()])
         pages[name] = folder / f"{name}.html"
-        pages[name].write_text(render_html(document), encoding="utf-8")
+        pages[name].write_text(RENDERERS["html"](document), encoding="utf-8")
     return pages
 
 
@@ -82,5 +85,5 @@ def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_store(folder / "store.db") as store:
         document = report_document(store, [row.run for row in store.runs()])
     page = folder / "report & page.html"
-    page.write_text(render_html(document), encoding="utf-8")
+    page.write_text(RENDERERS["html"](document), encoding="utf-8")
     return page

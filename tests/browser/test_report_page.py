@@ -14,15 +14,8 @@ from chart_samples import NASTY, SAMPLES
 from profharness.columns import Column
 from profharness.render.document import Code, Document, Heading, Note, Table
 from profharness.render.html import MOST_SECTIONS, render_html
-from profharness.units import UNITS
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
-
-
-def _ns(text: str) -> float:
-    """Return the ns of a time with its unit."""
-    value, unit = text.split()
-    return float(value) * UNITS[unit]
 
 
 def column(browser: Any, table: str, place: int) -> list[str]:
@@ -166,7 +159,7 @@ def test_a_table_sorts_by_keyboard(report: Any) -> None:
         key(report, name)
         states.append((heads[place].get_attribute("aria-sort"), column(report, table, place)))
     rest = [text for text in before if text == "refused"]  # comes last in both orders
-    by_number = sorted((text for text in before if text != "refused"), key=_ns)
+    by_number = sorted((text for text in before if text != "refused"), key=float)
     assert rest and by_number + rest != before
     assert states == [
         ("ascending", by_number + rest),

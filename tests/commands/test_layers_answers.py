@@ -145,11 +145,16 @@ def test_generated_kernels_are_not_attention(store: Path) -> None:
 
 
 def test_a_report_counts_launches_and_says_what_its_rows_are(store: Path) -> None:
-    run = the_map(store, "whisper").run
-    done = CliRunner().invoke(cli, ["report", run, "--format", "md", "--store", str(store)])
-    _, _, top = done.stdout.partition("## Top kernels")
-    assert "the 15 longest of" in top and "rows, one per kernel and kind" in top
-    assert "| launches/step |" in top
+    """Bug: 31 kernels of one kind each were called rows, one per kernel and kind."""
+    for name, detail in (
+        ("whisper", "(the 15 longest of 31 kernels)"),
+        ("llama_train", "(the 15 longest of 68 rows, one per kernel and kind)"),
+    ):
+        run = the_map(store, name).run
+        done = CliRunner().invoke(cli, ["report", run, "--format", "md", "--store", str(store)])
+        _, _, top = done.stdout.partition("## Top kernels")
+        assert top.startswith(f" {detail}\n")
+        assert "| launches/step |" in top
 
 
 def test_a_prediction_for_the_same_gpu_keeps_the_saving(store: Path) -> None:

@@ -25,9 +25,11 @@ from profharness.commands.analyze import analyze
 from profharness.commands.analyze.tables import analyze_document
 from profharness.commands.bench.tables import latency_charts, rate_blocks
 from profharness.commands.diff.compare import Diff, DiffRow
+from profharness.commands.explain.calls import program_calls
 from profharness.commands.report import (
     FIELDS,
     GLOSSARY,
+    _bottleneck_blocks,
     diff_blocks,
     environment_blocks,
     glossary_blocks,
@@ -35,9 +37,11 @@ from profharness.commands.report import (
     selection_blocks,
     without_options,
 )
+from profharness.commands.report.program import program_advice
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
+from profharness.program.layer_map import find_layers
 from profharness.render.document import Chart, Code, Document, Heading, Note, Table, for_reading
 from profharness.render.renderers import RENDERERS
 from profharness.render.terminal import render_table
@@ -474,7 +478,14 @@ def test_the_answer_on_a_program_says_why_and_what_is_faster(efficient: Document
     blocks = efficient.blocks
     assert blocks[0] == Heading("Advice")
     code = next(block for block in blocks if isinstance(block, Code))
-    assert "torch.bfloat16" in code.text and blocks.index(code) == 2
+    assert "torch.autocast" in code.text and blocks.index(code) == 2
+    # Bug: the code cast only the inputs of attention, and left most products in fp32.
+    assert sum("torch.autocast" in each.text for each in blocks if isinstance(each, Code)) == 1
+    saves = blocks[3]
+    assert isinstance(saves, Note) and saves.text.endswith(
+        "(33.6 µs instead of 161 µs per call). torch.autocast also speeds up the fp32 matrix products "
+        "outside attention, which take 84 % of the GPU time."
+    )
     # Bug: the products that take most of the time and are also in fp32 were not named.
     products = (
         "The fp32 matrix products outside attention take 84 % of the GPU time; bf16 (torch.autocast) "
@@ -483,6 +494,28 @@ def test_the_answer_on_a_program_says_why_and_what_is_faster(efficient: Document
     assert products in efficient.answer
     notes = [block.text for block in blocks if isinstance(block, Note)]
     assert why.rstrip(".") not in notes  # said once
+
+
+def test_fp32_products_have_advice_of_their_own_beside_attention_in_bf16(tmp_path: Path) -> None:
+    ingest_path(tmp_path / "s.db", TRACES / "models" / "bert_fp32.json.gz")
+    with open_store(tmp_path / "s.db") as store:
+        layers = find_layers(store, store.resolve("latest"))
+    assert not program_calls(replace(layers, other_work=())).autocast
+    blocks = program_advice(replace(layers, platform=None)).blocks
+    head, code = blocks[1:3]
+    title = "Compute the fp32 matrix products in bf16"
+    assert head == Heading(title, "84 % of the GPU time", level=3)
+    assert isinstance(code, Code) and "torch.autocast" in code.text
+    little = tuple(replace(work, ns=0.19 * layers.gpu_ns) for work in layers.other_work)
+    assert not program_advice(replace(layers, platform=None, other_work=little)).blocks
+
+
+def test_explain_and_report_have_one_code_for_a_change(tmp_path: Path, efficient: Document) -> None:
+    code = next(block for block in efficient.blocks if isinstance(block, Code))
+    trace = TRACES / "models" / "bert_fp32.json.gz"
+    arguments = [str(trace), "--store", str(tmp_path / "s.db")]
+    done = CliRunner().invoke(find_command("explain"), arguments)
+    assert all(line.strip() in done.stdout for line in code.text.splitlines())
 
 
 def test_advice_that_is_not_faster_is_not_given(tmp_path: Path) -> None:
@@ -859,7 +892,9 @@ def test_a_report_on_many_programs_begins_with_their_overview(tmp_path: Path) ->
     assert "Runs compared" not in headings(document)
 
 
-def test_a_folded_table_has_the_bottleneck_of_each_backend(tmp_path: Path) -> None:
+def test_a_table_has_the_bottleneck_of_each_backend_and_is_folded_if_it_is_long(
+    tmp_path: Path,
+) -> None:
     """Bug: the answer said what limits 2 configs, but nothing on the page named these configs."""
     ingest_path(tmp_path / "s.db", TRACES / "h200-torch2.11")
     document = report(tmp_path / "s.db")
@@ -871,8 +906,14 @@ def test_a_folded_table_has_the_bottleneck_of_each_backend(tmp_path: Path) -> No
     # Bug: the section was at the end of the page, far from the times that it explains.
     titles = headings(document)
     assert titles[titles.index("Bottlenecks") - 1] == "Time per call"
-    analyzed = analyze_document(analyze(store=tmp_path / "s.db").attrs["analyses"])
+    analyses = analyze(store=tmp_path / "s.db").attrs["analyses"]
+    analyzed = analyze_document(analyses)
     (whole,) = (each for each in analyzed.blocks if isinstance(each, Table))
+    # Bug: even a short table was folded, although it says what limits each backend.
+    for count, folded in ((12, False), (13, True)):
+        head, short, *_ = _bottleneck_blocks(analyses[:count])
+        assert isinstance(short, Table) and len(short.rows) == count
+        assert isinstance(head, Heading) and head.folded == folded
     assert isinstance(table, Table) and len(table.rows) == 20
     count = len(table.columns)  # the kernels are in another section
     assert whole.columns[:count] == table.columns and whole.columns[count].key == "kernel"

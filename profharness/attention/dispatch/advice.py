@@ -541,6 +541,8 @@ seen = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 """
 
 
+IN_BF16 = ("bf16",)
+"""The steps of advice that changes only the dtype to bf16."""
 FLEX, PACK = ("flex",), ("pack",)
 """The steps of advice that replaces the call with another function."""
 SELECT = ("name it",)

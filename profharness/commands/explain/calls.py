@@ -9,12 +9,15 @@ from typing import Any
 
 from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import AUTO, Config, held_configs_text, parse_config
+from profharness.attention.dispatch.advice import IN_BF16
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
 from profharness.commands.explain.savings import main_change, matters, saving_text
 from profharness.errors import NotFoundError
 from profharness.measurements.agreement import backend_seen, times_of_auto
 from profharness.program.layer_map import (
+    AUTOCAST_CODE,
+    FP32_PRODUCTS,
     LayerMap,
     LayerRow,
     allowed_setting,
@@ -88,6 +91,8 @@ class ProgramCalls:
     """The code of the change."""
     shown_by: str = ""
     """The command that shows the attention of the run."""
+    autocast: bool = False
+    """Whether the program has matrix products that bf16 would speed up like its attention."""
     captured: RunConfigs | None = None
     """The configs of a run of `capture` or of a similar command, or None for a program."""
 
@@ -95,7 +100,8 @@ class ProgramCalls:
         self, platform: Platform, backends: Sequence[str] = (), *, advice: bool = True
     ) -> list[Explanation]:
         """Return an explanation per call, with the backend that ran."""
-        return [call.explain(platform, backends, advice=advice) for call in self.calls]
+        answers = [call.explain(platform, backends, advice=advice) for call in self.calls]
+        return list(map(_with_autocast, answers)) if self.autocast else answers
 
 
 @dataclass(frozen=True)
@@ -214,7 +220,28 @@ def program_calls(layers: LayerMap) -> ProgramCalls:
         layers.assumed,
         tuple(_left_out(layers)),
         shown_by=layers.command("layers"),
+        autocast=any(work.kind == FP32_PRODUCTS for work in layers.notable_work),
     )
+
+
+def _with_autocast(answer: Explanation) -> Explanation:
+    """Return an explanation that advises torch.autocast if only the dtype prevents a backend.
+
+    Casting the inputs of attention alone would leave the rest of the model in fp32.
+    """
+    sides = (
+        replace(
+            side,
+            advice=tuple(
+                replace(advice, code=AUTOCAST_CODE)
+                if advice.steps == IN_BF16 and advice.choice == side.backend
+                else advice
+                for advice in side.advice
+            ),
+        )
+        for side in answer.backends
+    )
+    return replace(answer, backends=tuple(sides))
 
 
 def mean_ns(rows: Sequence[LayerRow]) -> float | None:

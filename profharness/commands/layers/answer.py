@@ -35,8 +35,6 @@ EAGER_FLEX = "flex_attention without torch.compile"
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 LIMITING = 0.1  # minimum share of attention in a step that attention limits
 ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
-NOTABLE_PRODUCTS = 0.2  # minimum share of the fp32 matrix products that the answer names
-NOTABLE_FOREACH = 0.1  # the same for the foreach kernels of an optimizer
 IDLE = 0.1  # minimum idle share that the answer reports
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
 STEPS_NAMED = 3  # maximum number of slow steps that the answer names
@@ -90,17 +88,16 @@ def other_work_answer(layers: LayerMap) -> Iterator[str]:
     """Yield a sentence on each kind of kernels outside attention that could be faster, if they take
     a large share of the GPU time.
     """
-    for work in layers.other_work:
-        share = min(work.ns / layers.gpu_ns, 1) if layers.gpu_ns else 0
+    for work, share in layers.notable_work.items():
         takes = f"take {share_text(share)} of the GPU time"
-        if work.kind == FP32_PRODUCTS and share >= NOTABLE_PRODUCTS:
+        if work.kind == FP32_PRODUCTS:
             in_fp32 = any("fp32" in (row.config or "").split("-") for row in layers.rows)
             too = ", too" if in_fp32 else ""
             yield (
                 f"The fp32 matrix products outside attention {takes}; bf16 (torch.autocast) speeds "
                 f"these up{too}."
             )
-        if work.kind == FOREACH and share >= NOTABLE_FOREACH and work.ns > layers.attention_ns:
+        if work.kind == FOREACH:
             yield (
                 f"The optimizer's foreach kernels {takes}; use fused=True "
                 f"(torch.optim.{work.optimizer}(…, fused=True))."

@@ -202,6 +202,7 @@ DEVICE = tuple(
 )  # titles are self-explanatory
 LAYER_BARS = ("forward_ns", "backward_ns")
 """The columns of the table of layers that have bars."""
+MOST_BOTTLENECKS = 12  # maximum number of rows of an unfolded table of bottlenecks
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
@@ -476,7 +477,7 @@ def _run_blocks(
         extra.setdefault("bench", []).extend(document.records)
     if evaluated and drawn:
         blocks += [Heading("Time per call", basis_detail(evaluated.ranking)), *drawn]
-    blocks += _folded(_bottleneck_blocks(analyses))
+    blocks += _bottleneck_blocks(analyses)
     if checks := store.verifications(run):
         document = verify_document(checks)
         blocks += [Heading("Verification"), *_deeper(document.blocks)]
@@ -777,8 +778,9 @@ def _limits(
 def _bottleneck_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
     """Return the first section of the document of `analyze`: the bottlenecks of all cells.
 
-    Return an empty list if no cell has figures. The page has its own charts of the rates, and the
-    section on all kernels has the details of the main kernels.
+    The section is folded if its table is long. Return an empty list if no cell has figures. The
+    page has its own charts of the rates, and the section on all kernels has the details of the main
+    kernels.
     """
     blocks = analyze_document(analyses).blocks
     section = takewhile(lambda block: not isinstance(block, Heading), blocks[1:])
@@ -787,7 +789,9 @@ def _bottleneck_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
         for block in section
         if isinstance(block, Table | Note)
     ]
-    return [blocks[0], *shown] if any(isinstance(block, Table) for block in shown) else []
+    rows = sum(len(block.rows) for block in shown if isinstance(block, Table))
+    whole = [blocks[0], *shown] if rows else []
+    return _folded(whole) if rows > MOST_BOTTLENECKS else whole
 
 
 def _without_details(table: Table) -> Table:

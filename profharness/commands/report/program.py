@@ -20,12 +20,15 @@ from profharness.commands.explain.answer import (
 )
 from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
 from profharness.commands.explain.savings import matters, own_place, saved_ns, saving_text
-from profharness.commands.layers.answer import idle_time, other_work_answer, what_to_change
+from profharness.commands.layers.answer import idle_time, what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
     CHANGE_CODE,
+    FOREACH,
+    FP32_PRODUCTS,
     LayerMap,
     LayerRow,
+    OtherWork,
     actual_backend,
     module_name,
     short_module,
@@ -62,6 +65,10 @@ MOST_KERNELS = 15
 REASONS_TOLD = 2  # maximum number of reasons for backends in the answer
 MOST_RANGES = 4  # maximum depth of nested ranges on a timeline
 MOST_LISTED = 100  # maximum number of kernels in the table below a timeline
+WORK_TITLES = {
+    FP32_PRODUCTS: "Compute the fp32 matrix products in bf16",
+    FOREACH: "Use a fused optimizer",
+}
 OBSERVED = "profharness-attention:"  # ranges that the observer opens around attention calls
 RANGES, CPU = "range", "CPU"
 PARTS = (
@@ -249,8 +256,9 @@ def _each_layer(
 def _kernel_blocks(times: ProgramTimes, phase: str | None) -> Iterator[Block]:
     shown = times.kernels[:MOST_KERNELS]
     whole = len(times.kernels)
-    rows = f"{whole} rows, one per kernel and kind"
-    detail = f"the {len(shown)} longest of {rows}" if whole > len(shown) else ""
+    several_kinds = len({row.kernel_short for row in times.kernels}) < whole
+    rows = "rows, one per kernel and kind" if several_kinds else "kernels"
+    detail = f"the {len(shown)} longest of {whole} {rows}" if whole > len(shown) else ""
     yield Heading(f"Top kernels of {phase} steps" if phase else "Top kernels", detail)
     yield Table.of(TOP_KERNELS, shown)
 
@@ -406,8 +414,16 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
     faster: list[Block] = []
     for answer, way in faster_ways(explained):
         told.add(_key(way))
-        faster += change_blocks(faster_text(layers, answer, way), answer.config, way.advice.code)
-    by_time = [(layers.attention_ns, faster), *_other_work_advice(layers), *_idle_advice(layers)]
+        text, code = faster_text(layers, answer, way), way.advice.code
+        faster += change_blocks(text, answer.config, code, _also_covered(layers, code))
+    shown = {block.text for block in (*blocks, *faster) if isinstance(block, Code)}
+    other = {work: share for work, share in layers.notable_work.items() if work.code not in shown}
+    covered_ns = sum(work.ns for work in layers.notable_work if work not in other)
+    by_time = [
+        (layers.attention_ns + covered_ns, faster),
+        *((work.ns, _other_work_advice(work, share)) for work, share in other.items()),
+        *_idle_advice(layers),
+    ]
     for _, own in sorted(by_time, key=lambda each: -each[0]):
         blocks += own
     others = tuple(_other_changes(explained, told))
@@ -440,16 +456,21 @@ def _idle_advice(layers: LayerMap) -> Iterator[tuple[float, list[Block]]]:
     yield idle.ns, [heading, how]
 
 
-def _other_work_advice(layers: LayerMap) -> Iterator[tuple[float, list[Block]]]:
-    """Yield the time per step of kernels outside attention, and the change to them.
+def _also_covered(layers: LayerMap, code: str) -> str:
+    """Return a sentence on the matrix products that the code of a change of attention also covers."""
+    for work, share in layers.notable_work.items():
+        if work.code == code:
+            return (
+                "torch.autocast also speeds up the fp32 matrix products outside attention, which "
+                f"take {share_text(share)} of the GPU time."
+            )
+    return ""
 
-    Leave out the changes that the answer does not name and those that have no code.
-    """
-    for work in layers.other_work:
-        for _ in other_work_answer(replace(layers, other_work=(work,))):
-            if work.code:
-                share = f"{share_text(min(work.ns / layers.gpu_ns, 1))} of the GPU time"
-                yield work.ns, [Heading("Use a fused optimizer", share, level=3), Code(work.code)]
+
+def _other_work_advice(work: OtherWork, share: float) -> list[Block]:
+    """Return the change to kernels outside attention, with its code."""
+    of = f"{share_text(share)} of the GPU time"
+    return [Heading(WORK_TITLES[work.kind], of, level=3), Code(work.code)]
 
 
 def _key(way: Way) -> str:

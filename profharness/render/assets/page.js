@@ -95,6 +95,26 @@
       }
     });
   }
+  // The titles of a table take one line if it then fits its box and does not get taller. A table that
+  // is too wide even with wrapped titles gets narrow margins. All tables are measured at once, because
+  // each change of a class before a measurement costs a layout of the page.
+  const boxes = [...document.querySelectorAll(".scroll:has(> table)")];
+  const isTooWide = (box) => box.scrollWidth > box.clientWidth;
+  const fit = () => {
+    const shown = boxes.filter((box) => box.clientWidth);
+    const mark = (some, name, on) => some.forEach((box) => box.firstElementChild.classList.toggle(name, on));
+    mark(shown, "titles", false);
+    mark(shown, "dense", false);
+    const heights = new Map(shown.map((box) => [box, box.offsetHeight]));
+    const wide = shown.filter(isTooWide);
+    const roomy = shown.filter((box) => !wide.includes(box));
+    mark(wide, "dense", true);
+    mark(roomy, "titles", true);
+    mark(roomy.filter((box) => isTooWide(box) || box.offsetHeight > heights.get(box)), "titles", false);
+  };
+  fit();
+  addEventListener("resize", fit);
+  folds.forEach((fold) => fold.addEventListener("toggle", fit)); // a closed section has no sizes
   // A table or code that continues to the right fades out at its right edge.
   const observer = new ResizeObserver((entries) => entries.forEach(({ target }) => fade(target)));
   const fade = (box) => {
