@@ -182,7 +182,7 @@ def test_every_ratio_of_a_diff_is_in_its_tables(sides: tuple[str, str], store: P
 def test_equal_times_of_layers_have_equal_texts(extra: tuple[str, ...], store: Path) -> None:
     quoted = 0
     for name in NAMES:
-        if extra and name.startswith("llama_graph.json"):
+        if extra and name.startswith(("llama_graph.json", "llama_reduce_overhead")):
             continue  # the shapes of its calls are unknown, so nothing is predicted
         shown = shown_by("layers", name, *extra, "--store", str(store))
         check_equal_times(shown)

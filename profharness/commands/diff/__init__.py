@@ -596,7 +596,8 @@ FailOn = Annotated[
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
         help=(
             "Exit with code 3 if a row has this verdict, such as slower, changed or removed. For "
-            "programs, the rows are the layers; with --full, also the kernels of the traces. The "
+            "programs, the rows are the layers; with --full, also the kernels of the traces. For "
+            "configs, the times of calls are judged; with --full, also those of their kernels. The "
             "`memory` gate fails if the candidate uses more memory. The `launches` gate fails if "
             "the candidate launches more kernels. The `refused` gate fails if the candidate "
             "refuses a config that the baseline runs. The `backend-changed` gate fails if a layer "
@@ -735,16 +736,20 @@ def check(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -
         GateResult(
             f"--fail-on {name}",
             place,
-            tuple(_findings(found, sides, name)),
+            tuple(_findings(found, sides, name, full=full)),
             f"{checked}, {PASSED.get(name, f'none is {name}')}",
         )
         for name in dict.fromkeys(split_names(fail_on))
     ]
 
 
-def _findings(found: Diff, sides: tuple[Side, Side], verdict: str) -> Iterator[str]:
+def _findings(found: Diff, sides: tuple[Side, Side], verdict: str, *, full: bool) -> Iterator[str]:
     on = frozenset([verdict])
+    # A kernel may be slower although the call is faster.
+    timed = {row.config for row in found.rows if row.role == "call" and row.ratio is not None}
     for row in found.fails(on):
+        if verdict in OF_TIMES and not full and row.role != "call" and row.config in timed:
+            continue
         yield f"{row.config} {row.role}: {'; '.join((row.verdict, *_reasons(row)))}"
     for cost in found.failing_costs(on):
         yield f"{cost.config} {cost.backend_candidate or ''} {cost.what}: {cost_text(cost)}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from profharness import stats
 from profharness.attention.config import parse_config
 from profharness.commands._output import sentences
 from profharness.commands.diff.compare import (
@@ -35,6 +36,7 @@ from profharness.units import by_how_much, compared, ratio_text, time_text
 
 KEYS_SHOWN = 3  # maximum number of environment keys in a sentence
 IDLE = 0.5  # a GPU counts as mostly idle if it is busy for a smaller share of the step
+STEP_NOISE = 0.1  # a smaller relative change of the time of a step may be noise
 MEASURED_BY = {
     GRAPH: " in CUDA-graph replays",
     COLD: " in cold calls",
@@ -77,7 +79,7 @@ def diff_caveats(diff: Diff) -> tuple[str, ...]:
             "attention does not show."
         )
     steps = [] if diff.phases else _compared_steps(diff)
-    if steps and all(0 < step.median_busy_ns < IDLE * step.median_ns for step in steps):
+    if steps and _speed_up(steps) and _idle(steps):  # otherwise, the answer says so
         texts.append(f"The GPU is idle for most of the {_step_words(steps)} on both sides.")
     return (*texts, *_unknown_environment(diff))
 
@@ -212,9 +214,25 @@ def _step_words(steps: Sequence[StepTime]) -> str:
 
 def _steps(diff: Diff) -> Iterator[str]:
     """Yield a sentence on the time of the step on both sides."""
-    if steps := _compared_steps(diff):
-        before, after = (time_text(step.median_ns) for step in steps)
-        yield f"The {_step_words(steps)} takes {before} → {after}."
+    steps = _compared_steps(diff)
+    if not steps:
+        return
+    before, after = (time_text(step.median_ns) for step in steps)
+    speed_up = _speed_up(steps)
+    change = f" ({by_how_much(speed_up)})" if speed_up else ""
+    limit = "; the GPU is idle for most of it on both sides" if not change and _idle(steps) else ""
+    yield f"The {_step_words(steps)} takes {before} → {after}{change}{limit}."
+
+
+def _speed_up(steps: Sequence[StepTime]) -> float | None:
+    """Return the speed-up of the step, or None if it may be noise."""
+    ratio = steps[0].median_ns / steps[1].median_ns if steps[1].median_ns else 1.0
+    return ratio if stats.beyond(ratio, STEP_NOISE) else None
+
+
+def _idle(steps: Sequence[StepTime]) -> bool:
+    """Return whether the GPU is idle for most of the step on both sides."""
+    return all(0 < step.median_busy_ns < IDLE * step.median_ns for step in steps)
 
 
 def _phases(diff: Diff) -> Iterator[str]:
