@@ -102,7 +102,9 @@ def same_kernels_notes(table: Table) -> Iterator[Note]:
     if text := next((value for value in values if value.startswith(SAME)), None):
         ran = text.removeprefix(SAME)
         yield Note(
-            f"{text} means that auto ran {ran}, so both rows time the same kernels", VS_FASTEST
+            f"{text} means that auto ran {ran}, so both rows time the same kernels, and a difference "
+            "between them is noise",
+            VS_FASTEST,
         )
 
 

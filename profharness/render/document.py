@@ -399,7 +399,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "kib": lambda value: f"{value / 1024:,.1f}",
     "mib": memory_figure,
     "percent": share_figure,
-    "spread": lambda value: "busy" if value > 1 else f"{100 * value:.1f}",
+    "spread": lambda value: "busy" if value > 1 else share_figure(value),
     "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
     "flag": lambda value: "yes" if value else "no",
     "triple": lambda value: ",".join(map(str, value)),

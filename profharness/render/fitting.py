@@ -525,6 +525,7 @@ def _choices(
         whole if named and is_key(columns[at], at) else least
         for at, (named, whole, least) in enumerate(zip(kernels, most, roomy, strict=True))
     ]
+    one_line_titles = [cell_len(one_line(column.title)) for column in columns]
     normal, details = (
         sorted(
             (place for place, kind in enumerate(kinds) if kind == optional),
@@ -548,8 +549,10 @@ def _choices(
             if fits(readable, (*kept, place)):
                 kept.append(place)
         # Stop at the first detail that does not fit. All widths then hide details in the same order.
+        # Below names, details must not break the titles into several lines.
+        sizes = [*map(max, roomy, one_line_titles)] if stacked else roomy
         for place in details:
-            if not fits(roomy, (*kept, place)) or (stacked and columns[place].spare > 1):
+            if not fits(sizes, (*kept, place)) or (stacked and columns[place].spare > 1):
                 break
             kept.append(place)
         return _Choice(tuple(sorted(kept)), tuple(at for at in stacked if at in kept), shrunk)

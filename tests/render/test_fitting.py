@@ -797,8 +797,10 @@ def test_layers_hide_no_column_that_fits(
     for table, layout in layouts(for_reading(shown), width, full=False):
         if layout.hidden:  # the column that is hidden last does not fit
             line = [*layout.lines[-1], layout.hidden[0]]
-            assert len(layout.lines) == 1
-            assert sum(layout.widths[at] + len("  ") for at in line) - len("  ") > width
+            titles = [len(table.columns[at].title) if layout.lines[1:] else 0 for at in line]
+            sizes = [max(layout.widths[at], title) for at, title in zip(line, titles, strict=True)]
+            indent = 2 if layout.lines[1:] else 0  # figures below names have titles on one line
+            assert indent + sum(sizes) + len("  ") * (len(line) - 1) > width
         first = [table.columns[at].key for at in layout.lines[-1]]
         names = {*first} & {"module", "config"}
         assert names == {*first[: len(names)]}  # figures follow names

@@ -13,16 +13,20 @@ from profharness.devices import pytorch_text, with_article
 from profharness.errors import counted, join_and, percent
 from profharness.measurements.evaluation import BenchResult, Loss, Winner
 from profharness.measurements.measurements import BenchRow, basis_text
-from profharness.rows import COLD, EAGER, GRAPH, KERNEL
+from profharness.rows import COLD, EAGER, EVENT, GRAPH, KERNEL
 from profharness.stats import NOTABLE_LOSS, THRESHOLD
 from profharness.units import as_long, ratio_text, time_text
 
+_COLD_CALLS = (
+    "For a call that runs between other layers of a model, use the cold time, which is measured with "
+    "flushed caches."
+)
 TRUST = {
     EAGER: "For programs without CUDA graphs, use the eager time, which includes the launch cost.",
     GRAPH: "For CUDA-graph replays, use the graph time, which is measured with warm caches and "
     "excludes the launch cost.",
-    COLD: "For a call that runs between other layers of a model, use the cold time, which is "
-    "measured with flushed caches.",
+    COLD: _COLD_CALLS,
+    EVENT: _COLD_CALLS,  # has the title of COLD, too
     KERNEL: "To compare kernels, use the kernel time, which is measured with warm caches and "
     "excludes the launch cost.",
 }

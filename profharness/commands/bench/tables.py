@@ -332,12 +332,12 @@ def _legend(answer: BenchResult, full: bool) -> Iterator[Note]:
         return
     measured = {str(row.measurement) for row in answer.rows}
     text = MEANS.get(answer.ranking) or basis_text(answer.ranking)
-    text += "; ±% is half the width of the median's 95 % interval"
+    text += "; rates are computed from it, and ±% is half the width of its 95 % interval"
     if full and any(row.half_between_processes is not None for row in answer.figures()):
-        text += ", and ±% processes is the part due to differences between processes"
+        text += "; ±% processes is the part due to differences between processes"
     yield Note(text, "median")
     if len(trusted := [name for name in TRUST if name in measured]) > 1:
-        yield Note(" ".join(TRUST[name] for name in trusted), "measurements")
+        yield Note(" ".join(dict.fromkeys(TRUST[name] for name in trusted)), "measurements")
     yield from all_disabled_notes([row.backend for row in answer.rows])
     if any(row.host_ns for row in answer.rows):
         yield Note(MEANS[HOST], HOST)
