@@ -126,8 +126,8 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
         "What the words mean",
     ]
     folded = [each for each in document.blocks if isinstance(each, Heading) and each.folded]
-    assert folded[0].text == "Bottlenecks"
-    assert len(folded) == 10
+    assert folded[0].text == "Cells"
+    assert len(folded) == 9
     assert {chart.kind for chart in charts(document).values()} == {
         "map",
         "dots",
@@ -661,15 +661,34 @@ def test_the_advice_for_an_optimizer_has_its_code(tmp_path: Path) -> None:
     assert any("take 27 % of the GPU time; use fused=True" in text for text in document.answer)
 
 
-def test_the_remedy_for_an_idle_gpu_has_its_code_and_comes_first(tmp_path: Path) -> None:
+def test_the_remedy_for_an_idle_gpu_has_its_code(tmp_path: Path) -> None:
     """Bug: the advice had only the optimizer, although the GPU was idle for 77 % of the step."""
     ingest_path(tmp_path / "s.db", TRACES / "models" / "llama_train.json.gz")
-    advice, change, code, other, _ = report(tmp_path / "s.db").blocks[:5]
+    blocks = report(tmp_path / "s.db").blocks
     idle = "the GPU is idle for 77 % of the traced step"
-    assert advice == Heading("Advice")
-    assert change == Heading("Reduce the launch overhead", idle, level=3)
-    assert code == Code('model = torch.compile(model, mode="reduce-overhead")')
-    assert isinstance(other, Heading) and other.text == "Use a fused optimizer"
+    at = blocks.index(Heading("Reduce the launch overhead", idle, level=3))
+    assert blocks[at + 1] == Code('model = torch.compile(model, mode="reduce-overhead")')
+
+
+@pytest.mark.parametrize(
+    ("trace", "subjects"),
+    [
+        ("llama_train", {"Use a fused optimizer": "optimizer"}),
+        ("whisper", {"To run flash on": "To run flash on"}),
+    ],
+)
+def test_the_advice_has_the_order_of_the_answer(
+    tmp_path: Path, trace: str, subjects: dict[str, str]
+) -> None:
+    """Bug: the remedy for the idle GPU came first in the advice, but last in the answer."""
+    ingest_path(tmp_path / "s.db", TRACES / "models" / f"{trace}.json.gz")
+    document = report(tmp_path / "s.db")
+    subjects |= {"Reduce the launch overhead": "The GPU is idle"}
+    advised = headings(document, 3)[: len(subjects)]
+    assert all(title.startswith(each) for title, each in zip(advised, subjects, strict=True))
+    answer = "\n".join(document.answer)
+    places = [answer.index(sentence) for sentence in subjects.values()]
+    assert places == sorted(places)
 
 
 def test_the_remedy_for_an_engine_has_no_code(tmp_path: Path) -> None:
@@ -902,7 +921,8 @@ def test_a_table_has_the_bottleneck_of_each_backend_and_is_folded_if_it_is_long(
         at for at, each in enumerate(document.blocks) if getattr(each, "text", "") == "Bottlenecks"
     )
     head, table = document.blocks[at : at + 2]
-    assert isinstance(head, Heading) and head.folded
+    # Bug: the section was folded, although the whole map below it was open.
+    assert isinstance(head, Heading) and not head.folded
     # Bug: the section was at the end of the page, far from the times that it explains.
     titles = headings(document)
     assert titles[titles.index("Bottlenecks") - 1] == "Time per call"
@@ -910,8 +930,9 @@ def test_a_table_has_the_bottleneck_of_each_backend_and_is_folded_if_it_is_long(
     analyzed = analyze_document(analyses)
     (whole,) = (each for each in analyzed.blocks if isinstance(each, Table))
     # Bug: even a short table was folded, although it says what limits each backend.
-    for count, folded in ((12, False), (13, True)):
-        head, short, *_ = _bottleneck_blocks(analyses[:count])
+    for count, folded in ((24, False), (25, True)):
+        ran = [each for each in analyses if each.figures]
+        head, short, *_ = _bottleneck_blocks([*ran, *ran][:count])
         assert isinstance(short, Table) and len(short.rows) == count
         assert isinstance(head, Heading) and head.folded == folded
     assert isinstance(table, Table) and len(table.rows) == 20
