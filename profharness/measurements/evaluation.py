@@ -514,7 +514,8 @@ def selecting(row: BenchRow) -> str:
         return call_code(config, config, row.backend)
     return (
         f"# {row.backend} is not a backend of scaled_dot_product_attention;\n"
-        "# call it with q, k, v in the layout [batch, heads, seq_len, head_dim]"
+        "# call it directly, with q, k, v in the layout\n"
+        "# [batch, heads, seq_len, head_dim]"
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.attention.config import parse_config
+from profharness.attention.dispatch.advice import FLEX_BLOCKS, PACKED
 from profharness.cli import find_command
 from profharness.columns import Column
 from profharness.commands._answers import OF_ALL_DISABLED
@@ -41,7 +42,7 @@ from profharness.commands.report.program import program_advice
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
-from profharness.program.layer_map import find_layers
+from profharness.program.layer_map import CHANGE_CODE, find_layers
 from profharness.render.document import Chart, Code, Document, Heading, Note, Table, for_reading
 from profharness.render.renderers import RENDERERS
 from profharness.render.terminal import render_table
@@ -516,6 +517,17 @@ def test_explain_and_report_have_one_code_for_a_change(tmp_path: Path, efficient
     arguments = [str(trace), "--store", str(tmp_path / "s.db")]
     done = CliRunner().invoke(find_command("explain"), arguments)
     assert all(line.strip() in done.stdout for line in code.text.splitlines())
+
+
+def test_comments_in_code_are_short(tmp_path: Path) -> None:
+    """Bug: a phone wrapped a comment, so that its second line looked like code."""
+    trace = TRACES / "models" / "bert_fp32.json.gz"
+    ingest_path(tmp_path / "s.db", trace)
+    codes = [block.text for block in report(tmp_path / "s.db").blocks if isinstance(block, Code)]
+    codes += [PACKED, FLEX_BLOCKS, *CHANGE_CODE.values()]
+    comments = [line for code in codes for line in code.splitlines() if line.startswith("#")]
+    assert any("then compute in bf16" in line for line in comments)
+    assert max(map(len, comments)) <= 64
 
 
 def test_advice_that_is_not_faster_is_not_given(tmp_path: Path) -> None:
