@@ -14,7 +14,9 @@ from typing import Any, TextIO
 # Matches a command after a colon or in backticks, which users may want to copy.
 _COMMAND = re.compile(r"(?<=: )(?:profharness|pip) [^;]*|`[^`]*`")
 NO_BREAK = "\N{NO-BREAK SPACE}"
-_UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kKMGT]i?B(?:/s)?|[GT]FLOP/s)(?![\w/]))")
+_UNIT = r"(?:%|[µmn]?s|(?:[kKMGT]i?)?B(?:/s)?|[MGTP]?FLOP/s|[kMG]?Hz|W)(?![\w/])"
+FIGURE = rf"\d[\d.,]* {_UNIT}"  # matches a number and its unit
+_BEFORE_UNIT = re.compile(rf"(?<=\d) (?={_UNIT})")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -69,7 +71,7 @@ def wrapped(text: str, width: int, indent: str = "", lead: str = "") -> list[str
         return command[0].replace(" ", NO_BREAK) if fits else command[0]
 
     lines = textwrap.wrap(
-        _UNIT.sub(NO_BREAK, _COMMAND.sub(unbroken, text)),
+        _BEFORE_UNIT.sub(NO_BREAK, _COMMAND.sub(unbroken, text)),
         width,
         initial_indent=lead,
         subsequent_indent=indent,

@@ -513,8 +513,9 @@ def selecting(row: BenchRow) -> str:
     if sdpa_setting(row.backend) is not None:
         return call_code(config, config, row.backend)
     return (
-        f"# {row.backend} is not a backend of scaled_dot_product_attention; call it directly\n"
-        "# with q, k, v in the layout [batch, heads, seq_len, head_dim]"
+        f"# {row.backend} is not a backend of scaled_dot_product_attention;\n"
+        "# call it directly, with q, k, v in the layout\n"
+        "# [batch, heads, seq_len, head_dim]"
     )
 
 

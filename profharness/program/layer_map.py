@@ -588,7 +588,7 @@ NOTABLE_WORK = {FP32_PRODUCTS: 0.2, FOREACH: 0.1}
 AUTOCAST_CODE = """\
 import torch
 
-# attention and the matrix products outside it then compute in bf16
+# attention and the other matrix products then compute in bf16
 with torch.autocast("cuda", dtype=torch.bfloat16):
     output = model(...)  # replace ... by the inputs of the model"""
 """The code that computes a model in bf16, without its backward pass."""

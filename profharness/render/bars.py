@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
-from profharness.errors import one_line
 from profharness.render.colors import IDLE, ink_on, series_colors
 from profharness.render.document import Chart, axis_text
+from profharness.render.html_text import plain, prose
 from profharness.units import share_text
 
 LETTERED = 0.03  # minimum share of a bar for which a text is drawn inside; CSS hides longer texts
@@ -33,9 +32,9 @@ def draw_bars(chart: Chart) -> str:
     if divided and all(row["label"] for row in rows):
         return "".join(_titled(name, parts, longest, colors, chart) for name, parts in bars.items())
     lines = "".join(
-        f'<li><span class="name">{_text(name)}</span><span class="track">'
+        f'<li><span class="name">{plain(name)}</span><span class="track">'
         f"{_parts(parts, longest, colors, chart.x_title)}</span>"
-        f'<span class="value">{_text(_label(parts, chart.x_title))}</span></li>'
+        f'<span class="value">{prose(_label(parts, chart.x_title))}</span></li>'
         for name, parts in bars.items()
     )
     return f'{legend(colors)}<ul class="bars">{lines}</ul>'
@@ -50,14 +49,14 @@ def _titled(
 ) -> str:
     """Return a bar below its name and its sum. The bar with the length `longest` has full width."""
     whole = sum(row["x"] for row in parts)
-    title = f"<b>{_text(name)}</b> {_text(axis_text(whole, chart.x_title))}"
+    title = f"<b>{plain(name)}</b> {prose(axis_text(whole, chart.x_title))}"
     return f'<p class="bar-name">{title}</p>{_listed(parts, colors, whole / longest)}'
 
 
 def legend(colors: Mapping[str, str]) -> str:
     """Return a list of series with their colours."""
     items = "".join(
-        f"<li>{swatch(name, color)}{_text(name)}</li>" for name, color in colors.items()
+        f"<li>{swatch(name, color)}{plain(name)}</li>" for name, color in colors.items()
     )
     return f'<ul class="legend">{items}</ul>'
 
@@ -76,10 +75,12 @@ def _listed(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str], length
         color, text = colors[name], f"{name}: {row['label']}"
         inside = f"<b>{share_text(share)}</b>" if share >= LETTERED else ""
         parts.append(
-            f'<i class="{_class(name)}" title="{_text(text)}" style="width:{100 * share:.3f}%;'
+            f'<i class="{_class(name)}" title="{plain(text)}" style="width:{100 * share:.3f}%;'
             f'background-color:{color};color:{ink_on(color)}">{inside}</i>'
         )
-        items.append(f"<li>{swatch(name, color)}<b>{_text(name)}</b> {_text(row['label'])}</li>")
+        items.append(
+            f"<li>{swatch(name, color)}<b>{plain(name)}</b> <span>{prose(row['label'])}</span></li>"
+        )
     width = f' style="width:{100 * length:.3f}%"' if length < 1 else ""
     return (
         f'<div class="bar" aria-hidden="true"{width}>{"".join(parts)}</div>'
@@ -91,7 +92,7 @@ def _parts(
     parts: Iterable[Mapping[str, Any]], longest: float, colors: Mapping[str, str], axis: str
 ) -> str:
     return "".join(
-        f'<i class="{_class(row["series"])}" title="{_text(_title(row, axis))}" '
+        f'<i class="{_class(row["series"])}" title="{plain(_title(row, axis))}" '
         f'style="width:{100 * row["x"] / longest:.3f}%;background-color:{colors[row["series"]]}"></i>'
         for row in parts
     )
@@ -109,7 +110,3 @@ def _label(parts: Sequence[Mapping[str, Any]], axis: str) -> str:
 
 def _class(name: str) -> str:
     return "idle" if name == IDLE else "part"
-
-
-def _text(value: str) -> str:
-    return escape(one_line(value), quote=True)

@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from profharness.columns import Column
-from profharness.errors import MissingExtraError, install_command, one_line, printable
+from profharness.errors import MissingExtraError, install_command, printable
 from profharness.render.bars import draw_bars
 from profharness.render.colors import backend_styles
 from profharness.render.document import (
@@ -37,6 +37,7 @@ from profharness.render.document import (
     leading_columns,
     shown_note,
 )
+from profharness.render.html_text import plain, prose, wrapping
 from profharness.render.timeline import draw_timeline
 
 FILTER_FROM = 16  # minimum number of rows in a table with a filter
@@ -48,8 +49,6 @@ LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
 HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
 MANY_CARDS = 10  # minimum number of cards of which a phone shows only the first 5 (page.css)
 LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
-_BREAK = re.compile(r"(?<=[.,_<])(?=\w)")
-_UNBROKEN = re.compile(r"(\{[0-9]+-[0-9]+\}|(?<![\w-])--[a-z][\w-]*)")
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
@@ -71,7 +70,7 @@ def render_html(document: Document) -> str:
                 headings[anchor] = block
                 tag = f"h{min(max(block.level, 2), 6)}"
                 link = f'<a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>'
-                title = f"{_prose(block.text)}{_small(block.detail)} {link}"
+                title = f"{prose(block.text)}{_small(block.detail)} {link}"
                 parts.append(folds.next(block, f'<{tag} id="{anchor}">{title}</{tag}>'))
             case Table(drawn=True) if after_chart:
                 pass
@@ -85,13 +84,11 @@ def render_html(document: Document) -> str:
                 level = block.level if block.level in ("warning", "error") else "note"
                 word = "" if level == "note" else f"{level}: "
                 text = shown_note(block).text
-                label = f"<b>{_wrapping(block.label)}</b> " if block.label else ""
-                parts.append(f'<p class="{level}">{label}{word}{_prose(text)}</p>')
+                label = f"<b>{wrapping(block.label)}</b> " if block.label else ""
+                parts.append(f'<p class="{level}">{label}{word}{prose(text)}</p>')
             case Code(text):
-                # Unlike `_text`, this keeps the line breaks in code.
-                parts.append(
-                    f'<pre tabindex="0"><code>{_unbroken(escape(printable(text)))}</code></pre>'
-                )
+                # Unlike `plain`, this keeps the line breaks in code.
+                parts.append(f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>')
             case Chart():
                 drawn = _figure(block, counts[Chart])
                 charted = bool(drawn)
@@ -102,7 +99,7 @@ def render_html(document: Document) -> str:
     parts.append(folds.end())
     if left_out:
         text = "Some charts are omitted. Install the `report` extra to show all charts."
-        parts.append(f'<p class="note">{text} <code>{_text(install_command("report"))}</code></p>')
+        parts.append(f'<p class="note">{text} <code>{plain(install_command("report"))}</code></p>')
     script = _asset("page.js") + (_asset("timeline.js") if counts[Timeline] else "")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -112,8 +109,8 @@ def render_html(document: Document) -> str:
     )
     return _asset("page.html").format(
         policy=policy,
-        title=_text(document.title),
-        heading=_wrapping(document.title),
+        title=plain(document.title),
+        heading=wrapping(document.title),
         subtitle=_subtitle(document.subtitle),
         style=_asset("page.css"),
         answer=_answer(document.answer),
@@ -146,14 +143,14 @@ class _Folds:
 
 def _subtitle(text: str) -> str:
     """Return the line below the title, which wraps only between its parts, such as GPU and date."""
-    parts = (f"<span>{_text(part)}</span>" for part in text.split(" · "))
+    parts = (f"<span>{plain(part)}</span>" for part in text.split(" · "))
     return f'<p class="subtitle">{" · ".join(parts)}</p>' if text else ""
 
 
 def _answer(sentences: Sequence[str]) -> str:
     if not sentences:
         return ""
-    body = "".join(f"<p>{_prose(sentence)}</p>" for sentence in sentences)
+    body = "".join(f"<p>{prose(sentence)}</p>" for sentence in sentences)
     return f'<section class="answer" aria-label="In short"><b>In short</b>{body}</section>'
 
 
@@ -162,7 +159,7 @@ def _figure(chart: Chart, number: int) -> str:
     title = ""
     if chart.kind in PLAIN_KINDS:
         drawn = draw_bars(chart)
-        title = f"<figcaption><b>{_text(chart.title)}</b></figcaption>" if chart.title else ""
+        title = f"<figcaption><b>{prose(chart.title)}</b></figcaption>" if chart.title else ""
     else:
         try:
             from profharness.render.charts import draw_svg
@@ -171,7 +168,7 @@ def _figure(chart: Chart, number: int) -> str:
         wide, narrow = draw_svg(chart, 2 * number), draw_svg(chart, 2 * number + 1, narrow=True)
         drawn = f'<div class="scroll wide" tabindex="0">{wide}</div>'
         drawn += f'<div class="scroll narrow" tabindex="0">{narrow}</div>'
-    caption = chart.caption and f"<figcaption>{_prose(chart.caption)}</figcaption>"
+    caption = chart.caption and f"<figcaption>{prose(chart.caption)}</figcaption>"
     return f'<figure class="{chart.kind}">{title}{drawn}{caption}</figure>'
 
 
@@ -179,27 +176,8 @@ def _asset(name: str) -> str:
     return files("profharness.render").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _text(value: str) -> str:
-    return escape(one_line(value), quote=True)
-
-
-def _prose(text: str) -> str:
-    """Return the HTML of a text, which does not wrap within `{0-23}` or an option such as `--full`."""
-    return _unbroken(_text(text))
-
-
-def _wrapping(text: str) -> str:
-    """Return the HTML of a text like `_prose`, which also wraps between the parts of a path."""
-    marked = _BREAK.sub("\0", one_line(text)).split("\0")
-    return _unbroken("<wbr>".join(map(_text, marked)))
-
-
-def _unbroken(html: str) -> str:
-    return _UNBROKEN.sub(r'<span class="span">\1</span>', html)
-
-
 def _small(text: str) -> str:
-    return f" <small>{_prose(text)}</small>" if text else ""
+    return f" <small>{prose(text)}</small>" if text else ""
 
 
 def _new_anchor(text: str, used: Collection[str]) -> str:
@@ -217,7 +195,7 @@ def _contents(headings: Mapping[str, Heading]) -> str:
     if _unfolded(headings.values()) <= MOST_SECTIONS:
         return ""
     items = "".join(
-        f'<li class="level{heading.level}"><a href="#{anchor}">{_text(shortened(heading.text))}</a>'
+        f'<li class="level{heading.level}"><a href="#{anchor}">{prose(shortened(heading.text))}</a>'
         f"{_small(shortened(heading.detail)) if heading.level > 2 else ''}</li>"
         for anchor, heading in headings.items()
         if heading.level <= DEEPEST
@@ -282,7 +260,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     ]
     head = "".join(
         f'<th scope="col"{_th(column.title, own)}><button type="button"{_tip(column.meaning)}>'
-        f"{_text(column.title).replace('/', '/<wbr>') or '&nbsp;'}</button></th>"
+        f"{plain(column.title).replace('/', '/<wbr>') or '&nbsp;'}</button></th>"
         for column, own in zip(table.columns, classes, strict=True)
     )
     lines = []
@@ -295,8 +273,8 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             sort = f' data-v="{number!r}"' if number is not None else ""
             same = "same" if text and not shown_texts[at] else ""
             kind = _class(classes[at], whole_lines[at], same)
-            shown = (_wrapping if wide[at] else _prose)(text)
-            name_of = f' data-label="{_text(column.title)}"' if cards and column.title else ""
+            shown = (wrapping if wide[at] else prose)(text)
+            name_of = f' data-label="{plain(column.title)}"' if cards and column.title else ""
             bar = _bar(number, longest, color) if barred[at] and number else ""
             cells.append(f"<td{kind}{sort}{name_of}>{_named(shown, full.get(text, ()))}{bar}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
@@ -313,7 +291,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     if grouped:
         kind += f' style="--columns:{len(table.columns) - 1}"'
     return (
-        f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {_text(name)}">'
+        f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {plain(name)}">'
         f'<table id="{ident}"{kind}{groups}><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>{_all_cards(len(lines)) if cards else ''}"
     )
@@ -365,12 +343,12 @@ def _fits_phone(columns: Sequence[Column], lengths: Sequence[int], leading: int)
 
 
 def _tip(text: str) -> str:
-    return f' title="{_text(text.replace("`", ""))}"' if text else ""
+    return f' title="{plain(text.replace("`", ""))}"' if text else ""
 
 
 def _named(shown: str, full: Sequence[str]) -> str:
     """Return the HTML of a name. A shortened name can be opened to show the full names."""
-    names = "".join(f"<div>{_text(name)}</div>" for name in full)
+    names = "".join(f"<div>{plain(name)}</div>" for name in full)
     return f'<details class="full"><summary>{shown}</summary>{names}</details>' if full else shown
 
 

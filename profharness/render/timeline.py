@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 
 from profharness.errors import one_line
 from profharness.render.bars import legend
 from profharness.render.colors import ink_on, series_colors
 from profharness.render.document import Span, Timeline
+from profharness.render.html_text import plain, prose
 
 MOST_SPANS = 40_000  # maximum number of spans in a page; this number needs about 1 MB
 NO_NAMES: Mapping[str, Sequence[str]] = {}
@@ -77,10 +77,10 @@ def draw_timeline(
     return (
         f'<figure class="timeline" id="timeline{number}"><div class="tools">{buttons}'
         f'<output aria-live="polite"></output></div><div class="stage">'
-        f'<canvas tabindex="0" role="img" aria-label="{escape(one_line(timeline.title), quote=True)}. '
+        f'<canvas tabindex="0" role="img" aria-label="{plain(timeline.title)}. '
         f'The table below lists the same kernels."></canvas><div class="tip" hidden></div></div>'
         f'<script type="application/json">{text}</script>{legend(colors)}'
-        f'<figcaption>{escape(one_line(caption))} <span class="keys">{KEYS}</span></figcaption></figure>'
+        f'<figcaption>{prose(caption)} <span class="keys">{KEYS}</span></figcaption></figure>'
     )
 
 

@@ -72,7 +72,7 @@ def on_terminal(*call: str, stream: str = "stdout", width: int = 80) -> tuple[st
 
 def test_a_number_and_its_unit_stay_on_one_line() -> None:
     """Bug: a line began with `%`."""
-    for unit in ("%", "µs", "ms", "GB/s"):
+    for unit in ("%", "µs", "ms", "GB/s", "MHz", "B"):
         for width in range(12, 20):
             lines = wrapped(f"takes about 1.25 {unit} of it", width)
             assert any(f"1.25 {unit}" in line for line in lines)

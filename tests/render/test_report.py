@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.attention.config import parse_config
+from profharness.attention.dispatch.advice import FLEX_BLOCKS, PACKED
 from profharness.cli import find_command
 from profharness.columns import Column
 from profharness.commands._answers import OF_ALL_DISABLED
@@ -41,7 +42,7 @@ from profharness.commands.report.program import program_advice
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
-from profharness.program.layer_map import find_layers
+from profharness.program.layer_map import CHANGE_CODE, find_layers
 from profharness.render.document import Chart, Code, Document, Heading, Note, Table, for_reading
 from profharness.render.renderers import RENDERERS
 from profharness.render.terminal import render_table
@@ -126,8 +127,8 @@ def test_run_with_traces_has_its_sections(captured: Path) -> None:
         "What the words mean",
     ]
     folded = [each for each in document.blocks if isinstance(each, Heading) and each.folded]
-    assert folded[0].text == "Bottlenecks"
-    assert len(folded) == 10
+    assert folded[0].text == "Cells"
+    assert len(folded) == 9
     assert {chart.kind for chart in charts(document).values()} == {
         "map",
         "dots",
@@ -518,6 +519,17 @@ def test_explain_and_report_have_one_code_for_a_change(tmp_path: Path, efficient
     assert all(line.strip() in done.stdout for line in code.text.splitlines())
 
 
+def test_comments_in_code_are_short(tmp_path: Path) -> None:
+    """Bug: a phone wrapped a comment, so that its second line looked like code."""
+    trace = TRACES / "models" / "bert_fp32.json.gz"
+    ingest_path(tmp_path / "s.db", trace)
+    codes = [block.text for block in report(tmp_path / "s.db").blocks if isinstance(block, Code)]
+    codes += [PACKED, FLEX_BLOCKS, *CHANGE_CODE.values()]
+    comments = [line for code in codes for line in code.splitlines() if line.startswith("#")]
+    assert any("then compute in bf16" in line for line in comments)
+    assert max(map(len, comments)) <= 64
+
+
 def test_advice_that_is_not_faster_is_not_given(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     ingest_path(path, Path(__file__).parents[2] / "traces" / "models" / "vit.json.gz")
@@ -661,15 +673,34 @@ def test_the_advice_for_an_optimizer_has_its_code(tmp_path: Path) -> None:
     assert any("take 27 % of the GPU time; use fused=True" in text for text in document.answer)
 
 
-def test_the_remedy_for_an_idle_gpu_has_its_code_and_comes_first(tmp_path: Path) -> None:
+def test_the_remedy_for_an_idle_gpu_has_its_code(tmp_path: Path) -> None:
     """Bug: the advice had only the optimizer, although the GPU was idle for 77 % of the step."""
     ingest_path(tmp_path / "s.db", TRACES / "models" / "llama_train.json.gz")
-    advice, change, code, other, _ = report(tmp_path / "s.db").blocks[:5]
+    blocks = report(tmp_path / "s.db").blocks
     idle = "the GPU is idle for 77 % of the traced step"
-    assert advice == Heading("Advice")
-    assert change == Heading("Reduce the launch overhead", idle, level=3)
-    assert code == Code('model = torch.compile(model, mode="reduce-overhead")')
-    assert isinstance(other, Heading) and other.text == "Use a fused optimizer"
+    at = blocks.index(Heading("Reduce the launch overhead", idle, level=3))
+    assert blocks[at + 1] == Code('model = torch.compile(model, mode="reduce-overhead")')
+
+
+@pytest.mark.parametrize(
+    ("trace", "subjects"),
+    [
+        ("llama_train", {"Use a fused optimizer": "optimizer"}),
+        ("whisper", {"To run flash on": "To run flash on"}),
+    ],
+)
+def test_the_advice_has_the_order_of_the_answer(
+    tmp_path: Path, trace: str, subjects: dict[str, str]
+) -> None:
+    """Bug: the remedy for the idle GPU came first in the advice, but last in the answer."""
+    ingest_path(tmp_path / "s.db", TRACES / "models" / f"{trace}.json.gz")
+    document = report(tmp_path / "s.db")
+    subjects |= {"Reduce the launch overhead": "The GPU is idle"}
+    advised = headings(document, 3)[: len(subjects)]
+    assert all(title.startswith(each) for title, each in zip(advised, subjects, strict=True))
+    answer = "\n".join(document.answer)
+    places = [answer.index(sentence) for sentence in subjects.values()]
+    assert places == sorted(places)
 
 
 def test_the_remedy_for_an_engine_has_no_code(tmp_path: Path) -> None:
@@ -902,7 +933,8 @@ def test_a_table_has_the_bottleneck_of_each_backend_and_is_folded_if_it_is_long(
         at for at, each in enumerate(document.blocks) if getattr(each, "text", "") == "Bottlenecks"
     )
     head, table = document.blocks[at : at + 2]
-    assert isinstance(head, Heading) and head.folded
+    # Bug: the section was folded, although the whole map below it was open.
+    assert isinstance(head, Heading) and not head.folded
     # Bug: the section was at the end of the page, far from the times that it explains.
     titles = headings(document)
     assert titles[titles.index("Bottlenecks") - 1] == "Time per call"
@@ -910,8 +942,9 @@ def test_a_table_has_the_bottleneck_of_each_backend_and_is_folded_if_it_is_long(
     analyzed = analyze_document(analyses)
     (whole,) = (each for each in analyzed.blocks if isinstance(each, Table))
     # Bug: even a short table was folded, although it says what limits each backend.
-    for count, folded in ((12, False), (13, True)):
-        head, short, *_ = _bottleneck_blocks(analyses[:count])
+    for count, folded in ((24, False), (25, True)):
+        ran = [each for each in analyses if each.figures]
+        head, short, *_ = _bottleneck_blocks([*ran, *ran][:count])
         assert isinstance(short, Table) and len(short.rows) == count
         assert isinstance(head, Heading) and head.folded == folded
     assert isinstance(table, Table) and len(table.rows) == 20

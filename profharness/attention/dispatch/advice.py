@@ -508,11 +508,12 @@ import torch
 import torch.nn.functional as F
 {imported}
 # compute these once, and reuse them in every layer
-# true for each token that is not padding, like the attention_mask of a
-# tokenizer: [batch, seq]
+# true for each token that is not padding, like the
+# attention_mask of a tokenizer: [batch, seq]
 real = {real}
 lengths = real.sum(1)
-# if the last query is padding and sees no token, use the attention_mask
+# if the last query is padding and sees no token,
+# use the attention_mask
 assert lengths.all()
 starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 longest = int(lengths.max())
@@ -834,7 +835,7 @@ def _switch(_: Config, backend: str, _release: Release | None) -> Advice:
 def _enable_experimental(_: Config, backend: str, _release: Release | None) -> Advice:
     code = (
         "import os\n\n"
-        "# before the first call of SDPA, because PyTorch reads it only once\n"
+        "# before the first call of SDPA,\n# because PyTorch reads it only once\n"
         f'os.environ["{EXPERIMENTAL_VARIABLE}"] = "1"'
     )
     sentence = (

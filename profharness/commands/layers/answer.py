@@ -54,7 +54,6 @@ COMPILE_CODE = 'model = torch.compile(model, mode="reduce-overhead")'
 class IdleTime:
     """The time in which the GPU is idle, and what to do if it waits for the CPU to launch kernels."""
 
-    ns: float  # per step
     share: str  # such as `77 % of the traced step`
     text: str  # a sentence with its cause, without the remedy and the full stop
     remedy: str = ""
@@ -347,7 +346,7 @@ def idle_time(layers: LayerMap, change: Change | None = None) -> IdleTime | None
     share = f"{share_text(idle)} of the {whole}"
     slowed = " (under the profiler, which slows the CPU)" if layers.detailed else ""
     text = f"The GPU is idle for {share}{slowed}"
-    found = IdleTime((whole_ns - busy_ns) / len(steps), share, text)
+    found = IdleTime(share, text)
     gaps = [gap for gap in layers.gaps if not any(_is_in(gap, step) for step in slow)]
     one = max(gaps, key=lambda gap: gap.duration_ns, default=None)
     if one and one.duration_ns > ONE_GAP * (whole_ns - busy_ns):

@@ -202,7 +202,7 @@ DEVICE = tuple(
 )  # titles are self-explanatory
 LAYER_BARS = ("forward_ns", "backward_ns")
 """The columns of the table of layers that have bars."""
-MOST_BOTTLENECKS = 12  # maximum number of rows of an unfolded table of bottlenecks
+MOST_BOTTLENECKS = 24  # maximum number of rows of an unfolded table of bottlenecks
 NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),

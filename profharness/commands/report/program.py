@@ -394,7 +394,7 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
 
     The advice of `layers` is for layers that math or eager attention computes. For the other layers,
     only a change after which another backend is faster is given, as `explain` finds it. The changes
-    to the work that takes the most time per step come first.
+    are in the order of the sentences of the answer: attention, other work, idle GPU.
     """
     ordered = sorted(layers.rows, key=lambda row: -row.total_ns)
     whys = dict.fromkeys(row.why for row in ordered if row.why)
@@ -411,21 +411,15 @@ def program_advice(layers: LayerMap) -> ProgramAdvice:
         if code := codes.pop(text, ""):
             blocks.append(Code(code))
     told = {text for _, text in notes}
-    faster: list[Block] = []
     for answer, way in faster_ways(explained):
         told.add(_key(way))
         text, code = faster_text(layers, answer, way), way.advice.code
-        faster += change_blocks(text, answer.config, code, _also_covered(layers, code))
-    shown = {block.text for block in (*blocks, *faster) if isinstance(block, Code)}
-    other = {work: share for work, share in layers.notable_work.items() if work.code not in shown}
-    covered_ns = sum(work.ns for work in layers.notable_work if work not in other)
-    by_time = [
-        (layers.attention_ns + covered_ns, faster),
-        *((work.ns, _other_work_advice(work, share)) for work, share in other.items()),
-        *_idle_advice(layers),
-    ]
-    for _, own in sorted(by_time, key=lambda each: -each[0]):
-        blocks += own
+        blocks += change_blocks(text, answer.config, code, _also_covered(layers, code))
+    shown = {block.text for block in blocks if isinstance(block, Code)}
+    for work, share in layers.notable_work.items():
+        if work.code not in shown:
+            blocks += _other_work_advice(work, share)
+    blocks += _idle_advice(layers)
     others = tuple(_other_changes(explained, told))
     head = (Heading("Advice"),) if blocks else ()
     if not told:
@@ -445,15 +439,14 @@ def change_blocks(sentence: str, config: str, code: str, more: str = "") -> Iter
     yield Note(f"{saving[0].upper()}{saving[1:]} {more}".rstrip())
 
 
-def _idle_advice(layers: LayerMap) -> Iterator[tuple[float, list[Block]]]:
-    """Yield the idle time per step and its remedy, if the GPU waits for the CPU to launch kernels."""
+def _idle_advice(layers: LayerMap) -> Iterator[Block]:
+    """Yield the idle time and its remedy, if the GPU waits for the CPU to launch kernels."""
     idle = idle_time(layers)
     if idle is None or not idle.remedy:
         return
     remedy = f"{idle.remedy[0].upper()}{idle.remedy[1:]}."
-    how = Code(idle.code) if idle.code else Note(remedy)
-    heading = Heading("Reduce the launch overhead", f"the GPU is idle for {idle.share}", level=3)
-    yield idle.ns, [heading, how]
+    yield Heading("Reduce the launch overhead", f"the GPU is idle for {idle.share}", level=3)
+    yield Code(idle.code) if idle.code else Note(remedy)
 
 
 def _also_covered(layers: LayerMap, code: str) -> str:
