@@ -183,7 +183,7 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
 
 def finished_message(folder: Path, run: Run) -> str:
     return (
-        f"run {run.run} is finished, because all of its cells ({len(run.cells)}) have a result; "
+        f"run {run.run} is finished, because all {len(run.cells)} of its cells have a result; "
         f"to store the results, run `profharness ingest {shlex.quote(str(folder))}`"
     )
 

@@ -107,7 +107,7 @@ def test_finished_folder_is_tidy_and_does_not_change(run: tuple[Path, Run]) -> N
     assert not (folder / LOCK_FILE).exists()
     before = (folder / RUN_FILE).read_bytes()
     with pytest.raises(
-        UsageError, match=rf"run {record.run} is finished, because all of its cells \(\d+\)"
+        UsageError, match=rf"run {record.run} is finished, because all \d+ of its cells"
     ):
         resume(folder)
     assert (folder / RUN_FILE).read_bytes() == before

@@ -163,7 +163,7 @@ WORDS: dict[str, tuple[Word, ...]] = {
             r"align[a-c]?\d+|aligna\d+|alignc\d+",
             "alignment of the operands, in elements",
         ),
-        (r"split_?[kK]\w*?", "the depth of the product is split over blocks"),
+        (r"split_?[kK]\w*?", "the K dimension of the matrix product is split across blocks"),
         (r"relu", "can apply a ReLU to the output; the name does not show whether it does"),
         (r"bias", "adds a bias"),
         (r"2cta", "two blocks share a tensor-core instruction"),
