@@ -179,6 +179,10 @@ def test_bench_names_the_backend_to_call_instead(tmp_path: Path) -> None:
     assert "For a call that runs between other layers of a model, use the cold time" in " ".join(
         shown.split()
     )
+    # Bug: the report of a run with cold times and a refused cell failed with a traceback.
+    page = tmp_path / "report.html"
+    assert invoke("report", "latest", "--store", store, "-o", page).exit_code == 0
+    assert "refused" in page.read_text(encoding="utf-8")
     few = ("--backend", "auto,math,efficient", "--config", "1,1,16,8192,fp32")
     assert answer("bench", "--store", store, "--run", "latest", *few)[0] == (
         "auto takes 9.18 times as long: 356 µs on efficient against 38.8 µs on math. Use "
@@ -321,7 +325,7 @@ def test_no_table_prints_an_interval_wider_than_its_figure(value: float | None, 
     for column in columns_of(kind).values():
         if column.format == "spread":
             text = format_value(column, value)
-            assert text in (MISSING, "busy") or float(text) <= 100
+            assert text in (MISSING, "busy") or float(text.removeprefix("<")) <= 100
 
 
 def test_a_busy_machine_is_called_busy() -> None:

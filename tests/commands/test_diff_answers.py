@@ -15,7 +15,7 @@ import profharness
 from profharness.attention.config import parse_config
 from profharness.cli import cli
 from profharness.commands._output import sentences
-from profharness.commands.diff import diff_document, show
+from profharness.commands.diff import check, diff_document, show
 from profharness.commands.diff.answer import _most, diff_caveats
 from profharness.commands.diff.compare import MEMORY, Cost, diff_cells, find_sides
 from profharness.errors import GateError, NotFoundError, UsageError
@@ -567,6 +567,39 @@ def test_a_gate_on_speed_judges_calls_and_kernels_only_with_full(store: Path) ->
     assert isinstance(
         diff(store, RUN, "cudnn", "flash", "--fail-on", "slower").exception, GateError
     )
+
+
+def test_a_refusal_on_both_sides_is_one_note_with_its_backend(store: Path) -> None:
+    """Bug: two notes on `baseline` and `candidate` counted two backends as two configs."""
+    configs = ("b2-h8-s512-d64-fp16", "b2-h8-s512-d100-fp16", "b1-h32-kv8-sq1-skv4096-d128-bf16")
+    text = " ".join(diff(store, RUN, "h200-torch-nsys-ncu", *configs).stdout.split())
+    reason = "refused on b2-h8-s512-d100-fp16: head_dim=100 is not a multiple of 8"
+    assert text.count(reason) == 2 and "2 of 3 configs" not in text
+    assert f"efficient {reason}" in text and f"cudnn {reason}" in text
+
+
+def test_kernels_of_another_backend_are_judged_if_its_call_has_no_time(store: Path) -> None:
+    """Bug: the time of one backend's call hid slower kernels of all backends of the config."""
+    with open_store(store) as opened:
+        sides = find_sides(opened, RUN, "h200-torch-nsys-ncu")
+    found = diff_cells(*sides)
+    (call, *_) = (
+        row for row in found.rows if row.role == "call" and row.backend_baseline == "flash"
+    )
+    rows = [
+        replace(row, verdict="slower") if row.call == call.call else row
+        for row in found.rows
+        if row is not call
+    ]
+    results = check((replace(found, rows=tuple(rows)), sides), fail_on="slower")
+    assert any("attention: slower" in text for text in results[0].findings)
+
+
+def test_a_report_has_the_caveats_of_its_diff(store: Path) -> None:
+    names = [f"{name}.json.gz" for name in ("llama_eager", "llama_prefill")]
+    arguments = ["report", *names, "--format", "json", "--store", str(store)]
+    told = json.loads(CliRunner().invoke(cli, arguments).stdout)
+    assert UNTOLD in told["diff"]["caveats"]
 
 
 def test_a_graph_of_compiled_code_is_compared_with_the_layers_before(store: Path) -> None:

@@ -34,6 +34,7 @@ from profharness.commands.diff.answer import (
     compared_calls,
     diff_answer,
     diff_caveats,
+    diff_record,
     noun_of,
     outcome,
     whole_calls,
@@ -231,9 +232,8 @@ def diff_document(
             alike.setdefault(config, []).append(_backends(*backends))
         blocks += [Note(", ".join(texts), config) for config, texts in alike.items()]
         blocks.append(More("a comparison of the kernels of configs that show no difference"))
-    caveats = diff_caveats(diff)
-    blocks += map(Note, caveats)
-    plain = diff.to_json()
+    blocks += map(Note, diff_caveats(diff))
+    plain = diff_record(diff)
     return Document(
         answer=diff_answer(diff, busy),
         schema=plain["schema"],
@@ -241,8 +241,7 @@ def diff_document(
         blocks=tuple(blocks),
         fields=FIELDS,
         records=tuple(plain["rows"]),
-        extra={key: value for key, value in plain.items() if key not in ("schema", "rows")}
-        | ({"caveats": list(caveats)} if caveats else {}),
+        extra={key: value for key, value in plain.items() if key not in ("schema", "rows")},
     )
 
 
@@ -273,20 +272,20 @@ def _calls_table(calls: Sequence[DiffRow]) -> Table:
 
 def _call_notes(calls: Sequence[DiffRow]) -> Iterator[Note]:
     """Yield why calls did not run, and why their times cannot be compared, each with the configs."""
-    ended: dict[tuple[str, str, str], list[str]] = {}
-    doubts: dict[str, list[str]] = {}
+    ended: dict[tuple[str, str, str], dict[str, None]] = {}
+    doubts: dict[str, dict[str, None]] = {}
     for row in calls:
-        for label, status, reason in _endings(row):
+        for label, status, reason in _endings_by_backend(row):
             if status != "ok":
-                ended.setdefault((status, reason, label), []).append(row.config)
+                ended.setdefault((status, reason, label), {})[row.config] = None
         if row.role != "status" and row.verdict not in CLEAR:
-            doubts.setdefault("; ".join(row.reasons), []).append(row.config)
+            doubts.setdefault("; ".join(row.reasons), {})[row.config] = None
     every = len({row.config for row in calls})
-    for key, configs in ended.items():
-        where = configs[0] if len(configs) == 1 else f"{len(configs)} of {every} configs"
+    for key, found in ended.items():
+        where = next(iter(found)) if len(found) == 1 else f"{len(found)} of {every} configs"
         yield status_note(*key, where=f" on {where}")
-    for text, configs in doubts.items():
-        yield Note(shown_note(Note(text)).text, join_few(configs, LABELS_SHOWN), "warning")
+    for text, found in doubts.items():
+        yield Note(shown_note(Note(text)).text, join_few(list(found), LABELS_SHOWN), "warning")
 
 
 def _height(blocks: Sequence[Block]) -> int:
@@ -484,6 +483,18 @@ def _endings(row: DiffRow) -> Iterator[tuple[str, str, str]]:
     for label, text in zip(labels, row.endings, strict=bool(row.endings)):
         _, status, *reason = text.split(": ", 2)
         yield label, status, "".join(reason)
+
+
+def _endings_by_backend(row: DiffRow) -> Iterator[tuple[str, str, str]]:
+    """Yield what `_endings` yields, but name the backend if both sides have the same backend."""
+    endings, backend = list(_endings(row)), row.backend_baseline
+    if backend != row.backend_candidate:
+        yield from endings
+    elif len({ending[1:] for ending in endings}) == 1:
+        yield (str(backend), *endings[0][1:])
+    else:
+        for label, status, reason in endings:
+            yield f"{backend} of the {label}", status, reason
 
 
 def _reason_notes(rows: Sequence[DiffRow], full: bool) -> Iterator[Note]:
@@ -746,9 +757,9 @@ def check(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -
 def _findings(found: Diff, sides: tuple[Side, Side], verdict: str, *, full: bool) -> Iterator[str]:
     on = frozenset([verdict])
     # A kernel may be slower although the call is faster.
-    timed = {row.config for row in found.rows if row.role == "call" and row.ratio is not None}
+    timed = {row.call for row in found.rows if row.role == "call" and row.ratio is not None}
     for row in found.fails(on):
-        if verdict in OF_TIMES and not full and row.role != "call" and row.config in timed:
+        if verdict in OF_TIMES and not full and row.role != "call" and row.call in timed:
             continue
         yield f"{row.config} {row.role}: {'; '.join((row.verdict, *_reasons(row)))}"
     for cost in found.failing_costs(on):

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 from profharness import stats
 from profharness.attention.config import parse_config
@@ -82,6 +84,12 @@ def diff_caveats(diff: Diff) -> tuple[str, ...]:
     if steps and _speed_up(steps) and _idle(steps):  # otherwise, the answer says so
         texts.append(f"The GPU is idle for most of the {_step_words(steps)} on both sides.")
     return (*texts, *_unknown_environment(diff))
+
+
+def diff_record(diff: Diff) -> dict[str, Any]:
+    """Return the JSON record of a diff, with its caveats if there are any."""
+    caveats = diff_caveats(diff)
+    return diff.to_json() | ({"caveats": list(caveats)} if caveats else {})
 
 
 def _timed(rows: Sequence[LayerDiff]) -> list[LayerDiff]:
@@ -366,8 +374,7 @@ def whole_calls(diff: Diff) -> Iterator[DiffRow]:
 
     Prefer the row that compares the whole call, unless its times are unusable.
     """
-    keys = lambda row: (row.config, row.backend_baseline, row.backend_candidate)  # noqa: E731
-    for _, group in groupby(diff.rows, keys):
+    for _, group in groupby(diff.rows, attrgetter("call")):
         rows = list(group)
         whole = [row for row in rows if row.role in WHOLE_CALL]
         yield from sorted(whole, key=lambda row: row.unusable is not None)[:1]

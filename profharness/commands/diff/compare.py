@@ -227,6 +227,11 @@ class DiffRow:
         object.__setattr__(self, "speedup", speed_up_of(self.ratio))
 
     @property
+    def call(self) -> tuple[str, str | None, str | None]:
+        """The config and the backends of the compared calls."""
+        return self.config, self.backend_baseline, self.backend_candidate
+
+    @property
     def unusable(self) -> str | None:
         """The reason in UNUSABLE why the times cannot be compared, or None."""
         return next((text for text in self.reasons if text in UNUSABLE.values()), None)

@@ -58,7 +58,7 @@ from profharness.commands.bench.tables import (
     rate_blocks,
 )
 from profharness.commands.diff import diff_document, marked_names
-from profharness.commands.diff.answer import diff_answer
+from profharness.commands.diff.answer import diff_answer, diff_caveats, diff_record
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.faster import faster_config_text, summarize_changes
@@ -278,7 +278,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     if len(runs) == 2:
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
         answer = diff_answer(diff)
-        extra["diff"] = diff.to_json()
+        extra["diff"] = diff_record(diff)
     programs = find_programs(store, runs)
     maps = {each.layers.run: each.layers for each in programs.classes}
     parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
@@ -294,6 +294,8 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
             Heading("What changed"),
             Table.of(pick(EnvChange), map(with_short_devices, diff.environment)),
         ]
+    if diff and on_several:
+        blocks += map(Note, diff_caveats(diff))
     if len(maps) > 1:
         # On one class of GPU, the diff of two runs has these figures.
         if (diff is None or on_several) and not many:
@@ -693,7 +695,7 @@ def _latency_tables(
     if not any(latencies(cell) for cell in cells):
         return []
     table = Table.of(columns, rows)
-    old = not hidden and any(row.measurement == EVENT for _, row, _ in rows)
+    old = not hidden and any(row.measurement == EVENT for cell in cells for row in latencies(cell))
     return [
         table,
         *all_disabled_notes(row[-1].backend for row in rows),
