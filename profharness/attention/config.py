@@ -402,7 +402,9 @@ class Config:
 
 
 MOST_DIFFERENT = 3
-"""A config is similar to another one if they differ in at most this many fields."""
+"""A config is similar to another one if they differ in at most this many properties."""
+_SAME_PROPERTY = {"seq_len_kv": "seq_len_q", "num_kv_heads": "num_heads"}
+_OFTEN_LEFT_OUT = ("dtype", "layout", "q_strides", "k_strides", "v_strides", "mask_strides")
 MOST_NAMED = 8
 """Maximum number of configs or backends that an error names."""
 
@@ -410,34 +412,37 @@ MOST_NAMED = 8
 def nearest_config(config: Config, labels: Iterable[str]) -> list[str]:
     """Return the label of the most similar config in a list, or an empty list if none is similar.
 
-    It has the fewest fields that differ and, of several such configs, the closest numbers.
+    It has the fewest properties that differ and, of several such configs, the closest numbers. A
+    dtype or layout that the config leaves out does not count.
     """
     ranked: list[tuple[int, float, str]] = []
     for label in labels:
         other = parse_config(label)
-        pairs = [
-            (mine, theirs)
+        pairs = {
+            each.name: (mine, theirs)
             for each in fields(Config)
             if (mine := getattr(config, each.name)) != (theirs := getattr(other, each.name))
-            and not (each.name == "dtype" and mine is None)
-        ]
+            and not (each.name in _OFTEN_LEFT_OUT and mine == each.default)
+        }
         apart = sum(
             abs(math.log(mine / theirs))
-            for mine, theirs in pairs
+            for mine, theirs in pairs.values()
             if isinstance(mine, int) and isinstance(theirs, int) and mine and theirs
         )
-        if len(pairs) <= MOST_DIFFERENT:
-            ranked.append((len(pairs), apart, label))
+        differing = len({_SAME_PROPERTY.get(name, name) for name in pairs})
+        if differing <= MOST_DIFFERENT:
+            ranked.append((differing, apart, label))
     return [label for _, _, label in sorted(ranked, key=lambda each: each[:2])[:1]]
 
 
 def held_configs_text(config: Config, labels: Sequence[str]) -> str:
     """Return the end of an error about a config that a run lacks: a similar one, and all configs."""
-    held = f"it has {join_few(labels, MOST_NAMED)}"
     near = nearest_config(config, labels)
-    if near == list(labels):
-        return did_you_mean(near)
-    return with_clause(did_you_mean(near), held) if near else held
+    if not near:
+        return f"it has {join_few(labels, MOST_NAMED)}"
+    others = [label for label in labels if label not in near]
+    also = f"it also has {join_few(others, MOST_NAMED)}"
+    return with_clause(did_you_mean(near), also) if others else did_you_mean(near)
 
 
 def outside_sdpa(config: Config) -> str | None:

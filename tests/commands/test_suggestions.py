@@ -85,11 +85,14 @@ def test_the_most_similar_config_is_suggested(words: tuple[str, ...], run_store:
         ("1,8,900,64", ["b1-h8-s1024-d64-fp16"]),  # the closest numbers
         ("1,8,512,64,bf16,causal", ["b1-h8-s512-d64-bf16"]),
         ("1,8,1024,64,fp16", ["b1-h8-s1024-d64-fp16"]),
+        ("1,4,700,64,fp16", ["b1-h8-s512-d64-fp16"]),  # two properties, which are four fields
+        ("2,32,1000,64,kv_heads=8", ["b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd"]),
         ("3,5,17,48", []),
     ],
 )
 def test_a_similar_config_has_few_different_fields(config: str, near: list[str]) -> None:
     labels = ["b1-h8-s512-d64-fp16", "b1-h8-s1024-d64-fp16", "b1-h8-s512-d64-bf16"]
+    labels.append("b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd")
     assert nearest_config(parse_config(config), labels) == near
 
 

@@ -658,7 +658,7 @@ def test_a_capture_is_explained_like_a_trace(tmp_path: Path) -> None:
     assert of_two.startswith("h200-torch2.11 ran cudnn on 1 of 2 configs and flash on 1")
     on_a100 = run_cli(store, "explain", ingested.run, "2,8,512,100", "--gpu", "A100")
     assert "b2-h8-s512-d100-fp16 A100" in on_a100 and "d64" not in on_a100
-    lacking = r"b2-h8-s512-d104; did you mean b2-h8-s512-d100-fp16\? it has b2-h8-s51"
+    lacking = r"b2-h8-s512-d104; did you mean b2-h8-s512-d100-fp16\? it also has b2-h8-s51"
     with pytest.raises(NotFoundError, match=f"no cell for config {lacking}"):
         find_calls(store, ingested.run, [parse_config("2,8,512,104")])
     found = find_calls(store, ingested.run)

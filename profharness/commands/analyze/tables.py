@@ -193,11 +193,14 @@ def _brief_sections(analyses: Sequence[CellAnalysis], answer: Sequence[str]) -> 
         yield More("the phases, counters and all findings of each cell")
 
 
+_MEANINGS = {**LIMITS, "latency": "neither compute nor memory is near its peak"}
+
+
 def _legend(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
     """Yield a note on the meaning of each bottleneck that occurs, the most frequent first."""
     counts = Counter(each.bottleneck for each in analyses if each.bottleneck)
     for name, _ in counts.most_common():
-        yield Note(LIMITS[name].removeprefix(f"{name}, "), name)
+        yield Note(_MEANINGS[name], name)
 
 
 def _by_config(analyses: Sequence[CellAnalysis]) -> list[tuple[Heading, list[CellAnalysis]]]:

@@ -125,8 +125,10 @@ def _configs_text(ways: Sequence[Way], count: int) -> str:
     known = [way.speed_up for way in ways if way.speed_up is not None]
     if len(known) < len(ways):
         return f"{change}."
+    measured = all(way.times and way.times.source == MEASURED for way in ways)
+    how = "according to the atlas, it is" if measured else "predicted to be"
     ratio = by_how_much(min(known), most=max(known))
-    return f"{change}: predicted to be {ratio}{_without_preparing(ways[0])}."
+    return f"{change}: {how} {ratio}{_without_preparing(ways[0])}."
 
 
 def summarize_changes(

@@ -429,7 +429,7 @@ def _with_shares_of_trace(rows: Sequence[KernelRow]) -> Sequence[KernelRow]:
 def merge_grids(rows: Iterable[KernelRow]) -> list[KernelRow]:
     """Merge the rows of each kernel of a call or range, which differ in their launch configurations.
 
-    A value in which they differ becomes None, except for counts, sums and limits of times.
+    Add up launches, times and shares. Any other value in which the rows differ becomes None.
     """
     groups: dict[tuple[object, ...], list[KernelRow]] = {}
     for row in rows:
