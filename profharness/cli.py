@@ -244,7 +244,7 @@ def _wrong_usage(error: click.ClickException) -> str:
     if text[1:2].islower():
         text = f"{text[0].lower()}{text[1:]}"
     ctx = error.ctx if isinstance(error, click.UsageError) else None
-    return with_clause(text, f"see: {ctx.command_path} --help") if ctx else text
+    return with_clause(text, f"for help, use: {ctx.command_path} --help") if ctx else text
 
 
 def _commands_with(flag: str) -> list[str]:

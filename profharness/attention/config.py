@@ -194,7 +194,7 @@ _SHORT_TOKEN = re.compile(rf"({'|'.join(SHORT)})(\d+)")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
-ALL_OPTIONS = "`profharness capture --help` lists all options of a config"
+ALL_OPTIONS = "to list all options of a config, use: profharness capture --help"
 MAX_DIGITS = 12
 CACHE_ALIASES = {"fp8": "fp8_e4m3"}
 # Maps other names of options to the names in the grammar, which error messages suggest.
@@ -403,6 +403,8 @@ class Config:
 
 MOST_DIFFERENT = 3
 """A config is similar to another one if they differ in at most this many properties."""
+_MOST_APART = 8
+"""Maximum product of the factors by which the numbers of similar configs differ."""
 _SAME_PROPERTY = {"seq_len_kv": "seq_len_q", "num_kv_heads": "num_heads"}
 _OFTEN_LEFT_OUT = ("dtype", "layout", "q_strides", "k_strides", "v_strides", "mask_strides")
 MOST_NAMED = 8
@@ -418,20 +420,19 @@ def nearest_config(config: Config, labels: Iterable[str]) -> list[str]:
     ranked: list[tuple[int, float, str]] = []
     for label in labels:
         other = parse_config(label)
-        pairs = {
-            each.name: (mine, theirs)
-            for each in fields(Config)
-            if (mine := getattr(config, each.name)) != (theirs := getattr(other, each.name))
-            and not (each.name in _OFTEN_LEFT_OUT and mine == each.default)
-        }
-        apart = sum(
-            abs(math.log(mine / theirs))
-            for mine, theirs in pairs.values()
-            if isinstance(mine, int) and isinstance(theirs, int) and mine and theirs
-        )
-        differing = len({_SAME_PROPERTY.get(name, name) for name in pairs})
-        if differing <= MOST_DIFFERENT:
-            ranked.append((differing, apart, label))
+        factors: dict[str, float] = {}  # 1 for a property that is not a number
+        for each in fields(Config):
+            mine, theirs = getattr(config, each.name), getattr(other, each.name)
+            left_out = each.name in _OFTEN_LEFT_OUT and mine == each.default
+            if mine == theirs or left_out:
+                continue
+            name = _SAME_PROPERTY.get(each.name, each.name)
+            numbers = isinstance(mine, int) and isinstance(theirs, int) and mine and theirs
+            factor = max(mine / theirs, theirs / mine) if numbers else 1.0
+            factors[name] = max(factor, factors.get(name, 1.0))
+        apart = math.prod(factors.values())
+        if len(factors) <= MOST_DIFFERENT and apart <= _MOST_APART:
+            ranked.append((len(factors), apart, label))
     return [label for _, _, label in sorted(ranked, key=lambda each: each[:2])[:1]]
 
 
@@ -602,7 +603,7 @@ def _expand(text: str) -> list[Config]:
     if len(tokens) < 4:
         raise UsageError(
             f"found only {len(tokens)} of the 4 numbers batch,heads,seq_len,head_dim; for example "
-            f"{EXAMPLE}. {ALL_OPTIONS}"
+            f"{EXAMPLE}; {ALL_OPTIONS}"
         )
     if match := re.fullmatch(r"(\d+)/(\d+)", tokens[1]):
         numbers = [tokens[0], match[1], *tokens[2:4], f"kv_heads={match[2]}"]
@@ -773,7 +774,7 @@ def _unknown(token: str) -> str:
     near = difflib.get_close_matches(key.lower(), options, n=1)
     name = OTHER_NAMES.get(key.lower()) or next(iter(near), None)
     if name is None:
-        return f"cannot read {token!r}. {ALL_OPTIONS}"
+        return f"cannot read {token!r}; {ALL_OPTIONS}"
     written = f"{name}={value or '…'}" if name in KEYED else name
     return f"cannot read {token!r}; did you mean {written}? {ALL_OPTIONS}"
 

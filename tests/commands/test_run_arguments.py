@@ -332,4 +332,4 @@ def test_an_error_names_the_configs_of_the_run(folder: Path) -> None:
     """Bug: the error sent users to `runs`, which does not list configs."""
     error = invoke(folder, "kernels", "3,8,512,64", "run").exception
     assert isinstance(error, NotFoundError)
-    assert "it has b2-h8-s512-d64-fp16, " in str(error)
+    assert "did you mean b2-h8-s512-d64-fp16? it also has b2-h8-s1024-d64" in str(error)

@@ -87,6 +87,7 @@ def test_the_most_similar_config_is_suggested(words: tuple[str, ...], run_store:
         ("1,8,1024,64,fp16", ["b1-h8-s1024-d64-fp16"]),
         ("1,4,700,64,fp16", ["b1-h8-s512-d64-fp16"]),  # two properties, which are four fields
         ("2,32,1000,64,kv_heads=8", ["b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd"]),
+        ("1,8,16,64,fp16", []),  # far from each number
         ("3,5,17,48", []),
     ],
 )

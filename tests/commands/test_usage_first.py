@@ -95,38 +95,41 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
         (("why",), "error: no such command 'why'; did you mean explain?"),
         (
             ("layers", "--gup", "H200"),
-            "error: no such option '--gup'; did you mean '--gpu'? see: profharness layers --help",
+            "error: no such option '--gup'; did you mean '--gpu'? for help, use: profharness layers --help",
         ),
         (
             ("layers", "--rn", "x"),
-            "error: no such option '--rn'; see: profharness layers --help",
+            "error: no such option '--rn'; for help, use: profharness layers --help",
         ),  # --run is hidden
         (
             ("explain", "2,8,512,64,casual"),
             "error: config '2,8,512,64,casual': cannot read 'casual'; did you mean causal? "
-            "`profharness capture --help` lists all options of a config",
+            "to list all options of a config, use: profharness capture --help",
         ),
         (
             ("kernels", "--step", "3"),
-            "error: no such option '--step'; it belongs to layers; see: profharness kernels --help",
+            "error: no such option '--step'; it belongs to layers; for help, use: profharness kernels --help",
         ),
         (("explain", "2,8,512,64,widow=3"), "did you mean window=3?"),
-        (("explain", "2,8,512,64,qqq"), "cannot read 'qqq'. `profharness"),
+        (
+            ("explain", "2,8,512,64,qqq"),
+            "cannot read 'qqq'; to list all options of a config, use: profharness",
+        ),
         (("bench", "1,4,-3,64"), "error: config '1,4,-3,64': '-3' must be a positive integer"),
         (
             ("layers", "--step", "x"),
-            "error: invalid value for '--step': 'x' is not a number; see: ",
+            "error: invalid value for '--step': 'x' is not a number; for help, use: ",
         ),
         (
             ("layers", "--savings", "--max-time", "soon"),
             "error: invalid value for '--max-time': 'soon' is not a duration; write 10s, 500ms or "
-            "2m; see: profharness layers --help",
+            "2m; for help, use: profharness layers --help",
         ),
         (
             ("diff", "a", "b", "--threshold", "0%"),
             "error: invalid value for '--threshold': '0%' is too small; write a fraction above 0",
         ),
-        (("diff",), "error: missing argument 'BASELINE'; see: profharness diff --help"),
+        (("diff",), "error: missing argument 'BASELINE'; for help, use: profharness diff --help"),
         (
             ("explain", "trace.json.gz"),
             "error: trace.json.gz: no such file or folder",

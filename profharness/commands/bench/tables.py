@@ -333,7 +333,9 @@ def _legend(answer: BenchResult, full: bool) -> Iterator[Note]:
     measured = {str(row.measurement) for row in answer.rows}
     text = MEANS.get(answer.ranking) or basis_text(answer.ranking)
     text += "; rates are computed from it, and ±% is half the width of its 95 % interval"
-    if full and any(row.half_between_processes is not None for row in answer.figures()):
+    if all(row.half_between_processes is None for row in answer.figures()):
+        text += ", without differences between processes (to include these, use --processes)"
+    elif full:
         text += "; ±% processes is the part due to differences between processes"
     yield Note(text, "median")
     if len(trusted := [name for name in TRUST if name in measured]) > 1:
