@@ -262,3 +262,14 @@ def test_bench_says_which_of_the_fastest_backends_auto_ran(store: Path) -> None:
         assert re.search(r"\bauto .* = cudnn\b", text)
         assert re.search(r"^ +cudnn .* 1\.00x|^cudnn .* 1\.00x", text, re.MULTILINE)
         assert "auto ran cudnn, so both rows time the same kernels" in " ".join(text.split())
+
+
+def test_a_breakdown_names_the_time_that_its_shares_refer_to(store: Path) -> None:
+    """Bug: a kernel had 90.6 and 60.9 % of a call, because the shares had different bases."""
+    ingest_path(store, TRACES / "h200-torch2.11")
+    given = ["kernels", "h200-torch2.11", "--config", "2,8,512,64", "--store", str(store)]
+    text = CliRunner().invoke(cli, [*given, "--breakdown"], env={"COLUMNS": "200"}).stdout
+    assert "mean µs/call  % of cold call" in text
+    assert (
+        "mean µs/call  % of call" in CliRunner().invoke(cli, given, env={"COLUMNS": "200"}).stdout
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Annotated, Any
@@ -259,7 +259,7 @@ class CallFigures:
 def find_steps(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Step]:
     """Return the steps of a cell under one profiler, followed by the times in BEYOND_KERNELS."""
     busy = sum(call_ns(row, cell.iterations) or 0 for row in rows)
-    whole = max(busy, _median_ns(cell, EAGER, EVENT, GRAPH, WALL) or 0)
+    whole = max(busy, _median_ns(cell, *_WHOLE) or 0)
     steps = [_step(cell, name, own, whole, full) for name, own in _group_by_step(rows).items()]
     if rows and rows[0].kernel_kind != "op":
         for name, time in _time_beyond_kernels(cell, busy):
@@ -406,13 +406,30 @@ MATH_COLUMNS = (
     replace(columns_of(Step)["share"], meaning="share of the cell's kernel time"),
 )
 CALL_COLUMNS = pick(CallFigures)
+# Titles of the shares of a call, by the time that they refer to, in the order of preference.
+_WHOLE: dict[str, str] = {
+    EAGER: "% of eager call",
+    EVENT: "% of cold call",
+    GRAPH: "% of graph replay",
+    WALL: "% of wall time",
+}
+
+
+def _share_title(cells: Iterable[CellRow]) -> str:
+    """Return a title that names what the shares refer to, if this is the same in all cells."""
+    found = {next((name for name in _WHOLE if cell.samples.get(name)), "") for cell in cells}
+    return _WHOLE.get(found.pop(), "% of call") if len(found) == 1 else "% of call"
 
 
 def steps_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
 ) -> Document:
     """Return the document of `kernels --breakdown`. Each config has a table of steps and one of backends."""
-    columns = (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
+    ran = [cell for cell in cells if cell.status == "ok"]
+    columns = tuple(
+        replace(each, title=_share_title(ran)) if each.key == "share" else each
+        for each in (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
+    )
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
     figures_of: dict[tuple[str, str], list[CallFigures]] = {}
