@@ -256,7 +256,7 @@ def test_runs_are_compared_by_phase(tmp_path: Path) -> None:
     page = render_table(layers_by_gpu_document(compared), width=200, cut=True)
     lines = page.partition("Runs compared")[2].splitlines()
     rows = [line.split() for line in lines if line.startswith("layers.")]
-    assert [row[2] for row in rows] == ["decode", "prefill"]
+    assert [row[3] for row in rows] == ["decode", "prefill"]
 
 
 def test_a_diff_of_an_engine_and_a_generate_loop(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_many_cells_have_one_table_and_what_most_of_them_share(store: Path) -> N
     assert legend.keys() == shown
     # Bug: each line of the legend repeated "The calls are limited by".
     assert legend["few blocks"] == "too few thread blocks to fill the GPU"
-    assert legend["latency"] == "with neither compute nor memory near its peak"
+    assert legend["latency"] == "neither compute nor memory is near its peak"
     headings = [block.text for block in full.blocks if isinstance(block, Heading)]
     assert {"Best backend for", "Device", "auto over head_dim 64 to 100"} <= {*headings}
 
