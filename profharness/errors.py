@@ -63,21 +63,8 @@ def wrapped(text: str, width: int, indent: str = "", lead: str = "") -> list[str
     """Break a text into lines at blanks, but not between a number and its unit, and not within a
     command that fits on a line.
 
-    Continue a longer command at the end of the text with a backslash, so that users can copy it. The
-    first line begins with `lead`, and the others begin with `indent`.
+    The first line begins with `lead`, and the others begin with `indent`.
     """
-    *_, last = (None, *_COMMAND.finditer(text))
-    if last and last.end() == len(text) and len(indent) + len(last[0]) > width:
-        before = wrapped(text[: last.start()].rstrip(), width, indent, lead)
-        command = textwrap.wrap(
-            last[0],
-            width - len(" \\"),
-            initial_indent=indent,
-            subsequent_indent=f"{indent}  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        return [*before, *(f"{line} \\" for line in command[:-1]), *command[-1:]]
 
     def unbroken(command: re.Match[str]) -> str:
         fits = len(indent) + len(command[0]) <= width

@@ -79,20 +79,6 @@ def test_a_number_and_its_unit_stay_on_one_line() -> None:
     assert wrapped("at 2 steps of it", 6) == ["at 2", "steps", "of it"]
 
 
-def test_a_command_longer_than_a_line_can_be_copied() -> None:
-    """Bug: the lines of such a command were several commands for a shell."""
-    command = f"profharness bench {'b4-h32-s362-d128-bf16 ' * 3}--backend flash,cudnn"
-    lines = wrapped(f"To compare backends for these calls, use: {command}", 40)
-    start = next(at for at, line in enumerate(lines) if line.startswith("profharness"))
-    assert all(len(line) <= 40 for line in lines)
-    assert all(line.endswith(" \\") for line in lines[start:-1])
-    shell = subprocess.run(
-        ["sh", "-c", "profharness() { printf '%s ' profharness \"$@\"; }\n" + "\n".join(lines[start:])],
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    assert shell.stdout.split() == command.split()
-
-
 def test_messages_are_wrapped_on_a_terminal_only() -> None:
     call = [sys.executable, "-m", "profharness", "layers", "--store", "/no/store.db"]
     text, code = on_terminal(*call, stream="stderr")
