@@ -71,10 +71,14 @@ def not_run_notes(
         for reason in () if cell.status == "ok" else reasons_of(cell):
             found.setdefault((cell.backend, cell.status, reason), {})[cell.config] = None
     for (backend, status, reason), configs in found.items():
-        where = next(iter(configs)) if len(configs) == 1 else f"{len(configs)} of {total} configs"
-        yield status_note(
-            status, reason, backend, where="" if len(configs) == total else f" on {where}"
-        )
+        where = "" if len(configs) == total else on_configs(configs, total)
+        yield status_note(status, reason, backend, where=where)
+
+
+def on_configs(configs: Collection[str], total: int) -> str:
+    """Return ` on CONFIG` for one config, or ` on 2 of 3 configs` for several of all `total` configs."""
+    several = f"{len(configs)} of {total} configs"
+    return f" on {next(iter(configs)) if len(configs) == 1 else several}"
 
 
 def all_disabled_notes(backends: Iterable[str | None]) -> Iterator[Note]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from profharness import stats
 from profharness.attention.config import split_names, without_strides
 from profharness.columns import Column, columns_of, pick
+from profharness.commands._answers import on_configs
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
 from profharness.commands._output import chosen_format, hint
@@ -282,8 +283,7 @@ def _call_notes(calls: Sequence[DiffRow]) -> Iterator[Note]:
             doubts.setdefault("; ".join(row.reasons), {})[row.config] = None
     every = len({row.config for row in calls})
     for key, found in ended.items():
-        where = next(iter(found)) if len(found) == 1 else f"{len(found)} of {every} configs"
-        yield status_note(*key, where=f" on {where}")
+        yield status_note(*key, where=on_configs(found, every))
     for text, found in doubts.items():
         yield Note(shown_note(Note(text)).text, join_few(list(found), LABELS_SHOWN), "warning")
 

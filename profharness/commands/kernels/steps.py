@@ -314,8 +314,13 @@ def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float, 
     )
 
 
+def _measured(cell: CellRow, *measurements: str) -> str | None:
+    """Return the first of the measurements that a cell has, or None if it has none of them."""
+    return next((name for name in measurements if cell.samples.get(name)), None)
+
+
 def _median_ns(cell: CellRow, *measurements: str) -> float | None:
-    name = next((name for name in measurements if cell.samples.get(name)), None)
+    name = _measured(cell, *measurements)
     return float(median(cell.samples[name])) if name else None
 
 
@@ -417,8 +422,8 @@ _WHOLE: dict[str, str] = {
 
 def _share_title(cells: Iterable[CellRow]) -> str:
     """Return a title that names what the shares refer to, if this is the same in all cells."""
-    found = {next((name for name in _WHOLE if cell.samples.get(name)), "") for cell in cells}
-    return _WHOLE.get(found.pop(), "% of call") if len(found) == 1 else "% of call"
+    found = {_measured(cell, *_WHOLE) for cell in cells}
+    return _WHOLE.get(found.pop() or "", "% of call") if len(found) == 1 else "% of call"
 
 
 def steps_document(

@@ -289,7 +289,7 @@ def kernels_document(
     blocks += others
     if folds or others:
         blocks.append(More("all kernels"))
-    if not full and len(merge_grids(rows)) < len(rows):
+    if not full and len({*map(_place, rows)}) < len(rows):
         blocks.append(More("a row for each launch configuration"))
     if cells and rows:
         blocks.append(Note(_about_times(rows)))
