@@ -180,15 +180,14 @@ def diff_document(
     blocks += _layer_blocks(_ordered_layers(diff), full, shares=gpus)
     if diff.environment:
         blocks.append(Table.of(pick(EnvChange), map(with_short_devices, diff.environment)))
-    pair = attrgetter("config", "backend_baseline", "backend_candidate")
-    groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
+    groups = {key: list(rows) for key, rows in groupby(diff.rows, attrgetter("call"))}
     kernels = [kernel for row in diff.rows for kernel in (*row.baseline, *row.candidate)]
     names = longer_names(kernels)
-    costs: dict[tuple[str, ...], list[Cost]] = {}
+    costs: dict[tuple[str, str | None, str | None], list[Cost]] = {}
     for cost in diff.costs:
         # The row `status` already shows a refusal.
         if cost.verdict != "same" and cost.what != REFUSED:
-            costs.setdefault(pair(cost), []).append(cost)
+            costs.setdefault(cost.call, []).append(cost)
     same = [
         key
         for key, rows in groups.items()
@@ -202,7 +201,7 @@ def diff_document(
         for key, rows in shown.items()
         for block in _config_blocks(rows, costs.get(key, ()), full, names)
     ]
-    calls = [] if diff.layers else [row for row in whole_calls(diff) if pair(row) in shown]
+    calls = [] if diff.layers else [row for row in whole_calls(diff) if row.call in shown]
     if len(calls) > 1:
         blocks.append(_calls_table(calls))
     if folded and len(calls) > 1 and _height(details) > SCREEN:

@@ -252,6 +252,11 @@ class Cost:
     ]  # `accepted` if only the baseline refuses the config
     ratio: float | None = None  # candidate divided by baseline
 
+    @property
+    def call(self) -> tuple[str, str | None, str | None]:
+        """The config and the backends of the compared calls."""
+        return self.config, self.backend_baseline, self.backend_candidate
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -507,8 +512,7 @@ def nothing_compared(
     or layer.
     """
     judged = {cost.what for cost in diff.costs}
-    pair = attrgetter("config", "backend_baseline", "backend_candidate")
-    for _, group in groupby(diff.rows, pair):
+    for _, group in groupby(diff.rows, attrgetter("call")):
         rows = list(group)
         status = any(row.role == "status" for row in rows)
         times = any(row.ratio is not None for row in rows)
