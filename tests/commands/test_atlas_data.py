@@ -300,6 +300,11 @@ def test_other_files_are_refused(small: Path, tmp_path: Path) -> None:
         read_atlas(tmp_path / "none.npz")
 
 
+def test_atlases_of_the_package_are_read_once(tmp_path: Path) -> None:
+    (first,), (second,) = known_atlases(tmp_path), known_atlases(tmp_path)
+    assert first.atlas is second.atlas
+
+
 def test_bad_file_in_the_folder_costs_one_line(
     small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
