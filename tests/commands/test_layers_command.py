@@ -359,6 +359,18 @@ def test_eager_attention_has_its_own_findings(runs: dict[str, str]) -> None:
     assert any("scaled_dot_product_attention" in remedy["text"] for remedy in row["remedies"])
 
 
+@pytest.mark.parametrize("name", ["math", "eager"])
+def test_analyze_names_no_bottleneck_of_cpu_ops(runs: dict[str, str], name: str) -> None:
+    """Bugs: `limited by memory traffic of the score matrix` at 0.07 GB/s, and `kernel times`."""
+    (row,) = rows(runs, name)
+    assert row["bottleneck"] is None
+    text = " ".join(invoke(runs, "analyze", "--run", runs[name]).stdout.split())
+    assert text.startswith("These measurements show no bottleneck for ")
+    assert "% of the op time is not spent on matrix products." in text
+    assert "rates of op times" in text and "kernel" not in text.replace("sdpa_kernel", "")
+    assert "--peaks measure" not in text  # the trace does not record its CPU
+
+
 def test_analyze_has_the_roles_of_math_kernels(runs: dict[str, str]) -> None:
     (row,) = rows(runs, "math")
     assert row["backend"] == "math" and row["phases"]
