@@ -371,6 +371,16 @@ def test_analyze_names_no_bottleneck_of_cpu_ops(runs: dict[str, str], name: str)
     assert "--peaks measure" not in text  # the trace does not record its CPU
 
 
+@pytest.mark.parametrize("command", ["layers", "kernels", "report"])
+def test_the_tables_of_a_cpu_trace_have_ops_and_no_gpu(runs: dict[str, str], command: str) -> None:
+    """Bugs: shares of ops as `% of GPU time`, an empty column of that title, and `87 more kernels`."""
+    form = ["--format", "md"] if command == "report" else []
+    text = " ".join(invoke(runs, command, "--run", runs["train"], *form).stdout.split())
+    assert text and "GPU" not in text and "kernel" not in text.split("What the words mean")[0]
+    if command != "layers":
+        assert "% of op time" in text and "mean µs/call" in text
+
+
 def test_analyze_has_the_roles_of_math_kernels(runs: dict[str, str]) -> None:
     (row,) = rows(runs, "math")
     assert row["backend"] == "math" and row["phases"]
