@@ -89,7 +89,7 @@ def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:
     profharness.ingest(ROOT / "traces" / "h200-torch-nsys-ncu", store=path)
     frame = profharness.analyze("2,8,512,64,fp16", ["flash", "math"], store=path)
     assert list(frame["backend"]) == ["flash", "math"]
-    assert list(frame["bottleneck"]) == ["latency", "score traffic"]
+    assert list(frame["bottleneck"]) == ["latency", "unfused ops"]
     assert frame["against"].unique().tolist() == ["data sheet"]
     found = frame.explode("findings").set_index("backend")["findings"].loc["math"]
     codes = [finding["code"] for finding in found]

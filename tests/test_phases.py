@@ -24,9 +24,11 @@ from profharness.program.gates import check_gates, parse_gates
 from profharness.program.layer_map import LayerMap, find_layers
 from profharness.program.phases import (
     attention_kind,
+    busy_share,
     find_phases,
     middle_steps,
     phase_of,
+    phases_detail,
     slow_steps,
     step_phases,
     step_place,
@@ -152,6 +154,18 @@ def test_tokens_per_second_follow_from_the_table(name: str, tmp_path: Path) -> N
         ms = float(time) / (1000 if "µs" in (unit or title) else 1)
         tokens, rate = (float(shown[name].replace(",", "")) for name in ("new tokens", "tokens/s"))
         assert tokens / ms * 1000 == pytest.approx(rate, rel=0.01)
+
+
+def test_a_program_on_a_cpu_has_no_busy_share(tmp_path: Path) -> None:
+    """Bug: `median % busy  0.0` for steps that used no GPU."""
+    layers = layers_of(GENERATE, tmp_path)
+    steps = [step._replace(busy_ns=0) for step in layers.steps]
+    assert busy_share(steps) is None and busy_share(layers.steps)
+    phases = [
+        replace(phase, busy_share=None, median_step_busy_share=None) for phase in layers.phases
+    ]
+    assert phases_detail(phases) == "attention as the mean of all steps"
+    assert phases_detail(layers.phases).startswith("% busy of the median step; ")
 
 
 def test_a_slow_step_does_not_stand_for_its_phase(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from profharness.attention.config import CACHE_DTYPES, Config, parse_config
 from profharness.columns import column
 from profharness.devices import Peaks, roofline_ns
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
-from profharness.errors import counted
+from profharness.errors import counted, join_and
 from profharness.rows import WHOLE_TRACE, CallRow, StepRow
 from profharness.trace import LAUNCHED_WITHOUT_OP, NO_OP
 from profharness.traces.engine_steps import (
@@ -340,9 +340,17 @@ def find_phases(
 
 def phases_detail(phases: Iterable[PhaseRow]) -> str:
     """Return the text beside the heading of a table of phases."""
-    has_tokens = any(phase.median_step_tokens_per_s is not None for phase in phases)
-    of_step = "% busy and tokens/s" if has_tokens else "% busy"
-    return f"{of_step} of the median step; attention as the mean of all steps"
+    rows = list(phases)
+    of_step = [
+        title
+        for title, name in (
+            ("% busy", "median_step_busy_share"),
+            ("tokens/s", "median_step_tokens_per_s"),
+        )
+        if any(getattr(row, name) is not None for row in rows)
+    ]
+    first = f"{join_and(of_step)} of the median step; " if of_step else ""
+    return f"{first}attention as the mean of all steps"
 
 
 def middle_steps(steps: Sequence[StepRow]) -> list[StepRow]:
@@ -360,9 +368,13 @@ def slow_steps(steps: Sequence[StepRow]) -> list[StepRow]:
 
 
 def busy_share(steps: Sequence[StepRow]) -> Number:
-    """Return the share of the steps' time during which the GPUs were busy, or None if unknown."""
+    """Return the share of the steps' time during which the GPUs were busy.
+
+    Return None if it is unknown, or if no GPU was used.
+    """
+    busy = sum(step.busy_ns * step.devices for step in steps)
     long = sum(step.duration_ns * step.devices for step in steps)
-    return sum(step.busy_ns * step.devices for step in steps) / long if long else None
+    return busy / long if busy and long else None
 
 
 def in_phase(phase: str | None, sentence: str) -> str:

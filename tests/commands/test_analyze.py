@@ -26,6 +26,7 @@ from profharness.commands.analyze.figures import (
     Remedy,
     RunMachine,
 )
+from profharness.commands.analyze.remedies import bottleneck
 from profharness.commands.analyze.rules import (
     THRESHOLDS,
     WARP_STATE_WORDS,
@@ -152,7 +153,7 @@ def test_math_pays_for_its_score_matrices(h200: Cells) -> None:
     found = evidence(math_cell, "score_traffic")
     assert found["score matrix"] == 16 * 512 * 512 * 4
     assert float(found["DRAM bytes"]) > 20 * 4194304
-    assert math_cell.bottleneck == "score traffic" and math_cell.finding("input_copies") is None
+    assert math_cell.bottleneck == "unfused ops" and math_cell.finding("input_copies") is None
     assert evidence(math_cell, "fp32_products")["fp32 rate"] == 67
     assert math_cell.finding("faster_backend") is not None
     best = math_cell.remedies[0]
@@ -502,6 +503,17 @@ def test_the_fastest_of_a_config_is_auto_only_if_no_other_cell_is_as_fast() -> N
     assert "by wall-clock times (31.0 µs per call)" in first
 
 
+def test_input_copies_are_the_bottleneck_only_if_they_take_time(h200: Cells) -> None:
+    each = h200[DECODE, "math"]
+    fast = [
+        replace(kernel, share=0.01) if kernel.role in ("copy", "cast") else kernel
+        for kernel in each.kernels
+    ]
+    codes = {finding.code: finding for finding in each.findings}
+    named = bottleneck(replace(each, kernels=tuple(fast)), each.figures, codes)
+    assert named is None or named[0] != "input copies"
+
+
 def test_a_cpu_has_ops(h200: Cells) -> None:
     """Bug: `97.7 % of the kernel time` on a CPU, whose traces contain ops."""
     on_gpu = h200[SQUARE, "math"]
@@ -816,6 +828,23 @@ def test_like_findings_are_reported_once_with_where_they_hold() -> None:
         # one line explains the bottleneck of all these cells
         legend = [block for block in blocks if "too few thread blocks" in block.text]
         assert len(legend) == (0 if full else 1)
+
+
+def test_only_kernels_that_do_not_split_the_keys_are_advised_to() -> None:
+    """Bug: a combine kernel of less than 5 % of the time did not count as a split of the keys."""
+    short = "b1-h4-sq1-skv512-d64-fp16"
+    split = "Split the work over the keys, as flash's split-KV does for short queries, or batch"
+    texts = {
+        name: [remedy.text for remedy in few_blocks(short, name, 4).remedies]
+        for name in ("mine", "cudnn", "auto")
+    }
+    assert texts["mine"][0].startswith(split)
+    assert not any("keys" in text for name in ("cudnn", "auto") for text in texts[name])
+    combine = replace(kernel((1, 1, 1), 1_000), kernel="flash_fwd_splitkv_combine_kernel")
+    combine = replace(combine, family="flash_combine", kernel_short=combine.kernel)
+    analysis = analyze_cell(cell(short, "mine"), [kernel((4, 1, 1), 100_000), combine], MACHINE)
+    (remedy,) = [each for each in analysis.remedies if "few_blocks" in each.findings]
+    assert remedy.text == "Batch more sequences into one call (the keys are already split)."
 
 
 def test_a_finding_of_one_config_stays_at_its_cell() -> None:

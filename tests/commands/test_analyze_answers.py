@@ -20,8 +20,9 @@ TRACES = Path(__file__).parents[2] / "traces"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("analyses") / "s.db"
-    for name in ("models/llama_eager.json.gz", "models/llama_train.json.gz", "h200-torch-nsys-ncu"):
-        ingest_path(path, TRACES / name)
+    for name in ("llama_eager.json.gz", "llama_train.json.gz", "llama_generate"):
+        ingest_path(path, TRACES / "models" / name)
+    ingest_path(path, TRACES / "h200-torch-nsys-ncu")
     ingest_path(path, TRACES / "serving" / "shapes.json.gz")
     return path
 
@@ -39,9 +40,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["llama_eager.json.gz"],
             "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on eager (787 µs per call) is limited by "
-            "memory traffic of the score matrix. Use scaled_dot_product_attention (in transformers: "
+            "unfused ops outside of the matrix products. Use scaled_dot_product_attention (in transformers: "
             "attn_implementation='sdpa'), predicted to save about 2.23 ms of GPU time per step. "
             "Bottlenecks",
+        ),
+        (
+            # Bug: the advice to split the keys "as cuDNN does", for a call that ran on cuDNN.
+            ["llama_generate"],
+            "layers.{0-2}.self_attn on cudnn (5.30 µs per call) is limited by too few thread blocks "
+            "to fill the GPU. Batch more sequences into one call, so that each takes less time: at "
+            "most 8.25 times as fast.",
         ),
         (
             ["llama_train.json.gz"],
@@ -58,8 +66,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["20261121-165619-f5ef"],
             "The most frequent bottleneck is latency, with neither compute nor memory near its peak "
-            "(7 of the 17 cells that ran, without all-disabled), followed by memory traffic of the score "
-            "matrix and the overhead of launching kernels (3 each).",
+            "(7 of the 17 cells that ran, without all-disabled), followed by unfused ops outside of the "
+            "matrix products and the overhead of launching kernels (3 each).",
         ),
     ],
 )

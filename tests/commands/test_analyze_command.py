@@ -62,7 +62,7 @@ def test_analyze_tells_figures_findings_and_remedies(store: Path) -> None:
     assert result.exit_code == 0, result.output
     for text in (
         "Data sheet peaks of H200: 4,800 GB/s",
-        "score traffic",
+        "unfused ops",
         "bottleneck auto, cudnn, all-disabled: too few blocks.",
         "at least 68 SMs are idle. (derived)",
         "bottleneck flash, efficient: latency. Neither the fp16 rate (4.9 to 8.5 % of the peak)",
@@ -279,7 +279,7 @@ def test_a_foreign_trace_is_analyzed_by_its_calls(tmp_path: Path) -> None:
         assert row["module"] is None
     math = next(row for row in ran if row["backend"] == "math")
     assert {kernel["role"] for kernel in math["kernels"]} >= {"softmax", "cast"}
-    assert math["bottleneck"] == "score traffic"
+    assert math["bottleneck"] == "unfused ops"
     page = run(analyze, "--store", path, "--format", "html").stdout
     assert page.count("<svg") == 2 and "Roofline" in page  # for a desktop and for a phone
     assert "captured run" in run(kernels, "--store", path, "--steps").stdout
@@ -293,7 +293,7 @@ def test_the_table_of_a_program_does_not_contradict_its_findings(tmp_path: Path)
     for name in ("llama_eager", "unet"):
         ingest_path(path, TRACES / "models" / f"{name}.json.gz")
     (eager,) = rows(analyze, "--run", "llama_eager.json.gz", "--store", path)
-    assert eager["bottleneck"] == "score traffic" and eager["bandwidth_share"] < 0.01
+    assert eager["bottleneck"] == "unfused ops" and eager["bandwidth_share"] < 0.01
     text = run(analyze, "--run", "llama_eager.json.gz", "--store", path).stdout
     assert "GB/s " not in text and "% of peak GB/s" not in text
     assert " µs/call " in text and "unrolled_elementwise<direct_copy>  131,072" in text

@@ -359,6 +359,28 @@ def test_eager_attention_has_its_own_findings(runs: dict[str, str]) -> None:
     assert any("scaled_dot_product_attention" in remedy["text"] for remedy in row["remedies"])
 
 
+@pytest.mark.parametrize("name", ["math", "eager"])
+def test_analyze_names_no_bottleneck_of_cpu_ops(runs: dict[str, str], name: str) -> None:
+    """Bugs: `limited by memory traffic of the score matrix` at 0.07 GB/s, and `kernel times`."""
+    (row,) = rows(runs, name)
+    assert row["bottleneck"] is None
+    text = " ".join(invoke(runs, "analyze", "--run", runs[name]).stdout.split())
+    assert text.startswith("These measurements show no bottleneck for ")
+    assert "% of the op time is not spent on matrix products." in text
+    assert "rates of op times" in text and "kernel" not in text.replace("sdpa_kernel", "")
+    assert "--peaks measure" not in text  # the trace does not record its CPU
+
+
+@pytest.mark.parametrize("command", ["layers", "kernels", "report"])
+def test_the_tables_of_a_cpu_trace_have_ops_and_no_gpu(runs: dict[str, str], command: str) -> None:
+    """Bugs: shares of ops as `% of GPU time`, an empty column of that title, and `87 more kernels`."""
+    form = ["--format", "md"] if command == "report" else []
+    text = " ".join(invoke(runs, command, "--run", runs["train"], *form).stdout.split())
+    assert text and "GPU" not in text and "kernel" not in text.split("What the words mean")[0]
+    if command != "layers":
+        assert "% of op time" in text and "mean µs/call" in text
+
+
 def test_analyze_has_the_roles_of_math_kernels(runs: dict[str, str]) -> None:
     (row,) = rows(runs, "math")
     assert row["backend"] == "math" and row["phases"]

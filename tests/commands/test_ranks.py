@@ -219,12 +219,49 @@ def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -
         compare_ranks(store)
 
 
-def test_traces_of_unrelated_programs_are_not_ranks_of_one_job(tmp_path: Path) -> None:
-    models = Path(__file__).parents[2] / "traces" / "models"
-    with pytest.raises(UsageError, match="probably do not come from the ranks of one job"):
-        profharness.ranks(
-            models / "unet.json.gz", models / "llama_eager.json.gz", store=tmp_path / "s.db"
-        )
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("unet", "llama_eager"),
+        # Bug: most kernels of these models run in more than one of them, so one "rank was slow".
+        ("llama_eager", "llama_prefill", "bert_fp32", "bert_autocast", "unet", "vit"),
+    ],
+)
+def test_traces_of_unrelated_programs_are_not_ranks_of_one_job(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    for name in names:
+        shutil.copy(MODELS / f"{name}.json.gz", tmp_path)
+    done = CliRunner().invoke(
+        cli, ["ranks", str(tmp_path), "--fail-on", "any", "--store", str(tmp_path / "s.db")]
+    )
+    assert isinstance(done.exception, UsageError) and not done.stdout
+    told = str(done.exception)
+    assert "probably do not come from the ranks of one job: no trace records its rank" in told
+    assert "or use file names such as rank3.json" in told
+
+
+def test_ranks_of_one_job_need_no_rank_numbers(tmp_path: Path) -> None:
+    for path in make_ranks(read(), tmp_path, Fleet(4, 3, slow={2: 1.12})):
+        trace = json.loads(path.read_text())
+        del trace["distributedInfo"]
+        path.with_name(path.name.replace("rank", "worker")).write_text(json.dumps(trace))
+        path.unlink()
+    ingest_path(tmp_path / "s.db", tmp_path)
+    with open_store(tmp_path / "s.db") as store:
+        answer = compare_ranks(store, [str(tmp_path)])
+    assert ranks_answer(answer)[0].startswith("worker2.json is slow: its kernels take 1.1")
+    assert "nothing shows that the traces come from one job" in answer.caveats[-1]
+
+
+def test_most_ranks_are_not_unlike_most_ranks(tmp_path: Path) -> None:
+    """Bug: `Unlike most ranks`, followed by the names of all ranks."""
+    names = ("llama_eager", "llama_prefill", "llama_padded", "llama_graph", "llama_train")
+    for name in names:
+        ingest_path(tmp_path / "s.db", MODELS / f"{name}.json.gz")
+    with open_store(tmp_path / "s.db") as store:
+        answer = compare_ranks(store, [f"{name}.json.gz" for name in names])
+    assert ranks_answer(answer)[1].startswith("Most ranks differ from each other: ")
 
 
 def test_a_trace_without_ranks_is_no_job_with_its_neighbours(tmp_path: Path) -> None:

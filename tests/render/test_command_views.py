@@ -367,6 +367,21 @@ def test_scattered_times_of_ops_are_blamed_on_a_busy_machine() -> None:
         assert "busy" not in render_table(kernels_document(rows, cells))
 
 
+def test_calls_on_a_cpu_have_ops_instead_of_kernels() -> None:
+    """Bug: ops in a column `kernel`, with `launches/call`."""
+    op = kernel(kernel_kind="op", kernel="aten::mul", kernel_short="mul", op_path=None)
+    for full in (False, True):
+        document = kernels_document(
+            [op, replace(op, kernel="aten::t", kernel_short="t")], full=full
+        )
+        text = render_table(document)
+        table = next(b for b in document.blocks if isinstance(b, Table))
+        titles = [column.title for column in table.columns]
+        assert {"op", "ops/call", "mean µs/call"} <= {*titles}
+        assert ("median µs/op" in titles) == full == ("Full names of the ops" in text)
+        assert "launch" not in " ".join(titles) and "kernel" not in text
+
+
 def test_foreign_trace_has_totals_instead_of_times_per_call() -> None:
     foreign = kernel(cell=None, config=None, backend=None, launches_per_call=None, launches=7)
     assert kernel_record(foreign)["call_ns"] is None

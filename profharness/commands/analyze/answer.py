@@ -27,7 +27,7 @@ LIMITS = {
     "memory": "memory bandwidth",
     "compute": "compute throughput",
     "latency": "latency, with neither compute nor memory near its peak",
-    "score traffic": "memory traffic of the score matrix",
+    "unfused ops": "unfused ops outside of the matrix products",
     "input copies": "copying the inputs",
     "few blocks": "too few thread blocks to fill the GPU",
     "combine": "combining the partial results of a split",

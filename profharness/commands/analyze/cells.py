@@ -140,7 +140,7 @@ def analyze_cell(
     return replace(
         analysis,
         findings=(named[1], *findings) if named else tuple(findings),
-        remedies=remedies(config, cell.backend, by_code),
+        remedies=remedies(analysis, by_code),
         bottleneck=named[0] if named else None,
         kv_places=kv_places(analysis, figures),
     )
@@ -290,7 +290,7 @@ def _measure_peaks(path: Path, runs: Sequence[str]) -> None:
     # Measure while the store is closed, because the measurement takes seconds.
     measurement = measure_peaks()
     if devices and measurement.peaks.device not in devices:
-        there = ", ".join(sorted(str(name) for name in devices))
+        there = ", ".join(sorted(name or "an unknown device" for name in devices))
         raise UsageError(
             f"--peaks {MEASURE}: this machine has {measurement.peaks.device}, but the cells ran "
             f"on {there}; run the command there, or use --peaks data-sheet"

@@ -15,14 +15,14 @@ from profharness.commands.analyze.figures import (
     Finding,
     Remedy,
 )
-from profharness.commands.analyze.rules import dram_share
+from profharness.commands.analyze.rules import COPIES, HELPERS_MAJOR, dram_share
 from profharness.errors import percent
 from profharness.program.roles import GEMMS
 
 NEAR_PEAK = 0.6  # A resource is the bottleneck if its share of the peak is at least this value.
 HALF = 0.5
-# Score traffic and copies of the inputs can be the bottleneck if at least this share of the kernel
-# time is spent outside of matrix products.
+# Unfused ops and copies of the inputs can be the bottleneck if at least this share of the kernel time
+# is spent outside of matrix products.
 BESIDE_PRODUCTS = 0.4
 
 Findings = Mapping[str, Finding]  # by code
@@ -34,7 +34,8 @@ Text = str | Callable[[Config, str], str]
 CAUSES = {
     "launch_gap": ("launch", "launch overhead"),
     "input_copies": ("input copies", "copies of the inputs"),
-    "score_traffic": ("score traffic", "score traffic"),
+    # The bytes are a lower bound, so they do not show that memory traffic is the limit.
+    "score_traffic": ("unfused ops", "unfused ops"),
     "few_blocks": ("few blocks", "too few blocks"),
     "split_overhead": ("combine", "combining partial results"),
     "kv_reread": ("K and V traffic", "K and V traffic"),
@@ -44,8 +45,12 @@ CAUSES = {
 def bottleneck(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottleneck | None:
     """Return the bottleneck of a cell, or None if the findings do not show it."""
     causes = [*CAUSES][1:]
-    if figures.kernels_ns is None or 1 - cell.share_of(*GEMMS) < BESIDE_PRODUCTS:
-        causes = [code for code in causes if code not in ("input_copies", "score_traffic")]
+    # On a CPU, the times of short ops consist mostly of overhead, also of the profiler.
+    timed = figures.kernels_ns is not None and cell.main is not None
+    if not timed or 1 - cell.share_of(*GEMMS) < BESIDE_PRODUCTS:
+        causes.remove("score_traffic")
+    if not timed or cell.share_of(*COPIES) < HELPERS_MAJOR:
+        causes.remove("input_copies")
     if cell.share_of("combine") < HALF:
         causes.remove("split_overhead")
     return (
@@ -112,6 +117,11 @@ def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
     return _named("latency", f"{text}.", replace(achieved, evidence=tuple(dict.fromkeys(evidence))))
 
 
+def _of_pytorch(backend: str) -> bool:
+    """Return whether the kernels of this backend come from PyTorch."""
+    return backend in SDP_BACKENDS or pytorch_chooses(backend)
+
+
 def _is_math(backend: str) -> bool:
     """Return whether unfused kernels of this backend come from PyTorch's math backend."""
     return backend == "math" or pytorch_chooses(backend)
@@ -143,13 +153,17 @@ def _products(config: Config, backend: str) -> str:
     )
 
 
-def _more_blocks(config: Config, _: str) -> str:
-    if config.seq_len_q * 4 <= config.seq_len_kv:
+def _more_blocks(config: Config, backend: str) -> str:
+    if config.seq_len_q * 4 > config.seq_len_kv:
         return (
-            "Split the work over the keys, as flash's split-KV and cuDNN do for short queries, or "
-            "batch more sequences into one call."
+            "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
         )
-    return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
+    if _of_pytorch(backend):  # these kernels decide themselves whether to split the keys
+        return "Batch more sequences into one call, so that each takes less time."
+    return (
+        "Split the work over the keys, as flash's split-KV does for short queries, or batch more "
+        "sequences into one call."
+    )
 
 
 # Maps codes of findings to a remedy. The remedy is given if the cell has the finding with the first
@@ -204,14 +218,15 @@ PyTorch's own kernels get no such remedy.
 """
 
 
-def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
+def remedies(cell: CellAnalysis, findings: Findings) -> tuple[Remedy, ...]:
     """Return remedies for all findings of severity major or minor.
 
     A faster backend comes first, because its gain was measured. Remedies with an upper bound of the
     gain follow, the largest at the top. Of the others, remedies for major findings come first.
     """
     relevant = {code for code, finding in findings.items() if finding.severity != "note"}
-    of_pytorch = backend in SDP_BACKENDS or pytorch_chooses(backend)
+    config, backend = cell.config, cell.backend
+    of_pytorch = _of_pytorch(backend)
     helpful = []
     for codes, text in REMEDIES.items():
         mine = tuple(code for code in codes if code in relevant)
@@ -223,7 +238,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
             continue  # the faster backend is named below
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         advice = text if isinstance(text, str) else text(config, backend)
-        if codes[0] == "few_blocks" and "split_overhead" in findings:
+        if codes[0] == "few_blocks" and cell.share_of("combine"):
             advice = "Batch more sequences into one call (the keys are already split)."
         helpful.append(Remedy(advice, mine, factor, findings[codes[0]].grade))
     if faster := findings.get("faster_backend"):

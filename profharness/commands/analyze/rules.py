@@ -232,12 +232,11 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         return
     matrix = matrix_bytes(cell.config, dtype)
     by_phases = sum(phase.bytes for phase in cell.phases)
-    outside = 1 - cell.share_of(*GEMMS)
     evidence = [
         in_bytes("score matrix", matrix, f"batch x heads x seq_q x seq_kv, {dtype}"),
         in_bytes("bytes of the steps", by_phases, "phases, unfused"),
         in_bytes("compulsory bytes", figures.compulsory_bytes),
-        share("time outside of products", outside, "roles of the kernels"),
+        _outside(cell),
     ]
     text = (
         f"The score matrix is written to memory and read back. It takes {memory_text(matrix)}; the "
@@ -252,8 +251,8 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     if figures.peak_memory_bytes:
         evidence.append(in_bytes("peak memory", figures.peak_memory_bytes, "allocator"))
     text += (
-        f", and fused attention would move {memory_text(figures.compulsory_bytes)}. {percent(outside, 1)} of "
-        f"the {cell.parts} time is not spent on matrix products."
+        f", and fused attention would move {memory_text(figures.compulsory_bytes)}. "
+        f"{_outside_text(cell)}"
     )
     severity = _severity(by_phases / figures.compulsory_bytes, 2)
     copies = [phase for phase in cell.phases if phase.name in (REPEAT, CASTS)]
@@ -276,6 +275,15 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     yield finding("score_traffic", text, severity, *evidence)
 
 
+def _outside(cell: CellAnalysis) -> Evidence | None:
+    return share("time outside of products", 1 - cell.share_of(*GEMMS), "roles of the kernels")
+
+
+def _outside_text(cell: CellAnalysis) -> str:
+    part = percent(1 - cell.share_of(*GEMMS), 1)
+    return f"{part} of the {cell.parts} time is not spent on matrix products."
+
+
 def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     """Report that attention implemented in Python stores its score matrices in memory.
 
@@ -289,12 +297,12 @@ def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         (
             f"Eager attention writes and reads its score matrix (at least {memory_text(matrix)}) twice. "
             f"This moves {memory_text(moved)} per call, in addition to the {memory_text(compulsory)} that fused "
-            "attention would move."
+            f"attention would move. {_outside_text(cell)}"
         ),
         _severity((moved + compulsory) / compulsory, 2),
         in_bytes("score matrix", matrix, f"batch x heads x seq_q x seq_kv, {dtype}"),
         in_bytes("compulsory bytes", compulsory),
-        share("time outside of products", 1 - cell.share_of(*GEMMS), "roles of the kernels"),
+        _outside(cell),
     )
 
 

@@ -269,10 +269,11 @@ def _peak_notes(
         yield Note(f"{kind} peaks of {short_device_name(peaks.device)}: {text}{origin}")
     if not known:
         yield Note("The peaks of this device are unknown, so no percentages of peak are shown.")
-        yield Note(
-            "To measure the peaks, run analyze with --peaks measure on the device of the run.",
-            level="hint",
-        )
+        if any(each.machine.name for each in analyses):
+            yield Note(
+                "To measure the peaks, run analyze with --peaks measure on the device of the run.",
+                level="hint",
+            )
 
 
 def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
@@ -301,9 +302,10 @@ def _detail(cells: Sequence[CellAnalysis], *, full: bool = False) -> str:
     """
     contexts = {each.machine.context(full=full) for each in cells}
     basis = rates_basis(cells)
+    of_ops = basis == KERNEL and all(each.parts == "op" for each in cells)
     parts = [
         *(contexts if len(contexts) == 1 else ()),
-        f"rates of {basis_text(basis)}" if basis else "",
+        f"rates of {'op times' if of_ops else basis_text(basis)}" if basis else "",
     ]
     return ", ".join(filter(None, parts))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from profharness.attention.config import AUTO, OWN_CHOICE
@@ -25,6 +25,11 @@ from profharness.stats import NOTABLE_LOSS, THRESHOLD
 from profharness.units import as_long, share_text, time_text
 
 KINDS = {"memcpy": "copy", "op": "ATen op"}
+
+
+def noun(rows: Iterable[KernelRow]) -> str:
+    """Return `op` for rows of a CPU, which have ops instead of kernels, and `kernel` otherwise."""
+    return "op" if any(row.kernel_kind == "op" for row in rows) else "kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +169,16 @@ def _of_configs(configs: Mapping[str, dict[str, Call]]) -> Iterator[str]:
             timed = [call for calls in configs.values() for call in calls.values() if call.ns]
             if times := sorted(call.ns or 0 for call in timed):
                 takes = "are predicted to take" if predicted else "take"
+                what = "ops" if timed[0].on_cpu else "kernels"
                 yield (
-                    f"The kernels of {names.pop()} {takes} {time_text(times[0])} to "
+                    f"The {what} of {names.pop()} {takes} {time_text(times[0])} to "
                     f"{time_text(times[-1])} {timed[0].per} on {counted(len(configs), 'config')}."
                 )
         elif fastest:
             are = "are predicted to take" if predicted else "take"
-            yield f"The kernels of {split_text(fastest)} {are} the least time."
+            on_cpu = any(call.on_cpu for calls in configs.values() for call in calls.values())
+            what = "ops" if on_cpu else "kernels"
+            yield f"The {what} of {split_text(fastest)} {are} the least time."
         return
     runs = "is predicted to run" if predicted else "runs"
     yield f"auto {runs} {split_text(Counter(call.ran for call in autos))}."
@@ -215,7 +223,7 @@ def _of_program(rows: Sequence[KernelRow]) -> tuple[str, ...]:
     """Return sentences on the kernels of a program's trace, and on its attention kernels."""
     if not rows:
         return ("No kernels were recorded.",)
-    of = "op" if any(row.kernel_kind == "op" for row in rows) else "kernel"
+    of = noun(rows)
     total = sum(row.total_ns or 0 for row in rows)
     fused = [row for row in rows if computes_attention(row.family, row.kernel)]
     count = sum(row.launches for row in rows)

@@ -12,7 +12,7 @@ from typing import Any
 
 from profharness.columns import Column, columns_of, pick
 from profharness.commands._answers import WARM_KERNELS, all_disabled_notes, cell_reason
-from profharness.commands.kernels.answer import kernels_answer
+from profharness.commands.kernels.answer import kernels_answer, noun
 from profharness.errors import counted, join_and
 from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
 from profharness.program.counters import read_counters
@@ -108,6 +108,38 @@ OF_RANGE = replace(
     title="% of range",
     meaning="the kernel's share of the total kernel time in the range",
 )
+# Columns of a CPU run, which has ops instead of kernels.
+OF_OPS = {
+    "kernel_short": replace(KERNEL["kernel_short"], title="op", meaning="name of the op"),
+    "launches_per_call": replace(
+        KERNEL["launches_per_call"],
+        title="ops/call",
+        meaning="number of times that the op runs in one call",
+    ),
+    "duration_ns": replace(
+        KERNEL["duration_ns"], title="median µs/op", meaning="median time of the op"
+    ),
+    "share": replace(KERNEL["share"], meaning="the op's share of the time of all ops of the call"),
+}
+OF_PROGRAM_OPS = {
+    "kernel_short": OF_OPS["kernel_short"],
+    "launches": replace(
+        OF_PROGRAM["launches"],
+        title="calls",
+        meaning="number of calls of the op in the range, such as a step",
+    ),
+    "duration_ns": replace(
+        OF_PROGRAM["duration_ns"],
+        title="mean µs/call",
+        meaning="mean time of one call of the op, without the ops that it calls",
+    ),
+    "total_ns": replace(OF_PROGRAM["total_ns"], meaning="total time of the calls in the range"),
+    "share": replace(
+        OF_PROGRAM["share"],
+        title="% of op time",
+        meaning="share of the total time of all ops in the trace",
+    ),
+}
 # Columns of the table that compares profilers. `_line` returns the values.
 JOINED_COLUMNS = (
     *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
@@ -189,11 +221,11 @@ def _plain(kernel: str) -> str:
     return _NAMESPACES.sub("", kernel)
 
 
-def full_name_notes(rows: Iterable[KernelRow], longer: Mapping[str, str]) -> Iterator[Block]:
+def full_name_notes(rows: Sequence[KernelRow], longer: Mapping[str, str]) -> Iterator[Block]:
     """Yield the full name of each kernel, next to its name in the tables, if they differ."""
     names = {row.kernel: longer.get(row.kernel, row.kernel_short) for row in rows}
     if notes := [Note(full, name) for full, name in names.items() if full != name]:
-        yield Heading("Full names of the kernels", "", 3)
+        yield Heading(f"Full names of the {noun(rows)}s", "", 3)
         yield from notes
 
 
@@ -231,12 +263,13 @@ def kernels_document(
     line = _line_maker(rows, longer, full)
     blocks: list[Block] = []
     folds = False
+    what = noun(rows)
     most = MOST_KERNELS
     ranges = dict.fromkeys(map(_scope, rows), 1) if full else _shown_ranges(rows)
     for scope in dict.fromkeys([*((c.run, c.config, None) for c in cells), *ranges]):
         run, config, range_name = scope
         kernels_of = f"of range {range_name}" if range_name else "outside of any range"
-        title = config or f"Kernels {kernels_of}"
+        title = config or f"{what.capitalize()}s {kernels_of}"
         own = [row for row in shown if _scope(row) == scope]
         beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
         context = (contexts or {}).get(run, f"run {run}" if several_runs else "")
@@ -248,14 +281,14 @@ def kernels_document(
             alike = f"the longest of {ranges[scope]} similar ranges" if ranges[scope] > 1 else ""
             kernels = own if full else merge_grids(own)
             kernels.sort(key=lambda row: -(row.total_ns or 0))
-            few = "" if full else _few(kernels, most)
+            few = "" if full else _few(kernels, most, what)
             detail = ", ".join(filter(None, (detail, alike, few)))
         blocks.append(Heading(title, detail))
         left: list[Note] = []
         if foreign:
             listed = kernels if full else kernels[:most]
             blocks.append(Table.of(columns, map(line, listed)))
-            left = _rest(kernels[most:])
+            left = _rest(kernels[most:], what)
             if config is None:
                 most = FEW_KERNELS
         elif own:
@@ -288,7 +321,7 @@ def kernels_document(
     others = _other_ranges(rows, ranges)
     blocks += others
     if folds or others:
-        blocks.append(More("all kernels"))
+        blocks.append(More(f"all {what}s"))
     if not full and len({*map(_place, rows)}) < len(rows):
         blocks.append(More("a row for each launch configuration"))
     if cells and rows:
@@ -333,7 +366,7 @@ def _line_maker(
 
 def _about_times(rows: Sequence[KernelRow]) -> str:
     """Return a note that says what kernel times include, and which measurement to use for a program."""
-    if any(row.kernel_kind == "op" for row in rows):
+    if noun(rows) == "op":
         return (
             "The time of an op excludes the ops that it calls. For the time of a call, use bench."
         )
@@ -363,7 +396,6 @@ def _folded(rows: Sequence[KernelRow]) -> dict[str, Any]:
 
     The values in which kernels differ are blank.
     """
-    noun = "op" if all(row.kernel_kind == "op" for row in rows) else "kernel"
     blank = (
         column.key for column in ROW_COLUMNS if column.key not in ("backend", "profiler", "device")
     )
@@ -371,7 +403,7 @@ def _folded(rows: Sequence[KernelRow]) -> dict[str, Any]:
     times = [row.call_ns for row in rows]
     return {
         **dict.fromkeys(blank, ""),
-        "kernel_short": f"{len(rows)} other {noun}s",
+        "kernel_short": f"{len(rows)} other {noun(rows)}s",
         "launches_per_call": None if None in counts else sum(filter(None, counts)),
         "call_ns": None if None in times else sum(filter(None, times)),
         "share": sum(row.share or 0 for row in rows),
@@ -454,18 +486,18 @@ def _merged(rows: Sequence[KernelRow]) -> KernelRow:
     return KernelRow(**{**values, "first_ns": min(row.first_ns for row in rows), "metrics": {}})
 
 
-def _few(kernels: Sequence[KernelRow], most: int) -> str:
+def _few(kernels: Sequence[KernelRow], most: int, what: str) -> str:
     """Return a text such as `the 15 longest of 46 kernels`, or "" if all are shown."""
-    return f"the {most} longest of {len(kernels)} kernels" if len(kernels) > most else ""
+    return f"the {most} longest of {len(kernels)} {what}s" if len(kernels) > most else ""
 
 
-def _rest(kernels: Sequence[KernelRow]) -> list[Note]:
+def _rest(kernels: Sequence[KernelRow], what: str) -> list[Note]:
     """Return a note on kernels of a program's trace that a table omits."""
     if not kernels:
         return []
     time = time_text(sum(row.total_ns or 0 for row in kernels))
     share = share_text(sum(row.share or 0 for row in kernels))
-    counts = counted(len(kernels), "more kernel")
+    counts = counted(len(kernels), f"more {what}")
     return [Note(f"{counts} {_take(len(kernels))} {time} ({share})")]
 
 
@@ -483,6 +515,12 @@ def _take(count: int) -> str:
     return "takes" if count == 1 else "take"
 
 
+def call_columns(columns: Iterable[Column], rows: Iterable[KernelRow]) -> tuple[Column, ...]:
+    """Return columns of captured calls, with the titles of ops if the calls ran on a CPU."""
+    titles = OF_OPS if noun(rows) == "op" else {}
+    return tuple(titles.get(each.key, each) for each in columns)
+
+
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
     """Return the columns that are useful for these rows. `full` also selects the time of a launch."""
     rows = list(rows)
@@ -494,13 +532,15 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
         hidden.add("duration_ns")
     if all(row.shared_share is None for row in rows):  # the device is unknown
         hidden.add("shared_share")
-    columns = (column for column in ROW_COLUMNS if column.key not in hidden)
+    columns = tuple(column for column in ROW_COLUMNS if column.key not in hidden)
     if foreign:
-        own = OF_PROGRAM | ({"share": OF_RANGE} if _are_repeated(rows) else {})
+        own = OF_PROGRAM | (OF_PROGRAM_OPS if noun(rows) == "op" else {})
+        own |= {"share": OF_RANGE} if _are_repeated(rows) else {}
         return tuple(own.get(each.key, each) for each in columns)
+    columns = call_columns(columns, rows)
     sources = {row.source for row in rows}
     if not sources & SOURCE_WORDS.keys():
-        return tuple(columns)
+        return columns
     title = f"{times_word(sources)} µs/call"
     return tuple(replace(each, title=title) if each.key == "call_ns" else each for each in columns)
 

@@ -81,9 +81,9 @@ COLUMNS = pick(
 )
 OF_SOME = (
     *("module", "backward_ns", "program_calls", "config", "attention", "phase", "mode", "mask"),
-    *("asked", "site"),
+    *("asked", "site", "share"),
 )
-OF_STEPS = ("calls", "forward_ns", "share", "step_share")
+OF_STEPS = ("calls", "forward_ns", "step_share")
 KERNELS = pick(LayerRow, "module", "step_phase", "kernels")
 GAPS = (
     Column("duration_ns", "idle µs", "time", meaning="length of the gap"),
@@ -453,7 +453,7 @@ def _summary(layers: LayerMap) -> str:
     if not layers.step_ns:
         return name
     of = " of the median step" if 1 <= len(shown) < count else ""
-    busy = busy_share(shown) if layers.busy_ns else None
+    busy = busy_share(shown)
     return f"{name}, {took}" + (f", GPU busy {share_text(busy)}{of}" if busy else "")
 
 

@@ -69,7 +69,10 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
     clauses = [
         f"{join_few(labels, LABELS_SHOWN)} {join_and(texts)}" for labels, texts in did.items()
     ]
-    if clauses:
+    if len(order) > 2 and 2 * len(set().union(*did)) > len(order):
+        # Each of these ranks deviates from most ranks in something, but most ranks deviate.
+        yield f"Most ranks differ from each other: {'; '.join(clauses)}."
+    elif clauses:
         single = all(len(texts) == 1 for texts in did.values())
         yield f"Unlike {usual_ranks(order)}, {join_and(clauses) if single else '; '.join(clauses)}."
     elif len(even) > 1 and not slow and all(each.code != MISSING for each in answer.findings):

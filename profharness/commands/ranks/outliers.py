@@ -51,6 +51,12 @@ MAD_TO_SIGMA = 1.4826
 LEFT_OUT_UP_TO = 32
 # A GPU counts as slow if slow kernels take more than this share of its compute time.
 BROAD = 0.5
+# Traces without ranks are compared only if, on average, at least this share of the kernels of a trace
+# ran in most of the traces.
+SAME_PROGRAM = 0.5
+TO_RECORD_RANKS = (
+    "initialize torch.distributed before profiling, or use file names such as rank3.json"
+)
 NAMES_SHOWN, RANKS_SHOWN = 3, 8
 
 
@@ -157,7 +163,8 @@ def compare_ranks(
     """Compare the ranks that `refs` select. See `rank_rows` for the syntax.
 
     A GPU is reported as slow only if its ratio exceeds 1 by more than `threshold`. Raise
-    NotFoundError if fewer than two ranks have kernels.
+    NotFoundError if fewer than two ranks have kernels, and UsageError if no trace records its rank
+    and the traces ran different kernels.
     """
     ranks = rank_rows(store, refs)
     table = _launched(ranks, rank_launches(store, ranks))
@@ -204,14 +211,23 @@ def compare_ranks(
 
 
 def _require_one_job(ranks: Sequence[RankRow], table: Launched) -> None:
-    """Raise UsageError if no trace contains its rank and most kernels ran on one rank only."""
-    ran = [table.kernel[np.flatnonzero(counts)] for counts in table.count]
-    _, times = np.unique(np.concatenate([np.unique(each) for each in ran]), return_counts=True)
-    if all(rank.rank is None for rank in ranks) and 2 * (times > 1).sum() < len(times):
+    """Raise UsageError if no trace records its rank and the traces ran different kernels.
+
+    The ranks of a job run the same program, so most kernels of each rank also run on most ranks.
+    """
+    if any(rank.rank is not None for rank in ranks):
+        return
+    ran = [np.unique(table.kernel[np.flatnonzero(counts)]) for counts in table.count]
+    _, times = np.unique(np.concatenate(ran), return_counts=True)
+    shared = times[2 * times > len(ran)].sum() / times.sum()
+    if shared < SAME_PROGRAM:
+        names = join_few([rank.name for rank in ranks], NAMES_SHOWN)
+        most = "the other trace" if len(ran) == 2 else "most traces"
         raise UsageError(
-            "these traces probably do not come from the ranks of one job, because no trace "
-            f"records its rank and only {(times > 1).sum()} of {counted(len(times), 'kernel')} ran "
-            "in more than one trace; to compare two programs, use `profharness diff A B`"
+            f"{names} probably do not come from the ranks of one job: no trace records its rank, "
+            f"and only {percent(shared)} of the kernels that a trace ran on average also ran in "
+            f"{most}; if they do, {TO_RECORD_RANKS}; to compare two programs, use "
+            "`profharness diff A B`"
         )
 
 
@@ -494,8 +510,8 @@ def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[
         yield "Idle time and communication are unknown, because configs are captured one by one."
     if all(rank.rank is None for rank in ranks):
         yield (
-            "No trace records its rank, so file names are shown. To record ranks, initialize "
-            "torch.distributed before profiling, or use file names such as rank3.json."
+            "No trace records its rank, so file names are shown, and nothing shows that the traces "
+            f"come from one job. To record ranks, {TO_RECORD_RANKS}."
         )
     alone = [row.label for row in rows if row.ratio is None]
     if alone and len(alone) < len(rows):

@@ -63,8 +63,10 @@ from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_si
 from profharness.commands.explain.answer import Way
 from profharness.commands.explain.faster import faster_config_text, summarize_changes
 from profharness.commands.explain.tables import VERDICTS
+from profharness.commands.kernels.answer import noun
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
+    call_columns,
     cell_record,
     full_names,
     kernel_record,
@@ -499,7 +501,7 @@ def _run_blocks(
     details += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     if kernels:
         view = witness_document if len(profilers) > 1 else kernels_document
-        details += [Heading("All kernels"), *_deeper(view(kernels, cells).blocks)]
+        details += [Heading(f"All {noun(kernels)}s"), *_deeper(view(kernels, cells).blocks)]
     if compared := against(cells, [row for row in kernels if row.profiler == best], environment):
         inside = [row.inside for row in compared if row.inside is not None]
         text = (
@@ -547,9 +549,11 @@ def top_kernel_blocks(kernels: Sequence[KernelRow]) -> list[Block]:
     if not cells:
         return []
     left_out = len(timed) - len(cells)
-    others = f"; {_count(left_out, 'shorter kernel')} under “All kernels”" if left_out else ""
-    detail = f"the longest kernel of each config on each backend{others}"
-    return [Heading("Top kernels", detail), Table.of(TOP_KERNELS, [longest[at] for at in cells])]
+    what = noun(timed)
+    others = f"; {_count(left_out, f'shorter {what}')} under “All {what}s”" if left_out else ""
+    detail = f"the longest {what} of each config on each backend{others}"
+    columns = call_columns(TOP_KERNELS, timed)
+    return [Heading(f"Top {what}s", detail), Table.of(columns, [longest[at] for at in cells])]
 
 
 def _folded(blocks: Sequence[Block]) -> list[Block]:
