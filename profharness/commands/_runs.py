@@ -150,17 +150,12 @@ def _is_run(text: str, store: Path) -> bool:
     return False
 
 
-def latest_of(need: Need, store: Path) -> str | None:
-    """Return `latest` if the store exists and has a run that satisfies a need, else None.
-
-    Print the name of the run, because the user named none.
-    """
+def has_run(need: Need, store: Path) -> bool:
+    """Return whether the store exists and has a run that satisfies a need."""
     if store.is_file():
         with open_store(store) as opened, contextlib.suppress(NotFoundError):
-            run = opened.find_run(Selection(), need)
-            hint(f"Using {opened.run_name(run)}, the latest run with {need}.")
-            return LATEST
-    return None
+            return bool(opened.find_run(Selection(), need))
+    return False
 
 
 def run_text(ref: Reference | None) -> str | None:

@@ -99,6 +99,32 @@ def test_answers_come_from_the_run_with_kernels(
     assert {row["run"] for row in json.loads(done.stdout)["rows"]} == {captured}
 
 
+@pytest.mark.parametrize("name", ["kernels", "analyze", "bench"])
+def test_latest_is_not_replaced_by_an_older_run_with_the_backend(
+    made: Path, captured: str, name: str
+) -> None:
+    """Bug: `analyze latest --backend cudnn` silently showed an older run on another machine."""
+    latest = ELSEWHERE if name == "bench" else captured
+    refused = invoke(name, made, "latest", "--backend", "xformers")
+    named = invoke(name, made, latest, "--backend", "xformers")
+    assert isinstance(refused.exception, NotFoundError), refused.output
+    assert str(refused.exception) == str(named.exception)
+    elsewhere = invoke("bench", made, "latest", "2,8,512,64")
+    assert f"run {ELSEWHERE} has no cell for config b2-h8-s512-d64" in str(elsewhere.exception)
+
+
+def test_a_hint_names_the_older_run_that_is_shown(made: Path) -> None:
+    """Bug: nothing said that `latest` was not the newest run."""
+    done = invoke("kernels", made, "--format", "json")
+    assert done.stderr.startswith(
+        "Using h200-torch2.11, the latest run that has kernels, not the newest run, "
+        f"{ELSEWHERE} (capture).\n"
+    )
+    assert json.loads(done.stdout)["rows"]
+    newest = invoke("bench", made, "latest", "--format", "json")
+    assert "Using" not in newest.stderr
+
+
 def test_the_gate_on_all_runs_judges_those_that_can_know(made: Path) -> None:
     arguments = ("--run", "all", "--backend", "flash", "--config", CONFIG.label)
     assert invoke("kernels", made, *arguments, "--expect", "flash").exit_code == 0

@@ -396,15 +396,25 @@ def find_sides(
     parts = (text.rpartition(":") for text in (baseline, candidate))
     # The store has the canonical names of sets and orders of backends, such as `flash+math`.
     texts = [f"{run}{colon}{setting_name(backend)}" for run, colon, backend in parts]
+    found = _find_parts(store, texts, configs)
+    first, second = (_side(store, run, backend, configs) for run, backend in found)
+    _require_two_parts(store, found)
+    return first, second
+
+
+def _find_parts(
+    store: Store, texts: Sequence[str], configs: Sequence[Config]
+) -> list[tuple[str, str | None]]:
+    """Return the run of each side, and its backend or None."""
     for need in NEEDS:
         with contextlib.suppress(NotFoundError):
-            return _find_sides(store, texts, configs, need)
-    return _find_sides(store, texts, configs, "times")  # raises the most helpful error
+            return _parts_with(store, texts, configs, need)
+    return _parts_with(store, texts, configs, "times")  # raises the most helpful error
 
 
-def _find_sides(
+def _parts_with(
     store: Store, texts: Sequence[str], configs: Sequence[Config], need: Need
-) -> tuple[Side, Side]:
+) -> list[tuple[str, str | None]]:
     stored = store.backends()
     names = [text for text in dict.fromkeys(texts) if text in stored]
     run = _run_of(store, configs, names, need) if names else None
@@ -425,9 +435,7 @@ def _find_sides(
                 raise UnknownNameError(
                     f"{text!r} is not a stored backend ({_known(text, stored)}); {error}"
                 ) from None
-    baseline, candidate = (_side(store, *part, configs) for part in parts)
-    _require_two_parts(store, parts)
-    return baseline, candidate
+    return parts
 
 
 def _require_two_parts(store: Store, parts: Sequence[tuple[str, str | None]]) -> None:

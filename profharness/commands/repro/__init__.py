@@ -43,7 +43,7 @@ from profharness.attention.dispatch.advice import setting_code, window_condition
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
-from profharness.commands._runs import latest_of
+from profharness.commands._runs import has_run, run_text
 from profharness.commands._types import (
     BACKEND_TEXT,
     BACKENDS_OPTION,
@@ -148,9 +148,7 @@ def repro(
     if output is not None:
         check_output(Path(output), force=force)
     chosen, names = config_list(configs), split_names(backend)
-    if run is None and not chosen:
-        run = latest_of("cells", store_path(store))
-    if run is None:
+    if run is None and (chosen or not has_run("cells", store_path(store))):
         require_configs(chosen, runs=True)
         if len(chosen) > 1:
             raise UsageError(f"a script contains one cell; name one config, not {len(chosen)}")
@@ -164,7 +162,7 @@ def repro(
         )
     else:
         text = _stored_script(
-            store_path(store), Selection(str(run), chosen, stored_names(names)), device, seed
+            store_path(store), Selection(run_text(run), chosen, stored_names(names)), device, seed
         )
     if output is not None:
         with atomic_file(Path(output), force=force) as file:
