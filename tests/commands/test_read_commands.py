@@ -264,7 +264,7 @@ def test_a_trace_has_no_number_of_cells(tmp_path: Path) -> None:
     ingest_path(path, Path(__file__).parents[2] / "traces" / "models" / "bert_fp32.json.gz")
     ingest_path(path, run_folder(tmp_path / "runs"))
     table = invoke("runs", "--store", path).stdout
-    trace = next(line for line in table.splitlines() if " trace " in line)
+    trace = next(line for line in table.splitlines() if "  trace  " in line)
     assert trace.split()[-3:] == ["-", "-", "71"]
 
 

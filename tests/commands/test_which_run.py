@@ -173,6 +173,15 @@ def test_a_diff_of_backends_is_of_the_run_that_has_both(made: Path, captured: st
     assert "no-such" in str(apart.exception)
 
 
+def test_runs_without_a_common_config_are_not_said_to_lack_kernels(made: Path) -> None:
+    """Bug: the error about two benchmarks of different configs said `without kernels`."""
+    said = str(invoke("diff", made, TIMED, ELSEWHERE).exception)
+    assert said == (
+        f"nothing to compare: no config in common; {TIMED} has {CONFIG}; "
+        f"{ELSEWHERE} has b1-h1-s64-d64-fp16"
+    )
+
+
 def test_kernels_without_a_record_are_unknown(made: Path, captured: str) -> None:
     sides = (captured, TIMED, "--config", CONFIG.label)
     done = invoke("diff", made, *sides, "--format", "json")

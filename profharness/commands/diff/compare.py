@@ -538,7 +538,7 @@ def nothing_compared(
         why = "; ".join(MISSING_COSTS[name] for name in open_ones)
     else:
         busy = next((f"{text}; {AGAIN}" for row in diff.rows if (text := row.unusable)), None)
-        why = differing_kinds(sides) or busy or "; ".join(map(_contents, sides))
+        why = differing_kinds(sides) or busy or _contents(sides)
     return f"nothing to compare{what}: {why}"
 
 
@@ -571,7 +571,15 @@ def _judged_by(layer: LayerDiff) -> set[str]:
     return {*OF_KERNELS, *times, *([BACKEND_CHANGED] if both_ran else ())}
 
 
-def _contents(side: Side) -> str:
+def _contents(sides: Sequence[Side]) -> str:
+    """Return what each side has, and whether the sides have no config in common."""
+    configs = [{cell.config for cell in side.cells} for side in sides]
+    if all(configs) and not set.intersection(*configs):
+        return "; ".join(["no config in common", *(_content(side, lacks=False) for side in sides)])
+    return "; ".join(map(_content, sides))
+
+
+def _content(side: Side, *, lacks: bool = True) -> str:
     cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = dict.fromkeys(
@@ -585,9 +593,9 @@ def _contents(side: Side) -> str:
         )
     if not labels:
         return f"{side.name or side.label} has no matching cells or kernels"
-    lacks = [] if rows else ["kernels"]
-    lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
-    without = f", without {' and '.join(lacks)}" if lacks else ""
+    missing = [] if rows else ["kernels"]
+    missing += [] if any(cell.samples for cell in cells) or not cells else ["times"]
+    without = f", without {' and '.join(missing)}" if lacks and missing else ""
     return f"{side.name or side.label} has {join_few(list(labels), SHOWN)}{without}"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from profharness import __version__
-from profharness.attention.backends import find_backend, stored_names
+from profharness.attention.backends import ALL, KERNELS, find_backend, stored_names
 from profharness.attention.backends.base import (
     Backend,
     build_inputs,
@@ -152,10 +152,10 @@ def repro(
         require_configs(chosen, runs=True)
         if len(chosen) > 1:
             raise UsageError(f"a script contains one cell; name one config, not {len(chosen)}")
-        if len(names) > 1:
+        if len(names) > 1 or {*names} & {ALL, KERNELS}:
             named = ",".join(names)
             raise UsageError(
-                f"a script runs only one backend; choose one of {named} with --backend"
+                f"a script runs only one backend, not {named}; name one with --backend"
             )
         text = repro_script(
             chosen[0], names[0] if names else "auto", device, SEED if seed is None else seed
