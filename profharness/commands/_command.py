@@ -36,6 +36,7 @@ from profharness.commands._types import store_path
 from profharness.errors import GateResult, Interrupted, require_passed
 from profharness.render.document import Document
 from profharness.store.names import typed_names
+from profharness.store.selection import older_runs
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -181,7 +182,7 @@ class Declaration:
         parameters = (*self.parameters, *self.shown_parameters)
         given = self.with_separate_arguments(given)
         values = {each.name: each.value(given) for each in parameters}
-        with on_terminal(), typed_names():
+        with on_terminal(), typed_names(), older_runs() as older:
             self.check_values(given | values)
             values = self.with_runs(values)
             try:
@@ -189,6 +190,8 @@ class Declaration:
             except Interrupted as stop:
                 stop.command, stop.store = self.name, values.get("store")
                 raise
+            for text in older.values():
+                hint(text)
             if self.document is not None:
                 shown = self.shown(answer, values)
                 if isinstance(shown, Document):

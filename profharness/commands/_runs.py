@@ -33,6 +33,7 @@ from profharness.errors import (
     near_names,
     printable_path,
 )
+from profharness.files import DEFAULT_STORE, STORE_VARIABLE
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import ALL_RUNS, LATEST, Need, Selection, open_store
 from profharness.store.names import name_as_typed
@@ -150,17 +151,12 @@ def _is_run(text: str, store: Path) -> bool:
     return False
 
 
-def latest_of(need: Need, store: Path) -> str | None:
-    """Return `latest` if the store exists and has a run that satisfies a need, else None.
-
-    Print the name of the run, because the user named none.
-    """
+def has_run(need: Need, store: Path) -> bool:
+    """Return whether the store exists and has a run that satisfies a need."""
     if store.is_file():
         with open_store(store) as opened, contextlib.suppress(NotFoundError):
-            run = opened.find_run(Selection(), need)
-            hint(f"Using {opened.run_name(run)}, the latest run with {need}.")
-            return LATEST
-    return None
+            return bool(opened.find_run(Selection(), need))
+    return False
 
 
 def run_text(ref: Reference | None) -> str | None:
@@ -347,7 +343,8 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
     from profharness.store.sources import read_source
 
     read = read_source(source)
-    if store.is_file():
+    existed = store.is_file()
+    if existed:
         with open_store(store) as opened:
             known = unchanged(opened.connection, read)
             named = opened.path_of(known.run) if known else ""
@@ -360,6 +357,10 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)
     require_stored(store, [result])
+    if not existed and store == Path(DEFAULT_STORE):  # the user did not choose the store
+        hint(
+            f"Created the store {store.absolute()}; to choose another, use --store or {STORE_VARIABLE}."
+        )
     hint_warnings(source, [result])
     return result
 

@@ -68,7 +68,7 @@ Profilers = Annotated[
         complete=complete_names(lambda: PROFILERS),
         multiple=True,
         metavar="NAME",
-        help="The profiler to use: torch, events (timing only), nsys or ncu. "
+        help="The profiler to use: torch, events (timing only), nsys, ncu or rocprofv3. "
         f"{SEVERAL_VALUES}  [default: torch]",
     ),
 ]
@@ -140,8 +140,8 @@ UnfinishedRun = Annotated[
         ("--resume",),
         metavar="RUN",
         type=click.STRING,
-        help="Resume this run: a run folder, a run id, or latest for the newest unfinished one. Only cells "
-        "without a result are run.",
+        help="Resume this capture or benchmark: a run folder, a run id, or latest for the newest "
+        "unfinished one. Only cells without a result are run.",
     ),
 ]
 

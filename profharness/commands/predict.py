@@ -223,9 +223,9 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
     )
     if best:
         fastest = f"the fastest backend is predicted to be {split_text(best, total)}"
-        sentences = [f"On {gpu} {fastest}; {takes}."]
+        sentences = [f"On {gpu}, {fastest}; {takes}."]
     else:
-        sentences = [f"On {gpu} {takes}, according to PyTorch's dispatch rules."]
+        sentences = [f"On {gpu}, {takes}, according to PyTorch's dispatch rules."]
     known = [row for row in autos if row.regret is not None]
     lossy = _lossy(autos)
     much = share_text(NOTABLE_LOSS)
@@ -247,7 +247,7 @@ def predict_answer(answers: Sequence[Answer], place: Place) -> tuple[str, ...]:
         which = "" if len(known) == len(autos) else f" whose times are known ({len(known):,})"
         sentences.append(f"auto is within {much} of the fastest backend on every config{which}.")
     else:
-        sentences.append("No time is known.")
+        sentences.append("No times are known.")
     return tuple(sentences)
 
 

@@ -196,10 +196,12 @@ def runs_answer(rows: Sequence[RunRow], unfinished: int = 0) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def shown_values(row: RunRow) -> dict[str, str | None]:
-    """Return the kind, the device and the release of a run as tables show them."""
+def shown_values(row: RunRow) -> dict[str, str | int | None]:
+    """Return the kind, the cells, the device and the release of a run as tables show them."""
     return {
         "kind": KIND_WORDS.get(row.kind, row.kind),
+        "cells": row.cells or None,  # a trace has no cells
+        "failed_cells": row.failed_cells if row.cells else None,
         "device": row.device and short_device_name(row.device),
         "torch": row.torch and short_release(row.torch),
     }

@@ -71,7 +71,7 @@ from profharness.run import (
     read_run,
     require_number,
 )
-from profharness.store import LATEST, Selection, Store, open_store
+from profharness.store import LATEST, Selection, open_store
 from profharness.store.schema import require_writable
 from profharness.store.sources import ParsedTraceCache
 
@@ -397,7 +397,7 @@ def bench(
         if options.verify:
             raise UsageError("--verify requires a measurement; omit RUN, or use profharness verify")
         with open_store(store) as opened:
-            run = _timed_run(opened, options)
+            run = opened.find_run(Selection(options.run), *evaluation.TIMED)
             return evaluation.evaluate_bench(
                 opened,
                 run,
@@ -473,17 +473,6 @@ def time_layers(
         backends = tuple(dict.fromkeys([*backends, *regret_backends(layers)]))
     options = replace(options, measurements=MEASUREMENTS, backends=backends)
     return regret_map(layers, bench(options, store, listener))
-
-
-def _timed_run(store: Store, options: BenchOptions) -> str:
-    """Return the selected run that contains the selected configs.
-
-    If no run contains them, return the selected run regardless of the configs. A later error about
-    missing configs can then list the configs of this run.
-    """
-    with contextlib.suppress(NotFoundError):
-        return store.find_run(Selection(options.run, options.configs), *evaluation.TIMED)
-    return store.find_run(Selection(options.run), *evaluation.TIMED)
 
 
 def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -> None:

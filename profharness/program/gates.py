@@ -61,6 +61,8 @@ class Gates:
 def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
     """Parse the values of `--fail-on` and `--expect`, such as `flash,cudnn@GLOB`.
 
+    Without a glob, an expectation applies to all modules.
+
     Raise UsageError for unknown names.
     """
     names = tuple(OLD_GATES.get(name, name) for name in split_names(fail_on))

@@ -29,7 +29,7 @@ from profharness.attention.cases import derive_cases
 from profharness.attention.config import Config, require_configs
 from profharness.device_types import CPU
 from profharness.environment import VisibleGpu, visible_gpus
-from profharness.errors import CaptureError, Interrupted, UsageError
+from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
 from profharness.files import LOCKS, hold_lock_file, open_lock_file, read_input, try_lock
 from profharness.logs import log_wanted
 from profharness.processes import (
@@ -101,11 +101,20 @@ def execute(
     """Execute a planned run in a new folder in `out`.
 
     `python` is the Python interpreter for the worker, and `prewarmed` is a worker that already
-    loads torch. Raise CaptureError if no worker starts, and Interrupted if the user stops the run.
+    loads torch. If no worker starts, remove the folder and raise CaptureError, or UsageError for a
+    missing GPU. Raise Interrupted if the user stops the run.
     """
     folder = write_folder(out, run, backends, python)
-    with locked(folder):
-        return _carry_out(folder, run, tools, progress, prewarmed)
+    try:
+        with locked(folder):
+            return _carry_out(folder, run, tools, progress, prewarmed)
+    except UnwritableError:
+        raise
+    except (CaptureError, UsageError):
+        # a run in which no worker started has nothing to resume, but a log that was asked for
+        if not (folder / JOURNAL_FILE).exists() and not log_wanted():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def plan_capture(

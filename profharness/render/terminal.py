@@ -80,7 +80,16 @@ def render_table(
         # rich would read COLUMNS and NO_COLOR, which the caller already considered
         _environ={},
     )
-    labels = (len(one_line(block.label)) for block in document.blocks if isinstance(block, Note))
+    hidden = [
+        one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
+    ]
+    # a note that explains a column is useless without the column
+    blocks = [
+        block
+        for block in document.blocks
+        if not (isinstance(block, Note) and not full and block.label in hidden)
+    ]
+    labels = (len(one_line(block.label)) for block in blocks if isinstance(block, Note))
     label_width = max((size for size in labels if size <= MAX_LABEL), default=0)
     for sentence in document.answer:
         _print_note(console, Note(sentence), 0, width)
@@ -88,7 +97,7 @@ def render_table(
         console.print()
     previous: Block | None = None
     table_count = 0
-    for block in _without_empty_headings(document.blocks):
+    for block in _without_empty_headings(blocks):
         # a table of the document contains the values of a chart or timeline
         if isinstance(block, Chart | Timeline):
             continue
@@ -123,11 +132,6 @@ def render_table(
         if isinstance(previous, Code):
             console.print()
         more = [*(["whole names"] if shortened else []), *more]
-        hidden = [
-            one_line(columns[at].title)
-            for columns, layout in layouts.items()
-            for at in layout.hidden
-        ]
         _print_more(console, list(dict.fromkeys(more)), list(dict.fromkeys(hidden)), width)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 

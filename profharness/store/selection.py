@@ -6,10 +6,12 @@ selects the newest run that has the data that the command needs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -64,6 +66,8 @@ BENCHED = "bench"
 # `created` has a resolution of one second, so ids order the runs of the same second
 NEWEST_FIRST = "ORDER BY r.created DESC, r.id DESC"
 
+_OLDER: ContextVar[dict[str | None, str] | None] = ContextVar("older", default=None)
+
 # SQL conditions on a trace t, a cell c and a run r
 _REQUESTED = "(SELECT value FROM json_each(:profilers))"
 # A cell that ended without a result counts as data, because running it again gives no result.
@@ -107,11 +111,23 @@ class Selection:
     run: str | None = None
     """An id, a unique prefix of an id, a name, the name of a trace, `latest`, `latest~N` or `all`.
 
-    None means `latest`, the newest run that has all the configs on all the backends.
+    None means the newest run that has all the configs on all the backends. `latest` is the same run
+    for all configs and backends.
     """
     configs: Sequence[Config] = ()
     backends: Sequence[str] = ()
     profilers: Sequence[str] = ()
+
+
+@contextlib.contextmanager
+def older_runs() -> Iterator[Mapping[str | None, str]]:
+    """Yield a mapping that receives a sentence for each `latest` that is not the newest run."""
+    older: dict[str | None, str] = {}
+    token = _OLDER.set(older)
+    try:
+        yield older
+    finally:
+        _OLDER.reset(token)
 
 
 class RunFinder:
@@ -136,9 +152,10 @@ class RunFinder:
     def find_run(self, selection: Selection, *needs: Need) -> str:
         """Return the id of the selected run.
 
-        `latest` and None select the newest run that satisfies a need. If no run satisfies the first
-        need, try the second need, and so on. The default need is `kernels`. Raise NotFoundError if
-        no run or more than one run matches. The message lists candidates.
+        `latest` and None select the newest run that satisfies a need, and None only a run with all
+        selected configs and backends. If no run satisfies the first need, try the second need, and
+        so on. The default need is `kernels`. Raise NotFoundError if no run or more than one run
+        matches. The message lists candidates.
         """
         ref = LATEST if selection.run is None else selection.run
         runs = self.stored_runs()
@@ -368,22 +385,18 @@ class RunFinder:
 
         Raise NotFoundError if there are too few matching runs.
         """
-        runs: list[str] = []
+        if selection.run is not None:
+            # A run that the user named is not replaced by an older run that has the configs.
+            selection = replace(selection, configs=(), backends=())
         for need in needs:
             # evaluated lazily, because each run costs a query
-            runs = runs or list(islice(self._matching(selection, need), back + 1))
-        if back < len(runs):
-            return runs[back]
-        # build a text such as `kernels of b2-…-fp16 on flash, math`
-        word = needs[0].removesuffix(" of configs") if selection.configs else needs[0]
-        of_kernels = needs[0].startswith("kernels")
-        parts: list[tuple[str, Sequence[str]]] = [
-            ("of", [config.label for config in selection.configs]),
-            ("on", selection.backends),
-            ("under", selection.profilers if of_kernels else ()),
-        ]
-        words = [word if word != "run" else "been captured, timed or ingested"]
-        what = " ".join([*words, *(f"{of} {_some(names)}" for of, names in parts if names)])
+            runs = list(islice(self._matching(selection, need), back + 1))
+            if back < len(runs):
+                self._note_older(runs[back], back, selection, need)
+                return runs[back]
+            if runs:
+                break
+        what = _described(selection, needs[0])
         if runs:
             raise NotFoundError(
                 f"{LATEST}~{back}: only {counted(len(runs), 'stored run has', 'stored runs have')} {what}: "
@@ -400,9 +413,40 @@ class RunFinder:
         hint = with_clause(did_you_mean(near), hint) if near else hint
         raise NotFoundError(f"no stored run has {what}; {hint}")
 
+    def _note_older(self, run: str, back: int, selection: Selection, need: Need) -> None:
+        """Let `older_runs` receive a sentence if the selected run is not the newest of all runs."""
+        if (older := _OLDER.get()) is None:
+            return
+        older.pop(selection.run, None)
+        newest = self.stored_runs()[back].run
+        name, what = self.run_name(run), _described(selection, need)
+        if back and newest != run:
+            older[selection.run] = (
+                f"Using {name} as {selection.run}, which counts only runs that have {what}."
+            )
+        elif newest != run:
+            query = "SELECT kind FROM runs WHERE run = ?"
+            (kind,) = self.connection.execute(query, (newest,)).fetchone()
+            older[selection.run] = (
+                f"Using {name}, the latest run that has {what}, not the newest run, "
+                f"{self.run_name(newest)} ({kind})."
+            )
+
     def _near_configs(self, configs: Sequence[Config]) -> list[str]:
         """Return the stored config that is most similar to the first config that is not stored."""
         labels = [label for (label,) in self.connection.execute("SELECT label FROM configs")]
         stored = list(map(parse_config, labels))
         absent = (each for each in configs if not any(map(each.matches, stored)))
         return next((nearest_config(each, labels) for each in absent), [])
+
+
+def _described(selection: Selection, need: Need) -> str:
+    """Return what a run must have, such as `kernels of b2-…-fp16 on flash, math`."""
+    word = need.removesuffix(" of configs") if selection.configs else need
+    parts: list[tuple[str, Sequence[str]]] = [
+        ("of", [config.label for config in selection.configs]),
+        ("on", selection.backends),
+        ("under", selection.profilers if need.startswith("kernels") else ()),
+    ]
+    words = [word if word != "run" else "been captured, timed or ingested"]
+    return " ".join([*words, *(f"{of} {_some(names)}" for of, names in parts if names)])

@@ -238,7 +238,7 @@ def test_predict_answers_for_one_and_for_several_configs() -> None:
     ]
     several = ("predict", "--config", "1,8,{4096,16384},64,fp16,seq_q={1,9}", *of)
     assert answer(*several) == [
-        "On an H200 the fastest backend is predicted to be cudnn on 2 of 4 configs and flash on 2; auto "
+        "On an H200, the fastest backend is predicted to be cudnn on 2 of 4 configs and flash on 2; auto "
         "chooses cudnn on all 4 configs.",
         "On 2 of 4 configs, auto takes more than 1.10 times as long as the fastest backend. The worst "
         "case is b1-h8-sq9-skv16384-d64-fp16, where auto takes 6.41 times as long as flash.",

@@ -45,6 +45,18 @@ def test_a_typo_is_an_error_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["capture", "bench", "verify"])
+def test_a_run_that_needs_a_missing_gpu_leaves_no_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `runs` listed an unfinished run that could never be resumed on this machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = CliRunner().invoke(cli, [name, CONFIG, "--device", "cuda", "--backend", "math"])
+    assert "no GPU; use --device cpu" in str(done.exception), done.output
+    assert not list(tmp_path.glob("traces/runs/*"))
+
+
 def test_gpu_as_an_old_spelling_of_run_on_explains_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,25 @@ def test_several_configs_make_a_map_with_a_legend_and_edges() -> None:
     assert told(*args, "--full").count("PyTorch 2.11 is predicted to run ") == 41
 
 
+@pytest.mark.parametrize(
+    ("config", "release", "text"),
+    [
+        ("1,1,1,64,bf16", "2.11", "seq_kv=1 is not supported"),
+        ("1,1,1,64,bf16,seq_kv=64", "2.7", "seq_q=1 is not supported"),
+        ("1,1,1,64,bf16,seq_kv=64,dropout=0.1", "2.11", "seq_q=1 with dropout is not supported"),
+    ],
+)
+def test_a_refused_length_of_1_is_named(config: str, release: str, text: str) -> None:
+    """Bug: the reason did not say whether the queries or the keys have this length."""
+    assert text in " ".join(told("--config", config, "--gpu", "H100", "--torch", release).split())
+
+
+def test_the_heading_of_a_bisection_has_the_config_that_the_user_gave() -> None:
+    """Bug: the heading had the smallest head_dim, 1, for a config with 64."""
+    text = told("--config", "2,8,512,64,fp16", "--bisect", "head_dim", *ON_H200)
+    assert "b2-h8-s512-d64-fp16, head_dim varies" in text
+
+
 def test_bisect_finds_the_exact_values() -> None:
     args = ("--config", "2,8,512,{120,136},fp16", "--bisect", "head_dim", *ON_H200)
     found = rows(*args)

@@ -34,7 +34,7 @@ SAME: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "kernels": ("kernels", {}, ["kernels"]),
     "kernels of a cell": (
         "kernels",
-        {"config": CONFIG, "backend": "flash", "run": "latest", "profiler": "torch"},
+        {"config": CONFIG, "backend": "flash", "run": "h200-torch2.11", "profiler": "torch"},
         ["kernels", "--config", CONFIG, "--backend", "flash", "--profiler", "torch"],
     ),
     "steps": ("kernels", {"config": CONFIG, "steps": True}, ["kernels", "--config", CONFIG, "--steps"]),

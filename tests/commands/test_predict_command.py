@@ -252,7 +252,7 @@ def test_own_cells_that_contradict_the_package_are_told(
     slow = replace(known, kernel_us=2 * (known.kernel_us or 0))
     write_atlas(build_atlas(packaged.machine, [slow]), own / "one.npz")
     said = told("--config", known.config.label, "--gpu", "H200", "--atlas", own)
-    assert "disagree on 1 cells" in said
+    assert "disagree on 1 cells" in " ".join(said.split())  # paths may be long
     assert f"{known.config.label} auto: times" in said
 
 

@@ -258,6 +258,16 @@ def test_runs_says_that_the_duration_of_a_trace_is_not_that_of_its_step(tmp_path
     assert text in invoke("runs", "--store", path).stdout
 
 
+def test_a_trace_has_no_number_of_cells(tmp_path: Path) -> None:
+    """Bug: the table had 0 cells and 0 failed cells for a trace."""
+    path = tmp_path / "s.db"
+    ingest_path(path, Path(__file__).parents[2] / "traces" / "models" / "bert_fp32.json.gz")
+    ingest_path(path, run_folder(tmp_path / "runs"))
+    table = invoke("runs", "--store", path).stdout
+    trace = next(line for line in table.splitlines() if "  trace  " in line)
+    assert trace.split()[-3:] == ["-", "-", "71"]
+
+
 @pytest.mark.parametrize("name", ["kernels", "runs"])
 def test_a_file_whose_name_says_no_format_is_refused(
     name: str, store: Path, tmp_path: Path

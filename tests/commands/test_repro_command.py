@@ -167,7 +167,8 @@ def test_every_script_compiles_and_chooses_its_device(backend: str, text: str) -
     [
         ((), "no config given; name a config (such as 2,8,512,64,bf16), a run (such as latest) or"),
         (("--config", "1,2,{8,16},16"), "name one config, not 2"),
-        (("--config", "1,2,8,16", "--backend", "math,auto"), "choose one of math,auto"),
+        (("--config", "1,2,8,16", "--backend", "math,auto"), "not math,auto; name one with"),
+        (("--config", "1,2,8,16", "--backend", "all"), "runs only one backend, not all; name one"),
         (("--config", "1,2,8,16", "--backend", "varlen"), "no script"),
         (("--config", "1,2,8,16", "--backend", "nothing"), "unknown backend 'nothing'"),
     ],

@@ -66,8 +66,11 @@ def test_a_path_is_ingested_once_and_answered(folder: Path, arguments: tuple[str
     first = invoke(folder, *arguments)
     assert first.exit_code == 0, (first.output, first.exception)
     assert "reading " in first.stderr and "reading " not in first.stdout
+    created = f"Created the store {folder / 'profharness.db'}; to choose another, use --store"
+    assert first.stderr.count("Created the store") == 1 and created in first.stderr
     again = invoke(folder, *arguments)
     assert again.exit_code == 0 and "reading " not in again.stderr
+    assert "Created" not in again.stderr
     assert again.stdout == first.stdout
 
 

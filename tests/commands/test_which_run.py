@@ -99,6 +99,32 @@ def test_answers_come_from_the_run_with_kernels(
     assert {row["run"] for row in json.loads(done.stdout)["rows"]} == {captured}
 
 
+@pytest.mark.parametrize("name", ["kernels", "analyze", "bench"])
+def test_latest_is_not_replaced_by_an_older_run_with_the_backend(
+    made: Path, captured: str, name: str
+) -> None:
+    """Bug: `analyze latest --backend cudnn` silently showed an older run on another machine."""
+    latest = ELSEWHERE if name == "bench" else captured
+    refused = invoke(name, made, "latest", "--backend", "xformers")
+    named = invoke(name, made, latest, "--backend", "xformers")
+    assert isinstance(refused.exception, NotFoundError), refused.output
+    assert str(refused.exception) == str(named.exception)
+    elsewhere = invoke("bench", made, "latest", "2,8,512,64")
+    assert f"run {ELSEWHERE} has no cell for config b2-h8-s512-d64" in str(elsewhere.exception)
+
+
+def test_a_hint_names_the_older_run_that_is_shown(made: Path) -> None:
+    """Bug: nothing said that `latest` was not the newest run."""
+    done = invoke("kernels", made, "--format", "json")
+    assert done.stderr.startswith(
+        "Using h200-torch2.11, the latest run that has kernels, not the newest run, "
+        f"{ELSEWHERE} (capture).\n"
+    )
+    assert json.loads(done.stdout)["rows"]
+    newest = invoke("bench", made, "latest", "--format", "json")
+    assert "Using" not in newest.stderr
+
+
 def test_the_gate_on_all_runs_judges_those_that_can_know(made: Path) -> None:
     arguments = ("--run", "all", "--backend", "flash", "--config", CONFIG.label)
     assert invoke("kernels", made, *arguments, "--expect", "flash").exit_code == 0
@@ -145,6 +171,15 @@ def test_a_diff_of_backends_is_of_the_run_that_has_both(made: Path, captured: st
     assert json.loads(done.stdout)["baseline"] == f"{captured}:flash"
     apart = invoke("diff", made, "flash", "no-such")
     assert "no-such" in str(apart.exception)
+
+
+def test_runs_without_a_common_config_are_not_said_to_lack_kernels(made: Path) -> None:
+    """Bug: the error about two benchmarks of different configs said `without kernels`."""
+    said = str(invoke("diff", made, TIMED, ELSEWHERE).exception)
+    assert said == (
+        f"nothing to compare: no config in common; {TIMED} has {CONFIG}; "
+        f"{ELSEWHERE} has b1-h1-s64-d64-fp16"
+    )
 
 
 def test_kernels_without_a_record_are_unknown(made: Path, captured: str) -> None:

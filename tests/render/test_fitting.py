@@ -832,6 +832,16 @@ def test_runs_have_one_line_each_at_80_columns() -> None:
     assert len(lines) == 1 + len(rows) + 1 and lines[-1] == "--full also shows: duration"
 
 
+def test_a_note_on_a_hidden_column_is_hidden_too() -> None:
+    """Bug: `runs` explained `duration` on a terminal that was too narrow for this column."""
+    columns = (Column("k", "run"), Column("d", "duration", importance="detail"))
+    blocks = (Table(columns, (("a", "x" * 60),)), Note("of the steps", "duration"), Note("Last."))
+    document = Document("t/1", "t", blocks, (), ())
+    assert "of the steps" not in render_table(document, width=60, cut=True)
+    for full, width in ((True, 60), (False, 100)):
+        assert "of the steps" in render_table(document, width=width, cut=True, full=full)
+
+
 def test_one_line_at_the_end_names_all_that_full_adds() -> None:
     """Bug: several lines below one output began with `--full shows` or `--full also shows`."""
     other = Table(

@@ -13,6 +13,7 @@ from profharness.errors import NotFoundError
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import Need, Selection, ingest_path, open_store
 from profharness.store.names import StoredRun, name_runs
+from profharness.store.selection import older_runs
 
 Folder = Callable[..., Path]
 HALF = parse_config("2,8,512,64,fp16")
@@ -78,6 +79,9 @@ def path(tmp_path: Path, run_folder: Folder, kineto: Path) -> Path:
         (Selection(CHECKED), ("kernels",), CHECKED),
         (Selection("3"), ("kernels",), TIMED),
         (Selection(None, (), (), ["nsys"]), ("kernels", "run"), TIMED_TOO),
+        (Selection("latest", [OTHER]), ("times",), TIMED_TOO),
+        (Selection("latest", (), ["efficient"]), ("kernels",), CAPTURED),
+        (Selection("latest", [HALF], ["no-such"]), ("times",), TIMED_TOO),
     ],
 )
 def test_latest_is_newest_run_with_needed_data(
@@ -85,6 +89,45 @@ def test_latest_is_newest_run_with_needed_data(
 ) -> None:
     with open_store(path) as store:
         assert store.find_run(selection, *needs) == run
+
+
+@pytest.mark.parametrize(
+    ("selection", "needs", "told"),
+    [
+        (
+            Selection(),
+            ("kernels",),
+            f"Using {CAPTURED}, the latest run that has kernels, not the newest run, {CHECKED} (verify).",
+        ),
+        (
+            Selection(None, [OTHER], ["flash"]),
+            ("times",),
+            f"Using {TIMED}, the latest run that has times of {OTHER} on flash, not the newest run, "
+            f"{CHECKED} (verify).",
+        ),
+        (
+            Selection("latest~1"),
+            ("times",),
+            f"Using {TIMED} as latest~1, which counts only runs that have times.",
+        ),
+    ],
+)
+def test_a_sentence_names_a_run_that_is_not_the_newest(
+    path: Path, selection: Selection, needs: tuple[Need, ...], told: str
+) -> None:
+    with open_store(path) as store, older_runs() as older:
+        store.find_run(selection, *needs)
+    assert list(older.values()) == [told]
+
+
+def test_no_sentence_names_the_newest_run_or_a_run_that_the_user_named(path: Path) -> None:
+    with open_store(path, write=True) as store, older_runs() as older:
+        store.find_run(Selection(TIMED), "times")
+        store.find_run(Selection("latest"), "times")
+        assert older
+        store.delete_run(CHECKED)
+        assert store.find_run(Selection("latest"), "times") == TIMED_TOO
+    assert not older
 
 
 def test_earlier_run_has_needed_data_too(path: Path) -> None:

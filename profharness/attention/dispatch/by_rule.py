@@ -482,8 +482,9 @@ def _multiple_text(config: Config, message: str) -> str:
     return f"{_dims_text(config)}{NOT_SUPPORTED}"
 
 
-def _one_text(_: Config, message: str) -> str:
-    return f"a sequence length of 1{' with dropout' * ('dropout' in message)}{NOT_SUPPORTED}"
+def _one_text(config: Config, message: str) -> str:
+    name = "seq_kv" if config.seq_len_kv == 1 and "query" not in message else "seq_q"
+    return f"{name}=1{' with dropout' * ('dropout' in message)}{NOT_SUPPORTED}"
 
 
 CONDITIONS: dict[str, str | Callable[[Config, str], str]] = {

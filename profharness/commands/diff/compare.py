@@ -396,15 +396,25 @@ def find_sides(
     parts = (text.rpartition(":") for text in (baseline, candidate))
     # The store has the canonical names of sets and orders of backends, such as `flash+math`.
     texts = [f"{run}{colon}{setting_name(backend)}" for run, colon, backend in parts]
+    found = _find_parts(store, texts, configs)
+    first, second = (_side(store, run, backend, configs) for run, backend in found)
+    _require_two_parts(store, found)
+    return first, second
+
+
+def _find_parts(
+    store: Store, texts: Sequence[str], configs: Sequence[Config]
+) -> list[tuple[str, str | None]]:
+    """Return the run of each side, and its backend or None."""
     for need in NEEDS:
         with contextlib.suppress(NotFoundError):
-            return _find_sides(store, texts, configs, need)
-    return _find_sides(store, texts, configs, "times")  # raises the most helpful error
+            return _parts_with(store, texts, configs, need)
+    return _parts_with(store, texts, configs, "times")  # raises the most helpful error
 
 
-def _find_sides(
+def _parts_with(
     store: Store, texts: Sequence[str], configs: Sequence[Config], need: Need
-) -> tuple[Side, Side]:
+) -> list[tuple[str, str | None]]:
     stored = store.backends()
     names = [text for text in dict.fromkeys(texts) if text in stored]
     run = _run_of(store, configs, names, need) if names else None
@@ -425,9 +435,7 @@ def _find_sides(
                 raise UnknownNameError(
                     f"{text!r} is not a stored backend ({_known(text, stored)}); {error}"
                 ) from None
-    baseline, candidate = (_side(store, *part, configs) for part in parts)
-    _require_two_parts(store, parts)
-    return baseline, candidate
+    return parts
 
 
 def _require_two_parts(store: Store, parts: Sequence[tuple[str, str | None]]) -> None:
@@ -530,7 +538,7 @@ def nothing_compared(
         why = "; ".join(MISSING_COSTS[name] for name in open_ones)
     else:
         busy = next((f"{text}; {AGAIN}" for row in diff.rows if (text := row.unusable)), None)
-        why = differing_kinds(sides) or busy or "; ".join(map(_contents, sides))
+        why = differing_kinds(sides) or busy or _contents(sides)
     return f"nothing to compare{what}: {why}"
 
 
@@ -563,7 +571,15 @@ def _judged_by(layer: LayerDiff) -> set[str]:
     return {*OF_KERNELS, *times, *([BACKEND_CHANGED] if both_ran else ())}
 
 
-def _contents(side: Side) -> str:
+def _contents(sides: Sequence[Side]) -> str:
+    """Return what each side has, and whether the sides have no config in common."""
+    configs = [{cell.config for cell in side.cells} for side in sides]
+    if all(configs) and not set.intersection(*configs):
+        return "; ".join(["no config in common", *(_content(side, lacks=False) for side in sides)])
+    return "; ".join(map(_content, sides))
+
+
+def _content(side: Side, *, lacks: bool = True) -> str:
     cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = dict.fromkeys(
@@ -577,9 +593,9 @@ def _contents(side: Side) -> str:
         )
     if not labels:
         return f"{side.name or side.label} has no matching cells or kernels"
-    lacks = [] if rows else ["kernels"]
-    lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
-    without = f", without {' and '.join(lacks)}" if lacks else ""
+    missing = [] if rows else ["kernels"]
+    missing += [] if any(cell.samples for cell in cells) or not cells else ["times"]
+    without = f", without {' and '.join(missing)}" if lacks and missing else ""
     return f"{side.name or side.label} has {join_few(list(labels), SHOWN)}{without}"
 
 

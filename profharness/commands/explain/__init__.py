@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -65,7 +64,7 @@ from profharness.commands._output import (
     hint_sentence,
     shared_release,
 )
-from profharness.commands._runs import latest_of
+from profharness.commands._runs import has_run, run_text
 from profharness.commands._types import (
     DEFAULT_RELEASE,
     ConfigOrRunArguments,
@@ -731,9 +730,10 @@ def explain(
     asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
     path = store_path(store)
-    if run is None and not chosen_configs and engine is None:
-        run = latest_of("attention calls or configs", path)
-    if run is None:
+    of_run = run is not None or (
+        not chosen_configs and engine is None and has_run("attention calls or configs", path)
+    )
+    if not of_run:
         require_configs(chosen_configs, runs=True)
     if engine is not None:
         name = gpu or gpu_name()
@@ -751,13 +751,13 @@ def explain(
         "fa_library": rocm_fa,
         "experimental": aotriton_experimental,
     }
-    if run is None:
+    if not of_run:
         platforms = _platforms(torch, gpu_names(gpu) if gpu else (), build)
         return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
     # Imported here because only a run needs the atlases, which load numpy.
     from profharness.commands.explain.calls import RunConfigs, find_calls
 
-    found = find_calls(path, os.fspath(run), chosen_configs)
+    found = find_calls(path, run_text(run), chosen_configs)
     if not isinstance(found, RunConfigs) and not found.calls:
         return Question([], asked, backends, [], path, program=found)
     platforms = _platforms_of(found, torch, gpu, build)

@@ -117,7 +117,9 @@ class RunConfigs:
     """The measured kernel times of `auto` by config, in ns, for configs where they are known."""
 
 
-def find_calls(store: Path, run: str, configs: Sequence[Config] = ()) -> ProgramCalls | RunConfigs:
+def find_calls(
+    store: Path, run: str | None, configs: Sequence[Config] = ()
+) -> ProgramCalls | RunConfigs:
     """Return the attention calls of a program or of `auto`, or the configs of a run without them.
 
     If `configs` are given, return only calls of these configs. If PyTorch chose none of the

@@ -249,7 +249,7 @@ class Stretch:
 class Bisection:
     """The choices for one config if only the property `name` varies."""
 
-    config: str  # label of the config with the smallest value of the property
+    config: str  # label of a config that the user gave
     name: str
     # The stretches cover the whole range. The last value of each and the first value of the next
     # were queried.
@@ -328,8 +328,9 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
     for choice, group in groupby(values, key=choices.__getitem__):
         indices = list(group)
         stretches.append(Stretch(domain[indices[0]], domain[indices[-1]], choice))
-    label = _set(base, name, domain[0]).label
-    return Bisection(label, name, tuple(stretches), tuple(domain[i] for i in values), len(domain))
+    return Bisection(
+        base.label, name, tuple(stretches), tuple(domain[i] for i in values), len(domain)
+    )
 
 
 def first_indices(domain: Sequence[int]) -> list[int]:

@@ -529,7 +529,7 @@ def map_blocks(drawn: Map, where: str, *, predicted: bool) -> Iterator[Block]:
     if len(drawn.edges) > MAX_EDGES:
         yield Note(f"{len(drawn.edges) - MAX_EDGES} more; the JSON has them all", "edge")
     if not drawn.edges and used != ["unknown"]:
-        yield Note("the choice is the same everywhere on the map", "edge")
+        yield Note("the choice is the same everywhere on the map")
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:

@@ -201,11 +201,11 @@ Expected = Annotated[
         ("--expect",),
         complete=complete_names(lambda: BACKENDS),
         multiple=True,
-        metavar="BACKEND@GLOB",
+        metavar="BACKEND[@GLOB]",
         check=lambda texts: parse_gates((), texts),
         help="Exit with code 3 unless this backend ran in all modules that match the glob, as in "
-        "flash@'model.layers.*'. At least one module must match. flash,cudnn@'*' accepts either "
-        "backend. Repeatable.",
+        "flash@'model.layers.*', or in all modules if there is no glob. At least one module must "
+        "match. flash,cudnn accepts either backend. Repeatable.",
     ),
 ]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from profharness import __version__
-from profharness.attention.backends import find_backend, stored_names
+from profharness.attention.backends import ALL, KERNELS, find_backend, stored_names
 from profharness.attention.backends.base import (
     Backend,
     build_inputs,
@@ -43,7 +43,7 @@ from profharness.attention.dispatch.advice import setting_code, window_condition
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
-from profharness.commands._runs import latest_of
+from profharness.commands._runs import has_run, run_text
 from profharness.commands._types import (
     BACKEND_TEXT,
     BACKENDS_OPTION,
@@ -148,23 +148,21 @@ def repro(
     if output is not None:
         check_output(Path(output), force=force)
     chosen, names = config_list(configs), split_names(backend)
-    if run is None and not chosen:
-        run = latest_of("cells", store_path(store))
-    if run is None:
+    if run is None and (chosen or not has_run("cells", store_path(store))):
         require_configs(chosen, runs=True)
         if len(chosen) > 1:
             raise UsageError(f"a script contains one cell; name one config, not {len(chosen)}")
-        if len(names) > 1:
+        if len(names) > 1 or {*names} & {ALL, KERNELS}:
             named = ",".join(names)
             raise UsageError(
-                f"a script runs only one backend; choose one of {named} with --backend"
+                f"a script runs only one backend, not {named}; name one with --backend"
             )
         text = repro_script(
             chosen[0], names[0] if names else "auto", device, SEED if seed is None else seed
         )
     else:
         text = _stored_script(
-            store_path(store), Selection(str(run), chosen, stored_names(names)), device, seed
+            store_path(store), Selection(run_text(run), chosen, stored_names(names)), device, seed
         )
     if output is not None:
         with atomic_file(Path(output), force=force) as file:
