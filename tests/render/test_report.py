@@ -43,7 +43,16 @@ from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
 from profharness.program.layer_map import CHANGE_CODE, find_layers
-from profharness.render.document import Chart, Code, Document, Heading, Note, Table, for_reading
+from profharness.render.document import (
+    Chart,
+    Code,
+    Document,
+    Heading,
+    Note,
+    Table,
+    Timeline,
+    for_reading,
+)
 from profharness.render.renderers import RENDERERS
 from profharness.render.terminal import render_table
 from profharness.rows import Refusal
@@ -652,6 +661,23 @@ def test_the_timeline_as_a_table_lists_launches(eager: Document) -> None:
     named = [row[2] for row in table.rows if row[2] in eager.full_names]
     assert all(len(name) < min(map(len, eager.full_names[name])) for name in named)
     assert named
+
+
+def test_kernels_with_one_short_name_have_rows_of_their_own(tmp_path: Path) -> None:
+    """Bug: two convolutions of cuDNN were one row, because their short names are equal."""
+    ingest_path(tmp_path / "s.db", TRACES / "models" / "whisper.json.gz")
+    document = report(tmp_path / "s.db")
+    assert Heading("Top kernels", "the 15 longest of 32 kernels") in document.blocks
+    tables = [each for each in document.blocks if isinstance(each, Table)]
+    top = next(each for each in tables if each.columns[0].key == "kernel_short")
+    names = [row[0] for row in top.rows]
+    assert len(set(names)) == 15
+    convolutions = [name for name in names if "tilesize" in name]
+    assert [name.partition("tilesize")[2][:3] for name in convolutions] == ["64x", "256"]
+    (timeline,) = (each for each in document.blocks if isinstance(each, Timeline))
+    drawn = {span.name for lane in timeline.lanes for span in lane.spans}
+    assert drawn.issuperset(convolutions)
+    assert all(len(document.full_names[name]) == 1 for name in convolutions)
 
 
 def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:

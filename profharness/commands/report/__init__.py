@@ -69,6 +69,7 @@ from profharness.commands.kernels.tables import (
     full_names,
     kernel_record,
     kernels_document,
+    longer_names,
     witness_document,
 )
 from profharness.commands.layers.answer import lead_length
@@ -272,7 +273,6 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     records: list[dict[str, Any]] = []
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
     answer: tuple[str, ...] = ()
-    launched: list[Sequence[KernelRow]] = []
     every: list[CellRow] = []
     diff = None
     if len(runs) == 2:
@@ -281,7 +281,11 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["diff"] = diff_record(diff)
     programs = find_programs(store, runs)
     maps = {each.layers.run: each.layers for each in programs.classes}
-    parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
+    launched = {run: store.kernels(run) for run in runs}
+    parts = {
+        run: program_parts(store, run, maps.get(run), longer_names(kernels))
+        for run, kernels in launched.items()
+    }
     if many := len(maps) > FEW_RUNS:
         answer = (overview_answer(programs),)
         blocks += [Heading("The programs compared"), *overview_blocks(programs)]
@@ -305,8 +309,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         blocks += gpu_blocks(classes)
         extra["classes"] = [gpu_record(answer) for answer in classes]
     for run in runs:
-        cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
-        launched.append(kernels)
+        cells, kernels = with_predictions(store, store.cells(run)), launched[run]
         every += cells
         own, sentences = _run_blocks(
             store, run, cells, kernels, extra, bench, maps.get(run), parts[run]
@@ -322,7 +325,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["runs"].append({"run": run, "environment": environment, "name": names[run]})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
-    names_in_full = full_names(launched)
+    names_in_full = full_names(launched.values())
     marked = marked_names(names_in_full) if diff else {}
     several = f"{len(runs)} runs: {join_few(list(names.values()), FEW_RUNS)}"
     title = several if len(runs) > 2 else " → ".join(names.values())
