@@ -50,7 +50,7 @@ LONG_TEXT = 16  # maximum length of a text that never wraps
 HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
 MANY_CARDS = 10  # minimum number of cards of which a phone shows only the first 5 (page.css)
 LONG_WORD = 40  # minimum length of a word in a table that may wrap anywhere
-WHOLE_NAME = 48  # maximum length of a text that takes one line if its table has room
+WHOLE_NAME = 52  # maximum length of a text that takes one line if its table has room
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
